@@ -1,0 +1,1 @@
+"""What makes tokens: models, batching, sampling and memory, behind `engine.engine.Engine`."""

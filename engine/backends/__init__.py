@@ -1,0 +1,75 @@
+"""The small interface behind which each backend runs one model.
+
+A backend computes; it knows nothing of requests, sampling or fairness. The rows of a running batch
+are 0..rows-1 without holes. Rows may have different lengths. All calls for one model come from one
+thread, one at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.artifacts import Artifact
+from engine.config import GPT2Config
+from engine.errors import InvalidRequest
+
+Ids = NDArray[np.int64]
+Logits = NDArray[np.float32]
+
+BACKENDS = ("mxnet", "onnxruntime")
+PRECISIONS = {"mxnet": ("fp32",), "onnxruntime": ("int8", "fp32")}
+
+
+class BackendModel(Protocol):
+    """One loaded model and the K/V cache of its running batch."""
+
+    config: GPT2Config
+    weight_bytes: int  # resident bytes of the weights
+    max_rows: int
+
+    def add_row(self) -> int:
+        """Opens an empty row behind the last one; returns its index."""
+
+    def extend(self, row: int, ids: Ids) -> Logits:
+        """Prefill: appends `ids` (T,) to one row; returns the logits (V,) after the last."""
+
+    def decode(self, ids: Ids) -> Logits:
+        """Appends ids[i] to row i for the first B = len(ids) rows; returns their logits (B, V).
+
+        The array may be reused by the next call. Rows from B on are left as they are.
+        """
+
+    def remove_row(self, row: int) -> None:
+        """Closes a row and gives back its memory; the last row takes its place."""
+
+    def length(self, row: int) -> int:
+        """How many tokens the row's cache holds."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Resident bytes of keys and values."""
+
+    def close(self) -> None:
+        """Frees everything; the model cannot be used afterwards."""
+
+
+def load(artifact: Artifact, backend: str, precision: str, **options: Any) -> BackendModel:
+    """Loads a model. Raises `ArtifactError`, `OutOfMemory`, `InvalidRequest` (wrong names)."""
+    if backend not in BACKENDS:
+        raise InvalidRequest(f"backend is {backend!r}, must be one of {', '.join(BACKENDS)}")
+    if precision not in PRECISIONS[backend]:
+        raise InvalidRequest(
+            f"precision is {precision!r}, must be one of {', '.join(PRECISIONS[backend])}"
+            f" for backend {backend}"
+        )
+    # A backend's library is imported when it is first used: MXNet costs 1.2 s and 276 MB.
+    if backend == "mxnet":
+        from engine.backends import mxnet_backend
+
+        return mxnet_backend.load(artifact, **options)
+    from engine.backends import onnx_backend
+
+    return onnx_backend.load(artifact, precision, **options)

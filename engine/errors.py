@@ -1,0 +1,68 @@
+"""The errors a caller of the engine can meet, each with the HTTP status it becomes."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of all errors meant for people. `status` is the HTTP status that they turn into."""
+
+    status = 500
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    @property
+    def type(self) -> str:
+        return type(self).__name__
+
+    def to_body(self) -> dict[str, object]:
+        """The error as MMS writes its own: `{"code", "type", "message"}`."""
+        return {"code": self.status, "type": self.type, "message": self.message}
+
+
+class InvalidRequest(EngineError):
+    """A field of the request is missing, of the wrong type, out of range, or unknown."""
+
+    status = 400
+
+
+class ArtifactError(EngineError):
+    """The model's folder does not hold a model that can be served."""
+
+    status = 400
+
+
+class ModelNotFound(EngineError):
+    status = 404
+
+
+class ModelAlreadyLoaded(EngineError):
+    status = 409
+
+
+class PromptTooLong(EngineError):
+    status = 413
+
+
+class Overloaded(EngineError):
+    """The queue is full; `retry_after_s` says when to come back."""
+
+    status = 503
+
+
+class EngineUnavailable(EngineError):
+    """The engine process is not there, or went away while it worked on the request."""
+
+    status = 503
+
+
+class DeadlineExceeded(EngineError):
+    status = 504
+
+
+class OutOfMemory(EngineError):
+    """The memory budget has no room: unload another model or raise the budget."""
+
+    status = 507

@@ -1,0 +1,34 @@
+"""Imports MXNet 1.9.1 on numpy 1.26: `from engine.mxnet_compat import mx`, never `import mxnet`.
+
+MXNet uses six numpy aliases of Python's own types that numpy 1.24 removed. They are put back where
+they are missing. numpy 2 cannot be helped this way: `PZERO` and others that MXNet needs are gone.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy
+
+ALIASES = {
+    "bool": bool,
+    "object": object,
+    "float": float,
+    "int": int,
+    "complex": complex,
+    "str": str,
+}
+for _name, _type in ALIASES.items():
+    if _name not in numpy.__dict__:
+        setattr(numpy, _name, _type)
+
+# One worker thread of MXNet's engine per core: its fp32 matrix product keeps one core busy, and
+# engine.models.gpt2_mxnet splits each weight so that as many products run side by side.
+CPU_WORKERS = min(len(os.sched_getaffinity(0)), 8)
+os.environ.setdefault("MXNET_CPU_WORKER_NTHREADS", str(CPU_WORKERS))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import mxnet as _mxnet  # noqa: E402
+
+mx: Any = _mxnet
