@@ -7,7 +7,9 @@ thread, one at a time.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import importlib
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,7 @@ Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
 
 BACKENDS = ("mxnet", "onnxruntime")
+_MODULES = {"mxnet": "mxnet_backend", "onnxruntime": "onnx_backend"}
 PRECISIONS = {"mxnet": ("fp32",), "onnxruntime": ("int8", "fp32")}
 
 
@@ -42,8 +45,11 @@ class BackendModel(Protocol):
         The array may be reused by the next call. Rows from B on are left as they are.
         """
 
-    def remove_row(self, row: int) -> None:
-        """Closes a row and gives back its memory; the last row takes its place."""
+    def move_row(self, source: int, target: int) -> None:
+        """Row `target` becomes what row `source` is."""
+
+    def remove_last_row(self) -> None:
+        """Closes the last row and gives back its memory."""
 
     def length(self, row: int) -> int:
         """How many tokens the row's cache holds."""
@@ -56,7 +62,26 @@ class BackendModel(Protocol):
         """Frees everything; the model cannot be used afterwards."""
 
 
-def load(artifact: Artifact, backend: str, precision: str, **options: Any) -> BackendModel:
+def weight_bytes(config: GPT2Config, backend: str, precision: str) -> int:
+    """What a model's weights will take, for admission before anything is allocated."""
+    if precision == "int8":  # a byte each and a scale for 64; the fp32 embedding is page cache
+        return config.num_parameters * 17 // 16
+    return 4 * config.num_parameters
+
+
+def import_backend(backend: str) -> None:
+    """Imports a backend's library ahead of its first use: MXNet costs 1.2 s and 276 MB."""
+    importlib.import_module(f"engine.backends.{_MODULES[backend]}")
+
+
+def load(
+    artifact: Artifact,
+    backend: str,
+    precision: str,
+    *,
+    device: str = "cpu",
+    cache_dir: Path | None = None,
+) -> BackendModel:
     """Loads a model. Raises `ArtifactError`, `OutOfMemory`, `InvalidRequest` (wrong names)."""
     if backend not in BACKENDS:
         raise InvalidRequest(f"backend is {backend!r}, must be one of {', '.join(BACKENDS)}")
@@ -65,11 +90,10 @@ def load(artifact: Artifact, backend: str, precision: str, **options: Any) -> Ba
             f"precision is {precision!r}, must be one of {', '.join(PRECISIONS[backend])}"
             f" for backend {backend}"
         )
-    # A backend's library is imported when it is first used: MXNet costs 1.2 s and 276 MB.
     if backend == "mxnet":
         from engine.backends import mxnet_backend
 
-        return mxnet_backend.load(artifact, **options)
+        return mxnet_backend.load(artifact, device=device)
     from engine.backends import onnx_backend
 
-    return onnx_backend.load(artifact, precision, **options)
+    return onnx_backend.load(artifact, precision, cache_dir=cache_dir, device=device)

@@ -21,6 +21,7 @@ class MXNetModel:
         self.weight_bytes = artifact.fp32_bytes
         self._ctx = ctx
         self._model = GPT2(artifact.config)
+        self._model.collect_params().setattr("grad_req", "null")  # no room for gradients
         for name, parameter in self._model._collect_params_with_prefix().items():
             if name in artifact.weights:  # the tied projection is the embedding itself
                 parameter.initialize(mx.init.Zero(), ctx=ctx)
@@ -33,7 +34,8 @@ class MXNetModel:
         return self._cache.add_row()
 
     def extend(self, row: int, ids: Ids) -> Logits:
-        return self._run(row, row + 1, ids[None, :])[0]
+        logits: Logits = self._run(row, row + 1, ids[None, :])[0]
+        return logits
 
     def decode(self, ids: Ids) -> Logits:
         return self._run(0, len(ids), ids[:, None])
@@ -41,7 +43,7 @@ class MXNetModel:
     def _run(self, begin: int, end: int, ids: Ids) -> Logits:
         self._cache.select(begin, end)
         try:
-            logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache, last_only=True)
+            logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache, True)
             result: Logits = logits.asnumpy()
         except mx.MXNetError as error:
             if "memory" not in str(error).lower():
@@ -49,8 +51,11 @@ class MXNetModel:
             raise OutOfMemory(f"{self._ctx} has no room for {end - begin} more rows") from error
         return result
 
-    def remove_row(self, row: int) -> None:
-        self._cache.remove_row(row)
+    def move_row(self, source: int, target: int) -> None:
+        self._cache.move_row(source, target)
+
+    def remove_last_row(self) -> None:
+        self._cache.remove_last_row()
 
     def length(self, row: int) -> int:
         return self._cache.lengths[row]

@@ -177,14 +177,14 @@ class KVCache:
         self.lengths.append(0)
         return len(self.lengths) - 1
 
-    def remove_row(self, row: int) -> None:
-        """Closes a row; the last row takes its place."""
-        last = len(self.lengths) - 1
-        if row != last:
-            for keys, values in self._layers:
-                keys[row] = keys[last]
-                values[row] = values[last]
-            self.lengths[row] = self.lengths[last]
+    def move_row(self, source: int, target: int) -> None:
+        """Row `target` becomes what row `source` is."""
+        for keys, values in self._layers:
+            keys[target] = keys[source]
+            values[target] = values[source]
+        self.lengths[target] = self.lengths[source]
+
+    def remove_last_row(self) -> None:
         self.lengths.pop()
         if not self.lengths:
             self._layers, self._rows, self._capacity = [], 0, 0
@@ -236,6 +236,7 @@ class KVCache:
             if old:
                 for target, source in zip(new, old[layer], strict=True):
                     target[: kept[0], :, : kept[1]] = source
-                old[layer] = ()  # type: ignore[call-overload]
+                del source  # a layer's old arrays go before the next layer's new ones come
+                old[layer] = (None, None)
             self._layers.append((new[0], new[1]))
         self._rows, self._capacity = rows, capacity

@@ -1,0 +1,27 @@
+"""`python -m engine`: the process that holds every model."""
+
+from __future__ import annotations
+
+import sys
+
+from engine.backends import import_backend
+from engine.errors import EngineError
+from engine.logs import log_as_json
+from engine.server import serve
+from engine.settings import Settings
+
+
+def main() -> int:
+    log_as_json("engine")
+    try:
+        settings = Settings.from_environment()
+        import_backend(settings.backend)
+        serve(settings)
+    except EngineError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

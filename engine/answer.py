@@ -1,0 +1,87 @@
+"""Collects the tokens of one request into its answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from engine.errors import EngineError
+from engine.sampling import TokenLogprobs
+from engine.sequence import Token
+
+
+class Answer:
+    """Pass `emit` to `Engine.submit`; `done` is called once, on the engine's thread."""
+
+    def __init__(self, parameters_count: int, done: Callable[[], None]) -> None:
+        self._texts = [""] * parameters_count
+        self._tokens: list[list[Token]] = [[] for _ in range(parameters_count)]
+        self._left = parameters_count
+        self._done = done
+        self._started = time.monotonic()
+        self._first_token_at: float | None = None
+        self.error: EngineError | None = None
+
+    def emit(self, item: Token | EngineError) -> None:
+        if self._left <= 0:
+            return
+        if isinstance(item, EngineError):
+            self.error = item
+            self._left = 0
+        else:
+            if self._first_token_at is None:
+                self._first_token_at = time.monotonic()
+            self._tokens[item.index].append(item)
+            self._texts[item.index] += item.text
+            self._left -= item.finish_reason is not None
+        if self._left == 0:
+            self._finished = time.monotonic()
+            self._done()
+
+    def result(self) -> dict[str, Any]:
+        """`{"completions": [{"text", "tokens", "finish_reason", "logprobs"?}], "seconds", ...}`.
+
+        Raises the error that ended the request.
+        """
+        if self.error is not None:
+            raise self.error
+        assert self._first_token_at is not None
+        completions = []
+        for text, tokens in zip(self._texts, self._tokens, strict=True):
+            completion: dict[str, Any] = {
+                "text": text,
+                "tokens": len(tokens),
+                "finish_reason": tokens[-1].finish_reason,
+            }
+            if tokens[0].logprobs is not None:
+                completion["logprobs"] = [
+                    logprobs_body(t.id, t.logprobs) for t in tokens if t.logprobs is not None
+                ]
+            completions.append(completion)
+        return {
+            "completions": completions,
+            "seconds": round(self._finished - self._started, 6),
+            "time_to_first_token_s": round(self._first_token_at - self._started, 6),
+        }
+
+
+def logprobs_body(token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+    return {
+        "token": token,
+        "logprob": round(logprobs.chosen, 6),
+        "top": [{"token": i, "logprob": round(p, 6)} for i, p in logprobs.top],
+    }
+
+
+class WaitingAnswer(Answer):
+    """An `Answer` that a thread can wait for."""
+
+    def __init__(self, parameters_count: int) -> None:
+        self._event = threading.Event()
+        super().__init__(parameters_count, self._event.set)
+
+    def wait(self) -> dict[str, Any]:
+        self._event.wait()
+        return self.result()

@@ -1,0 +1,176 @@
+"""GPT-2 as an ONNX graph, made in code from an artifact's weights: one file, read top to bottom.
+
+The graph computes everything between the embedding lookup and the logits; keys and values live in
+buffers of the caller's that GroupQueryAttention reads and appends to in place.
+
+In shapes: B rows, T new tokens, M longest row a buffer has room for, C units, nh heads, hs head
+size, V vocabulary.
+
+    input   x          (B, T, C)      token and position embeddings, added; T > 1 only where B = 1
+            seqlens_k  (B,) int32     length of each row after this step, less 1
+            total      (1,) int32     length of the longest row after this step; never less
+            past_i_k, past_i_v        (B, nh, M, hs) of each layer i
+    output  logits     (B, V)         after the last of the T tokens
+            present_i_k, present_i_v  the same buffers as past_i_k and past_i_v
+
+Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from engine import artifacts, quantize
+from engine.artifacts import Weights
+from engine.config import GPT2Config
+
+Array = NDArray[Any]
+
+PROTOBUF_TYPES = {"float32": TensorProto.FLOAT, "uint8": TensorProto.UINT8, "int64": 7}
+HEAD_SIZE_MULTIPLE = 8  # GroupQueryAttention's; others are padded with zeros, see `_pad_heads`
+
+
+def padded_head_size(config: GPT2Config) -> int:
+    """The head size of the K/V buffers."""
+    return -(-config.head_size // HEAD_SIZE_MULTIPLE) * HEAD_SIZE_MULTIPLE
+
+
+def kv_names(config: GPT2Config, kind: str) -> Iterator[str]:
+    """Names of the K/V inputs (`past`) or outputs (`present`), in the order of their buffers."""
+    for i in range(config.num_layers):
+        for part in "kv":
+            yield f"{kind}_{i}_{part}"
+
+
+class GPT2Graph:
+    """Builds the graph; `model` is the protobuf without weights, `tensors` are the weights."""
+
+    def __init__(self, config: GPT2Config, weights: Weights, precision: str) -> None:
+        self.config, self.weights, self.precision = config, weights, precision
+        self.tensors: dict[str, Array] = {}
+        self._nodes: list[Any] = []
+        self._last_token = self._tensor("last_token", np.array(-1, dtype=np.int64))
+        self.model = self._build()
+
+    def _build(self) -> Any:
+        c = self.config
+        x = "x"  # (B, T, C)
+        for i in range(c.num_layers):
+            h = self._norm(x, artifacts.ATTENTION_NORM.format(i))
+            x = self._op("Add", [x, self._attention(h, i)])
+            h = self._norm(x, artifacts.FFN_NORM.format(i))
+            x = self._op("Add", [x, self._feed_forward(h, i)])
+        x = self._op("Gather", [x, self._last_token], axis=1)  # (B, C): the head is the widest part
+        x = self._norm(x, artifacts.FINAL_NORM)
+        self._dense(x, self._weight(artifacts.EMBEDDING), None, artifacts.EMBEDDING, "logits")
+        return self._model()
+
+    def _attention(self, x: str, i: int) -> str:  # (B, T, C) -> (B, T, C)
+        c, name, out = self.config, artifacts.QKV.format(i), artifacts.ATTENTION_OUT.format(i)
+        w, b = self._weight(name + ".weight"), self._weight(name + ".bias")
+        w_out = self._weight(out + ".weight")
+        if padded_head_size(c) != c.head_size:
+            w, b = _pad_heads(w, 3 * c.num_heads, c), _pad_heads(b, 3 * c.num_heads, c)
+            w_out = _pad_heads(w_out.T, c.num_heads, c).T
+        qkv = self._dense(x, w, b, name)  # (B, T, 3C): q, k, v, heads inside each
+        y = f"{name}.y"
+        self._nodes.append(
+            helper.make_node(
+                "GroupQueryAttention",
+                [qkv, "", "", f"past_{i}_k", f"past_{i}_v", "seqlens_k", "total"],
+                [y, f"present_{i}_k", f"present_{i}_v"],
+                domain="com.microsoft",
+                num_heads=c.num_heads,
+                kv_num_heads=c.num_heads,
+                scale=c.head_size**-0.5,
+            )
+        )
+        return self._dense(y, w_out, self._weight(out + ".bias"), out)
+
+    def _feed_forward(self, x: str, i: int) -> str:  # (B, T, C) -> (B, T, C)
+        hidden, out = artifacts.FFN_HIDDEN.format(i), artifacts.FFN_OUT.format(i)
+        h = self._dense(x, self._weight(hidden + ".weight"), self._weight(hidden + ".bias"), hidden)
+        gelu = "FastGelu" if self.config.activation == "gelu_new" else "Gelu"
+        h = self._op(gelu, [h], domain="com.microsoft")
+        return self._dense(h, self._weight(out + ".weight"), self._weight(out + ".bias"), out)
+
+    def _norm(self, x: str, name: str) -> str:
+        gamma = self._tensor(name + ".gamma", self._weight(name + ".gamma"))
+        beta = self._tensor(name + ".beta", self._weight(name + ".beta"))
+        eps = self.config.layer_norm_eps
+        return self._op("LayerNormalization", [x, gamma, beta], axis=-1, epsilon=eps)
+
+    def _dense(self, x: str, w: Array, b: Array | None, name: str, output: str = "") -> str:
+        """x W^T + b with W (out, in), b (out,)."""
+        output = output or f"{name}.out"
+        bias = "" if b is None else self._tensor(f"{name}.bias", b)
+        if self.precision == "int8":
+            block = quantize.block_size(w.shape[1])
+            q, scales = quantize.quantize(w, block)  # (out, in / block, block), (out * in / block,)
+            inputs = [x, self._tensor(f"{name}.q", q), self._tensor(f"{name}.scales", scales)]
+            # accuracy_level 4: the products are of int8 with int8, so x is quantized, too.
+            return self._op(
+                "MatMulNBits",
+                [*inputs, "", "", bias] if bias else inputs,
+                output,
+                domain="com.microsoft",
+                N=w.shape[0],
+                K=w.shape[1],
+                bits=8,
+                block_size=block,
+                accuracy_level=4,
+            )
+        w_t = self._tensor(f"{name}.weight_t", np.ascontiguousarray(w.T, dtype=np.float32))
+        if not bias:
+            return self._op("MatMul", [x, w_t], output)
+        return self._op("Add", [self._op("MatMul", [x, w_t]), bias], output)
+
+    def _weight(self, name: str) -> Array:
+        return self.weights[name]
+
+    def _tensor(self, name: str, value: Array) -> str:
+        if value.dtype == np.float16:
+            value = value.astype(np.float32)
+        self.tensors[name] = value
+        return name
+
+    def _op(self, kind: str, inputs: list[str], output: str = "", **attributes: Any) -> str:
+        output = output or f"{kind}_{len(self._nodes)}"
+        self._nodes.append(helper.make_node(kind, inputs, [output], **attributes))
+        return output
+
+    def _model(self) -> Any:
+        c, info = self.config, helper.make_tensor_value_info
+        F, I32 = TensorProto.FLOAT, TensorProto.INT32
+        kv = ["B", c.num_heads, "M", padded_head_size(c)]
+        graph = helper.make_graph(
+            self._nodes,
+            "gpt2",
+            [
+                info("x", F, ["B", "T", c.units]),
+                info("seqlens_k", I32, ["B"]),
+                info("total", I32, [1]),
+                *(info(name, F, kv) for name in kv_names(c, "past")),
+            ],
+            [
+                info("logits", F, ["B", c.vocab_size]),
+                *(info(name, F, kv) for name in kv_names(c, "present")),
+            ],
+        )
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+
+
+def _pad_heads(a: Array, heads: int, config: GPT2Config) -> Array:
+    """(heads * head_size, ...) -> (heads * padded head size, ...); zeros add nothing to a product."""
+    wide = a.reshape(heads, config.head_size, *a.shape[1:])
+    padding = [(0, 0)] * wide.ndim
+    padding[1] = (0, padded_head_size(config) - config.head_size)
+    padded: Array = np.pad(wide, padding).reshape(-1, *a.shape[1:])
+    return padded

@@ -1,0 +1,138 @@
+"""Who computes next: the waiting and running sequences of one model."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from engine.backends import BackendModel
+from engine.errors import DeadlineExceeded, OutOfMemory
+from engine.memory import Budget
+from engine.sequence import Sequence, State
+
+# Prompt tokens per turn while rows are running: what a running row may have to wait for.
+PREFILL_CHUNK = 64
+# Prompt tokens per turn while none is, which bounds what other models have to wait for.
+PREFILL_CHUNK_IDLE = 256
+
+
+@dataclass
+class Chunk:
+    """The next piece of one sequence's prompt; `completes` it or not."""
+
+    row: int
+    ids: list[int]
+    completes: bool
+
+
+class Batch:
+    """The sequences of one model. Row i of the backend belongs to `rows[i]`.
+
+    Running rows come first. Behind them there is at most one whose prompt is not yet computed.
+    """
+
+    def __init__(self, model: BackendModel, max_rows: int, budget: Budget) -> None:
+        self.model = model
+        self.max_rows = min(max_rows, model.max_rows)
+        self.rows: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self._budget = budget
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.rows or self.waiting)
+
+    def running(self) -> list[Sequence]:
+        """The rows of the next decode step."""
+        return [s for s in self.rows if s.state is State.DECODE]
+
+    def kv_bytes(self, sequence: Sequence) -> int:
+        """K/V bytes of a sequence at its longest."""
+        return sequence.max_tokens * self.model.config.kv_bytes_per_token
+
+    def schedule(self) -> list[Chunk]:
+        """Drops who left or came too late; says which pieces of prompts are computed this turn.
+
+        A chunk is bounded, so a long prompt does not stall the running rows; several short prompts
+        share one turn's bound.
+        """
+        self._drop()
+        room = PREFILL_CHUNK if self.running() else PREFILL_CHUNK_IDLE
+        chunks: list[Chunk] = []
+        partial = self.rows[-1] if self.rows and self.rows[-1].state is State.PREFILL else None
+        while room > 0:
+            sequence = partial or self._admit()
+            if sequence is None:
+                break
+            partial = None
+            row = len(self.rows) - 1
+            done = self.model.length(row)
+            ids = sequence.prompt[done : done + room]
+            completes = done + len(ids) == len(sequence.prompt)
+            chunks.append(Chunk(row, ids, completes))
+            room -= len(ids)
+            if not completes:
+                break
+        return chunks
+
+    def _admit(self) -> Sequence | None:
+        """Gives the first in the queue a row, if there is one, and memory for its K/V at its
+        longest: a running sequence never has to stop for lack of memory."""
+        while self.waiting and len(self.rows) < self.max_rows:
+            sequence = self.waiting[0]
+            needed = self.kv_bytes(sequence)
+            if self._budget.reserve_kv(needed):
+                self.waiting.popleft()
+                sequence.state = State.PREFILL
+                self.model.add_row()
+                self.rows.append(sequence)
+                return sequence
+            if self._budget.could_hold_kv(needed):
+                return None
+            self.waiting.popleft()
+            sequence.fail(OutOfMemory(self._budget.explain("the request's K/V cache", needed)))
+        return None
+
+    def _drop(self) -> None:
+        now = time.monotonic()
+        for sequence in [*self.rows, *self.waiting]:
+            if sequence.cancelled:
+                sequence.state = State.FINISHED
+            elif sequence.deadline is not None and now >= sequence.deadline:
+                waited = now - sequence.queued_at
+                sequence.fail(
+                    DeadlineExceeded(f"the answer was not finished within {waited:.1f} s")
+                )
+        self.waiting = deque(s for s in self.waiting if s.state is not State.FINISHED)
+        self.collect()
+
+    def collect(self) -> None:
+        """Closes the rows of finished sequences."""
+        for row in reversed(range(len(self.rows))):
+            if self.rows[row].state is State.FINISHED:
+                self._remove(row)
+
+    def _remove(self, row: int) -> None:
+        """Closes a row: the last running row fills the hole, and a prompt behind it moves up."""
+        self._budget.release_kv(self.kv_bytes(self.rows[row]))
+        last = len(self.rows) - 1
+        if self.rows[last].state is State.PREFILL and row < last - 1:
+            self._move(last - 1, row)
+            row = last - 1
+        if row < last:
+            self._move(last, row)
+        self.model.remove_last_row()
+        self.rows.pop()
+
+    def _move(self, source: int, target: int) -> None:
+        self.model.move_row(source, target)
+        self.rows[target] = self.rows[source]
+
+    def clear(self) -> list[Sequence]:
+        """Closes everything; returns the sequences that were not finished."""
+        left = [s for s in [*self.rows, *self.waiting] if s.state is not State.FINISHED]
+        while self.rows:
+            self._remove(len(self.rows) - 1)
+        self.waiting.clear()
+        return left

@@ -1,0 +1,294 @@
+"""The engine's face: HTTP on a unix socket.
+
+    POST   /models                  {"name", "model_dir", "backend"?, "precision"?, "lease"?}
+    GET    /models
+    DELETE /models/{name}
+    POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?}
+    GET    /health
+    GET    /statistics
+
+Try it with `curl --unix-socket $ENGINE_SOCKET http://engine/statistics`. Errors are
+`{"code", "type", "message"}`; a stream is NDJSON, one token a line, and ends with a line that has
+`finish_reason` or, after an error, `error`.
+
+With `"lease": true` the answer to a load stays open, and the model stays loaded while any such
+answer does: a worker that dies, however it dies, leaves no model behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from engine.answer import Answer, logprobs_body
+from engine.engine import Engine
+from engine.errors import EngineError, InvalidRequest, ModelNotFound
+from engine.parameters import Parameters
+from engine.sequence import Token
+from engine.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+# How long a model outlives its last lease: a worker that crashed is restarted within this time.
+LEASE_GRACE_S = 3.0
+MAX_TIMEOUT_S = 3600.0
+
+
+class EngineApp:
+    """The routes over one `Engine`."""
+
+    def __init__(self, engine: Engine, lease_grace_s: float = LEASE_GRACE_S) -> None:
+        self._engine = engine
+        self._leases: dict[str, int] = {}
+        self._grace_s = lease_grace_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.stopping = asyncio.Event()
+        self.asgi = Starlette(
+            routes=[
+                Route("/models", self._load, methods=["POST"]),
+                Route("/models", self._list, methods=["GET"]),
+                Route("/models/{name:path}/generate", self._generate, methods=["POST"]),
+                Route("/models/{name:path}", self._unload, methods=["DELETE"]),
+                Route("/health", self._health, methods=["GET"]),
+                Route("/statistics", self._statistics, methods=["GET"]),
+            ],
+            exception_handlers={EngineError: _error_response},
+        )
+
+    # Models
+
+    async def _load(self, request: Request) -> Response:
+        body = await _json_object(request)
+        name, model_dir = _text(body, "name"), _text(body, "model_dir")
+        backend, precision = body.get("backend"), body.get("precision")
+        load = self._engine.load
+        lease = bool(body.get("lease"))
+        if lease:  # counted first, so that another lease's end does not unload it meanwhile
+            self._leases[name] = self._leases.get(name, 0) + 1
+        try:
+            model = await run_in_threadpool(load, name, model_dir, backend, precision)
+        except BaseException:
+            if lease:
+                self._release(name)
+            raise
+        if not lease:
+            return JSONResponse(model.describe())
+
+        async def hold() -> AsyncIterator[str]:
+            yield _line(model.describe())
+            await self.stopping.wait()
+
+        return _NdjsonStream(hold(), lambda: self._release(name))
+
+    def _release(self, name: str) -> None:
+        self._leases[name] -= 1
+        if self._leases[name] == 0:
+            del self._leases[name]
+            task = asyncio.get_running_loop().create_task(self._unload_unless_leased(name))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _unload_unless_leased(self, name: str) -> None:
+        await asyncio.sleep(self._grace_s)
+        if name not in self._leases:
+            with contextlib.suppress(ModelNotFound):
+                await run_in_threadpool(self._engine.unload, name)
+
+    async def _list(self, request: Request) -> Response:
+        return JSONResponse({"models": self._engine.models()})
+
+    async def _unload(self, request: Request) -> Response:
+        await run_in_threadpool(self._engine.unload, request.path_params["name"])
+        return Response(status_code=204)
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _statistics(self, request: Request) -> Response:
+        return JSONResponse(self._engine.statistics())
+
+    # Generation
+
+    async def _generate(self, request: Request) -> Response:
+        body = await _json_object(request)
+        name, inputs = request.path_params["name"], _text(body, "inputs")
+        parameters = Parameters.parse(body.get("parameters"))
+        timeout_s = body.get("timeout_s")
+        if timeout_s is not None and not (
+            isinstance(timeout_s, int | float) and 0 < timeout_s <= MAX_TIMEOUT_S
+        ):
+            raise InvalidRequest(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:.0f}")
+        if body.get("stream"):
+            return self._stream(name, inputs, parameters, timeout_s)
+        loop = asyncio.get_running_loop()
+        finished: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not finished.done():
+                finished.set_result(None)
+
+        def done() -> None:
+            loop.call_soon_threadsafe(wake)
+
+        answer = Answer(parameters.num_return_sequences, done)
+        sequences = self._engine.submit(name, inputs, parameters, answer.emit, timeout_s)
+        gone = asyncio.ensure_future(_disconnected(request.receive))
+        try:
+            await asyncio.wait([finished, gone], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not finished.done():
+                self._engine.cancel(sequences)
+        if not finished.done():
+            return Response(status_code=499)  # nobody reads it
+        return JSONResponse({"prompt_tokens": len(sequences[0].prompt), **answer.result()})
+
+    def _stream(
+        self, name: str, inputs: str, parameters: Parameters, timeout_s: float | None
+    ) -> Response:
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Token | EngineError] = asyncio.Queue()
+
+        def emit(item: Token | EngineError) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, item)
+
+        sequences = self._engine.submit(name, inputs, parameters, emit, timeout_s)
+
+        async def lines() -> AsyncIterator[str]:
+            left = len(sequences)
+            while left:
+                item = await queue.get()
+                if isinstance(item, EngineError):
+                    yield _line({"error": item.to_body()})
+                    return
+                left -= item.finish_reason is not None
+                yield _line(_token_body(item))
+
+        return _NdjsonStream(lines(), lambda: self._engine.cancel(sequences))
+
+
+class _NdjsonStream(StreamingResponse):
+    """A stream that ends when its client goes, and calls `closed` however it ends."""
+
+    def __init__(self, lines: AsyncIterator[str], closed: Callable[[], None]) -> None:
+        super().__init__(lines, media_type="application/x-ndjson")
+        self._closed = closed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = asyncio.ensure_future(self.stream_response(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait([body, gone], return_when=asyncio.FIRST_COMPLETED)
+            if body.done():
+                await body
+        finally:
+            body.cancel()
+            gone.cancel()
+            self._closed()
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def _token_body(token: Token) -> dict[str, Any]:
+    body: dict[str, Any] = {"index": token.index, "token": token.id, "text": token.text}
+    if token.logprobs is not None:
+        body["logprobs"] = logprobs_body(token.id, token.logprobs)
+    if token.finish_reason is not None:
+        body["finish_reason"] = token.finish_reason
+    return body
+
+
+async def _json_object(request: Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return body
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{name} must be text that is not empty")
+    return value
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EngineError)
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = f"{error.retry_after_s:.0f}"
+    return JSONResponse(error.to_body(), status_code=error.status, headers=headers)
+
+
+def listen(path: str) -> socket.socket:
+    """Binds a unix socket that only this user can reach, in place of a stale one."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(path)
+    finally:
+        os.umask(before)
+    listener.listen(512)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, app: EngineApp) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self._app.stopping.set()
+        super().handle_exit(sig, frame)
+
+
+def serve(settings: Settings) -> None:
+    """Runs until SIGTERM or SIGINT; requests in flight are finished, at most for 25 s."""
+    engine = Engine(settings)
+
+    async def main() -> None:
+        app = EngineApp(engine)
+        config = uvicorn.Config(
+            app.asgi,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=25,
+        )
+        await _Server(config, app).serve(sockets=[listener])
+
+    listener = listen(settings.socket)
+    logger.info("the engine listens on %s (%s)", settings.socket, settings.backend)
+    uvloop.run(main())
+    engine.close()

@@ -1,0 +1,81 @@
+"""The engine's settings, read from the environment once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from engine.backends import BACKENDS, PRECISIONS
+from engine.errors import InvalidRequest
+from engine.memory import MIB, default_budget_bytes
+
+
+def _setting(variable: str, default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"variable": variable, "help": help_text})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Each field is an environment variable; `scripts/settings` lists them for the README."""
+
+    socket: str = _setting(
+        "ENGINE_SOCKET", "/run/kogpt2/engine.sock", "the unix socket that the engine listens on"
+    )
+    backend: str = _setting(
+        "ENGINE_BACKEND", "mxnet", "what computes: `mxnet` or `onnxruntime` (the fast one)"
+    )
+    precision: str = _setting(
+        "ENGINE_PRECISION",
+        "",
+        "`fp32`, or with onnxruntime `int8` (its default)",
+    )
+    device: str = _setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
+    memory_mib: int = _setting(
+        "ENGINE_MEMORY_MIB",
+        0,
+        "memory for weights and K/V caches; 0: the container's limit less a quarter",
+    )
+    max_rows: int = _setting("ENGINE_MAX_ROWS", 16, "sequences of one model that share a step")
+    max_queue: int = _setting(
+        "ENGINE_MAX_QUEUE", 256, "requests of one model that may wait; beyond it 503"
+    )
+    cache_dir: str = _setting(
+        "ENGINE_CACHE_DIR", "", "where prepared (quantized) models are kept; empty: beside each"
+    )
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise InvalidRequest(f"ENGINE_BACKEND is {self.backend!r}, must be one of {BACKENDS}")
+        if self.precision and self.precision not in PRECISIONS[self.backend]:
+            raise InvalidRequest(
+                f"ENGINE_PRECISION is {self.precision!r}, must be one of"
+                f" {PRECISIONS[self.backend]} for {self.backend}"
+            )
+        if self.device not in ("cpu", "gpu"):
+            raise InvalidRequest(f"ENGINE_DEVICE is {self.device!r}, must be cpu or gpu")
+        for name in ("max_rows", "max_queue"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"ENGINE_{name.upper()} must be at least 1")
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.memory_mib * MIB if self.memory_mib else default_budget_bytes()
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+        """Raises `InvalidRequest` that names the variable."""
+        values: dict[str, Any] = {}
+        for f in fields(cls):
+            variable = f.metadata["variable"]
+            if variable not in environment:
+                continue
+            text = environment[variable]
+            if f.type == "int":
+                if not text.isdecimal():
+                    raise InvalidRequest(f"{variable} is {text!r}, must be a whole number")
+                values[f.name] = int(text)
+            else:
+                values[f.name] = text
+        return cls(**values)
