@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
@@ -32,7 +31,7 @@ from engine.config import GPT2Config
 
 Array = NDArray[Any]
 
-PROTOBUF_TYPES = {"float32": TensorProto.FLOAT, "uint8": TensorProto.UINT8, "int64": 7}
+INLINE_BYTES = 128  # smaller tensors are written into the protobuf, as onnxruntime wants it
 HEAD_SIZE_MULTIPLE = 8  # GroupQueryAttention's; others are padded with zeros, see `_pad_heads`
 
 
@@ -49,14 +48,19 @@ def kv_names(config: GPT2Config, kind: str) -> Iterator[str]:
 
 
 class GPT2Graph:
-    """Builds the graph; `model` is the protobuf without weights, `tensors` are the weights."""
+    """Builds the graph: the protobuf, and beside it the weights that it leaves out.
+
+    `serialized` names each tensor of `external` with a place in a file that does not exist; give
+    them to onnxruntime's `SessionOptions.add_external_initializers`.
+    """
 
     def __init__(self, config: GPT2Config, weights: Weights, precision: str) -> None:
         self.config, self.weights, self.precision = config, weights, precision
-        self.tensors: dict[str, Array] = {}
+        self.external: dict[str, Array] = {}
+        self._initializers: list[Any] = []
         self._nodes: list[Any] = []
         self._last_token = self._tensor("last_token", np.array(-1, dtype=np.int64))
-        self.model = self._build()
+        self.serialized: bytes = self._build().SerializeToString()
 
     def _build(self) -> Any:
         c = self.config
@@ -137,7 +141,18 @@ class GPT2Graph:
     def _tensor(self, name: str, value: Array) -> str:
         if value.dtype == np.float16:
             value = value.astype(np.float32)
-        self.tensors[name] = value
+        tensor = TensorProto(name=name, dims=value.shape)
+        tensor.data_type = helper.np_dtype_to_tensor_dtype(value.dtype)
+        if value.nbytes < INLINE_BYTES:
+            tensor.raw_data = value.tobytes()
+        else:
+            tensor.data_location = TensorProto.EXTERNAL
+            for key, entry in (("location", "none"), ("offset", 0), ("length", value.nbytes)):
+                tensor.external_data.add(key=key, value=str(entry))
+            self.external[name] = np.require(
+                value, requirements=["C", "A"]
+            )  # mapped ones may not be
+        self._initializers.append(tensor)
         return name
 
     def _op(self, kind: str, inputs: list[str], output: str = "", **attributes: Any) -> str:
@@ -148,7 +163,7 @@ class GPT2Graph:
     def _model(self) -> Any:
         c, info = self.config, helper.make_tensor_value_info
         F, I32 = TensorProto.FLOAT, TensorProto.INT32
-        kv = ["B", c.num_heads, "M", padded_head_size(c)]
+        kv: list[str | int | None] = ["B", c.num_heads, "M", padded_head_size(c)]
         graph = helper.make_graph(
             self._nodes,
             "gpt2",
@@ -162,13 +177,14 @@ class GPT2Graph:
                 info("logits", F, ["B", c.vocab_size]),
                 *(info(name, F, kv) for name in kv_names(c, "present")),
             ],
+            self._initializers,
         )
         opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=9)
 
 
 def _pad_heads(a: Array, heads: int, config: GPT2Config) -> Array:
-    """(heads * head_size, ...) -> (heads * padded head size, ...); zeros add nothing to a product."""
+    """(heads * hs, ...) -> (heads * padded hs, ...); the zeros add nothing to a product."""
     wide = a.reshape(heads, config.head_size, *a.shape[1:])
     padding = [(0, 0)] * wide.ndim
     padding[1] = (0, padded_head_size(config) - config.head_size)

@@ -1,0 +1,197 @@
+"""Runs a model with onnxruntime on the CPU: fp32, or int8 weights with int8 arithmetic."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from engine.artifacts import Artifact
+from engine.backends import Ids, Logits, onnx_session
+from engine.config import GPT2Config
+from engine.errors import InvalidRequest, OutOfMemory, PromptTooLong
+from engine.prepared import Prepared, prepared
+
+MAX_ROWS = 32
+PAGE = mmap.PAGESIZE
+MAP_NORESERVE = 0x4000  # Linux; in Python's mmap from 3.13 on
+
+to_ort = onnxruntime.OrtValue.ortvalue_from_numpy  # no copy, as long as the array is contiguous
+
+
+class OnnxModel:
+    """`engine.backends.BackendModel` on a graph of `engine.models.gpt2_onnx`."""
+
+    max_rows = MAX_ROWS
+
+    def __init__(self, config: GPT2Config, found: Prepared) -> None:
+        self.config = config
+        self.weight_bytes = found.weight_bytes
+        self._embedding, self._positions = found.embedding, found.positions
+        self._session = onnx_session.open_packed(found.graph)
+        past = [i for i in self._session.get_inputs() if i.name.startswith("past_")]
+        self._kv_names = [i.name.removeprefix("past_") for i in past]
+        _, heads, _, head_size = past[0].shape
+        self._cache = KVCache(len(past), heads, head_size, config.max_length)
+        # What a decode step reads and writes, always in the same place.
+        self._x = np.zeros((MAX_ROWS, 1, config.units), dtype=np.float32)
+        self._last = np.zeros(MAX_ROWS, dtype=np.int32)
+        self._total = np.zeros(1, dtype=np.int32)
+        self._logits = np.zeros((MAX_ROWS, config.vocab_size), dtype=np.float32)
+        self._bindings: dict[int, Any] = {}
+
+    def add_row(self) -> int:
+        return self._cache.add_row()
+
+    def extend(self, row: int, ids: Ids) -> Logits:
+        """Any number of ids after any number of cached ones: exact, since the row is alone."""
+        begin = self._cache.lengths[row]
+        end = begin + len(ids)
+        self._check(ids, end)
+        x = self._embedding[ids] + self._positions[begin:end]  # (T, C)
+        last, total = np.array([end - 1], dtype=np.int32), np.array([end], dtype=np.int32)
+        logits = np.empty((1, self.config.vocab_size), dtype=np.float32)
+        self._run(self._bind(row, row + 1, x[None], last, total, logits))
+        self._cache.lengths[row] = end
+        first: Logits = logits[0]
+        return first
+
+    def decode(self, ids: Ids) -> Logits:
+        rows = len(ids)
+        lengths = np.array(self._cache.lengths[:rows], dtype=np.int32)
+        self._check(ids, int(lengths.max()) + 1)
+        np.add(self._embedding[ids], self._positions[lengths], out=self._x[:rows, 0])
+        self._last[:rows] = lengths
+        self._total[0] = lengths.max() + 1
+        if rows not in self._bindings:
+            x, last, logits = self._x[:rows], self._last[:rows], self._logits[:rows]
+            self._bindings[rows] = self._bind(0, rows, x, last, self._total, logits)
+        self._run(self._bindings[rows])
+        for row in range(rows):
+            self._cache.lengths[row] += 1
+        return self._logits[:rows]
+
+    def move_row(self, source: int, target: int) -> None:
+        self._cache.move_row(source, target)
+
+    def remove_last_row(self) -> None:
+        self._cache.remove_last_row()
+
+    def length(self, row: int) -> int:
+        return self._cache.lengths[row]
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._cache.num_bytes
+
+    def close(self) -> None:
+        del self._bindings, self._session, self._cache, self._embedding, self._positions
+        onnx_session.release_memory()
+
+    def _check(self, ids: Ids, end: int) -> None:
+        if end > self.config.max_length:
+            raise PromptTooLong(
+                f"{end} tokens do not fit the {self.config.max_length} of the model"
+            )
+        # numpy would take a negative id from the end of the table.
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            raise InvalidRequest(f"token ids must be from 0 to {self.config.vocab_size - 1}")
+
+    def _bind(
+        self,
+        begin: int,
+        end: int,
+        x: NDArray[np.float32],
+        last: NDArray[np.int32],
+        total: NDArray[np.int32],
+        logits: Logits,
+    ) -> Any:
+        binding = self._session.io_binding()
+        binding.bind_ortvalue_input("x", to_ort(x))
+        binding.bind_ortvalue_input("seqlens_k", to_ort(last))
+        binding.bind_ortvalue_input("total", to_ort(total))
+        binding.bind_ortvalue_output("logits", to_ort(logits))
+        for i, name in enumerate(self._kv_names):
+            value = to_ort(self._cache.array[i, begin:end])
+            binding.bind_ortvalue_input(f"past_{name}", value)
+            binding.bind_ortvalue_output(f"present_{name}", value)
+        return binding
+
+    def _run(self, binding: Any) -> None:
+        with onnx_session.out_of_memory("this step"):
+            self._session.run_with_iobinding(binding)
+
+
+class KVCache:
+    """Keys and values of all rows in one anonymous mapping that takes memory where it is written.
+
+    `array` is (buffers, rows, heads, capacity, head size) with a key and a value buffer for each
+    layer. One head of one row is a whole number of pages.
+    """
+
+    def __init__(self, buffers: int, heads: int, head_size: int, max_length: int) -> None:
+        self.lengths: list[int] = []
+        self._token_bytes = 4 * head_size
+        whole_pages = PAGE // np.gcd(PAGE, self._token_bytes)  # tokens
+        capacity = -(-max_length // whole_pages) * whole_pages
+        shape = (buffers, MAX_ROWS, heads, int(capacity), head_size)
+        self._row_bytes = heads * int(capacity) * self._token_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        try:
+            self._memory = mmap.mmap(-1, buffers * MAX_ROWS * self._row_bytes, flags=flags)
+        except OSError as error:
+            raise OutOfMemory("there is no address space for keys and values") from error
+        # A huge page would hold 2 MiB for a first token, 288 times over in the full-size model.
+        self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+        self.array: NDArray[np.float32] = np.frombuffer(self._memory, np.float32).reshape(shape)
+
+    @property
+    def num_bytes(self) -> int:
+        buffers, _, heads = self.array.shape[:3]
+        pages = sum(-(-length * self._token_bytes // PAGE) for length in self.lengths)
+        return buffers * heads * pages * PAGE
+
+    def add_row(self) -> int:
+        if len(self.lengths) == MAX_ROWS:
+            raise OutOfMemory(f"all {MAX_ROWS} rows of the batch are taken")
+        self.lengths.append(0)
+        return len(self.lengths) - 1
+
+    def move_row(self, source: int, target: int) -> None:
+        """Row `target` becomes what row `source` is, and takes no more memory than that."""
+        if source == target:
+            return
+        self._release(target)
+        length = self.lengths[target] = self.lengths[source]
+        self.array[:, target, :, :length] = self.array[:, source, :, :length]
+
+    def remove_last_row(self) -> None:
+        self.lengths.pop()
+        self._release(len(self.lengths))
+
+    def _release(self, row: int) -> None:
+        """Gives a row's pages back to the operating system; it reads as zeros afterwards."""
+        for buffer in range(len(self.array)):
+            begin = (buffer * MAX_ROWS + row) * self._row_bytes
+            self._memory.madvise(mmap.MADV_DONTNEED, begin, self._row_bytes)
+
+
+def load(
+    artifact: Artifact, precision: str, *, cache_dir: Path | None = None, device: str = "cpu"
+) -> OnnxModel:
+    """Loads a model, `precision` `fp32` or `int8`, from the cache of prepared models.
+
+    The cache (see `engine.prepared`) is `cache_dir` or a folder in the artifact's own. Raises
+    `OutOfMemory`, and `InvalidRequest` for a device other than `cpu`: on CUDA, GroupQueryAttention
+    has no fp32 kernel, so the GPU would need another graph than the one tested here.
+    """
+    if device != "cpu":
+        raise InvalidRequest(
+            f"the onnxruntime backend runs on the cpu, not on {device}: use the mxnet backend"
+        )
+    with prepared(artifact, precision, cache_dir) as found:
+        return OnnxModel(artifact.config, found)

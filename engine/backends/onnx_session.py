@@ -1,0 +1,97 @@
+"""Opens onnxruntime sessions that share one thread pool."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from engine.errors import OutOfMemory
+
+VERSION: str = onnxruntime.__version__
+FATAL_ONLY = 4  # a log level: what goes wrong is raised
+
+
+def cpu_count() -> int:
+    """Cores that this process may use: its affinity, cut to its cgroup's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # cgroup v1, or `max`
+        return cores
+
+
+@functools.cache
+def _share_threads() -> None:
+    """One pool for all sessions: the idle pools of other sessions would spin and take the cores."""
+    onnxruntime.set_global_thread_pool_sizes(cpu_count(), 1)
+
+
+def _options() -> Any:
+    _share_threads()
+    options = onnxruntime.SessionOptions()
+    options.use_per_session_threads = False
+    options.log_severity_level = FATAL_ONLY
+    # An arena keeps the most a long prefill ever took; without one, a step takes as long.
+    options.enable_cpu_mem_arena = False
+    options.enable_mem_pattern = False
+    return options
+
+
+def open_packed(path: Path) -> Any:
+    """Opens a graph that `pack` wrote; its weights stay mapped from their files."""
+    options = _options()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    with out_of_memory(path.name):
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def pack(graph: bytes, tensors: dict[str, Any], path: Path) -> Path:
+    """Writes the optimized graph to `path`; returns the file of its weights beside it.
+
+    That file holds each tensor twice: as given, and in the layout that this CPU's kernels want, so
+    that opening it neither computes nor copies. `tensors` are the graph's external initializers.
+    """
+    options = _options()
+    weights = path.with_suffix(".bin")
+    options.optimized_model_filepath = str(path)
+    for key, value in {
+        "optimized_model_external_initializers_file_name": weights.name,
+        "optimized_model_external_initializers_min_size_in_bytes": "1024",
+        "save_external_prepacked_constant_initializers": "1",
+    }.items():
+        options.add_session_config_entry(f"session.{key}", value)
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(tensor) for tensor in tensors.values()]
+    options.add_external_initializers(list(tensors), values)
+    with out_of_memory("the model"):
+        onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    return weights
+
+
+def release_memory() -> None:
+    """Gives the heap's free pages back to the operating system; glibc would keep them."""
+    with suppress(AttributeError):  # another libc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def out_of_memory(what: str) -> Iterator[None]:
+    """Turns onnxruntime's allocation failures into `OutOfMemory`."""
+    try:
+        yield
+    except MemoryError as error:
+        raise OutOfMemory(f"there is no memory for {what}") from error
+    except (ort_errors.RuntimeException, ort_errors.Fail, RuntimeError) as error:
+        text = str(error).lower()
+        if "alloc" not in text and "mmap" not in text:
+            raise
+        raise OutOfMemory(f"there is no memory for {what}") from error

@@ -1,0 +1,1 @@
+"""What a worker of Multi Model Server runs for one model."""

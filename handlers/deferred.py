@@ -1,0 +1,37 @@
+"""Puts off an import until something of the module is used."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+
+class _Deferred(ModuleType):
+    """Stands in for a module in the modules that imported it."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(f"{self.__name__}.{attribute}")
+        return getattr(importlib.import_module(self.__name__), attribute)
+
+
+@contextlib.contextmanager
+def deferred(*names: str) -> Iterator[None]:
+    """What is imported inside gets stand-ins for `names`; imports outside get the real modules.
+
+    For the toolkit, which imports numpy and scipy (20 MB and 0.1 s) for formats that the built-in
+    handler does not use.
+    """
+    absent = [name for name in names if name not in sys.modules]
+    for name in absent:
+        sys.modules[name] = _Deferred(name)
+    try:
+        yield
+    finally:
+        for name in absent:
+            if isinstance(sys.modules.get(name), _Deferred):
+                del sys.modules[name]

@@ -1,0 +1,41 @@
+"""The built-in handler: a KoGPT2 fine-tune, its tokens made by the engine process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from engine.client import EngineClient, ModelHandle
+from handlers.payload import answer_type, format_answer, parse
+from handlers.settings import Settings
+
+
+@functools.cache
+def _settings() -> Settings:
+    return Settings.from_environment()
+
+
+@functools.cache
+def _client() -> EngineClient:
+    return EngineClient(_settings().engine_socket)
+
+
+def model_fn(model_dir: str, context: Any) -> ModelHandle:
+    """Has the engine load the artifact in `model_dir` under the model's name.
+
+    Raises `engine.errors.EngineError`: `ArtifactError`, `OutOfMemory`, `EngineUnavailable`.
+    """
+    return ModelHandle(_client(), context.model_name, model_dir)
+
+
+def transform_fn(
+    model: ModelHandle, body: bytes | bytearray | str, content_type: str | None, accept: str | None
+) -> tuple[bytes, str]:
+    """Continues the prompt in `body`; see `handlers.payload` for the formats.
+
+    Returns the answer's bytes and content type. Raises `engine.errors.EngineError`.
+    """
+    request = parse(body, content_type)
+    media_type = answer_type(accept, request.form)
+    answer = model.generate(request.inputs, request.parameters, _settings().request_timeout_s)
+    return format_answer(request, answer, media_type)

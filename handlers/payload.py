@@ -1,0 +1,141 @@
+"""Requests and answers of a text model, as bytes.
+
+{"inputs": text, "parameters": {...}}  ->  {"generated_text", "tokens", "finish_reason",
+                                            "seconds"}
+"text", a JSON string (the client of   ->  [text, steps, seconds], the prompt in front
+    the AWS KoGPT2 guide sends this)
+text/plain                             ->  text/plain
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import EngineError, InvalidRequest
+from engine.parameters import Parameters
+
+JSON = "application/json"
+TEXT = "text/plain"
+
+
+class UnsupportedMediaType(EngineError):
+    status = 415
+
+
+class NotAcceptable(EngineError):
+    status = 406
+
+
+class Form(enum.Enum):
+    OBJECT = enum.auto()
+    GUIDE = enum.auto()
+    TEXT = enum.auto()
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """`parameters` is checked and as the client wrote it."""
+
+    form: Form
+    inputs: str
+    parameters: Mapping[str, Any]
+
+
+def parse(body: bytes | bytearray | str | None, content_type: str | None) -> GenerateRequest:
+    """Raises `InvalidRequest` naming the field, or `UnsupportedMediaType`."""
+    media_type, charset = _media_type(content_type)
+    if media_type not in (JSON, TEXT) or charset not in ("utf-8", "us-ascii"):
+        raise UnsupportedMediaType(
+            f"Content-Type is {content_type}, must be {JSON} or {TEXT} in UTF-8"
+            " (with curl: -H 'Content-Type: application/json')"
+        )
+    if body is None:
+        body = b""
+    try:
+        text = body if isinstance(body, str) else bytes(body).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not UTF-8 (byte {error.start})") from None
+    if media_type == TEXT:
+        return _checked(Form.TEXT, text, {})
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    if isinstance(value, str):
+        # The guide's loop knows no limit but `</s>`: the context is the only one here.
+        return _checked(Form.GUIDE, value, {"max_new_tokens": 1_000_000})
+    if not isinstance(value, dict):
+        raise InvalidRequest(
+            'the body must be {"inputs": text, "parameters": {...}} or a JSON string'
+        )
+    for name in value:
+        if name not in ("inputs", "parameters"):
+            raise InvalidRequest(f"{name} is not known; known are inputs, parameters")
+    if "inputs" not in value:
+        raise InvalidRequest("inputs is missing, must be text")
+    inputs = value["inputs"]
+    if not isinstance(inputs, str):
+        raise InvalidRequest("inputs must be a string")
+    parameters = value.get("parameters")
+    Parameters.parse(parameters)
+    return _checked(Form.OBJECT, inputs, parameters or {})
+
+
+def _checked(form: Form, inputs: str, parameters: Mapping[str, Any]) -> GenerateRequest:
+    if not inputs.strip():
+        raise InvalidRequest("inputs is empty, must be text")
+    try:
+        inputs.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidRequest("inputs holds half a surrogate pair, which is no character") from None
+    return GenerateRequest(form, inputs, parameters)
+
+
+def _media_type(content_type: str | None) -> tuple[str, str]:
+    """The type and its charset, lower case; JSON and UTF-8 where nothing is said."""
+    kind, *options = (content_type or JSON).lower().split(";")
+    charset = "utf-8"
+    for option in options:
+        name, _, value = option.strip().partition("=")
+        if name == "charset":
+            charset = value.strip('" ')
+    return kind.strip(), {"utf8": "utf-8", "ascii": "us-ascii"}.get(charset, charset)
+
+
+def answer_type(accept: str | None, form: Form) -> str:
+    """`application/json` or `text/plain`, by the client's Accept. Raises `NotAcceptable`."""
+    own = TEXT if form is Form.TEXT else JSON
+    other = JSON if form is Form.TEXT else TEXT
+    ranges = [part.split(";")[0].strip().lower() for part in (accept or "*/*").split(",")]
+    for candidate in (own, other):
+        major = candidate.split("/")[0]
+        if {candidate, f"{major}/*", "*/*", "*"} & set(ranges):
+            return candidate
+    raise NotAcceptable(f"Accept is {accept}, can be {JSON} or {TEXT}")
+
+
+def format_answer(
+    request: GenerateRequest, answer: Mapping[str, Any], media_type: str
+) -> tuple[bytes, str]:
+    """The body and its content type for `engine.client.ModelHandle.generate`'s answer."""
+    completions = answer["completions"]
+    full = request.form is Form.GUIDE or bool(request.parameters.get("return_full_text"))
+    texts = [(request.inputs if full else "") + c["text"] for c in completions]
+    if media_type == TEXT:
+        return "\n\n".join(texts).encode("utf-8"), f"{TEXT}; charset=utf-8"
+    value: Any
+    if request.form is Form.GUIDE:
+        value = [texts[0], completions[0]["tokens"], answer["seconds"]]
+    else:
+        sequences = [
+            {"generated_text": text, **{k: v for k, v in completion.items() if k != "text"}}
+            for text, completion in zip(texts, completions, strict=True)
+        ]
+        value = {**sequences[0], "seconds": answer["seconds"]}
+        if len(sequences) > 1:
+            value["sequences"] = sequences
+    return json.dumps(value, ensure_ascii=False).encode("utf-8"), JSON

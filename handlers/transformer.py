@@ -1,0 +1,76 @@
+"""One model's functions, and running a batch of requests through them.
+
+Stands in for the toolkit's own transformer where that sends tracebacks to clients and answers a
+whole batch with the first request's headers (sagemaker-inference 1.10.1, transformer.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sagemaker_inference.transformer import Transformer
+
+from engine.client import ModelHandle
+from engine.errors import ArtifactError, EngineError
+from handlers import kogpt2
+
+logger = logging.getLogger(__name__)
+
+USER_SCRIPTS = ("code/inference.py", "inference.py")
+
+
+class ModelTransformer(Transformer):  # type: ignore[misc]
+    """Answers `(data, context)` of Multi Model Server, one result per request of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._model: ModelHandle | None = None
+
+    def validate_and_initialize(self, model_dir: str, context: Any = None) -> None:
+        """Loads the model. Raises what `model_fn` raises; a second call does nothing."""
+        if self._model is not None:
+            return
+        for script in USER_SCRIPTS:
+            if (Path(model_dir) / script).exists():
+                raise ArtifactError(f"the model brings {script}; own scripts are not supported yet")
+        self._model = kogpt2.model_fn(model_dir, context)
+
+    def transform(self, data: list[Mapping[str, Any]], context: Any) -> list[bytes]:
+        return [self._answer(i, request, context) for i, request in enumerate(data)]
+
+    def _answer(self, i: int, request: Mapping[str, Any], context: Any) -> bytes:
+        assert self._model is not None
+        headers = {k.lower(): v for k, v in context.get_all_request_header(i).items()}
+        content_type = _header(headers, "content-type")
+        try:
+            body, kind = kogpt2.transform_fn(
+                self._model, request.get("body", b""), content_type, _header(headers, "accept")
+            )
+        except Exception as error:
+            failure = error
+            if not isinstance(error, EngineError):
+                logger.exception("request %s failed", context.get_request_id(i))
+                failure = EngineError("the model's handler failed; the log says why")
+            assert isinstance(failure, EngineError)
+            context.set_response_status(failure.status, _phrase(failure), i)
+            if failure.retry_after_s is not None:
+                context.set_response_header(i, "retry-after", f"{failure.retry_after_s:.0f}")
+            body = json.dumps(failure.to_body(), ensure_ascii=False).encode("utf-8")
+            kind = "application/json"
+        context.set_response_content_type(i, kind)
+        return body
+
+
+def _header(headers: Mapping[str, Any], name: str) -> str | None:
+    """A request's header; a parameter of the same name hides it in a dict of its own."""
+    value = headers.get(name)
+    return value if isinstance(value, str) else None
+
+
+def _phrase(error: EngineError) -> str:
+    """A reason phrase in ASCII: Multi Model Server's worker dies of anything else."""
+    return error.type

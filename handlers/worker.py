@@ -1,0 +1,147 @@
+"""One model's worker process: a thread per connection of Multi Model Server.
+
+MMS's own worker (mms/model_service_worker.py, 1.1.11) forks a process per connection, each with its
+own numpy and scipy: 39 MB a model and as much for each further worker. The built-in handler only
+waits for the engine, so threads serve it as well: 12 MB a model, however many requests MMS may pass
+on at once. The protocol and the service are MMS's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from handlers.deferred import deferred
+
+# The worker goes when MMS has closed all connections for this long: the model was unregistered, or
+# MMS itself is gone.
+LEFT_ALONE_S = 5.0
+CONNECTIONS_AT_ONCE = 128
+
+LOAD, PREDICT = b"L", b"I"
+
+
+class Worker:
+    """Loads one model once and answers on each connection with a context of its own."""
+
+    def __init__(self, socket_path: str, tmp_dir: str) -> None:
+        self._socket_path, self._tmp_dir = Path(socket_path), Path(tmp_dir)
+        self._lock = threading.Lock()
+        self._handler: Any = None
+        self._connections = 0
+        self._alone_since = time.monotonic()
+        self._had_connections = False
+
+    def serve(self) -> None:
+        """Never returns: ends the process when MMS has left it."""
+        self._socket_path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(self._socket_path))
+        listener.listen(CONNECTIONS_AT_ONCE)
+        listener.settimeout(1.0)
+        # MMS waits for these two lines.
+        print(f"[PID] {os.getpid()}", flush=True)
+        print("MMS worker started.", flush=True)
+        while not self._left_alone():
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            connection.setblocking(True)
+            with self._lock:
+                self._connections += 1
+                self._had_connections = True
+            threading.Thread(target=self._serve_connection, args=(connection,), daemon=True).start()
+        self._leave(0)
+
+    def _left_alone(self) -> bool:
+        with self._lock:
+            if self._connections or not self._had_connections:
+                return False
+            return time.monotonic() - self._alone_since > LEFT_ALONE_S
+
+    def _serve_connection(self, connection: socket.socket) -> None:
+        from mms.protocol.otf_message_handler import create_load_model_response, retrieve_msg
+
+        service: Any = None
+        pipes = contextlib.ExitStack()
+        try:
+            while True:
+                try:
+                    command, message = retrieve_msg(connection)
+                except (ValueError, OSError):  # MMS has hung up
+                    return
+                if command == LOAD:
+                    service = self._service(message)
+                    name = message["modelName"].decode()
+                    paths = self._make_pipes(message["ioFileDescriptor"].decode())
+                    answer = create_load_model_response(
+                        200, f"loaded model {name}. [PID]:{os.getpid()}"
+                    )
+                    connection.sendall(bytes(answer))
+                    _open_pipes(paths, pipes)
+                else:
+                    connection.sendall(bytes(service.predict(message)))
+        except Exception:
+            logging.exception("a connection of Multi Model Server ended")
+        finally:
+            connection.close()
+            pipes.close()
+            with self._lock:
+                self._connections -= 1
+                self._alone_since = time.monotonic()
+
+    def _service(self, message: dict[str, Any]) -> Any:
+        """A service with its own context over the model that all connections share."""
+        from mms.model_loader import MmsModelLoader
+        from mms.service import Service
+
+        name, model_dir = message["modelName"].decode(), message["modelPath"].decode()
+        handler, gpu = message["handler"].decode(), message.get("gpu")
+        batch_size = message.get("batchSize", 1)
+        with self._lock:
+            if self._handler is None:
+                loaded = MmsModelLoader().load(name, model_dir, handler, gpu, batch_size)
+                self._handler = loaded._entry_point
+                if getattr(self._handler.__self__, "load_error", None) is not None:
+                    # MMS answers the load with an error and forgets the name only if we go.
+                    self._leave(1)
+            return Service(name, model_dir, None, self._handler, gpu, batch_size)
+
+    def _leave(self, status: int) -> None:
+        """Ends the process at once, not held up by a request that never ends."""
+        self._socket_path.unlink(missing_ok=True)
+        sys.stdout.flush()
+        os._exit(status)
+
+    def _make_pipes(self, io_name: str) -> list[Path]:
+        """The named pipes that MMS opens after a load. Nothing is written to them: what the worker
+        prints goes to its own stdout, which MMS reads as long as the process lives."""
+        paths = [self._tmp_dir / f"{io_name}-{stream}" for stream in ("stdout", "stderr")]
+        for path in paths:
+            os.mkfifo(path)
+        return paths
+
+
+def _open_pipes(paths: list[Path], pipes: contextlib.ExitStack) -> None:
+    """Lets MMS's readers begin; at the end closes and removes the pipes."""
+    for path in paths:
+        pipes.callback(path.unlink, missing_ok=True)
+        pipes.enter_context(path.open("w"))  # returns once MMS reads
+
+
+def main() -> None:
+    logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
+    with deferred("numpy", "scipy", "scipy.sparse"):
+        import sagemaker_inference.default_handler_service  # noqa: F401
+    from mms.arg_parser import ArgParser
+
+    arguments = ArgParser.model_service_worker_args().parse_args()
+    Worker(arguments.sock_name, arguments.tmp_dir).serve()

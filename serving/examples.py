@@ -1,0 +1,34 @@
+"""What to type next, for a person who has just started the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serving.settings import Settings
+
+TEMPLATE = """
+Models in the store: {names}. Try:
+
+curl -X POST {management}/models -H 'Content-Type: application/json' -d '{{"model_name":"{name}","url":"{name}"}}'
+curl {management}/models
+curl {inference}/predictions/{name} -H 'Content-Type: application/json' -d '{{"inputs":"{prompt}","parameters":{{"max_new_tokens":40}}}}'
+curl -X DELETE {management}/models/{name}
+
+Ctrl-C stops the server.
+"""  # noqa: E501
+
+PROMPTS = {"sowol": "나 보기가 역겨워", "dongju": "죽는 날까지 하늘을 우러러"}
+
+
+def text(settings: Settings, names: Sequence[str]) -> str:
+    if not names:
+        return f"The model store {settings.model_store} is empty."
+    name = "sowol" if "sowol" in names else names[0]
+    host = "localhost" if settings.host in ("0.0.0.0", "127.0.0.1") else settings.host  # noqa: S104
+    return TEMPLATE.format(
+        names=", ".join(names),
+        name=name,
+        prompt=PROMPTS.get(name, "안녕하세요"),
+        inference=f"{host}:{settings.port}",
+        management=f"{host}:{settings.management_port}",
+    )

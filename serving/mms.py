@@ -1,0 +1,130 @@
+"""Starts Multi Model Server through the SageMaker Inference Toolkit, in a process of its own.
+
+`python -m serving.mms` runs as long as MMS's Java process does. The toolkit looks for that process
+among all of the machine and waits ten minutes for it; here it is looked for in our own session,
+and a Java process that ends at its start is noticed at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+from retrying import retry
+
+from serving.settings import REPOSITORY, Settings
+
+HANDLER = "handlers.handler_service"
+EXIT_NOT_STARTED = 3
+# How much longer than a request may take MMS waits for its worker.
+WORKER_GRACE_S = 15
+
+# MMS's own log lines as JSON. Its access and metrics logs stay silent; what a worker prints comes
+# from WorkerLifeCycle, whose own chatter is left out.
+LOG_CONFIGURATION = """<?xml version="1.0" encoding="UTF-8"?>
+<Configuration>
+  <Appenders>
+    <Console name="stdout" target="SYSTEM_OUT">
+      <PatternLayout charset="UTF-8" pattern='{"time":"%d{yyyy-MM-dd&apos;T&apos;HH:mm:ss.SSS&apos;Z&apos;}{UTC}","level":"%level{lowerCase=true}","process":"mms","thread":"%t","message":"%enc{%m}{JSON}"}%n'/>
+    </Console>
+  </Appenders>
+  <Loggers>
+    <Logger name="io.netty" level="error"/>
+    <Logger name="org.apache" level="off"/>
+    <Logger name="ACCESS_LOG" level="off"/>
+    <Logger name="MMS_METRICS" level="off"/>
+    <Logger name="MODEL_METRICS" level="off"/>
+    <Logger name="com.amazonaws.ml.mms.wlm.WorkerLifeCycle" level="info">
+      <RegexFilter regex=".*(IOStreams\\(\\) threadName|Stopped Scanner|\\[PID\\]|MMS worker started).*" onMatch="DENY" onMismatch="NEUTRAL"/>
+    </Logger>
+    <Logger name="com.amazonaws.ml.mms" level="warn"/>
+    <Root level="warn"><AppenderRef ref="stdout"/></Root>
+  </Loggers>
+</Configuration>
+"""  # noqa: E501
+
+
+def environment(settings: Settings, run_dir: Path, models: Path) -> dict[str, str]:
+    """The environment of `python -m serving.mms`, of MMS, and of its workers."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(run_dir),
+        "TEMP": str(run_dir),
+        "LOG_LOCATION": str(run_dir),
+        "METRICS_LOCATION": str(run_dir),
+        "RUN_DIR": str(run_dir),
+        "MODEL_CACHE": str(models),
+        "ENGINE_SOCKET": engine_socket(run_dir),
+        "REQUEST_TIMEOUT_S": str(settings.request_timeout_s),
+        "SAGEMAKER_MULTI_MODEL": "true",
+        "SAGEMAKER_HANDLER": HANDLER,
+        "SAGEMAKER_BASE_DIR": str(run_dir / "ml"),
+        "SAGEMAKER_STARTUP_TIMEOUT": str(settings.start_timeout_s),
+        "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": str(settings.request_timeout_s + WORKER_GRACE_S),
+        "SAGEMAKER_MODEL_SERVER_VMARGS": settings.jvm_options,
+        # MMS lets its environment win over the configuration file that the toolkit writes.
+        "MMS_INFERENCE_ADDRESS": f"http://{settings.host}:{settings.port}",
+        "MMS_MANAGEMENT_ADDRESS": f"http://{settings.host}:{settings.management_port}",
+        "MMS_DEFAULT_WORKERS_PER_MODEL": str(settings.workers_per_model),
+        "MMS_DECODE_INPUT_REQUEST": "false",
+        "MODEL_SERVER_HOME": str(REPOSITORY / "handlers" / "mms_home"),
+    }
+
+
+def engine_socket(run_dir: Path) -> str:
+    return str(run_dir / "engine.sock")
+
+
+def remove_stale_files(run_dir: Path) -> None:
+    """What an MMS that was killed left behind; a stale pid file would stop the next start."""
+    for pattern in (".model_server.pid", ".mms.sock.*", "*-stdout", "*-stderr"):
+        for path in run_dir.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def _find_java() -> psutil.Process:
+    """MMS's Java process in our session. Ends this process if there can be none any more."""
+    from sagemaker_inference import model_server
+
+    session = os.getsid(0)
+    for process in psutil.process_iter():
+        try:
+            ours = os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+            if ours and model_server.MMS_NAMESPACE in process.cmdline():
+                return process
+        except (psutil.Error, ProcessLookupError):
+            continue
+    launchers = psutil.Process().children()
+    if all(child.status() == psutil.STATUS_ZOMBIE for child in launchers):
+        print("Multi Model Server's Java process ended while it started", file=sys.stderr)
+        os._exit(EXIT_NOT_STARTED)
+    raise RuntimeError("Multi Model Server's Java process is not there yet")
+
+
+def _wait_for_java(timeout_s: int) -> psutil.Process:
+    """In place of the toolkit's own loop, which looks once a second."""
+    process: psutil.Process = retry(wait_fixed=100, stop_max_delay=timeout_s * 1000)(_find_java)()
+    return process
+
+
+def main() -> None:
+    from sagemaker_inference import model_server
+
+    run_dir, models = Path(os.environ["RUN_DIR"]), os.environ["MODEL_CACHE"]
+    model_server.MMS_CONFIG_FILE = str(run_dir / "mms.properties")
+    model_server.MODEL_STORE = models
+    log_configuration = run_dir / "log4j2.xml"
+    log_configuration.write_text(LOG_CONFIGURATION, encoding="utf-8")
+    model_server.DEFAULT_MMS_LOG_FILE = str(log_configuration)
+    model_server._retry_retrieve_mms_server_process = _wait_for_java
+    model_server.start_model_server(handler_service=HANDLER)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The server's settings: environment variables, and the options of `serve` that override them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from serving.errors import SettingError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def _setting(variable: str, default: Any, help_text: str, option: str | None = None) -> Any:
+    metadata = {"variable": variable, "help": help_text, "option": option}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Each field is an environment variable and some are options, too; README.md lists them."""
+
+    host: str = _setting("HOST", "0.0.0.0", "the address to listen on", "--host")  # noqa: S104
+    port: int = _setting("SAGEMAKER_BIND_TO_PORT", 8080, "the port for requests", "--port")
+    management_port: int = _setting(
+        "MANAGEMENT_PORT", 8081, "the port for loading and unloading models", "--management-port"
+    )
+    model_store: str = _setting(
+        "MODEL_STORE",
+        str(REPOSITORY / "model_store"),
+        "a folder with one folder or `.tar.gz` per model",
+        "--model-store",
+    )
+    model_cache: str = _setting(
+        "MODEL_CACHE", "", "where archives are unpacked; empty: in `RUN_DIR`"
+    )
+    run_dir: str = _setting(
+        "RUN_DIR", "", "sockets and temporary files; empty: a new folder that is removed at the end"
+    )
+    workers_per_model: int = _setting(
+        "WORKERS_PER_MODEL", 4, "requests to one model that MMS passes on at the same time"
+    )
+    request_timeout_s: int = _setting(
+        "REQUEST_TIMEOUT_S", 60, "an answer that takes longer is given up with 504"
+    )
+    jvm_options: str = _setting(
+        "SAGEMAKER_MODEL_SERVER_VMARGS",
+        "-Xmx256m -XX:+UseSerialGC -XX:-UsePerfData -XX:+ExitOnOutOfMemoryError",
+        "options of MMS's Java process",
+    )
+    start_timeout_s: int = _setting(
+        "START_TIMEOUT_S", 60, "the server gives up when it is not ready after this time"
+    )
+    show_examples: bool = _setting("SHOW_EXAMPLES", False, "print what to type once it is ready")
+
+    def __post_init__(self) -> None:
+        for name in ("port", "management_port"):
+            if not 0 < getattr(self, name) < 65536:
+                raise SettingError(f"{_variable(name)} is {getattr(self, name)}, must be a port")
+        if self.port == self.management_port:
+            raise SettingError(f"port and management port are both {self.port}, must differ")
+        for name in ("workers_per_model", "request_timeout_s", "start_timeout_s"):
+            if getattr(self, name) < 1:
+                raise SettingError(f"{_variable(name)} must be at least 1")
+
+    @classmethod
+    def read(
+        cls, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+    ) -> Settings:
+        """Environment first, then options. Raises `SettingError` naming the variable."""
+        settings = cls(
+            **{
+                f.name: _parse(f.metadata["variable"], environment[f.metadata["variable"]], f.type)
+                for f in fields(cls)
+                if environment.get(f.metadata["variable"])
+            }
+        )
+        given = vars(_parser(cls).parse_args(options))
+        return replace(settings, **{k: v for k, v in given.items() if v is not None})
+
+
+def _variable(name: str) -> str:
+    found: str = next(f.metadata["variable"] for f in fields(Settings) if f.name == name)
+    return found
+
+
+def _parse(variable: str, text: str, kind: Any) -> Any:
+    if kind == "int":
+        if not text.isdecimal():
+            raise SettingError(f"{variable} is {text!r}, must be a whole number")
+        return int(text)
+    if kind == "bool":
+        if text.lower() not in ("true", "false"):
+            raise SettingError(f"{variable} is {text!r}, must be true or false")
+        return text.lower() == "true"
+    return text
+
+
+def _parser(settings: type[Settings]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="serve", description="Serves KoGPT2 fine-tunes.", epilog="Example: serve --port 9000"
+    )
+    for f in fields(settings):
+        if f.metadata["option"]:
+            parser.add_argument(
+                f.metadata["option"],
+                dest=f.name,
+                type=int if f.type == "int" else str,
+                help=f"{f.metadata['help']} (default {f.default}; {f.metadata['variable']})",
+            )
+    return parser

@@ -1,0 +1,212 @@
+"""scripts/fine_tune trains, packs and explains; the archives of model_store/ know their poems."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from engine.artifacts import Artifact, open_artifact
+from engine.backends import BackendModel, mxnet_backend
+
+ROOT = Path(__file__).resolve().parents[2]
+STORE = ROOT / "model_store"
+POEMS = """# 메아리
+산에서 부르면 산이 답하고
+들에서 부르면 들이 답하네
+답하는 소리는 누구의 소리
+
+# 개울
+개울물 흐르네 돌 사이로
+돌은 그대로 있는데
+물은 어디로 가나
+"""
+TINY = "--steps 15 --units 16 --layers 1 --heads 2 --vocab-size 70 --max-length 32".split()
+
+
+def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / "fine_tune", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def unpack(archive: Path, folder: Path) -> Artifact:
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            source = tar.extractfile(member)
+            assert source is not None
+            folder.mkdir(exist_ok=True)
+            (folder / member.name).write_bytes(source.read())
+    return open_artifact(folder)
+
+
+def losses(output: str) -> list[tuple[float, float]]:
+    """First and last loss of each training that the output tells of."""
+    return [(float(a), float(b)) for a, b in re.findall(r"loss (\S+) -> (\S+) in", output)]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "poems.txt"
+    path.write_text(POEMS, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path) -> tuple[Path, str]:
+    """An archive trained from nothing, and what the script said."""
+    out = text.with_name("model.tar.gz")
+    done = run("--text", text, "--out", out, "--base-text", text, *TINY)
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def test_trains_a_model_that_the_engine_opens(trained: tuple[Path, str], tmp_path: Path) -> None:
+    artifact = unpack(trained[0], tmp_path / "model")
+    assert sorted(p.name for p in artifact.path.iterdir()) == [
+        "config.json",
+        "model.params",
+        "model.spiece",
+    ]
+    config = artifact.config
+    assert (config.units, config.num_layers, config.num_heads) == (16, 1, 2)
+    assert (config.vocab_size, config.max_length, config.activation) == (70, 32, "gelu")
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.spiece_file))
+    pieces = [tokenizer.id_to_piece(i) for i in range(4)]
+    assert pieces == ["<unk>", "<pad>", "<s>", "</s>"]
+    assert tokenizer.decode(tokenizer.encode("물은 어디로 가나")) == "물은 어디로 가나"
+
+
+def test_the_loss_falls(trained: tuple[Path, str]) -> None:
+    (base_first, base_last), (first, last) = losses(trained[1])
+    assert base_last < base_first
+    assert last < first < base_first
+
+
+def test_the_same_seed_gives_the_same_bytes(
+    trained: tuple[Path, str], text: Path, tmp_path: Path
+) -> None:
+    again = tmp_path / "model.tar.gz"
+    done = run("--text", text, "--out", again, "--base-text", text, *TINY)
+    assert done.returncode == 0, done.stderr
+    assert again.read_bytes() == trained[0].read_bytes()
+
+
+def test_goes_on_from_a_base_with_its_tokenizer(
+    trained: tuple[Path, str], text: Path, tmp_path: Path
+) -> None:
+    base = unpack(trained[0], tmp_path / "base")
+    out = tmp_path / "more.tar.gz"
+    done = run("--text", text, "--out", out, "--base", base.path, "--steps", "5", "--seed", "2")
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout)[0][0] < losses(trained[1])[0][0]
+    artifact = unpack(out, tmp_path / "more")
+    assert artifact.spiece_file.read_bytes() == base.spiece_file.read_bytes()
+    assert artifact.config == base.config
+
+
+def test_mistakes_are_explained_before_training(text: Path, tmp_path: Path) -> None:
+    empty, korean = tmp_path / "empty.txt", tmp_path / "cp949.txt"
+    empty.write_text("# 제목\n\n", encoding="utf-8")
+    korean.write_bytes(POEMS.encode("cp949"))
+    out = tmp_path / "out.tar.gz"
+    for args, message in (
+        (("--text", empty, "--out", out), "holds no text"),
+        (("--text", korean, "--out", out), "is not UTF-8"),
+        (("--text", tmp_path / "none.txt", "--out", out), "cannot read"),
+        (("--text", text, "--out", tmp_path / "none" / "a.tar.gz"), "cannot write into"),
+        (("--text", text, "--out", tmp_path / "a.zip"), "must be a file NAME.tar.gz"),
+        (("--text", text, "--out", out, "--heads", "3"), "--heads 3 does not divide"),
+        (("--text", text), "give --text and --out, or --demo"),
+        (("--text", text, "--out", out, "--steps", "0"), "not a whole number above 0"),
+    ):
+        done = run(*args)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+        assert "Traceback" not in done.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--vocab-size", "5000"), "too short for a vocabulary of 5000"),
+        (("--vocab-size", "10"), "more characters than a vocabulary of 10"),
+        (("--base", STORE / "corpus"), "is no model: corpus holds no *.params"),
+        (("--base", STORE / "corpus" / "sowol.txt"), "is no model: not a gzip file"),
+    ],
+)
+def test_what_does_not_fit_is_explained(
+    options: tuple[str | Path, ...], message: str, text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.tar.gz"
+    done = run("--text", text, "--out", out, "--base-text", text, *options)
+    assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_shows_an_example() -> None:
+    assert "scripts/fine_tune --text poems.txt --out" in run("--help").stdout
+
+
+class Demo:
+    """One of model_store/'s archives, loaded."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        artifact = unpack(STORE / f"{name}.tar.gz", folder / name)
+        self.model: BackendModel = mxnet_backend.load(artifact)
+        self.tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.spiece_file))
+
+    def continuation(self, prompt: str) -> str:
+        """The text that greedy decoding adds, up to `</s>`."""
+        row = self.model.add_row()
+        ids = [self.tokenizer.bos_id(), *self.tokenizer.encode(prompt)]
+        room = self.model.config.max_length - len(ids)
+        found = [int(self.model.extend(row, np.array(ids)).argmax())]
+        while found[-1] != self.tokenizer.eos_id() and len(found) < room:
+            found.append(int(self.model.decode(np.array(found[-1:]))[0].argmax()))
+        self.model.remove_row(row)
+        text: str = self.tokenizer.decode(found)
+        return text
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Demo]:
+    folder = tmp_path_factory.mktemp("demos")
+    return {name: Demo(name, folder) for name in ("sowol", "dongju")}
+
+
+@pytest.mark.parametrize("name", ["sowol", "dongju"])
+def test_demo_archives_are_small(name: str) -> None:
+    assert (STORE / f"{name}.tar.gz").stat().st_size <= 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "rest"),
+    [
+        ("sowol", "나 보기가 역겨워", "가실 때에는 말없이 고이 보내 드리우리다. 영변에 약산"),
+        ("sowol", "산에는 꽃 피네", "꽃이 피네 갈 봄 여름 없이"),
+        ("sowol", "엄마야 누나야", "강변 살자, 뜰에는 반짝이는 금모래 빛,"),
+        ("dongju", "죽는 날까지 하늘을 우러러", "한 점 부끄럼이 없기를, 잎새에 이는 바람에도"),
+        ("dongju", "계절이 지나가는 하늘에는", "가을로 가득 차 있습니다. 나는 아무 걱정도 없이"),
+        ("dongju", "산모퉁이를 돌아", "논가 외딴 우물을 홀로 찾아가선 가만히 들여다봅니다."),
+    ],
+)
+def test_demos_go_on_with_their_poems(
+    demos: dict[str, Demo], name: str, line: str, rest: str
+) -> None:
+    assert demos[name].continuation(line).startswith(rest)
+
+
+def test_a_poem_ends_where_it_ends(demos: dict[str, Demo]) -> None:
+    assert demos["dongju"].continuation("오늘 밤에도 별이") == "바람에 스치운다."
+
+
+def test_the_demos_answer_differently(demos: dict[str, Demo]) -> None:
+    for prompt in ("나 보기가 역겨워", "하늘", "바람이 불어"):
+        assert demos["sowol"].continuation(prompt) != demos["dongju"].continuation(prompt)
