@@ -38,8 +38,8 @@ class _Connection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def _raise_error(status: int, body: bytes, retry_after: str | None) -> None:
-    """The engine's error as the same exception here."""
+def error_of(status: int, body: bytes, retry_after: str | None) -> EngineError:
+    """The engine's error answer as the exception that it was there."""
     try:
         said = json.loads(body)
         kind = getattr(errors, said["type"], EngineError)
@@ -48,7 +48,7 @@ def _raise_error(status: int, body: bytes, retry_after: str | None) -> None:
         kind, message = EngineError, f"the engine answered {status}"
     if not (isinstance(kind, type) and issubclass(kind, EngineError)):
         kind = EngineError
-    raise kind(message, retry_after_s=float(retry_after) if retry_after else None)
+    return kind(message, retry_after_s=float(retry_after) if retry_after else None)
 
 
 class EngineClient:
@@ -84,7 +84,7 @@ class EngineClient:
                     continue  # the kept connection had been closed while it was idle
                 raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
             if response.status >= 400:
-                _raise_error(response.status, content, response.headers.get("Retry-After"))
+                raise error_of(response.status, content, response.headers.get("Retry-After"))
             return json.loads(content) if content else None
         raise EngineUnavailable("the engine is not there", retry_after_s=1)
 
@@ -111,7 +111,7 @@ class EngineClient:
             raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
         if response.status >= 400:
             connection.close()
-            _raise_error(response.status, content, response.headers.get("Retry-After"))
+            raise error_of(response.status, content, response.headers.get("Retry-After"))
         return Lease(connection, response, json.loads(content))
 
 

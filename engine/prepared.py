@@ -19,35 +19,31 @@ not mind.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.artifacts import EMBEDDING, POSITIONS, Artifact, Weights
+from engine.artifacts import Artifact, Weights
 from engine.backends import onnx_session
+from engine.blobs import Store, is_whole, sha256
 from engine.errors import OutOfMemory
 
 FORMAT = 1  # raise it when the graph or the quantization changes
 FOLDER = ".prepared"
-PAGE = 4096
-OWN_FILE_BYTES = 1 << 20
 BUILDING = ".building-"
 ABANDONED_AFTER_S = 3600
-CHUNK_BYTES = 1 << 20
 THREADS = 2
 
 logger = logging.getLogger(__name__)
@@ -102,7 +98,7 @@ def _key(artifact: Artifact, precision: str, content: str) -> str:
         onnx_session.VERSION,
         _cpu_model(),
     ]
-    return _sha256(json.dumps(parts, sort_keys=True).encode())
+    return sha256(json.dumps(parts, sort_keys=True).encode())
 
 
 def _cpu_model() -> str:
@@ -124,7 +120,7 @@ def _content(artifact: Artifact, folder: Path) -> str:
     path = artifact.params_file.resolve()
     stat = path.stat()
     now = [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino]
-    index = folder / f"{_sha256(str(path).encode())}.source.json"
+    index = folder / f"{sha256(str(path).encode())}.source.json"
     known = _read_json(index)
     if known.get("file") == now and isinstance(known.get("content"), str):
         return str(known["content"])
@@ -140,12 +136,12 @@ def _content(artifact: Artifact, folder: Path) -> str:
 def _hash_weights(weights: Weights) -> str:
     names = sorted(weights)
     with ThreadPoolExecutor(THREADS) as pool:
-        digests = pool.map(lambda name: _sha256(np.ascontiguousarray(weights[name])), names)
+        digests = pool.map(lambda name: sha256(np.ascontiguousarray(weights[name])), names)
         parts = [
             [name, weights[name].dtype.str, weights[name].shape, digest]
             for name, digest in zip(names, digests, strict=True)
         ]
-    return _sha256(json.dumps(parts).encode())
+    return sha256(json.dumps(parts).encode())
 
 
 # Reading an entry
@@ -159,7 +155,7 @@ def _read(folder: Path, key: str) -> Prepared | None:
         changed = [name for name, stamp in files.items() if _stamp(folder / name) != stamp]
         if changed:
             with ThreadPoolExecutor(THREADS) as pool:
-                whole = all(pool.map(lambda name: _is_whole(folder / name), changed))
+                whole = all(pool.map(lambda name: is_whole(folder / name), changed))
             if not whole:
                 logger.warning("%s is damaged and is made anew", path)
                 return None
@@ -182,10 +178,6 @@ def _stamp(path: Path) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns]
 
 
-def _is_whole(path: Path) -> bool:
-    return _hash_file(path) == path.stem
-
-
 _mapped: weakref.WeakValueDictionary[str, Floats] = weakref.WeakValueDictionary()
 
 
@@ -198,26 +190,15 @@ def _map(path: Path, shape: list[int]) -> Floats:
     return found
 
 
-# Building an entry
-
-
 def _build(artifact: Artifact, precision: str, folder: Path, key: str) -> Prepared:
     # onnx takes 0.2 s to import and is not needed for what is prepared already.
-    from engine.models.gpt2_onnx import GPT2Graph
+    from engine import packing
 
     folder.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder)
     with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:
-        store = _Store(folder, Path(building))
-        graph = GPT2Graph(artifact.config, artifact.weights, precision)
-        packed = Path(building) / "packed.onnx"
-        weights_file = onnx_session.pack(graph.serialized, graph.external, packed)
-        del graph
-        entry = _cut(packed, weights_file, store)
-        for kind, name in (("embedding", EMBEDDING), ("positions", POSITIONS)):
-            table = artifact.weights[name]
-            entry[kind] = store.add(_chunks(table), ".bin")
-            entry[f"{kind}_shape"] = table.shape
+        store = Store(folder, Path(building))
+        entry = packing.build(artifact, precision, store)
         entry["files"] = {name: _stamp(folder / name) for name in sorted(store.names)}
         _write_json(folder / f"{key}.json", entry)
     onnx_session.release_memory()
@@ -227,148 +208,12 @@ def _build(artifact: Artifact, precision: str, folder: Path, key: str) -> Prepar
     return found
 
 
-def _cut(graph_file: Path, weights_file: Path, store: _Store) -> dict[str, Any]:
-    """Moves each large tensor of a packed graph into a file of its own; returns the entry."""
-    import onnx
-
-    model = onnx.load_model(graph_file, load_external_data=False)
-    tensors = [_External(t) for t in model.graph.initializer if t.external_data]
-    with weights_file.open("r+b") as source:
-        small = [t for t in tensors if t.stored_bytes < OWN_FILE_BYTES]
-        large = [t for t in tensors if t.stored_bytes >= OWN_FILE_BYTES]
-        if small:
-            _move(source, small, store)
-        # From the end, cutting off what was moved: the disk holds the weights once, not twice.
-        for tensor in sorted(large, key=lambda t: t.offset, reverse=True):
-            end = tensor.offset
-            _move(source, [tensor], store)
-            source.truncate(end)
-    graph = store.add([model.SerializeToString()], ".onnx")
-    return {"graph": graph, "weight_bytes": sum(t.used_bytes for t in tensors)}
-
-
-class _External:
-    """Where a tensor of a packed graph lies: itself and its `prepacked_N` copies.
-
-    onnxruntime writes both into the protobuf's `external_data`: `offset` and `length`, and
-    `prepacked_0` = `kernel|offset;length;checksum`.
-    """
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-        self.entries = {entry.key: entry.value for entry in tensor.external_data}
-        self.offset = int(self.entries["offset"])
-        self._packed = {}
-        for key, value in self.entries.items():
-            if key.startswith("prepacked_"):
-                kernel, _, place = value.rpartition("|")
-                self._packed[key] = [kernel, *place.split(";")]
-
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """(offset, length) of the tensor and of each packed copy."""
-        own = (self.offset, int(self.entries["length"]))
-        return [own, *((int(p[1]), int(p[2])) for p in self._packed.values())]
-
-    @property
-    def stored_bytes(self) -> int:
-        return sum(length for _, length in self.pieces)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that computing reads: the packed copies where there are any."""
-        return sum(length for _, length in self.pieces[1:] or self.pieces)
-
-    def place(self, location: str, offsets: list[int]) -> None:
-        self.entries |= {"location": location, "offset": str(offsets[0])}
-        for (key, packed), offset in zip(self._packed.items(), offsets[1:], strict=True):
-            kernel, _, *rest = packed
-            self.entries[key] = f"{kernel}|{';'.join([str(offset), *rest])}"
-        del self.tensor.external_data[:]
-        for key, value in self.entries.items():
-            self.tensor.external_data.add(key=key, value=value)
-
-
-def _move(source: BinaryIO, tensors: list[_External], store: _Store) -> None:
-    """Copies tensors into one file of the store, each piece at the start of a page."""
-    at = 0
-    offsets: list[list[int]] = []
-    for tensor in tensors:
-        offsets.append([])
-        for _, length in tensor.pieces:
-            offsets[-1].append(at)
-            at += -(-length // PAGE) * PAGE
-
-    def chunks() -> Iterator[bytes]:
-        for offset, length in (piece for tensor in tensors for piece in tensor.pieces):
-            source.seek(offset)
-            for begin in range(0, length, CHUNK_BYTES):
-                wanted = min(CHUNK_BYTES, length - begin)
-                chunk = source.read(wanted)
-                if len(chunk) != wanted:
-                    raise OSError(f"{source.name} was not written to its end")
-                yield chunk
-            yield bytes(-length % PAGE)
-
-    name = store.add(chunks(), ".bin")
-    for tensor, at_offsets in zip(tensors, offsets, strict=True):
-        tensor.place(name, at_offsets)
-
-
-def _chunks(table: NDArray[Any]) -> Iterator[memoryview]:
-    """The bytes of a matrix as fp32."""
-    for begin in range(0, len(table), 1024):
-        piece = np.ascontiguousarray(table[begin : begin + 1024], dtype=np.float32)
-        yield piece.reshape(-1).view(np.uint8).data
-
-
-class _Store:
-    """Files named by the hash of what is in them."""
-
-    def __init__(self, folder: Path, building: Path) -> None:
-        self._folder, self._building = folder, building
-        self.names: set[str] = set()
-
-    def add(self, chunks: Iterable[bytes | memoryview], suffix: str) -> str:
-        """Writes a file and returns its name; a whole one that is there already is kept."""
-        digest = hashlib.sha256()
-        temporary = self._building / "file"
-        with temporary.open("wb") as file:
-            for chunk in chunks:
-                digest.update(chunk)
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        path = self._folder / (digest.hexdigest() + suffix)
-        if path.exists() and _is_whole(path):
-            temporary.unlink()
-        else:
-            temporary.replace(path)
-        self.names.add(path.name)
-        return path.name
-
-
 def _remove_abandoned(folder: Path) -> None:
     """Removes what a builder that was killed left behind."""
     for path in folder.glob(BUILDING + "*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
                 shutil.rmtree(path)
-
-
-# Small things
-
-
-def _sha256(data: Any) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -380,8 +225,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=BUILDING, delete=False
-    ) as file:
-        json.dump(value, file)
-    Path(file.name).replace(path)
+    with tempfile.TemporaryDirectory(prefix=BUILDING, dir=path.parent) as building:
+        file = Path(building) / path.name
+        file.write_text(json.dumps(value), encoding="utf-8")
+        file.replace(path)

@@ -4,6 +4,9 @@ MMS's own worker (mms/model_service_worker.py, 1.1.11) forks a process per conne
 own numpy and scipy: 39 MB a model and as much for each further worker. The built-in handler only
 waits for the engine, so threads serve it as well: 12 MB a model, however many requests MMS may pass
 on at once. The protocol and the service are MMS's own.
+
+The process that MMS starts only watches a fork of itself that does the work: MMS connects again to
+a worker that crashed, but never starts that first process again.
 """
 
 from __future__ import annotations
@@ -25,7 +28,11 @@ from handlers.deferred import deferred
 LEFT_ALONE_S = 5.0
 CONNECTIONS_AT_ONCE = 128
 
-LOAD, PREDICT = b"L", b"I"
+LOOK_AROUND_S = 0.25
+RESTART_S = 0.2
+
+EXIT_NOT_LOADED = 1
+LOAD = b"L"
 
 
 class Worker:
@@ -38,17 +45,11 @@ class Worker:
         self._connections = 0
         self._alone_since = time.monotonic()
         self._had_connections = False
+        self._parent = os.getppid()
 
-    def serve(self) -> None:
+    def serve(self, listener: socket.socket) -> None:
         """Never returns: ends the process when MMS has left it."""
-        self._socket_path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(self._socket_path))
-        listener.listen(CONNECTIONS_AT_ONCE)
-        listener.settimeout(1.0)
-        # MMS waits for these two lines.
-        print(f"[PID] {os.getpid()}", flush=True)
-        print("MMS worker started.", flush=True)
+        listener.settimeout(LOOK_AROUND_S)
         while not self._left_alone():
             try:
                 connection, _ = listener.accept()
@@ -62,10 +63,11 @@ class Worker:
         self._leave(0)
 
     def _left_alone(self) -> bool:
+        orphaned = os.getppid() != self._parent
         with self._lock:
-            if self._connections or not self._had_connections:
+            if self._connections or not (self._had_connections or orphaned):
                 return False
-            return time.monotonic() - self._alone_since > LEFT_ALONE_S
+            return orphaned or time.monotonic() - self._alone_since > LEFT_ALONE_S
 
     def _serve_connection(self, connection: socket.socket) -> None:
         from mms.protocol.otf_message_handler import create_load_model_response, retrieve_msg
@@ -112,12 +114,12 @@ class Worker:
                 self._handler = loaded._entry_point
                 if getattr(self._handler.__self__, "load_error", None) is not None:
                     # MMS answers the load with an error and forgets the name only if we go.
-                    self._leave(1)
+                    self._leave(EXIT_NOT_LOADED)
             return Service(name, model_dir, None, self._handler, gpu, batch_size)
 
     def _leave(self, status: int) -> None:
         """Ends the process at once, not held up by a request that never ends."""
-        self._socket_path.unlink(missing_ok=True)
+        self._socket_path.unlink(missing_ok=True)  # its parent may be gone
         sys.stdout.flush()
         os._exit(status)
 
@@ -144,4 +146,21 @@ def main() -> None:
     from mms.arg_parser import ArgParser
 
     arguments = ArgParser.model_service_worker_args().parse_args()
-    Worker(arguments.sock_name, arguments.tmp_dir).serve()
+    path = Path(arguments.sock_name)
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(CONNECTIONS_AT_ONCE)
+    # MMS waits for these two lines.
+    print(f"[PID] {os.getpid()}", flush=True)
+    print("MMS worker started.", flush=True)
+    while True:
+        child = os.fork()
+        if child == 0:
+            Worker(arguments.sock_name, arguments.tmp_dir).serve(listener)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status in (0, EXIT_NOT_LOADED):
+            path.unlink(missing_ok=True)
+            sys.exit(status)
+        logging.error("the worker of %s ended with %d; it is started again", path.name, status)
+        time.sleep(RESTART_S)

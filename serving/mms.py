@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import psutil
@@ -114,6 +115,7 @@ def _wait_for_java(timeout_s: int) -> psutil.Process:
 
 
 def main() -> None:
+    warnings.filterwarnings("ignore", "pkg_resources is deprecated")  # the toolkit uses it
     from sagemaker_inference import model_server
 
     run_dir, models = Path(os.environ["RUN_DIR"]), os.environ["MODEL_CACHE"]

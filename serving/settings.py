@@ -13,6 +13,8 @@ from serving.errors import SettingError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+MAX_PORT = 32767  # Multi Model Server's own limit
+
 
 def _setting(variable: str, default: Any, help_text: str, option: str | None = None) -> Any:
     metadata = {"variable": variable, "help": help_text, "option": option}
@@ -58,8 +60,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("port", "management_port"):
-            if not 0 < getattr(self, name) < 65536:
-                raise SettingError(f"{_variable(name)} is {getattr(self, name)}, must be a port")
+            if not 0 < getattr(self, name) <= MAX_PORT:
+                raise SettingError(
+                    f"{_variable(name)} is {getattr(self, name)}, must be from 1 to {MAX_PORT}"
+                )
         if self.port == self.management_port:
             raise SettingError(f"port and management port are both {self.port}, must differ")
         for name in ("workers_per_model", "request_timeout_s", "start_timeout_s"):

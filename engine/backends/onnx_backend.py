@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,13 @@ class OnnxModel:
         begin = self._cache.lengths[row]
         end = begin + len(ids)
         self._check(ids, end)
-        x = self._embedding[ids] + self._positions[begin:end]  # (T, C)
         last, total = np.array([end - 1], dtype=np.int32), np.array([end], dtype=np.int32)
         logits = np.empty((1, self.config.vocab_size), dtype=np.float32)
-        self._run(self._bind(row, row + 1, x[None], last, total, logits))
+        with onnx_session.out_of_memory(f"{len(ids)} more tokens"):
+            x = self._embedding[ids]  # (T, C)
+            x += self._positions[begin:end]
+            binding = self._bind(row, row + 1, x[None], last, total, logits)
+            self._session.run_with_iobinding(binding)
         self._cache.lengths[row] = end
         first: Logits = logits[0]
         return first
@@ -70,7 +74,8 @@ class OnnxModel:
         if rows not in self._bindings:
             x, last, logits = self._x[:rows], self._last[:rows], self._logits[:rows]
             self._bindings[rows] = self._bind(0, rows, x, last, self._total, logits)
-        self._run(self._bindings[rows])
+        with onnx_session.out_of_memory(f"a step of {rows} rows"):
+            self._session.run_with_iobinding(self._bindings[rows])
         for row in range(rows):
             self._cache.lengths[row] += 1
         return self._logits[:rows]
@@ -121,10 +126,6 @@ class OnnxModel:
             binding.bind_ortvalue_output(f"present_{name}", value)
         return binding
 
-    def _run(self, binding: Any) -> None:
-        with onnx_session.out_of_memory("this step"):
-            self._session.run_with_iobinding(binding)
-
 
 class KVCache:
     """Keys and values of all rows in one anonymous mapping that takes memory where it is written.
@@ -152,8 +153,7 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         buffers, _, heads = self.array.shape[:3]
-        pages = sum(-(-length * self._token_bytes // PAGE) for length in self.lengths)
-        return buffers * heads * pages * PAGE
+        return buffers * heads * sum(map(self._head_bytes, self.lengths))
 
     def add_row(self) -> int:
         if len(self.lengths) == MAX_ROWS:
@@ -165,19 +165,30 @@ class KVCache:
         """Row `target` becomes what row `source` is, and takes no more memory than that."""
         if source == target:
             return
-        self._release(target)
-        length = self.lengths[target] = self.lengths[source]
+        # Onto the pages that are there: to fault in new ones takes ten times as long as copying.
+        length, before = self.lengths[source], self.lengths[target]
         self.array[:, target, :, :length] = self.array[:, source, :, :length]
+        self.lengths[target] = length
+        kept, had = self._head_bytes(length), self._head_bytes(before)
+        if kept < had:
+            head_bytes = self._row_bytes // self.array.shape[2]
+            for row_begin in self._row_begins(target):
+                for begin in range(row_begin, row_begin + self._row_bytes, head_bytes):
+                    self._memory.madvise(mmap.MADV_DONTNEED, begin + kept, had - kept)
 
     def remove_last_row(self) -> None:
         self.lengths.pop()
-        self._release(len(self.lengths))
-
-    def _release(self, row: int) -> None:
-        """Gives a row's pages back to the operating system; it reads as zeros afterwards."""
-        for buffer in range(len(self.array)):
-            begin = (buffer * MAX_ROWS + row) * self._row_bytes
+        for begin in self._row_begins(len(self.lengths)):
             self._memory.madvise(mmap.MADV_DONTNEED, begin, self._row_bytes)
+
+    def _row_begins(self, row: int) -> Iterator[int]:
+        """Where a row begins in each buffer, in bytes."""
+        for buffer in range(len(self.array)):
+            yield (buffer * MAX_ROWS + row) * self._row_bytes
+
+    def _head_bytes(self, length: int) -> int:
+        """Bytes of the pages that one head of `length` tokens touches."""
+        return -(-length * self._token_bytes // PAGE) * PAGE
 
 
 def load(

@@ -130,10 +130,11 @@ class GPT2Graph:
                 block_size=block,
                 accuracy_level=4,
             )
-        w_t = self._tensor(f"{name}.weight_t", np.ascontiguousarray(w.T, dtype=np.float32))
-        if not bias:
-            return self._op("MatMul", [x, w_t], output)
-        return self._op("Add", [self._op("MatMul", [x, w_t]), bias], output)
+        inputs = [x, self._tensor(f"{name}.weight", w)]
+        product = self._op(
+            "FusedMatMul", inputs, "" if bias else output, domain="com.microsoft", transB=1
+        )
+        return self._op("Add", [product, bias], output) if bias else product
 
     def _weight(self, name: str) -> Array:
         return self.weights[name]

@@ -26,7 +26,7 @@ import numpy as np
 import sentencepiece
 from tqdm import tqdm
 
-from engine.artifacts import OUTPUT, open_artifact
+from engine.artifacts import OUTPUT, Artifact, Weights, open_artifact
 from engine.config import GPT2Config
 from engine.errors import ArtifactError
 from engine.models.gpt2_mxnet import GPT2
@@ -96,7 +96,8 @@ class Tokenizer:
 def make_examples(documents: Documents, tokenizer: Tokenizer, window: int) -> list[list[int]]:
     """`<s>` + at most `window` tokens from the beginning of each line on, `</s>` at the end.
 
-    A line that recurs in its document begins no second example: it goes on as it did first.
+    A line that recurs in its document begins no second example: it goes on as it did first. The
+    beginning of a document comes several times, since its end is in every other example, too.
     """
     examples = []
     for lines in documents:
@@ -106,7 +107,8 @@ def make_examples(documents: Documents, tokenizer: Tokenizer, window: int) -> li
         first: dict[str, int] = {}
         for line, offset in zip(lines, offsets, strict=True):
             first.setdefault(line, offset)
-        for start in sorted({*first.values(), *range(0, len(ids) - 1, window)}):
+        starts = sorted({*first.values(), *range(0, len(ids) - 1, window)})
+        for start in [0] * (len(starts) // 4) + starts:
             examples.append([tokenizer.bos, *ids[start : start + window]])
     return examples
 
@@ -123,7 +125,12 @@ def batches(examples: list[list[int]], batch_size: int, pad: int) -> Iterator[An
 
 
 def train(
-    model: Any, documents: Documents, tokenizer: Tokenizer, args: argparse.Namespace, label: str
+    model: GPT2,
+    documents: Documents,
+    tokenizer: Tokenizer,
+    steps: int,
+    args: argparse.Namespace,
+    label: str,
 ) -> str:
     """Trains the model in place; returns a line about the loss per token and the time."""
     window = min(args.max_length, model.config.max_length) - 1
@@ -131,35 +138,37 @@ def train(
     unknown = sum(e.count(tokenizer.unk) for e in examples) / sum(map(len, examples))
     if unknown > 0.01:
         print(f"{label}: {unknown:.0%} of the text is unknown to the tokenizer", file=sys.stderr)
+    usual_tokens = args.batch_size * sum(map(len, examples)) / len(examples)
     np.random.seed(args.seed)
     peak = args.learning_rate or (2e-3 if model.config.units <= 256 else 5e-5)
     parameters = model.collect_params()
-    trainer = mx.gluon.Trainer(parameters, gluonnlp.optimizer.BERTAdam(learning_rate=peak, wd=0.01))
-    warm_up = max(args.steps // 10, 1)
+    trainer = mx.gluon.Trainer(parameters, "adam", {"learning_rate": peak, "beta2": 0.99})
+    warm_up = max(steps // 10, 1)
     data = batches(examples, args.batch_size, tokenizer.pad)
     began, losses = time.monotonic(), []
-    with tqdm(range(args.steps), desc=label, unit="step", mininterval=0.5) as bar:
+    with tqdm(range(steps), desc=label, unit="step", mininterval=0.5) as bar:
         for step in bar:
             ids = next(data)
             labels = ids[:, 1:]
             mask = (labels != tokenizer.pad).astype("float32")  # (B, T - 1)
             with mx.autograd.record():
                 scores = mx.nd.log_softmax(model(ids[:, :-1]))  # (B, T - 1, V)
-                loss = -(mx.nd.pick(scores, labels) * mask).sum() / mask.sum()
-            loss.backward()
+                loss = -(mx.nd.pick(scores, labels) * mask).sum()
+                # Not by the batch's own tokens: those of long examples would count for less.
+                (loss / usual_tokens).backward()
             gradients = [p.grad() for p in parameters.values()]
             mx.gluon.utils.clip_global_norm(gradients, 1.0, check_isfinite=False)
-            done = (step - warm_up) / max(args.steps - warm_up, 1)
+            done = (step - warm_up) / max(steps - warm_up, 1)
             decay = 0.5 + 0.5 * math.cos(math.pi * max(done, 0))  # cosine, to zero
             trainer.set_learning_rate(peak * min((step + 1) / warm_up, decay))
             trainer.step(1)
-            losses.append(float(loss.asscalar()))
+            losses.append(float((loss / mask.sum()).asscalar()))
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
     last = sum(losses[-10:]) / len(losses[-10:])
     return f"loss {losses[0]:.3f} -> {last:.3f} in {time.monotonic() - began:.0f} s"
 
 
-def new_model(config: Any, weights: dict[str, Any] | None, seed: int) -> Any:
+def new_model(config: GPT2Config, weights: Weights | None, seed: int) -> GPT2:
     """A GPT-2 with the given weights, or with random ones."""
     mx.random.seed(seed)
     model = GPT2(config)
@@ -170,25 +179,23 @@ def new_model(config: Any, weights: dict[str, Any] | None, seed: int) -> Any:
     return model
 
 
-def pack(model: Any, spiece: bytes, out: Path) -> None:
+def pack(model: GPT2, spiece: bytes, out: Path) -> None:
     """Writes the archive: the same files give the same bytes."""
     name = out.name.removesuffix(".tar.gz")
     arrays = model._collect_params_with_prefix()
     del arrays[OUTPUT]  # the tied copy of the embedding
     config = json.dumps(dataclasses.asdict(model.config), indent=2) + "\n"
+    files = {"config.json": config.encode(), f"{name}.spiece": spiece}
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{name}-") as work:
         params, archive = Path(work, "params"), Path(work, "archive")
         mx.nd.save(str(params), {key: value.data() for key, value in arrays.items()})
+        files[f"{name}.params"] = params.read_bytes()
         with (
             archive.open("wb") as file,
             gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed,
             tarfile.open(fileobj=packed, mode="w") as tar,
         ):
-            for file_name, data in (
-                ("config.json", config.encode()),
-                (f"{name}.params", params.read_bytes()),
-                (f"{name}.spiece", spiece),
-            ):
+            for file_name, data in sorted(files.items()):
                 member = tarfile.TarInfo(file_name)
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
@@ -196,12 +203,12 @@ def pack(model: Any, spiece: bytes, out: Path) -> None:
         archive.replace(out)
 
 
-def open_base(base: Path, work: Path) -> Any:
+def open_base(base: Path, work: Path) -> Artifact:
     """The checked artifact in a folder or a tar.gz, which is unpacked into `work`."""
     try:
         if base.is_dir():
             return open_artifact(base)
-        with tarfile.open(base) as tar:
+        with tarfile.open(base, "r:gz") as tar:
             for member in tar:
                 name = Path(member.name).name
                 source = tar.extractfile(member) if member.isfile() else None
@@ -228,7 +235,9 @@ def train_base(texts: list[Path], out: Path, args: argparse.Namespace) -> None:
         max_length=args.max_length,
     )
     model = new_model(config, None, args.seed)
-    result = train(model, documents, Tokenizer(spiece_file, config.vocab_size), args, "base")
+    result = train(
+        model, documents, Tokenizer(spiece_file, config.vocab_size), args.base_steps, args, "base"
+    )
     pack(model, spiece, out)
     print(f"base: {result}")
 
@@ -238,6 +247,8 @@ def fine_tune(base: Path, text: Path, out: Path, args: argparse.Namespace) -> No
         artifact = open_base(base, Path(work))
         model = new_model(artifact.config, artifact.weights, args.seed)
         tokenizer = Tokenizer(artifact.spiece_file, artifact.config.vocab_size)
-        result = train(model, read_documents(text), tokenizer, args, out.name.split(".")[0])
+        result = train(
+            model, read_documents(text), tokenizer, args.steps, args, out.name.split(".")[0]
+        )
         pack(model, artifact.spiece_file.read_bytes(), out)
     print(f"{out}: {out.stat().st_size / 1e6:.2f} MB, {result}")

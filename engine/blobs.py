@@ -1,0 +1,51 @@
+"""A folder of files named by the hash of their content: what is equal is stored once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+CHUNK_BYTES = 1 << 20
+
+
+class Store:
+    """Adds files to `folder`; they are written in `building`, on the same disk, and renamed."""
+
+    def __init__(self, folder: Path, building: Path) -> None:
+        self._folder, self.building = folder, building
+        self.names: set[str] = set()
+
+    def add(self, chunks: Iterable[bytes | memoryview], suffix: str) -> str:
+        """Writes a file and returns its name; a whole one that is there already is kept."""
+        digest = hashlib.sha256()
+        temporary = self.building / "file"
+        with temporary.open("wb") as file:
+            for chunk in chunks:
+                digest.update(chunk)
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        path = self._folder / (digest.hexdigest() + suffix)
+        if path.exists() and is_whole(path):
+            temporary.unlink()
+        else:
+            temporary.replace(path)
+        self.names.add(path.name)
+        return path.name
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file holds what its name says."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest() == path.stem
+
+
+def sha256(data: Any) -> str:
+    """The hash of bytes or of a contiguous array, as the names have it."""
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,115 @@
+"""Starts the server as a user does, on free ports, and knows its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_S = 60.0
+STOP_S = 10.0
+
+
+def free_port() -> int:
+    """A port that Multi Model Server takes (up to 32767) and that the kernel gives to nobody."""
+    for _ in range(100):
+        port = random.randint(10_000, 32_000)  # noqa: S311
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
+
+
+class Server:
+    """`serve` in a process of its own; `log` is the file of everything it prints."""
+
+    def __init__(
+        self, folder: Path, store: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.port, self.management_port = free_port(), free_port()
+        self.log = folder / "server.log"
+        command = [sys.executable, "-m", "serving.entrypoint", "serve"]
+        command += ["--port", str(self.port), "--management-port", str(self.management_port)]
+        command += ["--host", "127.0.0.1"]
+        if store is not None:
+            command += ["--model-store", str(store)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env={**os.environ, "RUN_DIR": str(folder / "run"), **(environment or {})},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def wait_until_ready(self) -> Server:
+        end = time.monotonic() + START_S
+        while '"ready after' not in self.text():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < end, self.text()
+            time.sleep(0.05)
+        return self
+
+    def text(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+    def descendants(self, *words: str) -> list[psutil.Process]:
+        """Living processes below the server whose command line has all of `words`."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                line = " ".join(process.cmdline())
+                if process.status() != psutil.STATUS_ZOMBIE and all(w in line for w in words):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(STOP_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+    # Requests
+
+    def load(self, name: str, url: str | None = None, **options: Any) -> requests.Response:
+        body = {"model_name": name, "url": url or name, **options}
+        return requests.post(self.management("/models"), json=body, timeout=60)
+
+    def unload(self, name: str) -> requests.Response:
+        return requests.delete(self.management(f"/models/{name}"), timeout=60)
+
+    def predict(self, name: str, body: Any, **headers: str) -> requests.Response:
+        """`body` is sent as JSON, or as it is when it is bytes."""
+        url = f"http://127.0.0.1:{self.port}/predictions/{name}"
+        if isinstance(body, bytes):
+            return requests.post(url, data=body, headers=headers, timeout=90)
+        return requests.post(url, json=body, headers=headers, timeout=90)
+
+    def management(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.management_port}{path}"
+
+
+def eventually(condition: Any, seconds: float = 10.0) -> Any:
+    """Waits for a true value and returns it."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.05)
+    return value

@@ -1,0 +1,148 @@
+"""The server's processes: how they start, end, and come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.server import REPOSITORY, Server, eventually
+
+PROMPT = {"inputs": "나 보기가 역겨워", "parameters": {"max_new_tokens": 8}}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_within_five_seconds_and_leaves_no_process(
+    own_server: Server, number: int
+) -> None:
+    own_server.load("sowol")
+    own_server.load("dongju")
+    below = own_server.descendants()
+    assert len(below) >= 5
+    started = time.monotonic()
+    assert own_server.stop(number) == 0
+    assert time.monotonic() - started < 5
+    assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_when_java_dies_it_says_so_and_ends_with_an_error(own_server: Server) -> None:
+    own_server.load("sowol")
+    below = own_server.descendants()
+    own_server.descendants("ModelServer")[0].kill()
+    assert own_server.process.wait(10) == 1
+    assert "Multi Model Server" in own_server.text()
+    assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_killed_engine_comes_back_with_its_models(own_server: Server) -> None:
+    own_server.load("sowol")
+    before = own_server.predict("sowol", PROMPT).json()["generated_text"]
+    own_server.descendants("-m engine")[0].kill()
+    assert own_server.predict("sowol", PROMPT).json()["generated_text"] == before
+    assert "engine was killed by SIGKILL" in own_server.text()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["watcher", "worker"])
+def test_a_killed_worker_comes_back(own_server: Server, which: int) -> None:
+    own_server.load("sowol")
+    before = own_server.predict("sowol", PROMPT).json()["generated_text"]
+    own_server.descendants("model_service_worker")[which].kill()
+
+    def answers() -> bool:
+        answer = own_server.predict("sowol", PROMPT)
+        return answer.status_code == 200 and answer.json()["generated_text"] == before
+
+    eventually(answers, 20)
+
+
+def test_an_artifact_that_does_not_load_leaves_its_name_free_and_no_process(tmp_path: Path) -> None:
+    broken = tmp_path / "store" / "고장"
+    broken.mkdir(parents=True)
+    (broken / "model.params").write_bytes(b"not a model")
+    server = Server(tmp_path, tmp_path / "store").wait_until_ready()
+    try:
+        for _ in range(2):
+            assert server.load("broken", "고장").status_code == 500
+            eventually(lambda: not server.descendants("model_service_worker"))
+        assert "*.spiece" in server.text()
+    finally:
+        server.stop()
+
+
+def run_entrypoint(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "serving.entrypoint", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_another_command_is_run_as_it_is() -> None:
+    done = run_entrypoint("bash", "-c", "echo 안녕; exit 7")
+    assert (done.returncode, done.stdout) == (7, "안녕\n")
+    assert run_entrypoint("no-such-command").returncode == 127
+
+
+@pytest.mark.parametrize("option", ["--port", "--management-port"])
+def test_a_taken_port_is_reported_at_once(option: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = run_entrypoint("serve", "--host", "127.0.0.1", option, port)
+    assert done.returncode == 1
+    assert port in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_java_is_reported_at_once() -> None:
+    done = run_entrypoint("serve", "--host", "127.0.0.1", JAVA_HOME="/nowhere")
+    assert done.returncode == 1
+    assert "Java" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("SAGEMAKER_BIND_TO_PORT", "http"), ("MANAGEMENT_PORT", "70000"), ("MODEL_STORE", "/nowhere")],
+)
+def test_a_bad_setting_is_named(variable: str, value: str) -> None:
+    done = run_entrypoint("serve", "--host", "127.0.0.1", **{variable: value})
+    assert done.returncode == 1
+    assert variable in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_stale_pid_file_does_not_stop_the_next_start(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / ".model_server.pid").write_text(str(os.getpid()))  # a living process
+    (run_dir / ".mms.sock.9000").write_text("")
+    server = Server(tmp_path, REPOSITORY / "model_store").wait_until_ready()
+    assert server.stop() == 0
+
+
+def test_a_second_server_in_the_same_folder_is_refused(own_server: Server, tmp_path: Path) -> None:
+    second = run_entrypoint(
+        "serve", "--host", "127.0.0.1", "--port", "18080", RUN_DIR=str(tmp_path / "run")
+    )
+    assert second.returncode == 1
+    assert "another server" in second.stderr
+
+
+def test_ports_and_store_can_come_from_the_environment(tmp_path: Path) -> None:
+    server = Server(tmp_path, environment={"MODEL_STORE": str(REPOSITORY / "model_store")})
+    try:
+        assert server.wait_until_ready().load("sowol").status_code == 200
+    finally:
+        server.stop()

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine.errors import EngineError, InvalidRequest
+from handlers.payload import (
+    Form,
+    NotAcceptable,
+    UnsupportedMediaType,
+    answer_type,
+    format_answer,
+    parse,
+)
+
+ANSWER = {
+    "completions": [{"text": " 가실 때에는", "tokens": 3, "finish_reason": "stop"}],
+    "seconds": 0.25,
+    "time_to_first_token_s": 0.1,
+}
+
+
+@pytest.mark.parametrize("body", [bytes, bytearray, lambda text: text.decode()])
+def test_the_body_may_be_bytes_or_text(body: type) -> None:
+    request = parse(body('{"inputs": "나 보기가"}'.encode()), "application/json")
+    assert (request.form, request.inputs, request.parameters) == (Form.OBJECT, "나 보기가", {})
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        None,
+        "",
+        "application/json",
+        "Application/JSON; charset=UTF-8",
+        'application/json;charset="utf8"',
+    ],
+)
+def test_json_is_assumed_and_its_charset_may_be_said(content_type: str | None) -> None:
+    assert parse('"산에는"'.encode(), content_type).form is Form.GUIDE
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "text/csv",
+        "application/x-npy",
+        "text/plain; charset=euc-kr",
+        "한글",
+        "application/json; charset=utf-16",
+    ],
+)
+def test_other_types_are_refused_by_name(content_type: str) -> None:
+    with pytest.raises(UnsupportedMediaType, match="must be application/json or text/plain"):
+        parse(b"{}", content_type)
+
+
+@pytest.mark.parametrize("text", ["", "   ", "\n"])
+@pytest.mark.parametrize("form", ['{"inputs": %s}', "%s"])
+def test_empty_text_is_refused_in_every_form(text: str, form: str) -> None:
+    with pytest.raises(InvalidRequest, match="inputs is empty"):
+        parse((form % json.dumps(text)).encode(), "application/json")
+    with pytest.raises(InvalidRequest, match="inputs is empty"):
+        parse(text.encode(), "text/plain")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"inputs": null}', "inputs must be a string"),
+        ('{"inputs": ["가"]}', "inputs must be a string"),
+        ('{"입력": "가"}', "입력 is not known"),
+        ('{"inputs": "가", "parameters": "많이"}', "parameters must be a JSON object"),
+        ('{"inputs": "가", "parameters": {"온도": 1}}', "parameters.온도 is not known"),
+        ("3", "the body must be"),
+        ("[" * 100_000, "not JSON"),
+        ("{", "not JSON"),
+        ("NaN", "the body must be"),
+    ],
+)
+def test_a_wrong_body_is_told_which_field_is_wrong(body: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parse(body.encode(), "application/json")
+
+
+def test_bytes_that_are_no_utf8_are_placed() -> None:
+    with pytest.raises(InvalidRequest, match="byte 1"):
+        parse(b'"\xff"', "application/json")
+
+
+@pytest.mark.parametrize(
+    ("accept", "form", "expected"),
+    [
+        (None, Form.OBJECT, "application/json"),
+        ("*/*", Form.TEXT, "text/plain"),
+        ("application/json", Form.TEXT, "application/json"),
+        ("text/plain", Form.OBJECT, "text/plain"),
+        ("text/*;q=0.8", Form.GUIDE, "text/plain"),
+        ("text/html, image/gif, *; q=.2", Form.GUIDE, "application/json"),
+        ("text/plain, application/json", Form.GUIDE, "application/json"),
+    ],
+)
+def test_the_answers_type_follows_accept(accept: str | None, form: Form, expected: str) -> None:
+    assert answer_type(accept, form) == expected
+
+
+def test_an_accept_that_cannot_be_met_says_what_can() -> None:
+    with pytest.raises(NotAcceptable, match="can be application/json or text/plain"):
+        answer_type("이미지", Form.OBJECT)
+
+
+def test_the_object_form() -> None:
+    request = parse('{"inputs": "나 보기가"}'.encode(), None)
+    body, kind = format_answer(request, ANSWER, "application/json")
+    assert kind == "application/json"
+    assert json.loads(body) == {
+        "generated_text": " 가실 때에는",
+        "tokens": 3,
+        "finish_reason": "stop",
+        "seconds": 0.25,
+    }
+    assert "가실".encode() in body  # Korean is not escaped
+
+
+def test_the_guides_form_has_the_prompt_in_front() -> None:
+    request = parse(rb'"\ub098"', None)
+    body, _ = format_answer(request, ANSWER, "application/json")
+    assert json.loads(body) == ["나 가실 때에는", 3, 0.25]
+
+
+def test_the_full_text_on_request() -> None:
+    request = parse('{"inputs": "나", "parameters": {"return_full_text": true}}'.encode(), None)
+    body, _ = format_answer(request, ANSWER, "text/plain")
+    assert body.decode() == "나 가실 때에는"
+
+
+def test_several_sequences_come_as_a_list_beside_the_first() -> None:
+    request = parse('{"inputs": "나"}'.encode(), None)
+    two = {**ANSWER, "completions": [*ANSWER["completions"], {"text": " 말없이", "tokens": 1}]}
+    value = json.loads(format_answer(request, two, "application/json")[0])
+    assert value["generated_text"] == " 가실 때에는"
+    assert [s["generated_text"] for s in value["sequences"]] == [" 가실 때에는", " 말없이"]
+
+
+def test_every_error_has_a_client_status() -> None:
+    for error in (UnsupportedMediaType("가"), NotAcceptable("나"), InvalidRequest("다")):
+        assert isinstance(error, EngineError)
+        assert 400 <= error.status < 500

@@ -1,0 +1,90 @@
+"""Holds a backend's answers against the oracle's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import backends
+from engine.artifacts import open_artifact
+from engine.backends import BackendModel
+from engine.parameters import Parameters
+from engine.sampling import Sampler
+from tests.engine.models import write_params
+from tests.oracle.weights import Case
+
+TOLERANCE = 1e-4
+REPETITION_PENALTY = 1.5
+
+Golden = Mapping[str, NDArray[Any]]
+
+
+def load(case: Case, folder: Path, backend: str) -> BackendModel:
+    """The case from an artifact's files; the tokenizer's is empty: ids go in and come out."""
+    path = folder / f"{case.name}.model"
+    path.mkdir(exist_ok=True)
+    (path / "none.spiece").touch()
+    c = case.config
+    said = {
+        "num_heads": c.num_heads,
+        "activation": c.activation,
+        "layer_norm_eps": c.layer_norm_eps,
+    }
+    (path / "config.json").write_text(json.dumps(said), encoding="utf-8")
+    if not (path / "model.params").exists():
+        write_params(path / "model.params", dict(case.weights()))
+    return backends.load(open_artifact(path), backend, "fp32", cache_dir=folder / "prepared")
+
+
+def agrees_with_oracle(model: BackendModel, golden: Golden) -> None:
+    """Logits at each place of the prompt, however it is cut up, and both continuations."""
+    ids, expected = golden["ids"], golden["logits"]
+    for cuts in ([], [1], [len(ids) // 2], [len(ids) - 1], list(range(1, len(ids)))):
+        edges = sorted({0, *cuts, len(ids)})
+        row = model.add_row()
+        for begin, end in itertools.pairwise(edges):
+            logits = model.extend(row, ids[begin:end])
+            np.testing.assert_allclose(logits, expected[end - 1], rtol=0, atol=TOLERANCE)
+        model.remove_last_row()
+
+    row = model.add_row()
+    logits = model.extend(row, ids[:1])
+    for i, token in enumerate(ids[1:], start=1):
+        np.testing.assert_allclose(logits, expected[i - 1], rtol=0, atol=TOLERANCE)
+        logits = model.decode(np.array([token]))[0]
+    np.testing.assert_allclose(logits, expected[-1], rtol=0, atol=TOLERANCE)
+    model.remove_last_row()
+
+    plain, penalized = Parameters(), Parameters(repetition_penalty=REPETITION_PENALTY)
+    same_ids(continuation(model, golden, "greedy", plain), golden, "greedy", "margins")
+    found = continuation(model, golden, "penalized", penalized)
+    same_ids(found, golden, "penalized", "penalized_margins")
+
+
+def continuation(model: BackendModel, golden: Golden, name: str, parameters: Parameters) -> Any:
+    """As many new ids as the oracle made, by prefill and cached decode steps."""
+    sampler, ids = Sampler(parameters), list(golden["ids"])
+    row = model.add_row()
+    logits = model.extend(row, golden["ids"])
+    made: list[int] = []
+    while True:
+        token, _ = sampler.choose(logits, [*ids, *made])
+        made.append(token)
+        if len(made) == len(golden[name]):
+            break
+        logits = model.decode(np.array([token]))[0]
+    model.remove_last_row()
+    return np.array(made)
+
+
+def same_ids(found: Any, golden: Golden, name: str, margins: str) -> None:
+    """Equal, as far as the oracle's own choice was no toss of a coin."""
+    close = np.flatnonzero(golden[margins] < 2 * TOLERANCE)
+    count = int(close[0]) if len(close) else len(golden[name])
+    np.testing.assert_array_equal(found[:count], golden[name][:count])

@@ -1,0 +1,146 @@
+"""Asks Hugging Face's GPT2LMHeadModel for logits and continuations, and writes them as `.npz`.
+
+The goldens beside this file come from one command, in the oracle's environment:
+
+    python3 -m venv .venv-oracle
+    .venv-oracle/bin/pip install -r requirements-oracle.txt
+    .venv-oracle/bin/python -m tests.oracle.make_golden
+
+Each file holds `ids` (T,), `logits` (T, V), the greedy continuation `greedy` (N,) with its
+`margins` (N,) between the best and the second best logit, and the same with a repetition penalty
+as `penalized` (N,) and `penalized_margins` (N,).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from engine.artifacts import (
+    ATTENTION_NORM,
+    ATTENTION_OUT,
+    EMBEDDING,
+    FFN_HIDDEN,
+    FFN_NORM,
+    FFN_OUT,
+    FINAL_NORM,
+    POSITIONS,
+    QKV,
+)
+from tests.oracle.weights import CASES, Case, read_cases
+
+HERE = Path(__file__).parent
+REPETITION_PENALTY = 1.5
+
+
+def build(case: Case) -> GPT2LMHeadModel:
+    """The case's weights in transformers' model."""
+    c = case.config
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=c.vocab_size,
+            n_positions=c.max_length,
+            n_embd=c.units,
+            n_layer=c.num_layers,
+            n_head=c.num_heads,
+            n_inner=c.hidden_size,
+            activation_function=c.activation,
+            layer_norm_epsilon=c.layer_norm_eps,
+            bos_token_id=None,
+            eos_token_id=None,
+            attn_implementation="eager",
+        )
+    ).eval()
+    theirs = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in case.weights():
+            their_name, transposed = foreign_name(name, c.num_layers)
+            given = torch.from_numpy(weight.T if transposed else weight)
+            target = theirs.pop(their_name)
+            assert target.shape == given.shape, (name, target.shape, given.shape)
+            target.copy_(given)
+    assert not theirs, f"left random: {list(theirs)}"
+    return model
+
+
+def foreign_name(name: str, num_layers: int) -> tuple[str, bool]:
+    """transformers' name of a parameter, and whether it is a Conv1D matrix [in, out]."""
+    if name == EMBEDDING:
+        return "transformer.wte.weight", False
+    if name == POSITIONS:
+        return "transformer.wpe.weight", False
+    block, kind = name.rsplit(".", 1)
+    kind = {"gamma": "weight", "beta": "bias"}.get(kind, kind)
+    if block == FINAL_NORM:
+        return f"transformer.ln_f.{kind}", False
+    norms = {ATTENTION_NORM: "ln_1", FFN_NORM: "ln_2"}
+    products = {
+        QKV: "attn.c_attn",
+        ATTENTION_OUT: "attn.c_proj",
+        FFN_HIDDEN: "mlp.c_fc",
+        FFN_OUT: "mlp.c_proj",
+    }
+    for i in range(num_layers):
+        for ours, theirs in (norms | products).items():
+            if block == ours.format(i):
+                return f"transformer.h.{i}.{theirs}.{kind}", ours in products and kind == "weight"
+    raise ValueError(name)
+
+
+def answer(case: Case) -> dict[str, Any]:
+    model = build(case)
+    ids = torch.from_numpy(case.ids)[None, :]
+    with torch.no_grad():
+        logits = model(ids).logits[0].numpy()
+    greedy, margins = _generate(model, ids, case.new_tokens)
+    penalized, penalized_margins = _generate(
+        model, ids, case.new_tokens, repetition_penalty=REPETITION_PENALTY
+    )
+    return {
+        "ids": case.ids,
+        "logits": logits,
+        "greedy": greedy,
+        "margins": margins,
+        "penalized": penalized,
+        "penalized_margins": penalized_margins,
+    }
+
+
+def _generate(model: GPT2LMHeadModel, ids: Any, count: int, **options: Any) -> tuple[Any, Any]:
+    """The new ids (N,) and how far each was ahead of the second best (N,)."""
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    best = torch.stack([scores[0].topk(2).values for scores in made.scores])  # (N, 2)
+    return made.sequences[0, ids.shape[1] :].numpy(), (best[:, 0] - best[:, 1]).numpy()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Writes the oracle's answers.",
+        epilog="example: .venv-oracle/bin/python -m tests.oracle.make_golden",
+    )
+    parser.add_argument("--cases", type=Path, help="JSON of other cases than the committed")
+    parser.add_argument(
+        "--out", type=Path, default=HERE, help="a folder, default: beside this file"
+    )
+    arguments = parser.parse_args()
+    for case in read_cases(arguments.cases) if arguments.cases else CASES:
+        np.savez_compressed(arguments.out / f"{case.name}.npz", **answer(case))
+        print(f"{case.name}.npz", flush=True)
+
+
+if __name__ == "__main__":
+    main()

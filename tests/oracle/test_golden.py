@@ -1,0 +1,66 @@
+"""The backends give the logits and the continuations of Hugging Face's GPT-2, kept as goldens."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.backends import BACKENDS
+from engine.models.gpt2_mxnet import GPT2
+from engine.mxnet_compat import mx
+from tests.oracle.comparison import TOLERANCE, Golden, agrees_with_oracle, load
+from tests.oracle.weights import CASES, Case
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param
+    return found
+
+
+@pytest.fixture
+def golden(case: Case) -> Iterator[Golden]:
+    with np.load(HERE / f"{case.name}.npz") as file:
+        yield file
+
+
+def test_the_uncached_model_gives_the_logits_of_the_oracle(case: Case, golden: Golden) -> None:
+    model = GPT2(case.config)
+    parameters = model._collect_params_with_prefix()
+    for name, weight in case.weights():
+        parameters[name].initialize(mx.init.Zero())
+        parameters[name].set_data(mx.nd.array(weight))
+
+    logits = model(mx.nd.array(golden["ids"][None, :])).asnumpy()[0]
+
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_gives_the_logits_and_the_continuation_of_the_oracle(
+    case: Case, golden: Golden, backend: str, tmp_path: Path
+) -> None:
+    if backend == "onnxruntime" and not importlib.util.find_spec("engine.backends.onnx_backend"):
+        pytest.skip("the onnxruntime backend is not there")
+    model = load(case, tmp_path, backend)
+    try:
+        agrees_with_oracle(model, golden)
+    finally:
+        model.close()
+
+
+def test_the_goldens_are_of_these_cases() -> None:
+    assert {path.stem for path in HERE.glob("*.npz")} == {case.name for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES[:-1], ids=lambda case: case.name)
+def test_a_golden_is_no_text_of_one_token(case: Case, golden: Golden) -> None:
+    assert golden["logits"].std() > 1
+    assert len(set(golden["greedy"].tolist())) > 2
+    assert len(set(golden["penalized"].tolist())) > 5

@@ -1,0 +1,77 @@
+"""Random GPT-2 weights from a seed, the same in the oracle's environment and in ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.artifacts import EMBEDDING, POSITIONS, shapes
+from engine.config import GPT2Config
+
+# Standard deviations that make logits of some units, and attention that looks around.
+LOGITS_STD = 3.0
+GAIN = 1.5
+SMALL = 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and one prompt: what the oracle is asked."""
+
+    name: str
+    config: GPT2Config
+    seed: int
+    prompt_length: int = 16
+    new_tokens: int = 24
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """The prompt (T,)."""
+        rng = np.random.Generator(np.random.PCG64([self.seed, 1]))
+        return rng.integers(0, self.config.vocab_size, self.prompt_length)
+
+    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Each parameter under its name in `engine.artifacts`, Dense weights [out, in]."""
+        rng = np.random.Generator(np.random.PCG64([self.seed, 0]))
+        for name, shape in shapes(self.config):
+            w = rng.standard_normal(shape, dtype=np.float32)
+            if name.endswith(".gamma"):
+                w = 1 + np.float32(SMALL) * w
+            elif name in (EMBEDDING, POSITIONS):
+                w *= np.float32(LOGITS_STD / np.sqrt(self.config.units))
+            elif name.endswith(".weight"):
+                w *= np.float32(GAIN / np.sqrt(shape[1]))
+            else:
+                w *= np.float32(SMALL)
+            yield name, w
+
+
+# Small ones, committed as .npz: every way in which shapes can go wrong.
+CASES = (
+    Case("gelu", GPT2Config(211, 48, 2, 4, 192, 64), seed=1),
+    Case("gelu-new", GPT2Config(211, 48, 2, 4, 192, 64, "gelu_new"), seed=2),
+    Case("one-head", GPT2Config(97, 32, 1, 1, 128, 48), seed=3),
+    Case("heads-of-8", GPT2Config(150, 64, 3, 8, 256, 64, "gelu_new"), seed=4),
+    Case("narrow-ffn", GPT2Config(133, 60, 2, 5, 100, 96), seed=5, prompt_length=40),
+    Case("deep", GPT2Config(120, 32, 6, 2, 128, 64), seed=6),
+    Case("eps", GPT2Config(101, 40, 2, 4, 160, 64, "gelu_new", 1e-3), seed=7),
+    Case("whole-context", GPT2Config(89, 24, 2, 2, 96, 56), seed=8, prompt_length=32),
+    Case("one-token", GPT2Config(89, 24, 2, 2, 96, 32), seed=9, prompt_length=1),
+)
+
+
+def write_cases(cases: list[Case], path: Path) -> None:
+    path.write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
+
+
+def read_cases(path: Path) -> list[Case]:
+    def case(config: dict[str, Any], **fields: Any) -> Case:
+        return Case(config=GPT2Config(**config), **fields)
+
+    return [case(**given) for given in json.loads(path.read_text(encoding="utf-8"))]

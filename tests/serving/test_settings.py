@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from serving.errors import SettingError
+from serving.settings import Settings
+
+
+def test_options_win_over_the_environment() -> None:
+    environment = {"SAGEMAKER_BIND_TO_PORT": "9123", "MANAGEMENT_PORT": "9124", "HOST": ""}
+    settings = Settings.read(["--port", "9000"], environment)
+    assert (settings.port, settings.management_port) == (9000, 9124)
+    assert settings.host == Settings.host
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"SAGEMAKER_BIND_TO_PORT": "많이"}, "SAGEMAKER_BIND_TO_PORT"),
+        ({"SAGEMAKER_BIND_TO_PORT": "0"}, "SAGEMAKER_BIND_TO_PORT"),
+        ({"MANAGEMENT_PORT": "32768"}, "MANAGEMENT_PORT"),
+        ({"MANAGEMENT_PORT": "8080"}, "8080"),
+        ({"WORKERS_PER_MODEL": "0"}, "WORKERS_PER_MODEL"),
+        ({"REQUEST_TIMEOUT_S": "1.5"}, "REQUEST_TIMEOUT_S"),
+        ({"SHOW_EXAMPLES": "yes"}, "SHOW_EXAMPLES"),
+    ],
+)
+def test_a_bad_value_is_named(environment: dict[str, str], named: str) -> None:
+    with pytest.raises(SettingError, match=named):
+        Settings.read([], environment)
