@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,10 +78,13 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
     Raises `ArtifactError` that says what is missing or does not fit.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        raise ArtifactError(f"there is no model folder {folder}")
-    params_file = _only(folder, "*.params")
-    spiece_file = _only(folder, "*.spiece")
+    try:
+        if not folder.is_dir():
+            raise ArtifactError(f"there is no model folder {folder}")
+        params_file = _only(folder, "*.params")
+        spiece_file = _only(folder, "*.spiece")
+    except OSError as error:
+        raise ArtifactError(f"{folder} cannot be read: {error.strerror}") from None
     weights = _canonical(read_params(params_file), params_file.name)
     config = _config(weights, _read_json(folder / "config.json"), params_file.name)
     _check(weights, config, params_file.name)
@@ -103,8 +107,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path.name} is not JSON: {error}") from None
+    except OSError as error:
+        raise ArtifactError(f"{path.name} cannot be read: {error.strerror}") from None
     if not isinstance(value, dict):
         raise ArtifactError(f"{path.name} must be a JSON object")
     return value
@@ -129,13 +135,13 @@ def _config(weights: Weights, given: Mapping[str, Any], file: str) -> GPT2Config
         return next((given[n] for n in names if given.get(n) is not None), default)
 
     for name in (EMBEDDING, POSITIONS, FFN_HIDDEN.format(0) + ".weight"):
-        if name not in weights or weights[name].ndim != 2:
+        if name not in weights or weights[name].ndim != 2 or not weights[name].size:
             raise ArtifactError(f"{file} has no matrix {name}")
     vocab_size, units = weights[EMBEDDING].shape
     heads = first("num_heads", "n_head", default=max(units // DEFAULT_HEAD_SIZE, 1))
     eps = first("layer_norm_eps", "layer_norm_epsilon", default=1e-5)
     activation = first("activation", "activation_function", default="gelu")
-    if not isinstance(heads, int) or heads < 1 or units % heads:
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or units % heads:
         raise ArtifactError(f"config.json: num_heads is {heads!r}, must divide the {units} units")
     if activation not in ACTIVATIONS:
         raise ArtifactError(
@@ -148,7 +154,7 @@ def _config(weights: Weights, given: Mapping[str, Any], file: str) -> GPT2Config
     config = GPT2Config(
         vocab_size=vocab_size,
         units=units,
-        num_layers=sum(f"{QKV.format(i)}.weight" in weights for i in range(len(weights))),
+        num_layers=_count_layers(weights),
         num_heads=heads,
         hidden_size=weights[FFN_HIDDEN.format(0) + ".weight"].shape[0],
         max_length=weights[POSITIONS].shape[0],
@@ -164,9 +170,17 @@ def _config(weights: Weights, given: Mapping[str, Any], file: str) -> GPT2Config
         said = first(*names, default=getattr(config, field))
         if said != getattr(config, field):
             raise ArtifactError(
-                f"config.json says {names[0]} {said}, but {file} has {getattr(config, field)}"
+                f"config.json says {names[0]} {said!r}, but {file} has {getattr(config, field)}"
             )
     return config
+
+
+def _count_layers(weights: Weights) -> int:
+    """One more than the highest layer that any parameter belongs to, so that none is left out."""
+    blocks = (QKV, ATTENTION_OUT, FFN_HIDDEN, FFN_OUT, ATTENTION_NORM, FFN_NORM)
+    pattern = re.compile("|".join(re.escape(b).replace(r"\{\}", r"(\d{1,4})") for b in blocks))
+    found = (pattern.match(name) for name in weights)
+    return 1 + max(int(m[m.lastindex or 0]) for m in found if m)
 
 
 def _check(weights: Weights, config: GPT2Config, file: str) -> None:

@@ -106,6 +106,8 @@ class EngineClient:
             connection.request("POST", "/models", json.dumps(body).encode(), headers)
             response = connection.getresponse()
             content = response.read() if response.status >= 400 else response.readline()
+            if not content:
+                raise http.client.HTTPException("the engine went away")
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise EngineUnavailable("the engine is not there", retry_after_s=1) from error

@@ -25,9 +25,12 @@ MAX_DIMENSIONS = 32
 class _Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.stat().st_size < 24:
-            raise ArtifactError(f"{path.name} is not an MXNet .params file: it is too short")
-        self.data = np.memmap(path, dtype=np.uint8, mode="r")
+        try:
+            if path.stat().st_size < 24:
+                raise ArtifactError(f"{path.name} is not an MXNet .params file: it is too short")
+            self.data = np.memmap(path, dtype=np.uint8, mode="r")
+        except OSError as error:
+            raise ArtifactError(f"{path.name} cannot be read: {error.strerror}") from None
         self.at = 0
 
     def take(self, size: int) -> NDArray[np.uint8]:

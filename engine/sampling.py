@@ -17,6 +17,8 @@ from engine.parameters import Parameters
 Logits = NDArray[np.float32]
 
 TOP_P_CANDIDATES = 256
+# Smaller temperatures and penalties do what these do; float32 overflows on the way.
+SMALLEST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Sampler:
 
     def __init__(self, parameters: Parameters, index: int = 0) -> None:
         self._p = parameters
+        self._temperature = max(parameters.temperature, SMALLEST)
+        self._penalty = max(parameters.repetition_penalty, SMALLEST)
         seed = None if parameters.seed is None else parameters.seed + index
         self._random = np.random.Generator(np.random.PCG64(seed)) if parameters.do_sample else None
 
@@ -41,7 +45,7 @@ class Sampler:
         p = self._p
         raw = logits
         if p.repetition_penalty != 1.0:
-            logits = _penalize(logits, ids, p.repetition_penalty)
+            logits = _penalize(logits, ids, self._penalty)
         token = int(logits.argmax()) if self._random is None else self._draw(logits)
         return token, None if p.logprobs is None else _logprobs(raw, token, p.logprobs)
 
@@ -54,15 +58,15 @@ class Sampler:
         if top_k < size:
             candidates = top_indices(logits, top_k)
         elif p.top_p < 1.0:
-            candidates = _nucleus_candidates(logits, p.temperature, p.top_p)
+            candidates = _nucleus_candidates(logits, self._temperature, p.top_p)
         else:
             candidates = None
         chosen = logits if candidates is None else logits[candidates]
-        weights = np.exp((chosen - chosen.max()).astype(np.float64) / p.temperature)
+        weights = np.exp((chosen - chosen.max()).astype(np.float64) / self._temperature)
         if p.top_p < 1.0:
             whole = weights.sum()
             if top_k == size and candidates is not None:
-                whole = _partition_function(logits, p.temperature)
+                whole = _partition_function(logits, self._temperature)
             # Candidates come best first: keep those before which less than top_p has gathered.
             before = np.cumsum(weights) - weights
             weights = weights[before < p.top_p * whole]
@@ -77,8 +81,9 @@ def top_indices(logits: Logits, k: int) -> NDArray[np.int64]:
     if k >= logits.shape[0]:
         found = np.arange(logits.shape[0])
     else:
-        found = np.sort(np.argpartition(logits, -k)[-k:])
-    order: NDArray[np.int64] = found[np.argsort(-logits[found], kind="stable")]
+        kth = logits[np.argpartition(logits, -k)[-k]]
+        found = np.flatnonzero(~(logits < kth))  # with all that equal the last one
+    order: NDArray[np.int64] = found[np.argsort(-logits[found], kind="stable")][:k]
     return order
 
 

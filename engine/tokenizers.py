@@ -7,7 +7,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from engine.errors import ArtifactError
+from engine.errors import ArtifactError, InvalidRequest
 
 SPACE = "\u2581"  # sentencepiece's mark of a space
 
@@ -35,8 +35,16 @@ class SentencePieceTokenizer:
         return found if self._pieces[found] == piece else None
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, `<s>` first where the vocabulary has one."""
-        ids: list[int] = self._model.encode(text, out_type=int)
+        """The ids of a prompt, `<s>` first where the vocabulary has one.
+
+        Raises `InvalidRequest` for text that is not Unicode.
+        """
+        try:
+            ids: list[int] = self._model.encode(text, out_type=int)
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                "inputs holds half a surrogate pair, which is no character"
+            ) from None
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
     def detokenizer(self) -> Detokenizer:
