@@ -114,10 +114,17 @@ def make_examples(documents: Documents, tokenizer: Tokenizer, window: int) -> li
 
 
 def batches(examples: list[list[int]], batch_size: int, pad: int) -> Iterator[Any]:
-    """Batches of examples of about the same length (B, T), shuffled, without end."""
+    """Batches of examples of about the same length (B, T), shuffled, without end.
+
+    Short examples come more at a time, so that every batch has about as many tokens.
+    """
     stack = gluonnlp.data.batchify.Pad(pad_val=pad, dtype="int32")
     sampler = gluonnlp.data.FixedBucketSampler(
-        [len(e) for e in examples], min(batch_size, len(examples)), num_buckets=4, shuffle=True
+        [len(e) for e in examples],
+        min(batch_size, len(examples)),
+        num_buckets=4,
+        ratio=0.5,
+        shuffle=True,
     )
     while True:
         for chosen in sampler:
@@ -138,7 +145,6 @@ def train(
     unknown = sum(e.count(tokenizer.unk) for e in examples) / sum(map(len, examples))
     if unknown > 0.01:
         print(f"{label}: {unknown:.0%} of the text is unknown to the tokenizer", file=sys.stderr)
-    usual_tokens = args.batch_size * sum(map(len, examples)) / len(examples)
     np.random.seed(args.seed)
     peak = args.learning_rate or (2e-3 if model.config.units <= 256 else 5e-5)
     parameters = model.collect_params()
@@ -153,16 +159,15 @@ def train(
             mask = (labels != tokenizer.pad).astype("float32")  # (B, T - 1)
             with mx.autograd.record():
                 scores = mx.nd.log_softmax(model(ids[:, :-1]))  # (B, T - 1, V)
-                loss = -(mx.nd.pick(scores, labels) * mask).sum()
-                # Not by the batch's own tokens: those of long examples would count for less.
-                (loss / usual_tokens).backward()
+                loss = -(mx.nd.pick(scores, labels) * mask).sum() / mask.sum()
+            loss.backward()
             gradients = [p.grad() for p in parameters.values()]
             mx.gluon.utils.clip_global_norm(gradients, 1.0, check_isfinite=False)
             done = (step - warm_up) / max(steps - warm_up, 1)
             decay = 0.5 + 0.5 * math.cos(math.pi * max(done, 0))  # cosine, to zero
             trainer.set_learning_rate(peak * min((step + 1) / warm_up, decay))
             trainer.step(1)
-            losses.append(float((loss / mask.sum()).asscalar()))
+            losses.append(float(loss.asscalar()))
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
     last = sum(losses[-10:]) / len(losses[-10:])
     return f"loss {losses[0]:.3f} -> {last:.3f} in {time.monotonic() - began:.0f} s"

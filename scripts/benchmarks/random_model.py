@@ -1,0 +1,129 @@
+"""Random models of KoGPT2's shape, as artifacts, and a tokenizer of which every text is exact.
+
+Each piece is one character, so no two of them merge: text made of pieces is cut into the same
+pieces again, and a loop that tokenizes its text anew at every step sees one token more each time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sentencepiece import sentencepiece_model_pb2
+
+from engine.artifacts import EMBEDDING, POSITIONS, shapes
+from engine.config import GPT2Config
+
+FORMAT = 1  # raise it when what is written changes
+FULL = GPT2Config(50_000, 768, 12, 12, 3072, 1024)
+TINY = GPT2Config(500, 64, 2, 2, 256, 128)
+SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
+BOS = SPECIAL.index("<s>")
+# Hangul syllables, then Chinese characters: 81,476 of them.
+CHARACTERS = ((0xAC00, 0xD7A3), (0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF))
+
+# Standard deviations that make logits of some units, attention that looks around, and greedy text
+# that does not stand still.
+LOGITS_STD = 3.0
+GAIN = 1.5
+SMALL = 0.1
+
+
+def make(workdir: Path, config: GPT2Config, seed: int, dtype: str = "float32") -> Path:
+    """The artifact's folder in `workdir`, written unless it is there."""
+    name = f"random-{config.num_layers}x{config.units}-{config.vocab_size}-{seed}-v{FORMAT}"
+    folder = workdir / name
+    if folder.is_dir():
+        return folder
+    building = workdir / f".{name}"
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    write_params(building / "kogpt2.params", random_weights(config, seed), dtype)
+    (building / "kogpt2.spiece").write_bytes(spiece(config.vocab_size))
+    said = {"num_heads": config.num_heads, "activation": config.activation}
+    (building / "config.json").write_text(json.dumps(said), encoding="utf-8")
+    building.rename(folder)
+    return folder
+
+
+def random_weights(config: GPT2Config, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Each parameter under its name in `engine.artifacts`, Dense weights [out, in].
+
+    The special pieces' embeddings are zero, so their logits are never the highest: no text ends
+    early, and none holds a piece that cannot be written.
+    """
+    rng = np.random.default_rng(seed)
+    for name, shape in shapes(config):
+        w = rng.standard_normal(shape, dtype=np.float32)
+        if name.endswith(".gamma"):
+            w = 1 + np.float32(SMALL) * w
+        elif name in (EMBEDDING, POSITIONS):
+            w *= np.float32(LOGITS_STD / np.sqrt(config.units))
+        elif name.endswith(".weight"):
+            w *= np.float32(GAIN / np.sqrt(shape[1]))
+        else:
+            w *= np.float32(SMALL)
+        if name == EMBEDDING:
+            w[: len(SPECIAL)] = 0
+        yield name, w
+
+
+def write_params(path: Path, weights: Iterable[tuple[str, NDArray[Any]]], dtype: str) -> None:
+    """Writes what `mx.nd.save` would, one array at a time; `engine.params_file` has the format."""
+    names = []
+    with path.open("wb") as file:
+        file.write(struct.pack("<QQQ", 0x112, 0, 0))
+        for name, w in weights:
+            names.append(name.encode())
+            file.write(struct.pack("<IiI", 0xF993FAC9, 0, w.ndim))
+            file.write(struct.pack(f"<{w.ndim}q", *w.shape))
+            file.write(struct.pack("<iii", 1, 0, {"float32": 0, "float16": 2}[dtype]))
+            file.write(np.ascontiguousarray(w, dtype=dtype).data)
+        file.write(struct.pack("<Q", len(names)))
+        for encoded in names:
+            file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.seek(16)
+        file.write(struct.pack("<Q", len(names)))
+
+
+def spiece(size: int) -> bytes:
+    """A sentencepiece model with `size` pieces: the special ones, then one character each."""
+    model = sentencepiece_model_pb2.ModelProto()
+    kind = sentencepiece_model_pb2.ModelProto.SentencePiece
+    for i, piece in enumerate(SPECIAL):
+        model.pieces.add(piece=piece, score=0, type=kind.CONTROL if i else kind.UNKNOWN)
+    codes = itertools.chain.from_iterable(range(a, b + 1) for a, b in CHARACTERS)
+    for code in itertools.islice(codes, size - len(SPECIAL)):
+        model.pieces.add(piece=chr(code), score=0)
+    trainer = model.trainer_spec
+    trainer.model_type = 2  # BPE
+    trainer.vocab_size = size
+    trainer.unk_id, trainer.pad_id, trainer.bos_id, trainer.eos_id = range(len(SPECIAL))
+    trainer.pad_piece = "<pad>"
+    normalizer = model.normalizer_spec
+    normalizer.name = "identity"
+    normalizer.add_dummy_prefix = normalizer.remove_extra_whitespaces = False
+    data: bytes = model.SerializeToString()
+    return data
+
+
+def prompts(config: GPT2Config, rows: int, length: int) -> list[list[int]]:
+    """`rows` prompts of `length` ids, `<s>` first; always the same."""
+    rng = np.random.default_rng(17)
+    found = rng.integers(len(SPECIAL), config.vocab_size, (rows, length))
+    found[:, 0] = BOS
+    ids: list[list[int]] = found.tolist()
+    return ids
+
+
+def text_of(ids: list[int]) -> str:
+    """A prompt's text: its pieces without `<s>`, which the tokenizer puts back."""
+    codes = list(itertools.chain.from_iterable(range(a, b + 1) for a, b in CHARACTERS))
+    return "".join(chr(codes[i - len(SPECIAL)]) for i in ids if i >= len(SPECIAL))
