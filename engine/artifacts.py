@@ -118,13 +118,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _canonical(weights: Weights, file: str) -> Weights:
     """Strips the prefix that all keys share (a fine-tune saved from a wrapper block)."""
-    ends = [name for name in weights if name.endswith(EMBEDDING)]
-    if not ends:
+    prefixes = [n.removesuffix(POSITIONS) for n in weights if n.endswith(POSITIONS)]
+    fitting = [prefix for prefix in prefixes if prefix + EMBEDDING in weights]
+    if not fitting:
         keys = ", ".join(list(weights)[:3]) or "none"
         raise ArtifactError(
-            f"{file} has no {EMBEDDING}: it is not a KoGPT2 model (keys: {keys}, ...)"
+            f"{file} has no {EMBEDDING} beside a {POSITIONS}: it is not a KoGPT2 model"
+            f" (keys: {keys}, ...)"
         )
-    prefix = min(ends, key=len).removesuffix(EMBEDDING)
+    prefix = min(fitting, key=len)
     return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
@@ -96,7 +97,7 @@ class AsyncEngineClient:
                     yield item
                 if not finished:
                     raise EngineUnavailable("the engine ended in the middle of the answer")
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
 
     async def _call(
@@ -110,7 +111,7 @@ class AsyncEngineClient:
                 if response.status >= 400:
                     raise error_of(response.status, content, response.headers.get("Retry-After"))
                 return json.loads(content) if content else None
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
 
 

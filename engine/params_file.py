@@ -89,4 +89,7 @@ def _read_array(r: _Reader) -> NDArray[Any]:
     count = 1
     for size in shape:
         count *= size
-    return r.take(count * dtype.itemsize).view(dtype).reshape(shape)
+    try:
+        return r.take(count * dtype.itemsize).view(dtype).reshape(shape)
+    except ValueError:  # nothing in one dimension, more than numpy can count in the others
+        raise ArtifactError(f"{r.path.name}: an array has no possible shape (damaged)") from None

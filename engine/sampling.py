@@ -69,7 +69,7 @@ class Sampler:
                 whole = _partition_function(logits, self._temperature)
             # Candidates come best first: keep those before which less than top_p has gathered.
             before = np.cumsum(weights) - weights
-            weights = weights[before < p.top_p * whole]
+            weights = weights[~(before >= p.top_p * whole)]
         cumulative = np.cumsum(weights)
         at = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
         at = min(at, len(cumulative) - 1)

@@ -40,11 +40,11 @@ class SentencePieceTokenizer:
         Raises `InvalidRequest` for text that is not Unicode.
         """
         try:
-            ids: list[int] = self._model.encode(text, out_type=int)
+            text.encode("utf-8")
         except UnicodeEncodeError:
-            raise InvalidRequest(
-                "inputs holds half a surrogate pair, which is no character"
-            ) from None
+            message = "inputs holds half a surrogate pair, which is no character"
+            raise InvalidRequest(message) from None
+        ids: list[int] = self._model.encode(text, out_type=int)
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
     def detokenizer(self) -> Detokenizer:

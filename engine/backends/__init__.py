@@ -64,8 +64,9 @@ class BackendModel(Protocol):
 
 def weight_bytes(config: GPT2Config, backend: str, precision: str) -> int:
     """What a model's weights will take, for admission before anything is allocated."""
-    if precision == "int8":  # a byte each and a scale for 64; the fp32 embedding is page cache
-        return config.num_parameters * 17 // 16
+    if precision == "int8":
+        # A byte each, a scale for 64, and the packed form's own; the fp32 tables are page cache.
+        return config.num_parameters * 6 // 5
     return 4 * config.num_parameters
 
 

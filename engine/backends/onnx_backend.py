@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,8 @@ class KVCache:
         except OSError as error:
             raise OutOfMemory("there is no address space for keys and values") from error
         # A huge page would hold 2 MiB for a first token, 288 times over in the full-size model.
-        self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+        with suppress(OSError):  # a kernel that has none
+            self._memory.madvise(mmap.MADV_NOHUGEPAGE)
         self.array: NDArray[np.float32] = np.frombuffer(self._memory, np.float32).reshape(shape)
 
     @property

@@ -72,13 +72,13 @@ class GPT2Graph:
             x = self._op("Add", [x, self._feed_forward(h, i)])
         x = self._op("Gather", [x, self._last_token], axis=1)  # (B, C): the head is the widest part
         x = self._norm(x, artifacts.FINAL_NORM)
-        self._dense(x, self._weight(artifacts.EMBEDDING), None, artifacts.EMBEDDING, "logits")
+        self._dense(x, self.weights[artifacts.EMBEDDING], None, artifacts.EMBEDDING, "logits")
         return self._model()
 
     def _attention(self, x: str, i: int) -> str:  # (B, T, C) -> (B, T, C)
         c, name, out = self.config, artifacts.QKV.format(i), artifacts.ATTENTION_OUT.format(i)
-        w, b = self._weight(name + ".weight"), self._weight(name + ".bias")
-        w_out = self._weight(out + ".weight")
+        w, b = self.weights[name + ".weight"], self.weights[name + ".bias"]
+        w_out = self.weights[out + ".weight"]
         if padded_head_size(c) != c.head_size:
             w, b = _pad_heads(w, 3 * c.num_heads, c), _pad_heads(b, 3 * c.num_heads, c)
             w_out = _pad_heads(w_out.T, c.num_heads, c).T
@@ -95,18 +95,18 @@ class GPT2Graph:
                 scale=c.head_size**-0.5,
             )
         )
-        return self._dense(y, w_out, self._weight(out + ".bias"), out)
+        return self._dense(y, w_out, self.weights[out + ".bias"], out)
 
     def _feed_forward(self, x: str, i: int) -> str:  # (B, T, C) -> (B, T, C)
         hidden, out = artifacts.FFN_HIDDEN.format(i), artifacts.FFN_OUT.format(i)
-        h = self._dense(x, self._weight(hidden + ".weight"), self._weight(hidden + ".bias"), hidden)
+        h = self._dense(x, self.weights[hidden + ".weight"], self.weights[hidden + ".bias"], hidden)
         gelu = "FastGelu" if self.config.activation == "gelu_new" else "Gelu"
         h = self._op(gelu, [h], domain="com.microsoft")
-        return self._dense(h, self._weight(out + ".weight"), self._weight(out + ".bias"), out)
+        return self._dense(h, self.weights[out + ".weight"], self.weights[out + ".bias"], out)
 
     def _norm(self, x: str, name: str) -> str:
-        gamma = self._tensor(name + ".gamma", self._weight(name + ".gamma"))
-        beta = self._tensor(name + ".beta", self._weight(name + ".beta"))
+        gamma = self._tensor(name + ".gamma", self.weights[name + ".gamma"])
+        beta = self._tensor(name + ".beta", self.weights[name + ".beta"])
         eps = self.config.layer_norm_eps
         return self._op("LayerNormalization", [x, gamma, beta], axis=-1, epsilon=eps)
 
@@ -136,9 +136,6 @@ class GPT2Graph:
         )
         return self._op("Add", [product, bias], output) if bias else product
 
-    def _weight(self, name: str) -> Array:
-        return self.weights[name]
-
     def _tensor(self, name: str, value: Array) -> str:
         if value.dtype == np.float16:
             value = value.astype(np.float32)
@@ -150,9 +147,8 @@ class GPT2Graph:
             tensor.data_location = TensorProto.EXTERNAL
             for key, entry in (("location", "none"), ("offset", 0), ("length", value.nbytes)):
                 tensor.external_data.add(key=key, value=str(entry))
-            self.external[name] = np.require(
-                value, requirements=["C", "A"]
-            )  # mapped ones may not be
+            # Those mapped from a file may lie at any byte of it.
+            self.external[name] = np.require(value, requirements=["C", "A"])
         self._initializers.append(tensor)
         return name
 

@@ -1,0 +1,228 @@
+"""What tests of a running engine share: requests to it, the model that it must agree with, and the
+engine as a process."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.artifacts import EMBEDDING, OUTPUT, open_artifact
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.models.gpt2_mxnet import GPT2
+from engine.mxnet_compat import mx
+from engine.parameters import Parameters
+from engine.params_file import read_params
+from engine.sequence import Sequence, Token
+from tests.engine.models import SENTENCES, make_artifact, write_params
+
+WAIT_S = 30.0
+EOS = 3
+
+
+def make_talkative(path: Path, *, eos_scale: float = 0.0, **sizes: Any) -> Path:
+    """An artifact whose logit of `</s>` is scaled; at 0 its greedy text never ends by itself."""
+    make_artifact(path, **sizes)
+    weights = {n: np.array(w) for n, w in read_params(path / "kogpt2.params").items()}
+    for name in (EMBEDDING, OUTPUT):
+        weights[name][EOS] *= eos_scale
+    write_params(path / "kogpt2.params", weights)
+    return path
+
+
+class Request:
+    """A request to an engine in this process. `on_token` is called on the engine's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        prompt: str,
+        on_token: Callable[[Request], None] = lambda request: None,
+        timeout_s: float | None = None,
+        **parameters: Any,
+    ) -> None:
+        self.tokens: list[Token] = []
+        self.error: EngineError | None = None
+        self._on_token = on_token
+        self._done = threading.Event()
+        checked = Parameters.parse(parameters)
+        self._left = checked.num_return_sequences
+        self.sequences: list[Sequence] = engine.submit(name, prompt, checked, self._emit, timeout_s)
+
+    def _emit(self, item: Token | EngineError) -> None:
+        if isinstance(item, EngineError):
+            self.error = item
+            self._left = 0
+        else:
+            self.tokens.append(item)
+            self._left -= item.finish_reason is not None
+            self._on_token(self)
+        if self._left == 0:
+            self._done.set()
+
+    def wait(self) -> Request:
+        assert self._done.wait(WAIT_S), "the request was not finished"
+        return self
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.sequences[0].prompt
+
+    def ids(self, index: int = 0) -> list[int]:
+        """The new ids."""
+        return [t.id for t in self.tokens if t.index == index]
+
+    def text(self, index: int = 0) -> str:
+        return "".join(t.text for t in self.tokens if t.index == index)
+
+    def finish_reason(self, index: int = 0) -> str | None:
+        return [t.finish_reason for t in self.tokens if t.index == index][-1]
+
+
+def prompt_of(encode: Callable[[str], list[int]], length: int) -> str:
+    """A text of so many tokens."""
+    text = " ".join(SENTENCES * 40)[: 6 * length + 6]
+    while text:
+        if len(encode(text)) == length:
+            return text
+        text = text[:-1]
+    raise AssertionError(f"no text of {length} tokens")
+
+
+@functools.cache
+def uncached_model(path: Path) -> Any:
+    """The Gluon model of an artifact, to be called with whole texts."""
+    artifact = open_artifact(path)
+    model = GPT2(artifact.config)
+    for name, parameter in model._collect_params_with_prefix().items():
+        if name in artifact.weights:
+            parameter.initialize(mx.init.Zero())
+            parameter.set_data(mx.nd.array(artifact.weights[name], dtype="float32"))
+    return model
+
+
+def is_greedy(path: Path, prompt: list[int], new: list[int]) -> bool:
+    """Whether decoding without a cache would have given these ids: each is the likeliest after
+    those before it, computed in one pass over the whole text."""
+    whole = np.array([*prompt, *new])[None, :]
+    logits = uncached_model(path)(mx.nd.array(whole)).asnumpy()[0]  # (T, V)
+    return bool((logits[len(prompt) - 1 : -1].argmax(axis=1) == new).all())
+
+
+def settle(engine: Engine) -> None:
+    """Waits for the step that is under way."""
+    engine._on_thread(lambda: None)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    """Waits for something that another process does."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+class UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout_s: float = WAIT_S) -> None:
+        super().__init__("engine", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+class EngineProcess:
+    """`python -m engine` on a unix socket."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        self.socket = folder / "engine.sock"
+        assert len(str(self.socket)) < 108, "too long for a unix socket"
+        self._log = (folder / "engine.log").open("a")
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("ENGINE_")}
+        self._environment = variables | {"ENGINE_SOCKET": str(self.socket)} | environment
+        self.start()
+
+    def start(self, *, wait: bool = True) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "engine"],
+            env=self._environment,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            cwd=Path(__file__).parents[2],
+        )
+        if wait:
+            until(self._answers)
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, "the engine ended"
+        try:
+            return self.call("GET", "/health")[0] == 200
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """As the kernel does when memory runs out."""
+        self.process.kill()
+        self.process.wait(WAIT_S)
+
+    def terminate(self) -> tuple[int, float]:
+        """Its exit status after SIGTERM, and how many seconds that took."""
+        started = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(WAIT_S), time.monotonic() - started
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        self._log.close()
+
+    def open(self, method: str, url: str, body: Any = None) -> http.client.HTTPResponse:
+        """An answer of which nothing has been read but the head."""
+        connection = UnixConnection(self.socket)
+        payload = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method, url, payload, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.connection = connection  # type: ignore[attr-defined]
+        return response
+
+    def call(self, method: str, url: str, body: Any = None) -> tuple[int, Any]:
+        response = self.open(method, url, body)
+        content = response.read()
+        response.connection.close()  # type: ignore[attr-defined]
+        return response.status, json.loads(content) if content else None
+
+    def statistics(self, name: str) -> dict[str, Any]:
+        """Of one model, or nothing if it is not loaded."""
+        models = self.call("GET", "/statistics")[1]["models"]
+        found: dict[str, Any] = next((m for m in models if m["name"] == name), {})
+        return found
+
+
+@contextmanager
+def engine_process(folder: Path, **environment: str) -> Iterator[EngineProcess]:
+    process = EngineProcess(folder, **environment)
+    try:
+        yield process
+    finally:
+        process.close()

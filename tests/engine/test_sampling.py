@@ -1,0 +1,252 @@
+"""The next token is chosen as plain definitions over a full sort say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine.parameters import Parameters
+from engine.sampling import Sampler, top_indices
+
+VOCAB = 3000
+Array = NDArray[Any]
+
+
+def logits_of(seed: int, size: int = VOCAB, scale: float = 3.0) -> NDArray[np.float32]:
+    rng = np.random.default_rng(seed)
+    return (scale * rng.standard_normal(size)).astype(np.float32)
+
+
+def softmax(logits: Array) -> Array:
+    """(V,) in double precision."""
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    found: Array = weights / weights.sum()
+    return found
+
+
+def draws(logits: NDArray[np.float32], count: int, **parameters: Any) -> list[int]:
+    sampler = Sampler(Parameters(do_sample=True, **parameters))
+    return [sampler.choose(logits, [])[0] for _ in range(count)]
+
+
+def test_without_sampling_the_likeliest_token_is_chosen() -> None:
+    for seed in range(20):
+        logits = logits_of(seed)
+        assert Sampler(Parameters()).choose(logits, [1, 2]) == (int(logits.argmax()), None)
+
+
+def test_greedy_choices_take_the_first_of_equal_tokens() -> None:
+    logits = np.zeros(10, dtype=np.float32)
+    logits[[3, 7]] = 1
+    assert Sampler(Parameters()).choose(logits, [])[0] == 3
+    assert draws(logits, 20, top_k=1, seed=1) == [3] * 20
+
+
+def test_top_k_of_one_is_greedy() -> None:
+    for seed in range(20):
+        logits = logits_of(seed)
+        assert draws(logits, 5, top_k=1, temperature=5.0) == [int(logits.argmax())] * 5
+
+
+def test_a_tiny_top_p_is_greedy() -> None:
+    for seed in range(20):
+        logits = logits_of(seed)
+        assert draws(logits, 5, top_p=1e-9, temperature=5.0) == [int(logits.argmax())] * 5
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 10}, {"top_k": 9, "top_p": 0.5}])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-300])
+def test_a_tiny_temperature_is_greedy(temperature: float, options: dict[str, Any]) -> None:
+    logits = logits_of(1)
+    found = draws(logits, 5, temperature=temperature, **options)
+    assert found == [int(logits.argmax())] * 5
+
+
+def test_the_same_seed_gives_the_same_tokens() -> None:
+    options: list[dict[str, Any]] = [{}, {"top_k": 40}, {"top_p": 0.8}, {"top_k": 40, "top_p": 0.8}]
+    for option in options:
+        logits = logits_of(3)
+        first = draws(logits, 50, seed=11, **option)
+        assert draws(logits, 50, seed=11, **option) == first
+        assert draws(logits, 50, seed=12, **option) != first
+        assert len(set(first)) > 5
+
+
+def test_the_answers_to_one_prompt_have_seeds_of_their_own() -> None:
+    logits = logits_of(4)
+    for index in range(3):
+        one = Sampler(Parameters(do_sample=True, seed=5), index)
+        other = Sampler(Parameters(do_sample=True, seed=5 + index))
+        assert [one.choose(logits, []) for _ in range(20)] == [
+            other.choose(logits, []) for _ in range(20)
+        ]
+
+
+def test_without_a_seed_every_answer_differs() -> None:
+    logits = logits_of(4)
+    assert draws(logits, 30) != draws(logits, 30)
+
+
+def nucleus(logits: Array, temperature: float, top_k: int, top_p: float) -> list[int]:
+    """By a full sort: the top k, and of these the fewest that together reach top_p."""
+    order = np.argsort(-logits, kind="stable")[: top_k or len(logits)]
+    probabilities = softmax(logits[order] / temperature)
+    reached = np.cumsum(probabilities) >= top_p
+    count = int(reached.argmax()) + 1 if reached.any() else len(order)
+    return [int(i) for i in order[:count]]
+
+
+class EvenlySpaced:
+    """Stands in for the random numbers: one for each small part of [0, 1)."""
+
+    def __init__(self, count: int) -> None:
+        self._numbers = iter((np.arange(count) + 0.5) / count)
+
+    def random(self) -> float:
+        return float(next(self._numbers))
+
+
+@pytest.mark.parametrize(
+    ("scale", "temperature", "top_k", "top_p"),
+    [
+        (4.0, 1.0, 0, 0.5),
+        (4.0, 1.0, 0, 0.9),
+        (4.0, 0.5, 0, 0.95),
+        (2.0, 1.5, 0, 0.3),
+        (0.5, 1.0, 0, 0.2),  # flat: more candidates than one partition finds
+        (4.0, 1.0, 20, 1.0),
+        (4.0, 2.0, 20, 0.7),
+        (4.0, 1.0, 10_000, 0.6),
+        (4.0, 1.0, 0, 1.0),
+    ],
+)
+def test_candidates_and_their_shares_are_those_of_a_full_sort(
+    scale: float, temperature: float, top_k: int, top_p: float
+) -> None:
+    count, vocab = 1500, 400
+    for seed in range(3):
+        logits = logits_of(seed, vocab, scale)
+        expected = nucleus(logits, temperature, top_k, top_p)
+        parameters = Parameters(
+            do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, seed=0
+        )
+        sampler = Sampler(parameters)
+        sampler._random = EvenlySpaced(count)  # type: ignore[assignment]
+        drawn = np.bincount([sampler.choose(logits, [])[0] for _ in range(count)], minlength=vocab)
+
+        shares = np.zeros(vocab)
+        shares[expected] = softmax(logits[expected] / temperature)
+        # Each token gets its share of the evenly spaced numbers, but for one at either end.
+        assert np.abs(drawn - shares * count).max() <= 1.01
+        outside = np.setdiff1d(np.arange(vocab), expected)
+        assert drawn[outside].sum() == 0
+        inside = np.array(expected)
+        assert drawn[inside[shares[inside] * count > 2]].min() >= 1
+
+
+def test_twenty_thousand_draws_follow_the_distribution() -> None:
+    logits = np.log(np.array([0.5, 0.25, 0.15, 0.08, 0.02])).astype(np.float32)
+    found = np.bincount(draws(logits, 20_000, seed=1), minlength=5) / 20_000
+    np.testing.assert_allclose(found, [0.5, 0.25, 0.15, 0.08, 0.02], atol=0.012)  # > 3 sigma
+
+
+def test_temperature_divides_the_logits() -> None:
+    logits = np.array([2.0, 1.0, 0.0, -1.0, 0.5], dtype=np.float32)
+    found = np.bincount(draws(logits, 20_000, seed=2, temperature=2.0), minlength=5) / 20_000
+    np.testing.assert_allclose(found, softmax(logits / 2), atol=0.012)
+
+
+@pytest.mark.parametrize("penalty", [1.2, 2.0, 0.5, 100.0, 1e-300])
+def test_the_repetition_penalty_makes_seen_tokens_less_likely(penalty: float) -> None:
+    rng = np.random.default_rng(5)
+    for seed in range(10):
+        logits = logits_of(seed, 50)
+        ids = [int(i) for i in rng.integers(0, 50, 30)]
+        expected = logits.astype(np.float64)
+        for token in set(ids):
+            if expected[token] > 0:
+                expected[token] /= penalty
+            else:
+                expected[token] *= penalty
+        before = logits.copy()
+
+        token, _ = Sampler(Parameters(repetition_penalty=penalty)).choose(logits, ids)
+
+        assert token == int(expected.argmax())
+        np.testing.assert_array_equal(logits, before)  # the backend's array is left as it is
+
+
+def test_a_penalty_of_one_changes_nothing() -> None:
+    logits = logits_of(6)
+    best = int(logits.argmax())
+    assert Sampler(Parameters(repetition_penalty=1.0)).choose(logits, [best] * 5)[0] == best
+
+
+def test_a_penalty_works_with_sampling_of_every_kind() -> None:
+    logits = np.array([9, 8, -100, -100], dtype=np.float32)
+    for options in ({}, {"top_k": 3}, {"top_p": 0.99}):
+        sampler = Sampler(Parameters(do_sample=True, repetition_penalty=90.0, seed=1, **options))
+        assert {sampler.choose(logits, [0])[0] for _ in range(50)} == {1}
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_logprobs_are_those_of_log_softmax(scale: float) -> None:
+    for seed in range(5):
+        logits = logits_of(seed, scale=scale)
+        expected = np.log(softmax(logits) + 1e-300)
+        token, found = Sampler(Parameters(logprobs=5)).choose(logits, [])
+        assert found is not None
+        assert found.chosen == pytest.approx(expected[token], abs=1e-4)
+        assert [i for i, _ in found.top] == [int(i) for i in np.argsort(-logits)[:5]]
+        np.testing.assert_allclose(
+            [p for _, p in found.top], np.sort(expected)[::-1][:5], atol=1e-4
+        )
+
+
+def test_logprobs_are_of_the_model_and_not_of_the_sampling() -> None:
+    logits = logits_of(7)
+    expected = np.log(softmax(logits))
+    parameters = Parameters(
+        do_sample=True, seed=3, temperature=9.0, top_k=50, repetition_penalty=2.0, logprobs=2
+    )
+    sampler = Sampler(parameters)
+    for _ in range(20):
+        token, found = sampler.choose(logits, [int(logits.argmax())])
+        assert found is not None
+        assert found.chosen == pytest.approx(expected[token], abs=1e-4)
+        assert found.top[0][0] == int(logits.argmax())
+
+
+def test_logprobs_of_zero_tokens_give_the_chosen_one_only() -> None:
+    _, found = Sampler(Parameters(logprobs=0)).choose(logits_of(8), [])
+    assert found is not None
+    assert found.top == []
+
+
+def test_the_largest_values_are_found_as_by_a_full_sort() -> None:
+    rng = np.random.default_rng(9)
+    for _ in range(200):
+        # Few different values, so that the k-th is often one of several equal ones.
+        values = rng.integers(0, 12, rng.integers(1, 60)).astype(np.float32)
+        k = int(rng.integers(1, 70))
+        expected = np.argsort(-values, kind="stable")[:k]
+        np.testing.assert_array_equal(top_indices(values, k), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.5}])
+def test_a_vocabulary_smaller_than_what_is_asked_for_is_no_problem(options: dict[str, Any]) -> None:
+    logits = logits_of(10, 3)
+    assert set(draws(logits, 50, seed=1, **options)) <= {0, 1, 2}
+    _, found = Sampler(Parameters(logprobs=20)).choose(logits, [])
+    assert found is not None
+    assert len(found.top) == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.5}])
+def test_a_broken_model_still_gives_a_token(options: dict[str, Any]) -> None:
+    logits = np.full(600, np.nan, dtype=np.float32)
+    assert 0 <= draws(logits, 1, seed=1, **options)[0] < 600
+    assert 0 <= Sampler(Parameters()).choose(logits, [])[0] < 600

@@ -1,0 +1,290 @@
+"""Who gets a row, in what pieces a prompt is computed, and what becomes of the memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.artifacts import open_artifact
+from engine.backends import mxnet_backend
+from engine.errors import DeadlineExceeded, EngineError, OutOfMemory
+from engine.memory import Budget
+from engine.parameters import Parameters
+from engine.scheduler import PREFILL_CHUNK, PREFILL_CHUNK_IDLE, Batch, Chunk
+from engine.sequence import Sequence, State, Token
+from engine.tokenizers import Detokenizer
+from tests.engine.models import make_artifact
+
+CONTEXT = 512
+VOCAB = 200
+
+
+class Bench:
+    """A batch on a real small model, stepped by hand."""
+
+    def __init__(self, path: Path, max_rows: int = 4, budget_tokens: int = 100_000) -> None:
+        self.model = mxnet_backend.load(open_artifact(path))
+        self.token_bytes = self.model.config.kv_bytes_per_token
+        self.budget = Budget(budget_tokens * self.token_bytes)
+        self.batch = Batch(self.model, max_rows, self.budget)
+
+    def queue(self, length: int, new: int = 4, seed: int = 0, **options: Any) -> Sequence:
+        prompt = np.random.default_rng(seed).integers(4, VOCAB, length).tolist()
+        emitted: list[Token | EngineError] = []
+        sequence = Sequence(
+            prompt=prompt,
+            parameters=Parameters(max_new_tokens=new),
+            max_length=CONTEXT,
+            eos_id=None,
+            detokenizer=Detokenizer([], {}, set()),
+            emit=emitted.append,
+            **options,
+        )
+        sequence.emitted = emitted  # type: ignore[attr-defined]
+        self.batch.waiting.append(sequence)
+        return sequence
+
+    def step(self) -> list[Chunk]:
+        """As the engine does it."""
+        chunks = self.batch.schedule()
+        for chunk in chunks:
+            logits = self.model.extend(chunk.row, np.array(chunk.ids))
+            if chunk.completes:
+                self.batch.rows[chunk.row].state = State.DECODE
+                self.batch.rows[chunk.row].advance(logits)
+        self.batch.collect()
+        running = self.batch.running()
+        if running:
+            rows = self.model.decode(np.array([s.ids[-1] for s in running]))
+            for sequence, logits in zip(running, rows, strict=True):
+                sequence.advance(logits)
+            self.batch.collect()
+        self.check()
+        return chunks
+
+    def check(self) -> None:
+        """What holds between any two steps."""
+        states = [s.state for s in self.batch.rows]
+        assert State.PREFILL not in states[:-1]
+        assert not set(states) & {State.WAITING, State.FINISHED}
+        assert len(self.batch.rows) <= self.batch.max_rows
+        for row, sequence in enumerate(self.batch.rows):
+            if sequence.state is State.DECODE:
+                assert self.model.length(row) == len(sequence.ids) - 1
+        reserved = sum(s.max_tokens for s in self.batch.rows) * self.token_bytes
+        assert self.budget.kv_bytes == reserved
+
+    def run(self) -> None:
+        for _ in range(2000):
+            if not self.batch.has_work:
+                return
+            self.step()
+        raise AssertionError("the batch was never done")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scheduler") / "model"
+    return make_artifact(folder, vocab=VOCAB, max_length=CONTEXT, units=32)
+
+
+@pytest.fixture
+def bench(path: Path) -> Bench:
+    return Bench(path)
+
+
+def error_of(sequence: Sequence) -> Any:
+    return sequence.emitted[-1]  # type: ignore[attr-defined]
+
+
+def test_a_short_prompt_is_computed_at_once(bench: Bench) -> None:
+    sequence = bench.queue(5)
+    (chunk,) = bench.step()
+    assert (chunk.row, chunk.ids, chunk.completes) == (0, sequence.prompt, True)
+    assert sequence.num_new == 2  # one from the prompt, one from the decode step
+
+
+def test_several_short_prompts_start_in_one_step(bench: Bench) -> None:
+    for seed in range(3):
+        bench.queue(5, seed=seed)
+    assert [chunk.row for chunk in bench.step()] == [0, 1, 2]
+
+
+def test_a_long_prompt_is_computed_in_pieces(bench: Bench) -> None:
+    sequence = bench.queue(PREFILL_CHUNK_IDLE + 100)
+    (first,) = bench.step()
+    assert (len(first.ids), first.completes) == (PREFILL_CHUNK_IDLE, False)
+    assert sequence.state is State.PREFILL
+    (second,) = bench.step()
+    assert (len(second.ids), second.completes) == (100, True)
+    assert first.ids + second.ids == sequence.prompt
+
+
+def test_a_prompt_of_just_one_piece_is_complete(bench: Bench) -> None:
+    bench.queue(PREFILL_CHUNK_IDLE)
+    assert [chunk.completes for chunk in bench.step()] == [True]
+
+
+def test_the_pieces_are_smaller_while_others_are_running(bench: Bench) -> None:
+    running = bench.queue(3, new=50)
+    bench.step()
+    long = bench.queue(2 * PREFILL_CHUNK + 10)
+    before = running.num_new
+    sizes = []
+    while long.num_new == 0:
+        sizes += [len(chunk.ids) for chunk in bench.step()]
+    assert sizes == [PREFILL_CHUNK, PREFILL_CHUNK, 10]
+    assert running.num_new == before + 3  # none of its steps was left out
+
+
+def test_nobody_starts_before_an_unfinished_prompt(bench: Bench) -> None:
+    bench.queue(PREFILL_CHUNK_IDLE + 10)
+    late = bench.queue(5, seed=1)
+    bench.step()
+    assert late.state is State.WAITING
+    rows = [chunk.row for chunk in bench.step()]
+    assert rows == [0, 1]
+
+
+def test_prompts_start_in_the_order_of_the_queue(bench: Bench) -> None:
+    queued = [bench.queue(5, new=3 + i, seed=i) for i in range(7)]
+    started: list[Sequence] = []
+    while bench.batch.has_work:
+        bench.step()
+        started += [s for s in queued if s.num_new and s not in started]
+    assert started == queued
+
+
+def test_no_more_rows_are_used_than_there_are(bench: Bench) -> None:
+    for seed in range(9):
+        bench.queue(5, seed=seed)
+    bench.step()
+    assert (len(bench.batch.rows), len(bench.batch.waiting)) == (4, 5)
+    bench.run()
+
+
+def test_a_row_that_ends_is_filled_at_the_next_step(bench: Bench) -> None:
+    for seed, new in enumerate((3, 9, 9, 9)):
+        bench.queue(5, new=new, seed=seed)
+    late = bench.queue(5, seed=9)
+    bench.step()
+    assert late.state is State.WAITING
+    bench.step()
+    assert len(bench.batch.rows) == 3
+    bench.step()
+    assert late.state is State.DECODE
+
+
+def test_all_memory_is_given_back_when_all_are_done(bench: Bench) -> None:
+    for seed in range(9):
+        bench.queue(1 + 40 * seed, new=2 + seed, seed=seed)
+    bench.run()
+    assert bench.budget.kv_bytes == 0
+    assert bench.model.kv_bytes == 0
+
+
+def test_memory_is_reserved_for_a_sequence_at_its_longest(bench: Bench) -> None:
+    bench.queue(10, new=20)
+    bench.step()
+    assert bench.budget.kv_bytes == 30 * bench.token_bytes
+    bench.queue(10, new=100_000)
+    bench.step()
+    assert bench.budget.kv_bytes == (30 + CONTEXT) * bench.token_bytes
+
+
+def test_a_sequence_waits_until_there_is_memory_for_it(path: Path) -> None:
+    bench = Bench(path, budget_tokens=50)
+    first, second = bench.queue(10, new=20), bench.queue(10, new=15, seed=1)
+    bench.step()
+    assert (first.state, second.state) == (State.DECODE, State.WAITING)
+    bench.run()
+    assert second.num_new == 15
+    assert bench.budget.kv_bytes == 0
+
+
+def test_a_sequence_that_could_never_have_memory_fails_at_once(path: Path) -> None:
+    bench = Bench(path, budget_tokens=50)
+    running = bench.queue(10, new=20)
+    too_big, behind = bench.queue(10, new=41), bench.queue(10, new=10, seed=2)
+    bench.step()
+    assert isinstance(error_of(too_big), OutOfMemory)
+    assert (running.state, behind.state) == (State.DECODE, State.DECODE)
+    bench.run()
+    assert (running.num_new, behind.num_new) == (20, 10)
+
+
+def test_a_cancelled_sequence_is_gone_at_the_next_step_and_says_nothing(bench: Bench) -> None:
+    running, other = bench.queue(5, new=50), bench.queue(5, new=50, seed=1)
+    waiting = [bench.queue(5, seed=i) for i in range(4)]
+    bench.step()
+    said = len(running.emitted)  # type: ignore[attr-defined]
+    running.cancelled = waiting[-1].cancelled = True
+    bench.step()
+    assert running not in bench.batch.rows
+    assert waiting[-1] not in bench.batch.waiting
+    assert len(running.emitted) == said  # type: ignore[attr-defined]
+    assert other.state is State.DECODE
+
+
+def test_a_sequence_that_is_late_fails_wherever_it_is(bench: Bench) -> None:
+    in_time = bench.queue(5, new=50)
+    prefilling = bench.queue(PREFILL_CHUNK_IDLE, deadline=time.monotonic() + 3600)
+    waiting = bench.queue(5, deadline=time.monotonic() + 3600)
+    bench.step()
+    assert (prefilling.state, waiting.state) == (State.PREFILL, State.WAITING)
+    prefilling.deadline = waiting.deadline = time.monotonic()
+    bench.step()
+    assert isinstance(error_of(prefilling), DeadlineExceeded)
+    assert isinstance(error_of(waiting), DeadlineExceeded)
+    assert in_time.state is State.DECODE
+    bench.run()
+    assert in_time.num_new == 50
+
+
+def test_clearing_a_batch_returns_who_was_not_finished_and_leaves_nothing(bench: Bench) -> None:
+    queued = [bench.queue(5, new=50, seed=i) for i in range(6)]
+    bench.step()
+    assert bench.batch.clear() == queued
+    assert not bench.batch.has_work
+    assert (bench.budget.kv_bytes, bench.model.kv_bytes) == (0, 0)
+
+
+def test_whoever_comes_and_goes_each_sequence_is_as_if_it_were_alone(path: Path) -> None:
+    bench = Bench(path)
+    rng = np.random.default_rng(17)
+    lengths = [1, 2, 63, 64, 65, 200, PREFILL_CHUNK_IDLE + 1, 400]
+    alone: dict[tuple[int, int], list[int]] = {}
+
+    def expected(length: int, seed: int, count: int) -> list[int]:
+        if (length, seed) not in alone:
+            sequence = single.queue(length, new=30, seed=seed)
+            single.run()
+            alone[length, seed] = sequence.ids[length:]
+        return alone[length, seed][:count]
+
+    single = Bench(path, max_rows=1)
+    queued: list[tuple[Sequence, int, int]] = []
+    for step in range(400):
+        if len(queued) < 60 and rng.random() < 0.4:
+            length, seed = int(rng.choice(lengths)), int(rng.integers(0, 3))
+            new = int(rng.integers(1, 30))
+            queued.append((bench.queue(length, new=new, seed=seed), length, seed))
+        if rng.random() < 0.1 and bench.batch.rows:
+            bench.batch.rows[rng.integers(len(bench.batch.rows))].cancelled = True
+        bench.step()
+        if step > 100 and not bench.batch.has_work and len(queued) == 60:
+            break
+    bench.run()
+
+    cancelled = 0
+    for sequence, length, seed in queued:
+        new = sequence.ids[length:]
+        cancelled += sequence.cancelled
+        assert sequence.cancelled or len(new) == sequence.parameters.max_new_tokens
+        assert new == expected(length, seed, len(new))
+    assert 5 < cancelled < 40
+    assert bench.budget.kv_bytes == 0
