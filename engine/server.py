@@ -270,7 +270,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._app.stopping.set()
-        super().handle_exit(sig, frame)
+        self.should_exit = True  # uvicorn's own would raise the signal again and skip engine.close
 
 
 def serve(settings: Settings) -> None:
@@ -287,8 +287,8 @@ def serve(settings: Settings) -> None:
             timeout_graceful_shutdown=25,
         )
         await _Server(config, app).serve(sockets=[listener])
+        await asyncio.to_thread(engine.close)  # its thread calls into the loop to the end
 
     listener = listen(settings.socket)
     logger.info("the engine listens on %s (%s)", settings.socket, settings.backend)
     uvloop.run(main())
-    engine.close()

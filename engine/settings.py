@@ -21,7 +21,9 @@ class Settings:
     """Each field is an environment variable; `scripts/settings` lists them for the README."""
 
     socket: str = _setting(
-        "ENGINE_SOCKET", "/run/kogpt2/engine.sock", "the engine's unix socket; `serve` sets it, in `RUN_DIR`"
+        "ENGINE_SOCKET",
+        "/run/kogpt2/engine.sock",
+        "the engine's unix socket; `serve` sets it, in `RUN_DIR`",
     )
     backend: str = _setting(
         "ENGINE_BACKEND", "mxnet", "what computes: `mxnet` or `onnxruntime` (the fast one)"

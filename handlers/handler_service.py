@@ -2,38 +2,69 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from sagemaker_inference.default_handler_service import DefaultHandlerService
 
 from engine.errors import EngineError
+from handlers.settings import Settings
 from handlers.transformer import ModelTransformer
 
 logger = logging.getLogger(__name__)
+
+PROBE_HEADER = "x-kogpt2-probe"
+# In the folder that MMS knows the model by: where the model itself is, and its names.
+SLOT_FILE = "model.json"
 
 
 class HandlerService(DefaultHandlerService):  # type: ignore[misc]
     """`initialize` loads the model and `handle` answers requests.
 
     Multi Model Server takes a load for good whatever `initialize` raises (mms/model_loader.py), so
-    it raises nothing and keeps the outcome in `load_error`; `handlers.worker` looks there.
+    it raises nothing and keeps the outcome. A request with the probe's secret asks for it.
     """
 
     def __init__(self) -> None:
         super().__init__(transformer=ModelTransformer())
         self.load_error: EngineError | None = None
+        self._secret = Settings.from_environment().probe_secret
 
     def initialize(self, context: Any) -> None:
-        model_dir = context.system_properties["model_dir"]
+        name, engine_name, path = _slot(context)
         try:
-            self._service.validate_and_initialize(model_dir=model_dir, context=context)
+            self._service.load(path, engine_name)
         except EngineError as error:
             self.load_error = error
-            logger.error("model %s did not load: %s", context.model_name, error.message)
-        except MemoryError:
-            self.load_error = EngineError("the worker has no memory left")
-            logger.exception("model %s did not load", context.model_name)
-        except Exception:
-            self.load_error = EngineError("the model's handler failed to load it; the log says why")
-            logger.exception("model %s did not load", context.model_name)
+            logger.error("model %s did not load: %s", name, error.message)
+        except BaseException as error:  # SystemExit of a model's own script, too
+            kind = type(error).__name__
+            self.load_error = EngineError(f"the model's handler failed to load it ({kind})")
+            logger.exception("model %s did not load", name)
+
+    def handle(self, data: list[Mapping[str, Any]], context: Any) -> list[Any]:
+        headers = {str(k).lower(): v for k, v in context.get_all_request_header(0).items()}
+        if self._secret and headers.get(PROBE_HEADER) == self._secret:
+            context.set_response_content_type(0, "application/json")
+            return [json.dumps(self._outcome(), ensure_ascii=False).encode("utf-8")]
+        answers: list[Any] = self._service.transform(data, context, self.load_error)
+        return answers
+
+    def _outcome(self) -> dict[str, Any]:
+        if self.load_error is None:
+            return {"status": 200}
+        body = self.load_error.to_body()
+        return {"status": body["code"], "type": body["type"], "message": body["message"]}
+
+
+def _slot(context: Any) -> tuple[str, str, str]:
+    """The model's name, its name in the engine, and its folder."""
+    folder = Path(context.system_properties["model_dir"])
+    try:
+        slot = json.loads((folder / SLOT_FILE).read_text(encoding="utf-8"))
+        return slot["name"], slot["engine_name"], slot["path"]
+    except FileNotFoundError:
+        return context.model_name, context.model_name, str(folder)

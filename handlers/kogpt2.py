@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from engine.client import EngineClient, ModelHandle
 from handlers.payload import answer_type, format_answer, parse
@@ -20,12 +19,12 @@ def _client() -> EngineClient:
     return EngineClient(_settings().engine_socket)
 
 
-def model_fn(model_dir: str, context: Any) -> ModelHandle:
-    """Has the engine load the artifact in `model_dir` under the model's name.
+def model_fn(model_dir: str, name: str) -> ModelHandle:
+    """Has the engine load the artifact in `model_dir` under `name`.
 
     Raises `engine.errors.EngineError`: `ArtifactError`, `OutOfMemory`, `EngineUnavailable`.
     """
-    return ModelHandle(_client(), context.model_name, model_dir)
+    return ModelHandle(_client(), name, model_dir)
 
 
 def transform_fn(

@@ -20,10 +20,18 @@ class Settings:
             "help": "an answer that takes longer is given up with 504 (SageMaker waits 60 s)",
         },
     )
+    probe_secret: str = field(
+        default="",
+        metadata={
+            "variable": "PROBE_SECRET",
+            "help": "`serve` sets it: who knows it may ask a worker how its load went",
+        },
+    )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
         return cls(
             engine_socket=environment.get("ENGINE_SOCKET", cls.engine_socket),
+            probe_secret=environment.get("PROBE_SECRET", ""),
             request_timeout_s=float(environment.get("REQUEST_TIMEOUT_S", cls.request_timeout_s)),
         )

@@ -30,30 +30,34 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
         super().__init__()
         self._model: ModelHandle | None = None
 
-    def validate_and_initialize(self, model_dir: str, context: Any = None) -> None:
-        """Loads the model. Raises what `model_fn` raises; a second call does nothing."""
-        if self._model is not None:
-            return
+    def load(self, model_dir: str, name: str) -> None:
+        """Loads the model. Raises what `model_fn` raises."""
         for script in USER_SCRIPTS:
             if (Path(model_dir) / script).exists():
                 raise ArtifactError(f"the model brings {script}; own scripts are not supported yet")
-        self._model = kogpt2.model_fn(model_dir, context)
+        self._model = kogpt2.model_fn(model_dir, name)
 
-    def transform(self, data: list[Mapping[str, Any]], context: Any) -> list[bytes]:
-        return [self._answer(i, request, context) for i, request in enumerate(data)]
+    def transform(
+        self, data: list[Mapping[str, Any]], context: Any, failure: EngineError | None = None
+    ) -> list[bytes]:
+        """One answer per request; all of them `failure` where the model did not load."""
+        return [self._answer(i, request, context, failure) for i, request in enumerate(data)]
 
-    def _answer(self, i: int, request: Mapping[str, Any], context: Any) -> bytes:
-        assert self._model is not None
+    def _answer(
+        self, i: int, request: Mapping[str, Any], context: Any, load_error: EngineError | None
+    ) -> bytes:
         headers = {k.lower(): v for k, v in context.get_all_request_header(i).items()}
         content_type = _header(headers, "content-type")
         try:
+            if load_error is not None or self._model is None:
+                raise load_error or EngineError("the model is not loaded")
             body, kind = kogpt2.transform_fn(
                 self._model, request.get("body", b""), content_type, _header(headers, "accept")
             )
         except Exception as error:
             failure = error
             if not isinstance(error, EngineError):
-                logger.exception("request %s failed", context.get_request_id(i))
+                logger.exception("request %s failed", headers.get("x-request-id", ""))
                 failure = EngineError("the model's handler failed; the log says why")
             assert isinstance(failure, EngineError)
             context.set_response_status(failure.status, _phrase(failure), i)

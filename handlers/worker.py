@@ -31,7 +31,6 @@ CONNECTIONS_AT_ONCE = 128
 LOOK_AROUND_S = 0.25
 RESTART_S = 0.2
 
-EXIT_NOT_LOADED = 1
 LOAD = b"L"
 
 
@@ -60,7 +59,7 @@ class Worker:
                 self._connections += 1
                 self._had_connections = True
             threading.Thread(target=self._serve_connection, args=(connection,), daemon=True).start()
-        self._leave(0)
+        self._leave()
 
     def _left_alone(self) -> bool:
         orphaned = os.getppid() != self._parent
@@ -112,16 +111,13 @@ class Worker:
             if self._handler is None:
                 loaded = MmsModelLoader().load(name, model_dir, handler, gpu, batch_size)
                 self._handler = loaded._entry_point
-                if getattr(self._handler.__self__, "load_error", None) is not None:
-                    # MMS answers the load with an error and forgets the name only if we go.
-                    self._leave(EXIT_NOT_LOADED)
             return Service(name, model_dir, None, self._handler, gpu, batch_size)
 
-    def _leave(self, status: int) -> None:
+    def _leave(self) -> None:
         """Ends the process at once, not held up by a request that never ends."""
         self._socket_path.unlink(missing_ok=True)  # its parent may be gone
         sys.stdout.flush()
-        os._exit(status)
+        os._exit(0)
 
     def _make_pipes(self, io_name: str) -> list[Path]:
         """The named pipes that MMS opens after a load. Nothing is written to them: what the worker
@@ -159,8 +155,8 @@ def main() -> None:
         if child == 0:
             Worker(arguments.sock_name, arguments.tmp_dir).serve(listener)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status in (0, EXIT_NOT_LOADED):
+        if status == 0:
             path.unlink(missing_ok=True)
-            sys.exit(status)
+            sys.exit(0)
         logging.error("the worker of %s ended with %d; it is started again", path.name, status)
         time.sleep(RESTART_S)

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -21,13 +22,11 @@ from pathlib import Path
 
 import requests
 
-from engine.client import EngineClient
 from engine.errors import EngineError
 from engine.logs import log_as_json
 from serving import examples, mms
 from serving.errors import ServingError, StartError
 from serving.settings import REPOSITORY, Settings
-from serving.store import folder
 from serving.supervisor import Child, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -63,31 +62,31 @@ def serve(settings: Settings) -> int:
         check_port(settings.host, port)
     with _run_dir(settings) as run_dir:
         mms.remove_stale_files(run_dir)
-        models = Path(settings.model_cache or run_dir / "models").absolute()
-        names = folder.provide(Path(settings.model_store), models)
-        engine_environment = {
-            **os.environ,
-            "PYTHONPATH": str(REPOSITORY),
-            "ENGINE_SOCKET": mms.engine_socket(run_dir),
-        }
+        secret = secrets.token_urlsafe()
+        shared = {"RUN_DIR": str(run_dir), "PROBE_SECRET": secret}
+        python = {**os.environ, "PYTHONPATH": str(REPOSITORY), **shared}
+        engine = {**python, "ENGINE_SOCKET": mms.engine_socket(run_dir)}
+        gateway = {**python, **settings.environment(), **shared}
+        workers = {**mms.environment(settings, run_dir), **shared}
+        run = [sys.executable, "-m"]
         children = [
-            Child("engine", [sys.executable, "-m", "engine"], engine_environment),
+            Child("the engine", [*run, "engine"], engine, gives_up=2),
+            Child("Multi Model Server", [*run, "serving.mms"], workers),
             Child(
-                "Multi Model Server",
-                [sys.executable, "-m", "serving.mms"],
-                mms.environment(settings, run_dir, models),
-                essential=True,
+                "the gateway",
+                [*run, "serving.gateway"],
+                gateway,
+                gives_up=1,
+                stop_grace_s=settings.drain_s + 2,
             ),
         ]
 
         def on_ready() -> None:
-            seconds = time.monotonic() - started
-            logger.info("ready after %.1f s; %d models in the store", seconds, len(names))
+            logger.info("ready after %.1f s", time.monotonic() - started)
             if settings.show_examples:
-                print(examples.text(settings, names), file=sys.stderr, flush=True)
+                print(examples.text(settings), file=sys.stderr, flush=True)
 
-        ready = _ready(settings, mms.engine_socket(run_dir))
-        return Supervisor(children, ready, on_ready, settings.start_timeout_s).run()
+        return Supervisor(children, _ready(settings), on_ready, settings.start_timeout_s).run()
 
 
 def check_java() -> None:
@@ -140,18 +139,16 @@ def _run_dir(settings: Settings) -> Iterator[Path]:
             shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _ready(settings: Settings, engine_socket: str) -> Callable[[], bool]:
-    """A function that says whether both MMS and the engine answer."""
-    client = EngineClient(engine_socket)
+def _ready(settings: Settings) -> Callable[[], bool]:
+    """A function that says whether the gateway takes requests."""
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
 
     def ready() -> bool:
         try:
-            requests.get(f"http://{host}:{settings.port}/ping", timeout=PROBE_TIMEOUT_S)
-            client.request("GET", "/health", timeout_s=PROBE_TIMEOUT_S)
-        except (requests.RequestException, EngineError):
+            url = f"http://{host}:{settings.port}/ping"
+            return requests.get(url, timeout=PROBE_TIMEOUT_S).status_code == 200
+        except requests.RequestException:
             return False
-        return True
 
     return ready
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 
 class ServingError(Exception):
-    """Base of the serving package's errors; the message is meant for people."""
+    """Base of the serving package's errors; the message is meant for people.
+
+    `type` is what clients of Multi Model Server know the error by, where they know one.
+    """
 
     status = 500
+    type = "InternalServerException"
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
+        self.retry_after_s = retry_after_s
+
+    def to_body(self) -> dict[str, object]:
+        """The error as MMS writes its own: `{"code", "type", "message"}`."""
+        return {"code": self.status, "type": self.type, "message": self.message}
 
 
 class SettingError(ServingError):
@@ -25,3 +34,110 @@ class ArchiveError(ServingError):
     """An archive is damaged, too large, or would write outside its folder."""
 
     status = 400
+
+
+# Requests
+
+
+class BadRequest(ServingError):
+    """A parameter is missing, of the wrong type, out of range, or unknown."""
+
+    status = 400
+    type = "BadRequestException"
+
+
+class Unauthorized(ServingError):
+    status = 401
+    type = "UnauthorizedException"
+
+
+class ModelNotFound(ServingError):
+    status = 404
+    type = "ModelNotFoundException"
+
+
+class ResourceNotFound(ServingError):
+    """No such route."""
+
+    status = 404
+    type = "ResourceNotFoundException"
+
+
+class MethodNotAllowed(ServingError):
+    status = 405
+    type = "MethodNotAllowedException"
+
+
+class Conflict(ServingError):
+    """The name is taken: by a model that is loaded, loading or being unloaded."""
+
+    status = 409
+    type = "ConflictStatusException"
+
+
+class BodyTooLarge(ServingError):
+    status = 413
+    type = "RequestTooLargeException"
+
+
+class WorkerFailed(ServingError):
+    """The model's worker died, or answered what cannot be understood."""
+
+    status = 500
+    type = "WorkerFailedException"
+
+
+class Unavailable(ServingError):
+    """Starting, draining or broken: worth another try later."""
+
+    status = 503
+    type = "ServiceUnavailableException"
+
+
+class Timeout(ServingError):
+    status = 504
+    type = "TimeoutException"
+
+
+class NoRoom(ServingError):
+    """No memory or disk for the model: unload another one."""
+
+    status = 507
+    type = "InsufficientStorageException"
+
+
+# The artifact store
+
+
+class UrlNotAllowed(BadRequest):
+    """A model's url or name is outside what may be loaded; the message says what may."""
+
+
+class ModelNotInStore(ModelNotFound):
+    """The store has no such model, or the url leads to nothing."""
+
+
+class StoreAccessDenied(ServingError):
+    """The store refuses us: missing or wrong credentials, or a missing permission."""
+
+    status = 403
+    type = "AccessDeniedException"
+
+
+class StoreUnavailable(Unavailable):
+    """The store does not answer, or breaks off."""
+
+
+class ArtifactChanged(Unavailable):
+    """The artifact was replaced while it was fetched; the next try gets the new one."""
+
+
+class DiskFull(NoRoom):
+    """The cache has no room: what is in it is in use."""
+
+
+class ModelTooLarge(ServingError):
+    """The model is larger than the whole cache: no unloading helps."""
+
+    status = 507
+    type = "InsufficientStorageException"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from serving.errors import ServingError
 from serving.settings import Settings
+from serving.store import open_store
+
+SHOWN = 10
 
 TEMPLATE = """
 Models in the store: {names}. Try:
@@ -20,13 +22,17 @@ Ctrl-C stops the server.
 PROMPTS = {"sowol": "나 보기가 역겨워", "dongju": "죽는 날까지 하늘을 우러러"}
 
 
-def text(settings: Settings, names: Sequence[str]) -> str:
+def text(settings: Settings) -> str:
+    try:
+        names = [model.name for model in open_store(settings.model_store).models()]
+    except ServingError as error:
+        return error.message
     if not names:
         return f"The model store {settings.model_store} is empty."
     name = "sowol" if "sowol" in names else names[0]
     host = "localhost" if settings.host in ("0.0.0.0", "127.0.0.1") else settings.host  # noqa: S104
     return TEMPLATE.format(
-        names=", ".join(names),
+        names=", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else ""),
         name=name,
         prompt=PROMPTS.get(name, "안녕하세요"),
         inference=f"{host}:{settings.port}",

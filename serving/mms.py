@@ -21,6 +21,11 @@ HANDLER = "handlers.handler_service"
 EXIT_NOT_STARTED = 3
 # How much longer than a request may take MMS waits for its worker.
 WORKER_GRACE_S = 15
+QUEUE_SIZE = 1000
+HEADROOM_BYTES = 65_536
+MAX_RESPONSE_BYTES = 104_857_600
+
+SECRET_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")
 
 # MMS's own log lines as JSON. Its access and metrics logs stay silent; what a worker prints comes
 # from WorkerLifeCycle, whose own chatter is left out.
@@ -47,11 +52,16 @@ LOG_CONFIGURATION = """<?xml version="1.0" encoding="UTF-8"?>
 """  # noqa: E501
 
 
-def environment(settings: Settings, run_dir: Path, models: Path) -> dict[str, str]:
-    """The environment of `python -m serving.mms`, of MMS, and of its workers."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
+    """The environment of `python -m serving.mms`, of MMS, and of its workers.
+
+    Keys for AWS and our own tokens stay out of it: a model's own code runs there.
+    """
+    kept = {k: v for k, v in os.environ.items() if not _is_secret(k)}
+    path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
+    address = f"unix:{mms_socket(run_dir)}"
     return {
-        **os.environ,
+        **kept,
         "PATH": path,
         "PYTHONPATH": str(REPOSITORY),
         "PYTHONUNBUFFERED": "1",
@@ -60,7 +70,6 @@ def environment(settings: Settings, run_dir: Path, models: Path) -> dict[str, st
         "LOG_LOCATION": str(run_dir),
         "METRICS_LOCATION": str(run_dir),
         "RUN_DIR": str(run_dir),
-        "MODEL_CACHE": str(models),
         "ENGINE_SOCKET": engine_socket(run_dir),
         "REQUEST_TIMEOUT_S": str(settings.request_timeout_s),
         "SAGEMAKER_MULTI_MODEL": "true",
@@ -70,12 +79,25 @@ def environment(settings: Settings, run_dir: Path, models: Path) -> dict[str, st
         "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": str(settings.request_timeout_s + WORKER_GRACE_S),
         "SAGEMAKER_MODEL_SERVER_VMARGS": settings.jvm_options,
         # MMS lets its environment win over the configuration file that the toolkit writes.
-        "MMS_INFERENCE_ADDRESS": f"http://{settings.host}:{settings.port}",
-        "MMS_MANAGEMENT_ADDRESS": f"http://{settings.host}:{settings.management_port}",
+        "MMS_INFERENCE_ADDRESS": address,
+        "MMS_MANAGEMENT_ADDRESS": address,
         "MMS_DEFAULT_WORKERS_PER_MODEL": str(settings.workers_per_model),
+        "MMS_JOB_QUEUE_SIZE": str(QUEUE_SIZE),
+        "MMS_MAX_REQUEST_SIZE": str(settings.max_request_bytes + HEADROOM_BYTES),
+        "MMS_MAX_RESPONSE_SIZE": str(MAX_RESPONSE_BYTES),
         "MMS_DECODE_INPUT_REQUEST": "false",
         "MODEL_SERVER_HOME": str(REPOSITORY / "handlers" / "mms_home"),
     }
+
+
+def _is_secret(variable: str) -> bool:
+    if variable in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        return False
+    return variable.startswith(SECRET_PREFIXES) or variable.endswith(("_TOKEN", "_SECRET", "_KEY"))
+
+
+def mms_socket(run_dir: Path) -> str:
+    return str(run_dir / "mms.sock")
 
 
 def engine_socket(run_dir: Path) -> str:
@@ -84,7 +106,7 @@ def engine_socket(run_dir: Path) -> str:
 
 def remove_stale_files(run_dir: Path) -> None:
     """What an MMS that was killed left behind; a stale pid file would stop the next start."""
-    for pattern in (".model_server.pid", ".mms.sock.*", "*-stdout", "*-stderr"):
+    for pattern in (".model_server.pid", "mms.sock", ".mms.sock.*", "*-stdout", "*-stderr"):
         for path in run_dir.glob(pattern):
             path.unlink(missing_ok=True)
 
@@ -118,9 +140,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", "pkg_resources is deprecated")  # the toolkit uses it
     from sagemaker_inference import model_server
 
-    run_dir, models = Path(os.environ["RUN_DIR"]), os.environ["MODEL_CACHE"]
+    run_dir = Path(os.environ["RUN_DIR"])
     model_server.MMS_CONFIG_FILE = str(run_dir / "mms.properties")
-    model_server.MODEL_STORE = models
     log_configuration = run_dir / "log4j2.xml"
     log_configuration.write_text(LOG_CONFIGURATION, encoding="utf-8")
     model_server.DEFAULT_MMS_LOG_FILE = str(log_configuration)

@@ -13,7 +13,7 @@ from serving.errors import SettingError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-MAX_PORT = 32767  # Multi Model Server's own limit
+MAX_PORT = 65535
 
 
 def _setting(variable: str, default: Any, help_text: str, option: str | None = None) -> Any:
@@ -33,17 +33,49 @@ class Settings:
     model_store: str = _setting(
         "MODEL_STORE",
         str(REPOSITORY / "model_store"),
-        "a folder with one folder or `.tar.gz` per model",
+        "a folder, `s3://bucket/prefix/`, `abfs://` or `gs://` with a folder or `.tar.gz` a model",
         "--model-store",
     )
     model_cache: str = _setting(
-        "MODEL_CACHE", "", "where archives are unpacked; empty: in `RUN_DIR`"
+        "MODEL_CACHE", "", "where models are fetched and unpacked to; empty: in `RUN_DIR`"
     )
     run_dir: str = _setting(
         "RUN_DIR", "", "sockets and temporary files; empty: a new folder that is removed at the end"
     )
+    cache_max_mib: int = _setting(
+        "CACHE_MAX_MIB", 20_480, "disk that fetched models may take; the least recently used go"
+    )
+    allowed_hosts: str = _setting(
+        "HTTPS_HOSTS", "", "hosts that models may be fetched from by https, separated by commas"
+    )
+    preload_models: str = _setting(
+        "PRELOAD_MODELS", "", "models to load before the server is ready, separated by commas"
+    )
+    sagemaker_multi_model: bool = _setting(
+        "SAGEMAKER_MULTI_MODEL",
+        False,
+        "SageMaker decides what is loaded: calls load nothing by themselves",
+    )
+    base_dir: str = _setting(
+        "SAGEMAKER_BASE_DIR", "/opt/ml", "where SageMaker puts models (`model/`, `models/`)"
+    )
+    management_token: str = _setting(
+        "MANAGEMENT_TOKEN", "", "if set, loading and unloading need it as a bearer token"
+    )
+    inference_token: str = _setting(
+        "INFERENCE_TOKEN", "", "if set, calls need it as a bearer token"
+    )
+    max_request_bytes: int = _setting(
+        "MAX_REQUEST_BYTES", 6_553_500, "a longer body gets 413 (MMS's own limit)"
+    )
+    load_timeout_s: int = _setting(
+        "LOAD_TIMEOUT_S", 300, "a model that takes longer to fetch and load gets 504"
+    )
+    drain_s: int = _setting(
+        "DRAIN_S", 25, "how long a stop waits for requests in flight (SageMaker kills after 30 s)"
+    )
     workers_per_model: int = _setting(
-        "WORKERS_PER_MODEL", 4, "requests to one model that MMS passes on at the same time"
+        "WORKERS_PER_MODEL", 8, "requests to one model that MMS passes on at the same time"
     )
     request_timeout_s: int = _setting(
         "REQUEST_TIMEOUT_S", 60, "an answer that takes longer is given up with 504"
@@ -84,6 +116,14 @@ class Settings:
         )
         given = vars(_parser(cls).parse_args(options))
         return replace(settings, **{k: v for k, v in given.items() if v is not None})
+
+    def environment(self) -> dict[str, str]:
+        """The settings as variables, for a process that reads them again."""
+        values = {f: getattr(self, f.name) for f in fields(self)}
+        return {
+            f.metadata["variable"]: str(value).lower() if isinstance(value, bool) else str(value)
+            for f, value in values.items()
+        }
 
 
 def _variable(name: str) -> str:

@@ -33,12 +33,16 @@ STEADY_S = 60.0
 
 @dataclass
 class Child:
-    """A process to keep running. An `essential` one takes the server with it when it ends."""
+    """A process to keep running.
+
+    One that ends with `gives_up` takes the server with it: it has said why it cannot start.
+    """
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
-    essential: bool = False
+    gives_up: int | None = None
+    stop_grace_s: float = STOP_GRACE_S
     pid: int | None = None
     started_at: float = 0.0
     restarts: int = 0
@@ -64,7 +68,7 @@ class Child:
 
 @dataclass
 class Supervisor:
-    """Runs `children` until SIGTERM, SIGINT, or the end of an essential one."""
+    """Runs `children` until SIGTERM or SIGINT, or until one gives up."""
 
     children: list[Child]
     is_ready: Callable[[], bool]
@@ -114,7 +118,10 @@ class Supervisor:
                     continue
                 how = describe_end(status)
                 _kill_session(pid, signal.SIGKILL)  # what it had started
-                if child.essential:
+                if (
+                    child.gives_up is not None
+                    and os.waitstatus_to_exitcode(status) == child.gives_up
+                ):
                     logger.error("%s %s, so the server ends", child.name, how)
                     return 1
                 logger.error(
@@ -137,7 +144,7 @@ class Supervisor:
         for child in reversed(self.children):
             if child.pid is not None:
                 _kill_session(child.pid, signal.SIGTERM)
-                self._wait_for_session(child.pid)
+                self._wait_for_session(child.pid, child.stop_grace_s)
                 _kill_session(child.pid, signal.SIGKILL)
                 child.pid = None
         for process in psutil.Process().children(recursive=True):  # whoever left its session
@@ -148,8 +155,8 @@ class Supervisor:
             list(_reap())
             self._sleep(0.05)
 
-    def _wait_for_session(self, session: int) -> None:
-        end = time.monotonic() + STOP_GRACE_S
+    def _wait_for_session(self, session: int, grace_s: float) -> None:
+        end = time.monotonic() + grace_s
         while session_members(session) and time.monotonic() < end:
             list(_reap())
             self._sleep(0.05)

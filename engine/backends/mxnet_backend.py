@@ -27,8 +27,8 @@ class MXNetModel:
                 parameter.initialize(mx.init.Zero(), ctx=ctx)
                 parameter.set_data(mx.nd.array(artifact.weights[name], dtype="float32", ctx=ctx))
         if ctx.device_type == "cpu":
-            self._model.split(CPU_WORKERS)
-        self._cache = KVCache(artifact.config, ctx)
+            self._model.shard(_shards(artifact.config.num_heads, CPU_WORKERS))
+        self._cache = KVCache(artifact.config, ctx, self._model.num_shards)
 
     def add_row(self) -> int:
         return self._cache.add_row()
@@ -67,6 +67,11 @@ class MXNetModel:
     def close(self) -> None:
         del self._model, self._cache
         self._ctx.empty_cache()
+
+
+def _shards(heads: int, cores: int) -> int:
+    """As many as there are cores, but so that each has the same number of heads."""
+    return max(n for n in range(1, min(heads, cores) + 1) if heads % n == 0)
 
 
 def load(artifact: Artifact, *, device: str = "cpu") -> MXNetModel:

@@ -1,12 +1,13 @@
 """How fast this machine's cores together read memory: the floor under every decode step.
 
-Reads an array of 512 MiB, far larger than any cache, on one thread per core, with several of
+Reads an array far larger than any cache, on one thread per core, with several of
 numpy's reductions, since each of them may be held up by its arithmetic instead.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,6 @@ import numpy as np
 
 from scripts.benchmarks.worker import Channel
 
-SIZE = 128 << 20  # floats
 CHUNK = 1 << 18
 TRIES = 5
 KERNELS: dict[str, Callable[[Any], Any]] = {
@@ -27,10 +27,11 @@ KERNELS: dict[str, Callable[[Any], Any]] = {
 
 
 def main() -> None:
-    array = np.zeros(SIZE, dtype=np.float32)
+    size = int(sys.argv[1])  # floats
+    array = np.zeros(size, dtype=np.float32)
     array[:] = 1e-3
     cores = len(os.sched_getaffinity(0))
-    chunks = [array[i : i + CHUNK] for i in range(0, SIZE, CHUNK)]
+    chunks = [array[i : i + CHUNK] for i in range(0, size, CHUNK)]
     share = -(-len(chunks) // cores)
     lanes = [chunks[i : i + share] for i in range(0, len(chunks), share)]
     pool = ThreadPoolExecutor(cores)

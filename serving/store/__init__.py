@@ -1,1 +1,8 @@
-"""Where models come from."""
+"""Where models come from: stores, and the cache that holds what was fetched."""
+
+from serving.store.cache import Cache, Fetched
+from serving.store.locate import locate, open_store
+from serving.store.settings import StoreSettings
+from serving.store.stored import Store, StoredModel
+
+__all__ = ["Cache", "Fetched", "Store", "StoreSettings", "StoredModel", "locate", "open_store"]

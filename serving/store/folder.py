@@ -5,14 +5,103 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from serving.errors import ArchiveError, StartError
+from serving.errors import ArchiveError, ModelNotInStore, StartError, UrlNotAllowed
 from serving.store.archive import unpack
+from serving.store.stored import (
+    SUFFIX,
+    StoredFile,
+    StoredModel,
+    clean_name,
+    folder_model,
+    is_model,
+    models_among,
+    spellings,
+)
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".tar.gz"
+
+class FolderStore:
+    """Models in a folder of this machine: `<name>.tar.gz`, or folders, which are used in place.
+
+    Links that lead out of the folder are not followed; links are not listed. Raises `StartError`
+    if there is no such folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise StartError(f"MODEL_STORE is {root}, which is not a folder")
+        self.root = root.resolve()
+        self.location = str(self.root)
+
+    def models(self) -> list[StoredModel]:
+        return models_among(_files(self.root), lambda path: str(self.root / path).rstrip("/"))
+
+    def find(self, name: str) -> StoredModel:
+        name = clean_name(name)
+        for path in (self.root / spelling for spelling in spellings(name)):
+            archive = path.with_name(path.name + SUFFIX)
+            if archive.is_file() and _resolved(archive, (self.root,)) is not None:
+                return local_model(archive.resolve(), name)
+            if path.is_dir() and (folder := _resolved(path, (self.root,))) is not None:
+                files = list(_files(folder))
+                if is_model(file.path for file in files):
+                    return folder_model(name, str(folder), files)
+        raise ModelNotInStore(f"there is no model {name} in {self.location}")
+
+
+def find_path(path: Path, roots: tuple[Path, ...]) -> StoredModel:
+    """The model at an absolute path, a folder or an archive, under one of `roots`.
+
+    Raises `UrlNotAllowed` if it lies elsewhere, also by way of links or `..`, and
+    `ModelNotInStore` if nothing is there.
+    """
+    found = _resolved(path, roots)
+    if found is None:
+        raise UrlNotAllowed(f"{path} is outside of {', '.join(map(str, roots)) or 'what is known'}")
+    return local_model(found, found.name.removesuffix(SUFFIX))
+
+
+def local_model(path: Path, name: str) -> StoredModel:
+    """The model at this resolved path. Raises `ModelNotInStore`."""
+    if path.is_dir():
+        return folder_model(name, str(path), list(_files(path)))
+    try:
+        found = path.stat()
+    except OSError:
+        raise ModelNotInStore(f"there is no model at {path}") from None
+    return StoredModel(name, str(path), file_version(found), found.st_size, "archive")
+
+
+def file_version(found: os.stat_result) -> str:
+    """Changes when the file is written or replaced."""
+    return f"{found.st_size}-{found.st_mtime_ns}"
+
+
+def _resolved(path: Path, roots: tuple[Path, ...]) -> Path | None:
+    """`path` without links and `..`, if it then is one of `roots` or lies below."""
+    try:
+        resolved = path.resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a zero byte
+        return None
+    allowed = any(resolved.is_relative_to(root.resolve()) for root in roots)
+    return resolved if allowed else None
+
+
+def _files(folder: Path) -> Iterator[StoredFile]:
+    """All files below, hidden ones and links to folders left out."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            path = Path(parent, name)
+            with contextlib.suppress(OSError):
+                found = path.lstat()
+                if not name.startswith(".") and not path.is_symlink():
+                    relative = path.relative_to(folder).as_posix()
+                    yield StoredFile(relative, str(path), found.st_size, file_version(found))
 
 
 def provide(store: Path, models: Path) -> list[str]:

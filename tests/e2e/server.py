@@ -23,7 +23,7 @@ STOP_S = 10.0
 
 
 def free_port() -> int:
-    """A port that Multi Model Server takes (up to 32767) and that the kernel gives to nobody."""
+    """A port outside the range that the kernel gives to clients."""
     for _ in range(100):
         port = random.randint(10_000, 32_000)  # noqa: S311
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -85,6 +85,13 @@ class Server:
         finally:
             self.process.kill()
             self.process.wait()
+
+    def is_ready(self) -> bool:
+        try:
+            url = f"http://127.0.0.1:{self.port}/ping"
+            return requests.get(url, timeout=5).status_code == 200
+        except requests.RequestException:
+            return False
 
     # Requests
 

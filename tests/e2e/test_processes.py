@@ -32,13 +32,24 @@ def test_a_signal_ends_it_within_five_seconds_and_leaves_no_process(
     assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_when_java_dies_it_says_so_and_ends_with_an_error(own_server: Server) -> None:
+def test_when_java_dies_it_says_so_and_the_models_come_back(own_server: Server) -> None:
     own_server.load("sowol")
-    below = own_server.descendants()
+    before = own_server.predict("sowol", PROMPT).json()["generated_text"]
     own_server.descendants("ModelServer")[0].kill()
-    assert own_server.process.wait(10) == 1
-    assert "Multi Model Server" in own_server.text()
-    assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    answer = own_server.predict("sowol", PROMPT)
+    assert answer.json()["generated_text"] == before
+    assert "Multi Model Server ended" in own_server.text()
+
+
+def test_a_killed_gateway_comes_back_and_knows_its_models(own_server: Server) -> None:
+    own_server.load("소월", "sowol")
+    before = own_server.predict("소월", PROMPT).json()["generated_text"]
+    own_server.descendants("serving.gateway")[0].kill()
+    eventually(lambda: "the gateway was killed by SIGKILL" in own_server.text())
+    eventually(own_server.is_ready)
+    assert own_server.predict("소월", PROMPT).json()["generated_text"] == before
+    assert own_server.unload("소월").status_code == 200
+    eventually(lambda: not own_server.descendants("model_service_worker"))
 
 
 def test_a_killed_engine_comes_back_with_its_models(own_server: Server) -> None:
@@ -46,7 +57,7 @@ def test_a_killed_engine_comes_back_with_its_models(own_server: Server) -> None:
     before = own_server.predict("sowol", PROMPT).json()["generated_text"]
     own_server.descendants("-m engine")[0].kill()
     assert own_server.predict("sowol", PROMPT).json()["generated_text"] == before
-    assert "engine was killed by SIGKILL" in own_server.text()
+    assert "the engine was killed by SIGKILL" in own_server.text()
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["watcher", "worker"])
@@ -69,9 +80,10 @@ def test_an_artifact_that_does_not_load_leaves_its_name_free_and_no_process(tmp_
     server = Server(tmp_path, tmp_path / "store").wait_until_ready()
     try:
         for _ in range(2):
-            assert server.load("broken", "고장").status_code == 500
+            answer = server.load("broken", "고장")
+            assert answer.status_code == 400
+            assert "*.spiece" in answer.json()["message"]
             eventually(lambda: not server.descendants("model_service_worker"))
-        assert "*.spiece" in server.text()
     finally:
         server.stop()
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import os
 import tarfile
+import unicodedata
 from pathlib import Path
 
 import pytest
 
-from serving.errors import StartError
-from serving.store.folder import provide
+from serving.errors import ModelNotInStore, StartError, UrlNotAllowed
+from serving.store.folder import FolderStore, provide
 
 
 def archive(path: Path, text: str) -> None:
@@ -51,3 +53,58 @@ def test_a_damaged_archive_is_left_out(tmp_path: Path) -> None:
 def test_a_store_that_is_no_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="MODEL_STORE"):
         provide(tmp_path / "없음", tmp_path / "models")
+
+
+def test_a_folder_offers_archives_and_unpacked_models_nested_ones_too(tmp_path: Path) -> None:
+    for path in ("소월/a.params", "팀/시/code/inference.py", "corpus/text.txt", ".hidden/a.params"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text("x")
+    archive(tmp_path / "팀" / "동주.tar.gz", "y")
+    (tmp_path / "README.md").touch()
+    store = FolderStore(tmp_path)
+    assert [(m.name, m.kind) for m in store.models()] == [
+        ("소월", "folder"), ("팀/동주", "archive"), ("팀/시", "folder"),
+    ]  # fmt: skip
+    for model in store.models():
+        assert store.find(model.name) == model
+    assert store.find("팀/동주.tar.gz") == store.find("팀/동주")
+    for missing in ("corpus", "팀", "없음"):
+        with pytest.raises(ModelNotInStore, match=missing):
+            store.find(missing)
+
+
+def test_a_name_is_found_however_its_syllables_are_spelled(tmp_path: Path) -> None:
+    archive(tmp_path / (unicodedata.normalize("NFD", "소월") + ".tar.gz"), "y")
+    assert [m.name for m in FolderStore(tmp_path).models()] == ["소월"]
+    assert FolderStore(tmp_path).find("소월").size_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["", "../a", "a/../../a", "/etc", "a//b", ".a", "a\\b", "a\0"])
+def test_what_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UrlNotAllowed, match="no model name"):
+        FolderStore(tmp_path).find(name)
+
+
+def test_links_do_not_lead_out_of_a_store(tmp_path: Path) -> None:
+    outside, store = tmp_path / "outside", tmp_path / "store"
+    for folder in (outside, store):
+        folder.mkdir()
+    (outside / "a.params").touch()
+    archive(outside / "b.tar.gz", "x")
+    os.symlink(outside, store / "folder")
+    os.symlink(outside / "b.tar.gz", store / "archive.tar.gz")
+    assert FolderStore(store).models() == []
+    for name in ("folder", "archive", "folder/b"):
+        with pytest.raises(ModelNotInStore):
+            FolderStore(store).find(name)
+
+
+def test_a_folders_version_changes_with_its_files_but_not_with_hidden_ones(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "a.params").write_text("x")
+    first = FolderStore(tmp_path).find("m").version
+    (tmp_path / "m" / ".prepared").mkdir()
+    (tmp_path / "m" / ".prepared" / "x").touch()
+    assert FolderStore(tmp_path).find("m").version == first
+    (tmp_path / "m" / "a.params").write_text("xy")
+    assert FolderStore(tmp_path).find("m").version != first

@@ -18,7 +18,7 @@ def test_options_win_over_the_environment() -> None:
     [
         ({"SAGEMAKER_BIND_TO_PORT": "많이"}, "SAGEMAKER_BIND_TO_PORT"),
         ({"SAGEMAKER_BIND_TO_PORT": "0"}, "SAGEMAKER_BIND_TO_PORT"),
-        ({"MANAGEMENT_PORT": "32768"}, "MANAGEMENT_PORT"),
+        ({"MANAGEMENT_PORT": "65536"}, "MANAGEMENT_PORT"),
         ({"MANAGEMENT_PORT": "8080"}, "8080"),
         ({"WORKERS_PER_MODEL": "0"}, "WORKERS_PER_MODEL"),
         ({"REQUEST_TIMEOUT_S": "1.5"}, "REQUEST_TIMEOUT_S"),

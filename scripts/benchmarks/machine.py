@@ -1,0 +1,49 @@
+"""What the numbers were measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("numpy", "mxnet", "onnxruntime", "sentencepiece", "multi-model-server", "uvicorn")
+INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
+
+
+def describe() -> dict[str, Any]:
+    cpu = _fields(Path("/proc/cpuinfo"))
+    memory = _fields(Path("/proc/meminfo"))
+    flags = set(cpu.get("flags", "").split())
+    return {
+        "cpu": cpu.get("model name", platform.machine()),
+        "instruction_sets": [name for name in INSTRUCTION_SETS if name in flags],
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": int(memory["MemTotal"].split()[0]) * 1024,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "load_average_before": os.getloadavg()[0],
+    }
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """The first of each key in a file of `key: value` lines."""
+    found: dict[str, str] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    return found
+
+
+def lines(machine: dict[str, Any]) -> list[str]:
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    sets = ", ".join(machine["instruction_sets"])
+    load, cores = machine["load_average_before"], machine["cores"]
+    busy = f"; **not quiet: a load average of {load:.1f} before**" if load > cores / 4 else ""
+    return [
+        f"{cores} cores of {machine['cpu']} ({sets}),"
+        f" {machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}{busy}",
+        f"Python {machine['python']}, {packages}",
+    ]

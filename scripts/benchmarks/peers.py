@@ -1,0 +1,96 @@
+"""The engines that ours is compared with: their environment, and the model in their formats."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts.benchmarks.process import ROOT, BenchmarkError
+
+ENVIRONMENT = ROOT / ".venv-benchmark"
+PYTHON = ENVIRONMENT / "bin" / "python"
+REQUIREMENTS = ROOT / "requirements-benchmark.txt"
+OPTIONAL = "llama-cpp-python"  # compiled here, which may fail
+MODULES = {"transformers": "transformers", "ctranslate2": "ctranslate2", "llama.cpp": "llama_cpp"}
+EXPORT_S = 300.0
+
+
+def install() -> None:
+    """Makes the environment. Raises `BenchmarkError`; without a compiler llama.cpp is left out."""
+    if not PYTHON.exists():
+        making = subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)])
+        if making.returncode:
+            raise BenchmarkError(f"{ENVIRONMENT} could not be made")
+    lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    pins = [line.split("#")[0].strip() for line in lines]
+    optional = [pin for pin in pins if pin.startswith(OPTIONAL)]
+    wanted = [pin for pin in pins if pin and pin not in optional]
+    if not _pip(wanted):
+        raise BenchmarkError("pip could not install the peers, see above")
+    print("compiling llama.cpp, some ten minutes on two cores", file=sys.stderr)
+    if not _pip(optional):
+        print("llama.cpp could not be compiled and is left out", file=sys.stderr)
+
+
+def _pip(requirements: list[str]) -> bool:
+    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", *requirements]
+    return subprocess.run(command).returncode == 0
+
+
+def missing(name: str) -> str | None:
+    """Why a peer cannot be measured, or None."""
+    if not PYTHON.exists():
+        return "not installed: scripts/benchmark --install-peers"
+    found = subprocess.run(
+        [
+            str(PYTHON),
+            "-c",
+            f"import importlib.util as u; exit(u.find_spec({MODULES[name]!r}) is None)",
+        ]
+    )
+    return "not installed: scripts/benchmark --install-peers" if found.returncode else None
+
+
+def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
+    """The artifact in the peer's format, in `folder`; made unless it is there."""
+    target = folder / f"{artifact.name}.{name}"
+    if name == "transformers":
+        return _make("peer_transformers", artifact, target, log)
+    if name == "ctranslate2":
+        saved = export("transformers", artifact, folder, log)
+        return _make("peer_ctranslate2", saved, target, log)
+    return _make("peer_llama_cpp", artifact, target, log)
+
+
+def _make(module: str, source: Path, target: Path, log: Path) -> Path:
+    if target.exists():
+        return target
+    target.parent.mkdir(exist_ok=True)
+    building = target.with_name(f".{target.name}")
+    if building.is_dir():
+        shutil.rmtree(building)
+    with log.open("ab") as file:
+        done = subprocess.run(
+            [str(PYTHON), "-m", f"scripts.benchmarks.{module}", "--export", source, building],
+            cwd=ROOT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stdout=file,
+            stderr=file,
+            timeout=EXPORT_S,
+        )
+    if done.returncode:
+        raise BenchmarkError(f"the model could not be converted by {module}, see {log}")
+    building.rename(target)
+    return target
+
+
+def draw(results: Path, plot: Path) -> None:
+    """Draws the plot with the peers' matplotlib."""
+    if not PYTHON.exists():
+        raise BenchmarkError("no plot: matplotlib comes with scripts/benchmark --install-peers")
+    command = [str(PYTHON), "-m", "scripts.benchmarks.plot", str(results), str(plot)]
+    if subprocess.run(command, cwd=ROOT).returncode:
+        raise BenchmarkError("the plot could not be drawn")

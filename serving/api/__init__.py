@@ -1,0 +1,1 @@
+"""What the gateway's ports answer, one contract a file."""

@@ -1,0 +1,86 @@
+"""Calling models: SageMaker's routes, Multi Model Server's, and the AWS client's.
+
+POST /models/{name}/invoke            SageMaker multi-model
+POST /invocations                     X-Amzn-SageMaker-Target-Model, ?model_name=, or the one
+                                      model of a single-model endpoint
+POST /predictions/{name}              Multi Model Server
+POST /endpoints/{name}/invocations    boto3's sagemaker-runtime with `endpoint_url` set to here
+GET  /ping
+"""
+
+from __future__ import annotations
+
+import json
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from engine.errors import EngineError
+from serving.api.common import TARGET_MODEL, Gateway, check_token, invoke
+from serving.errors import BadRequest, ServingError
+
+SUFFIX = ".tar.gz"
+
+
+class Inference:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/models/{name:path}/invoke", self.named, methods=["POST"]),
+            Route("/predictions/{name:path}", self.named, methods=["POST", "GET", "PUT"]),
+            Route("/invocations", self.invocations, methods=["POST"]),
+            Route("/endpoints/{endpoint}/invocations", self.endpoint, methods=["POST"]),
+        ]
+
+    async def named(self, request: Request) -> Response:
+        check_token(request, self._gateway.settings.inference_token)
+        return await invoke(self._gateway, request, request.path_params["name"])
+
+    async def invocations(self, request: Request) -> Response:
+        check_token(request, self._gateway.settings.inference_token)
+        return await invoke(self._gateway, request, self._target(request))
+
+    def _target(self, request: Request) -> str:
+        target = request.headers.get(TARGET_MODEL) or request.query_params.get("model_name")
+        if target:
+            return target.removesuffix(SUFFIX).lstrip("/")
+        if self._gateway.single_model is not None:
+            return self._gateway.single_model
+        raise BadRequest(
+            "say which model: X-Amzn-SageMaker-Target-Model, ?model_name=, or /predictions/{name}"
+        )
+
+    async def endpoint(self, request: Request) -> Response:
+        """As the platform in front of a container answers: a container's error is a ModelError."""
+        request_id = request.state.request_id
+        try:
+            response = await self.invocations(request)
+        except BadRequest as error:
+            return _typed_error(400, "ValidationError", {"Message": error.message}, request_id)
+        except (ServingError, EngineError) as error:
+            if error.status == 404:
+                return _typed_error(400, "ValidationError", {"Message": error.message}, request_id)
+            response = JSONResponse(error.to_body(), error.status)
+        if response.status_code >= 400:
+            text = bytes(response.body).decode("utf-8", "replace")
+            said = {
+                "ErrorCode": "MODEL_ERROR",
+                "Message": f"Received client error ({response.status_code}) from model: {text}",
+                "OriginalMessage": text,
+                "OriginalStatusCode": response.status_code,
+                "LogStreamArn": "",
+            }
+            return _typed_error(424, "ModelError", said, request_id)
+        response.headers["x-amzn-invoked-production-variant"] = "AllTraffic"
+        response.headers["x-amzn-requestid"] = request_id
+        return response
+
+
+def _typed_error(status: int, kind: str, body: dict[str, object], request_id: str) -> Response:
+    headers = {"x-amzn-errortype": kind, "x-amzn-requestid": request_id}
+    return Response(
+        json.dumps(body, ensure_ascii=False), status, headers, media_type="application/json"
+    )

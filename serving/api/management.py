@@ -1,0 +1,179 @@
+"""Loading, listing, describing, scaling and unloading of models.
+
+SageMaker's multi-model contract and Multi Model Server's management API, which agree in these
+routes: `POST /models`, `GET /models`, `GET|PUT|DELETE /models/{name}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from engine.errors import EngineError
+from serving.api.common import Gateway, check_token, read_json_object
+from serving.errors import BadRequest, ServingError, Unavailable
+from serving.mms import HANDLER
+from serving.store import locate
+
+PAGE = 100
+MAX_WORKERS = 64
+LOAD_PARAMETERS = {
+    "model_name", "url", "handler", "runtime", "batch_size", "max_batch_delay", "initial_workers",
+    "synchronous", "response_timeout", "preload_model",
+}  # fmt: skip
+
+
+class Management:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/models", self.load, methods=["POST"]),
+            Route("/models", self.list, methods=["GET"]),
+            Route("/models/{name:path}", self.describe, methods=["GET"]),
+            Route("/models/{name:path}", self.scale, methods=["PUT"]),
+            Route("/models/{name:path}", self.unload, methods=["DELETE"]),
+        ]
+
+    async def load(self, request: Request) -> Response:
+        gateway = self._gateway
+        check_token(request, gateway.settings.management_token)
+        if gateway.draining:
+            raise Unavailable("the server is stopping", retry_after_s=5)
+        body = await read_json_object(request, gateway.settings.max_request_bytes)
+        given = {**body, **request.query_params}
+        for name in given:
+            if name not in LOAD_PARAMETERS:
+                raise BadRequest(
+                    f"{name} is not known; known are {', '.join(sorted(LOAD_PARAMETERS))}"
+                )
+        url = _text(given, "url")
+        if not url:
+            raise BadRequest("Parameter url is required.")
+        if given.get("handler") not in (None, HANDLER):
+            raise BadRequest(f"handler can only be {HANDLER}")
+        options = {
+            "initial_workers": _integer(
+                given, "initial_workers", 1, MAX_WORKERS, gateway.settings.workers_per_model
+            ),
+            # MMS's own batching would have a lone request wait and a batch end with its longest
+            # answer; the engine batches better, so MMS is never told to.
+            "response_timeout": _integer(
+                given, "response_timeout", 1, 3600, gateway.settings.request_timeout_s + 10
+            ),
+        }
+        _integer(given, "batch_size", 1, 1024, 1)
+        _integer(given, "max_batch_delay", 0, 600_000, 0)
+        stored = await asyncio.to_thread(locate, url, gateway.store, gateway.store_settings)
+        name = _text(given, "model_name") or stored.name
+        request.state.model = name
+        load = gateway.registry.load(name, url, stored, **options)
+        if _boolean(given, "synchronous", True):
+            await load
+            return JSONResponse({"status": "Workers scaled"})
+        task = asyncio.create_task(_logged(load))
+        gateway.tasks.add(task)
+        task.add_done_callback(gateway.tasks.discard)
+        return JSONResponse({"status": "Processing worker updates..."}, 202)
+
+    async def list(self, request: Request) -> Response:
+        gateway = self._gateway
+        if request.query_params.get("available", "").lower() == "true":
+            return JSONResponse(await self._available())
+        limit = _integer(request.query_params, "limit", 1, PAGE, PAGE)
+        start = _integer(request.query_params, "next_page_token", 0, 10**9, 0)
+        models = gateway.registry.models()
+        page = [{"modelName": m.name, "modelUrl": m.url} for m in models[start : start + limit]]
+        answer: dict[str, Any] = {"models": page}
+        if start + limit < len(models):
+            answer["nextPageToken"] = str(start + limit)
+        return JSONResponse(answer)
+
+    async def _available(self) -> dict[str, Any]:
+        """What the store offers, and what of it is loaded."""
+        gateway = self._gateway
+        if gateway.store is None:
+            return {"models": []}
+        stored = await asyncio.to_thread(gateway.store.models)
+        loaded = {model.name for model in gateway.registry.models()}
+        return {
+            "models": [
+                {
+                    "modelName": model.name,
+                    "modelUrl": model.url,
+                    "sizeBytes": model.size_bytes,
+                    "loaded": model.name in loaded,
+                }
+                for model in stored
+            ]
+        }
+
+    async def describe(self, request: Request) -> Response:
+        model = self._gateway.registry.get(request.path_params["name"])
+        found: dict[str, Any] = {}
+        with contextlib.suppress(ServingError, ValueError):
+            found = await self._gateway.mms.describe(model.id)
+        found |= {"modelName": model.name, "modelUrl": model.url}
+        return JSONResponse(found)
+
+    async def scale(self, request: Request) -> Response:
+        """`PUT /models/{name}?min_worker=N&max_worker=M`: requests that MMS passes on at once."""
+        gateway = self._gateway
+        check_token(request, gateway.settings.management_token)
+        model = gateway.registry.get(request.path_params["name"])
+        query = request.query_params
+        low = _integer(query, "min_worker", 1, MAX_WORKERS, 1)
+        high = _integer(query, "max_worker", low, MAX_WORKERS, max(low, 1))
+        passed = {"min_worker": str(low), "max_worker": str(high), "synchronous": "true"}
+        timeout_s = gateway.settings.load_timeout_s
+        answer = await gateway.mms.call(
+            "PUT", f"/models/{model.id}", timeout_s=timeout_s, query=passed
+        )
+        if answer.status >= 400:
+            raise ServingError("Multi Model Server could not scale the workers")
+        return JSONResponse({"status": "Workers scaled"})
+
+    async def unload(self, request: Request) -> Response:
+        check_token(request, self._gateway.settings.management_token)
+        name = request.path_params["name"]
+        request.state.model = name
+        await self._gateway.registry.unload(name)
+        return JSONResponse({"status": f'Model "{name}" unregistered'})
+
+
+async def _logged(load: Any) -> None:
+    """A load that nobody waits for; the registry logs how it ends."""
+    with contextlib.suppress(ServingError, EngineError):
+        await load
+
+
+def _text(given: Mapping[str, Any], name: str) -> str:
+    value = given.get(name, "")
+    if not isinstance(value, str):
+        raise BadRequest(f"{name} must be text")
+    return value
+
+
+def _integer(given: Mapping[str, Any], name: str, low: int, high: int, default: int) -> int:
+    value = given.get(name, default)
+    if isinstance(value, str) and value.lstrip("-").isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise BadRequest(f"{name} must be an integer from {low} to {high}, is {value!r}")
+    return value
+
+
+def _boolean(given: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = given.get(name, default)
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        value = value.lower() == "true"
+    if not isinstance(value, bool):
+        raise BadRequest(f"{name} must be true or false, is {value!r}")
+    return value

@@ -1,0 +1,127 @@
+"""Counts for Prometheus, by model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """Everything that `/metrics` shows."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        on = self._registry
+        self._requests = Counter(
+            "kogpt2_requests", "Requests answered, by status", ["model", "status"], registry=on
+        )
+        self._seconds = Histogram(
+            "kogpt2_request_seconds",
+            "Time from a request to its answer",
+            ["model"],
+            buckets=SECONDS,
+            registry=on,
+        )
+        self._stages = {
+            event: Histogram(
+                f"kogpt2_model_{name}_seconds", text, ["model"], buckets=SECONDS, registry=on
+            )
+            for event, name, text in (
+                ("fetched", "fetch", "Time to fetch and unpack a model; near zero when cached"),
+                ("loaded", "load", "Time from a fetched model to a ready one"),
+                ("unloaded", "unload", "Time to drain and free a model"),
+                ("evicted", "idle_at_eviction", "How long an evicted model had been idle"),
+            )
+        }
+        self._fetches = Counter(
+            "kogpt2_cache_requests",
+            "Fetches of models, from the disk cache or not",
+            ["hit"],
+            registry=on,
+        )
+        self._fetched_bytes = Counter(
+            "kogpt2_fetched_bytes", "Bytes of models downloaded", registry=on
+        )
+        self._started = Gauge("kogpt2_start_time_seconds", "When the gateway started", registry=on)
+        self._started.set(time.time())
+        self._engine = _EngineStatistics()
+        self._registry.register(self._engine)
+
+    def request(self, model: str, status: int, seconds: float) -> None:
+        if status == 404:  # names that do not exist are no label
+            model = ""
+        self._requests.labels(model, str(status)).inc()
+        self._seconds.labels(model).observe(seconds)
+
+    def observe(self, event: str, model: Any, seconds: float) -> None:
+        """A stage in a model's life; see `serving.models.Registry`."""
+        self._stages[event].labels(model.name).observe(seconds)
+        if event == "fetched" and model.fetched is not None:
+            self._fetches.labels(str(model.fetched.hit).lower()).inc()
+            self._fetched_bytes.inc(model.fetched.bytes)
+
+    def text(self, statistics: dict[str, Any] | None, names: dict[str, str]) -> bytes:
+        """The exposition format. `names` maps the engine's names to the models'."""
+        self._engine.statistics, self._engine.names = statistics, names
+        return generate_latest(self._registry)
+
+
+COUNTERS = {
+    "requests": "Requests that the engine took",
+    "tokens": "Tokens made",
+    "prompt_tokens": "Tokens of prompts",
+    "steps": "Decoding steps",
+    "rows": "Sequences summed over decoding steps; divided by the steps: the mean batch size",
+    "queue_s": "Time from a request to the first token, summed",
+}
+GAUGES = {
+    "weight_bytes": "Bytes of weights",
+    "kv_bytes": "Bytes of keys and values",
+    "running": "Sequences in the running batch",
+    "waiting": "Sequences in the queue",
+}
+
+
+class _EngineStatistics(Collector):
+    """The engine's own counters, as it gave them for this scrape."""
+
+    def __init__(self) -> None:
+        self.statistics: dict[str, Any] | None = None
+        self.names: dict[str, str] = {}
+
+    def collect(self) -> Iterator[Any]:
+        up = GaugeMetricFamily("kogpt2_engine_up", "Whether the engine answers")
+        up.add_metric([], float(self.statistics is not None))
+        yield up
+        if self.statistics is None:
+            return
+        for name, text in (
+            ("budget_bytes", "The engine's memory budget"),
+            ("weight_bytes", "Of the budget, taken by weights"),
+            ("kv_bytes", "Of the budget, reserved for running requests"),
+        ):
+            yield GaugeMetricFamily(f"kogpt2_engine_{name}", text, self.statistics[name])
+        models = self.statistics["models"]
+        yield GaugeMetricFamily("kogpt2_models", "Models that the engine holds", len(models))
+        for families, kind in ((COUNTERS, CounterMetricFamily), (GAUGES, GaugeMetricFamily)):
+            for name, text in families.items():
+                shown = name.replace("_s", "_seconds") if name.endswith("_s") else name
+                family: Any = kind(f"kogpt2_model_{shown}", text, labels=["model"])
+                for model in models:
+                    label = self.names.get(model["name"], model["name"])
+                    family.add_metric([label], model[name])
+                yield family

@@ -1,0 +1,317 @@
+"""The gateway process: the public ports and contracts, in front of Multi Model Server.
+
+`python -m serving.gateway`, started by the entrypoint. Two ports, one process: the port for
+requests answers every contract, the management port loads, lists and unloads, and tells its health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.async_client import AsyncEngineClient
+from engine.errors import EngineError
+from engine.logs import log_as_json
+from serving import mms, openapi
+from serving.api.common import Gateway, error_response
+from serving.api.inference import Inference
+from serving.api.management import Management
+from serving.api.metrics import CONTENT_TYPE, Metrics
+from serving.errors import (
+    MethodNotAllowed,
+    ResourceNotFound,
+    ServingError,
+    StartError,
+    Unavailable,
+)
+from serving.mms_client import MMSClient
+from serving.models import Registry
+from serving.settings import Settings
+from serving.store import Cache, StoreSettings, locate, open_store
+
+logger = logging.getLogger(__name__)
+
+HEALTH_S = 0.5
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+SINGLE_MODEL = "model"
+
+
+class App:
+    """The two ports' routes over one `Gateway`."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        health = [
+            Route("/ping", self._ping, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+        ]
+        management = Management(gateway).routes()
+        documents = [
+            Route("/api-description", self._openapi, methods=["GET"]),
+            Route("/openapi.json", self._openapi, methods=["GET"]),
+            Route("/docs", self._docs, methods=["GET"]),
+            Route("/", self._openapi, methods=["OPTIONS"]),
+        ]
+        both = [*health, *documents]
+        self._inference = self._app([*both, *Inference(gateway).routes(), *management])
+        self._management = self._app([*both, *management])
+
+    @staticmethod
+    def _app(routes: Sequence[Route]) -> ASGIApp:
+        return Starlette(
+            routes=list(routes),
+            exception_handlers={
+                ServingError: error_response,
+                EngineError: error_response,
+                HTTPException: _http_error,
+                Exception: error_response,
+            },
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        started = time.monotonic()
+        scope["state"] = {"request_id": _request_id(scope), "model": None}
+        request_id: str = scope["state"]["request_id"]
+        status = 0
+
+        async def send_with_id(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", request_id.encode()),
+                ]
+            await send(message)
+
+        on_management = scope["server"][1] == self._gateway.settings.management_port
+        app = self._management if on_management else self._inference
+        try:
+            await app(scope, receive, send_with_id)
+        except Exception:  # answered already, by the handler for Exception
+            if status == 0:
+                raise
+        finally:
+            self._log(scope, status, time.monotonic() - started)
+
+    @staticmethod
+    def _log(scope: Scope, status: int, seconds: float) -> None:
+        if scope["path"] in ("/ping", "/metrics"):
+            return
+        headers = dict(scope["headers"])
+        target = headers.get(b"x-amzn-sagemaker-target-model", b"").decode("latin-1")
+        fields = {
+            "request_id": scope["state"]["request_id"],
+            "model": target or scope["state"]["model"],
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "seconds": round(seconds, 6),
+        }
+        logger.info("request", extra={"fields": fields})
+
+    async def _ping(self, request: Request) -> Response:
+        gateway = self._gateway
+        if gateway.draining:
+            raise Unavailable("the server is stopping", retry_after_s=5)
+        if not (gateway.healthy and gateway.started):
+            raise Unavailable("the server is starting", retry_after_s=1)
+        return JSONResponse({"status": "Healthy"})
+
+    async def _metrics(self, request: Request) -> Response:
+        gateway = self._gateway
+        statistics = None
+        with contextlib.suppress(EngineError):
+            statistics = await gateway.engine.statistics(timeout_s=2)
+        names = {model.engine_name: model.name for model in gateway.registry.models()}
+        return Response(gateway.metrics.text(statistics, names), media_type=CONTENT_TYPE)
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi.document())
+
+    async def _docs(self, request: Request) -> Response:
+        return HTMLResponse(openapi.page())
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own, if it can be a header and a log line; otherwise a new one."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    return given if REQUEST_ID.fullmatch(given) else str(uuid.uuid4())
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(request, ResourceNotFound("Requested resource is not found."))
+    if error.status_code == 405:
+        return error_response(
+            request,
+            MethodNotAllowed("Requested method is not allowed, please refer to API document."),
+        )
+    return error_response(request, ServingError(str(error.detail)))
+
+
+async def _watch_health(gateway: Gateway) -> None:
+    """Keeps `healthy`: whether a request would work now. `/ping` only reads it."""
+    while True:
+        try:
+            await gateway.mms.call("GET", "/ping", timeout_s=2)
+            gateway.healthy = await gateway.engine.is_healthy()
+        except ServingError:
+            gateway.healthy = False
+        await asyncio.sleep(HEALTH_S)
+
+
+async def _preload(gateway: Gateway) -> None:
+    """Loads what is to be there from the start. A model that does not load is logged."""
+    settings = gateway.settings
+    single = Path(settings.base_dir) / "model"
+    if not settings.sagemaker_multi_model and single.is_dir() and any(single.iterdir()):
+        stored = await asyncio.to_thread(locate, str(single), gateway.store, gateway.store_settings)
+        with contextlib.suppress(ServingError, EngineError):
+            await gateway.registry.load(SINGLE_MODEL, str(single), stored, **_options(settings))
+            gateway.single_model = SINGLE_MODEL
+    for name in filter(None, (n.strip() for n in settings.preload_models.split(","))):
+        with contextlib.suppress(ServingError, EngineError):
+            await gateway.registry.ensure(name, gateway.find)
+
+
+def _options(settings: Settings) -> dict[str, Any]:
+    return {
+        "initial_workers": settings.workers_per_model,
+        "response_timeout": settings.request_timeout_s + 10,
+    }
+
+
+class _Server(uvicorn.Server):
+    """Drains before it stops: `/ping` says 503 while requests in flight are finished."""
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+        super().__init__(config)
+        self._gateway = gateway
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if not self._gateway.draining:
+            self._gateway.draining = True
+            self._gateway.tasks.add(asyncio.get_running_loop().create_task(self._drain()))
+
+    async def _drain(self) -> None:
+        end = time.monotonic() + self._gateway.settings.drain_s
+        while self._gateway.requests and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        self.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises `StartError` if another program listens there, or we may not."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise StartError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+    return listener
+
+
+def store_settings(settings: Settings, run_dir: Path) -> StoreSettings:
+    base, location = Path(settings.base_dir), settings.model_store
+    roots = [base / "model", base / "models"]
+    if "://" not in location:
+        roots.append(Path(location))
+    return StoreSettings(
+        location=location,
+        cache_dir=Path(settings.model_cache or run_dir / "models").absolute(),
+        cache_max_bytes=settings.cache_max_mib << 20,
+        roots=tuple(roots),
+        https_hosts=tuple(filter(None, (h.strip() for h in settings.allowed_hosts.split(",")))),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncIterator[Gateway]:
+    stores = store_settings(settings, run_dir)
+    store = await asyncio.to_thread(open_store, settings.model_store)
+    metrics = Metrics()
+    client = MMSClient(mms.mms_socket(run_dir), secret)
+    async with AsyncEngineClient(mms.engine_socket(run_dir)) as engine:
+        registry = Registry(settings, run_dir, client, engine, Cache(stores), metrics.observe)
+        gateway = Gateway(settings, registry, client, engine, store, stores, metrics)
+        try:
+            yield gateway
+        finally:
+            for task in gateway.tasks:
+                task.cancel()
+            await client.close()
+
+
+async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
+    """Runs until SIGTERM. Raises `ServingError` if it cannot start."""
+    listeners = [listen(settings.host, port) for port in (settings.port, settings.management_port)]
+    async with _gateway(settings, run_dir, secret) as gateway:
+        config = uvicorn.Config(
+            App(gateway),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            h11_max_incomplete_event_size=65_536,
+            timeout_graceful_shutdown=2,
+            server_header=False,
+        )
+        for work in (_watch_health(gateway), gateway.registry.reconcile()):
+            gateway.tasks.add(asyncio.create_task(work))
+        gateway.tasks.add(asyncio.create_task(_start(gateway)))
+        await _Server(config, gateway).serve(sockets=listeners)
+
+
+async def _start(gateway: Gateway) -> None:
+    """Preloading begins once MMS and the engine answer."""
+    while not gateway.healthy:
+        await asyncio.sleep(0.05)
+    await gateway.registry.adopt()
+    await _preload(gateway)
+    gateway.started = True
+
+
+def main() -> int:
+    log_as_json("gateway")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # uvicorn raises the signal again when it is done; the exit status shall be 0.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        settings = Settings.read()
+        run_dir = Path(os.environ["RUN_DIR"])
+        uvloop.run(serve(settings, run_dir, os.environ["PROBE_SECRET"]))
+    except (ServingError, EngineError) as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

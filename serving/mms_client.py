@@ -1,0 +1,129 @@
+"""The gateway's client of Multi Model Server, on its unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from multidict import CIMultiDictProxy
+
+from serving.errors import NoRoom, Timeout, Unavailable, WorkerFailed
+
+logger = logging.getLogger(__name__)
+
+# Carries the secret that asks a worker how its load went; handlers.handler_service answers it.
+PROBE_HEADER = "x-kogpt2-probe"
+PAGE = 100
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: CIMultiDictProxy[str]
+    body: bytes
+
+
+class MMSClient:
+    """Names are MMS's own, which the gateway makes: ASCII and never used again."""
+
+    def __init__(self, socket_path: str, probe_secret: str) -> None:
+        self._session = aiohttp.ClientSession(
+            base_url="http://mms", connector=aiohttp.UnixConnector(socket_path, limit=0)
+        )
+        self._probe_secret = probe_secret
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def call(
+        self,
+        method: str,
+        url: str,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        query: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """Raises `Unavailable` when MMS is not there, `Timeout` when it is silent."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(
+                method, url, params=query, headers=headers, data=body, timeout=timeout
+            ) as response:
+                return Answer(response.status, response.headers, await response.read())
+        except asyncio.TimeoutError:
+            raise Timeout(f"no answer within {timeout_s:.0f} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            logger.debug("Multi Model Server did not answer: %r", error)
+            raise Unavailable("Multi Model Server is being started", retry_after_s=1) from None
+
+    async def register(
+        self, name: str, slot: Path, options: Mapping[str, Any], timeout_s: float
+    ) -> None:
+        """Starts a worker for the model in `slot`. Raises `WorkerFailed` or `NoRoom`."""
+        body = {"model_name": name, "url": str(slot), "synchronous": True, **options}
+        answer = await self.call(
+            "POST",
+            "/models",
+            timeout_s=timeout_s,
+            headers={"Content-Type": "application/json"},
+            body=json.dumps(body).encode(),
+        )
+        if answer.status == 507:
+            raise NoRoom("the model's worker has no memory left")
+        if answer.status != 200:
+            raise WorkerFailed(f"the model's worker did not start ({message_of(answer)})")
+
+    async def probe(self, name: str, timeout_s: float) -> dict[str, Any]:
+        """How the worker's load went: `{"status", "type"?, "message"?}`, 200 for well."""
+        answer = await self.invoke(name, b"", {PROBE_HEADER: self._probe_secret}, timeout_s)
+        try:
+            outcome = json.loads(answer.body)
+        except ValueError:
+            outcome = None
+        if not isinstance(outcome, dict) or "status" not in outcome:
+            raise WorkerFailed(f"the model's worker did not load it ({message_of(answer)})")
+        return outcome
+
+    async def invoke(
+        self, name: str, body: bytes, headers: Mapping[str, str], timeout_s: float
+    ) -> Answer:
+        url = f"/models/{name}/invoke"
+        return await self.call("POST", url, timeout_s=timeout_s, headers=headers, body=body)
+
+    async def unregister(self, name: str, timeout_s: float = 30.0) -> None:
+        """Ends the model's worker. A model that MMS does not know is fine."""
+        await self.call("DELETE", f"/models/{name}", timeout_s=timeout_s)
+
+    async def describe(self, name: str) -> dict[str, Any]:
+        answer = await self.call("GET", f"/models/{name}", timeout_s=10)
+        found: dict[str, Any] = json.loads(answer.body)
+        return found
+
+    async def names(self) -> set[str]:
+        """Of all models that MMS has."""
+        found: set[str] = set()
+        query = {"limit": str(PAGE)}
+        for _ in range(1000):
+            answer = await self.call("GET", "/models", timeout_s=10, query=query)
+            page = json.loads(answer.body)
+            found |= {model["modelName"] for model in page["models"]}
+            if "nextPageToken" not in page or not page["models"]:
+                return found
+            query["next_page_token"] = page["nextPageToken"]
+        return found
+
+
+def message_of(answer: Answer) -> str:
+    """MMS's own message, in one line."""
+    try:
+        return str(json.loads(answer.body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {answer.status}"

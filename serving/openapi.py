@@ -1,0 +1,189 @@
+"""The OpenAPI document of both ports, and a page that shows it without any outside host."""
+
+from __future__ import annotations
+
+import html
+import json
+from typing import Any
+
+from engine.parameters import Parameters
+
+ERROR = {"$ref": "#/components/schemas/Error"}
+
+
+def document() -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    target = {
+        "name": "X-Amzn-SageMaker-Target-Model",
+        "in": "header",
+        "schema": {"type": "string"},
+        "description": "which model, as a path below the store: `poem.tar.gz`",
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "KoGPT2 serving",
+            "version": "0.1.0",
+            "description": "Serves many fine-tunes of KoGPT2 at once. The port for requests answers"
+            " every route, the management port those under `management`.",
+        },
+        "paths": {
+            "/ping": {"get": _operation("health", "200 when a request would work, else 503")},
+            "/metrics": {"get": _operation("health", "Prometheus metrics")},
+            "/models": {
+                "post": _operation(
+                    "management",
+                    "Load a model",
+                    body={"$ref": "#/components/schemas/Load"},
+                    errors=(400, 401, 404, 409, 500, 503, 504, 507),
+                ),
+                "get": _operation(
+                    "management",
+                    "List the loaded models; with `available=true` what the store offers",
+                    parameters=[
+                        _query("limit", "integer"),
+                        _query("next_page_token", "string"),
+                        _query("available", "boolean"),
+                    ],
+                ),
+            },
+            "/models/{name}": {
+                "get": _operation("management", "Describe a model", [name], errors=(404,)),
+                "put": _operation(
+                    "management",
+                    "Change how many requests are passed on to a model at once",
+                    [name, _query("min_worker", "integer"), _query("max_worker", "integer")],
+                    errors=(400, 401, 404),
+                ),
+                "delete": _operation(
+                    "management",
+                    "Unload a model; answers once its memory is free",
+                    [name],
+                    errors=(401, 404),
+                ),
+            },
+            "/models/{name}/invoke": {"post": _generation("SageMaker multi-model", [name])},
+            "/predictions/{name}": {"post": _generation("Multi Model Server", [name])},
+            "/invocations": {"post": _generation("SageMaker", [target])},
+        },
+        "components": {"schemas": _schemas()},
+    }
+
+
+def _operation(
+    tag: str,
+    summary: str,
+    parameters: list[dict[str, Any]] | None = None,
+    body: dict[str, Any] | None = None,
+    errors: tuple[int, ...] = (),
+) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "tags": [tag],
+        "summary": summary,
+        "parameters": parameters or [],
+        "responses": {"200": {"description": "done"}},
+    }
+    if body is not None:
+        described["requestBody"] = {"content": {"application/json": {"schema": body}}}
+    for status in errors:
+        described["responses"][str(status)] = {
+            "description": "the message says why",
+            "content": {"application/json": {"schema": ERROR}},
+        }
+    return described
+
+
+def _generation(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
+    body = {"oneOf": [{"$ref": "#/components/schemas/Generate"}, {"type": "string"}]}
+    errors = (400, 401, 404, 406, 413, 415, 500, 503, 504, 507)
+    described = _operation("inference", f"Continue a prompt ({summary})", parameters, body, errors)
+    described["requestBody"]["content"]["text/plain"] = {"schema": {"type": "string"}}
+    described["responses"]["200"]["content"] = {
+        "application/json": {"schema": {"$ref": "#/components/schemas/Generated"}},
+        "text/plain": {"schema": {"type": "string"}},
+    }
+    return described
+
+
+def _query(name: str, kind: str) -> dict[str, Any]:
+    return {"name": name, "in": "query", "schema": {"type": kind}}
+
+
+def _schemas() -> dict[str, Any]:
+    integer, text, number = {"type": "integer"}, {"type": "string"}, {"type": "number"}
+    parameters = {
+        "max_new_tokens": {**integer, "minimum": 1, "default": Parameters.max_new_tokens},
+        "stop": {"oneOf": [text, {"type": "array", "items": text}]},
+        "do_sample": {"type": "boolean"},
+        "temperature": {**number, "exclusiveMinimum": 0},
+        "top_k": {**integer, "minimum": 0},
+        "top_p": {**number, "exclusiveMinimum": 0, "maximum": 1},
+        "repetition_penalty": {**number, "exclusiveMinimum": 0},
+        "seed": {**integer, "minimum": 0},
+        "num_return_sequences": {**integer, "minimum": 1, "maximum": 16},
+        "logprobs": {**integer, "minimum": 0, "maximum": 20},
+        "return_full_text": {"type": "boolean"},
+    }
+    return {
+        "Load": {
+            "type": "object",
+            "required": ["url"],
+            "properties": {
+                "model_name": text,
+                "url": text,
+                "initial_workers": integer,
+                "response_timeout": integer,
+                "synchronous": {"type": "boolean"},
+            },
+        },
+        "Generate": {
+            "type": "object",
+            "required": ["inputs"],
+            "additionalProperties": False,
+            "properties": {
+                "inputs": text,
+                "parameters": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": parameters,
+                },
+            },
+        },
+        "Generated": {
+            "type": "object",
+            "properties": {
+                "generated_text": text,
+                "tokens": integer,
+                "finish_reason": {"enum": ["stop", "length"]},
+                "seconds": number,
+            },
+        },
+        "Error": {
+            "type": "object",
+            "required": ["code", "type", "message"],
+            "properties": {"code": integer, "type": text, "message": text},
+        },
+    }
+
+
+def page() -> str:
+    """The document as one HTML page of its own."""
+    rows = []
+    described = document()
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            statuses = ", ".join(operation["responses"])
+            rows.append(
+                f"<tr><td><code>{method.upper()} {html.escape(path)}</code></td>"
+                f"<td>{html.escape(operation['summary'])}</td><td>{statuses}</td></tr>"
+            )
+    schemas = html.escape(json.dumps(described["components"]["schemas"], indent=2))
+    return (
+        "<!doctype html><html lang='en'><meta charset='utf-8'><title>KoGPT2 serving</title>"
+        "<style>body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+        "td{padding:.3em 1em .3em 0;vertical-align:top}pre{background:#f4f4f4;padding:1em}</style>"
+        f"<h1>KoGPT2 serving</h1><p>{html.escape(described['info']['description'])}</p>"
+        f"<table>{''.join(rows)}</table><h2>Schemas</h2><pre>{schemas}</pre>"
+        "<p><a href='/openapi.json'>openapi.json</a></p></html>"
+    )

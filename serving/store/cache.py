@@ -1,0 +1,314 @@
+"""Fetched and unpacked models on disk: each version once, within a bound.
+
+    models/<key>      complete: put there by a rename
+    parts/<key>       a download, also one that was cut short
+    temporary/<key>   being unpacked or removed; rubbish after a kill
+    locks/<key>.pin   held shared by who uses or fetches the model, exclusively by who removes it
+    locks/<key>.fetch held by who fetches it; says how many bytes that takes
+    lock              held while room is made
+
+A key is made of url and version. Several processes may share a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving.errors import (
+    ArchiveError,
+    ArtifactChanged,
+    DiskFull,
+    ModelNotInStore,
+    ModelTooLarge,
+    StartError,
+)
+from serving.store.archive import extract
+from serving.store.disk import full_disk_is_an_error_of_ours, lock, locked, size_bytes
+from serving.store.download import Download
+from serving.store.folder import file_version
+from serving.store.locate import open_remote, open_store
+from serving.store.settings import StoreSettings
+from serving.store.stored import Remote, Store, StoredModel
+
+logger = logging.getLogger(__name__)
+
+# The bound is exceeded by at most one part in so many for each fetch.
+STEPS = 1000
+STEP_BYTES = 4 << 20  # where there is no bound
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A model's folder. `hit`: nothing was fetched. Unpacking goes on while downloading;
+    `unpack_s` is what it takes longer."""
+
+    path: Path
+    hit: bool
+    bytes: int = 0
+    download_s: float = 0.0
+    unpack_s: float = 0.0
+
+
+class Cache:
+    """Thread-safe. Raises `StartError` if its folder cannot be used."""
+
+    def __init__(self, settings: StoreSettings) -> None:
+        self._settings, self._root = settings, settings.cache_dir
+        self._models, self._parts = self._root / "models", self._root / "parts"
+        self._temporary, self._locks = self._root / "temporary", self._root / "locks"
+        self._pins: dict[Path, list[int]] = {}
+        self._guard = threading.Lock()
+        self._store: Store | None = None
+        self._stopping = threading.Event()
+        try:
+            for folder in (self._models, self._parts, self._temporary, self._locks):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+        except OSError as error:
+            raise StartError(f"the model cache {self._root} cannot be used: {error}") from None
+
+    def acquire(self, model: StoredModel) -> Fetched:
+        """The model's folder, fetched if it is not there, and kept until `release`.
+
+        Whoever asks for a model that another thread or process fetches waits for that. A folder of
+        this machine is used in place. Raises `ArchiveError`, `ArtifactChanged`, `DiskFull`,
+        `ModelTooLarge`, `ModelNotInStore`, `StoreUnavailable`, `StoreAccessDenied`.
+        """
+        if model.kind == "folder" and "://" not in model.url:
+            if not Path(model.url).is_dir():
+                raise ModelNotInStore(f"there is no folder {model.url}")
+            return Fetched(Path(model.url), hit=True)
+        key = key_of(model)
+        path = self._models / key
+        pin = lock(self._pin(key), shared=True)
+        assert pin is not None
+        try:
+            fetched = Fetched(path, hit=True) if path.is_dir() else self._fetch_once(model, key)
+            os.utime(path)
+        except BaseException:
+            os.close(pin)
+            raise
+        with self._guard:
+            self._pins.setdefault(path, []).append(pin)
+        return fetched
+
+    def release(self, path: Path) -> None:
+        """Gives back what one `acquire` returned; from now on it may be removed for others."""
+        with self._guard:
+            pins = self._pins.get(path)
+            if not pins:  # a folder in place
+                return
+            pin = pins.pop()
+            if not pins:
+                del self._pins[path]
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        os.close(pin)
+
+    def used_bytes(self) -> int:
+        """On disk, and reserved by what is being fetched."""
+        return sum(self._sizes().values())
+
+    def close(self) -> None:
+        """Ends downloads; they raise `StoreUnavailable`, and the next process resumes them."""
+        self._stopping.set()
+
+    # Fetching
+
+    def _fetch_once(self, model: StoredModel, key: str) -> Fetched:
+        with locked(self._fetch_lock(key)) as descriptor:
+            if (self._models / key).is_dir():
+                return Fetched(self._models / key, hit=True)
+            try:
+                step = self._settings.cache_max_bytes // STEPS or STEP_BYTES
+                return self._fetch(model, key, _Reservation(self, key, descriptor, step))
+            except (ArchiveError, ArtifactChanged, ModelTooLarge):
+                shutil.rmtree(self._parts / key, ignore_errors=True)
+                raise
+            finally:
+                shutil.rmtree(self._temporary / key, ignore_errors=True)
+                os.ftruncate(descriptor, 0)
+
+    def _fetch(self, model: StoredModel, key: str, reservation: _Reservation) -> Fetched:
+        started = time.monotonic()
+        fresh = self._temporary / key
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir()
+        remote = self._remote(model)
+        downloaded, download_s = 0, 0.0
+        if remote is None:
+            self._unpack_local(model, fresh, reservation)
+        else:
+            downloaded, download_s = self._download(remote, model, key, fresh, reservation)
+        with full_disk_is_an_error_of_ours(model.name):
+            os.rename(fresh, self._models / key)
+        shutil.rmtree(self._parts / key, ignore_errors=True)
+        unpack_s = time.monotonic() - started - download_s
+        logger.info(
+            "fetched %s: %.1f MB downloaded in %.2f s, unpacked after %.2f s more",
+            model.url, downloaded / 1e6, download_s, unpack_s,
+        )  # fmt: skip
+        return Fetched(self._models / key, False, downloaded, download_s, unpack_s)
+
+    def _remote(self, model: StoredModel) -> Remote | None:
+        with self._guard:
+            if self._store is None and not model.url.startswith(("/", "http://", "https://")):
+                self._store = open_store(self._settings.location)
+        return open_remote(model, self._store, self._settings)
+
+    def _unpack_local(self, model: StoredModel, fresh: Path, reservation: _Reservation) -> None:
+        if not Path(model.url).is_file():
+            raise ModelNotInStore(f"there is no archive {model.url}")
+        with open(model.url, "rb") as archive:
+            if file_version(os.fstat(archive.fileno())) != model.version:
+                raise ArtifactChanged(f"{model.url} has changed; try again")
+            extract(archive, fresh, Path(model.url).name, reservation.grow)
+
+    def _download(
+        self, remote: Remote, model: StoredModel, key: str, fresh: Path, reservation: _Reservation
+    ) -> tuple[int, float]:
+        """Leaves the model in `fresh`; returns bytes and seconds."""
+        reservation.grow(model.size_bytes, on_disk=size_bytes(self._parts / key))
+        download = Download(remote, remote.files(model), self._parts / key, self._stopping)
+        with download:
+            if model.kind == "archive":
+                with download.reader() as stream:
+                    extract(stream, fresh, model.url.rpartition("/")[2], reservation.grow)
+            download.wait()
+        if model.kind == "folder":
+            os.rename(download.folder, fresh)
+        return download.missing_bytes, download.seconds
+
+    # Room
+
+    def make_room(self, key: str, wanted: int, growth: int, keep: Callable[[], None]) -> None:
+        """Removes the least recently used models nobody uses until `wanted` bytes for `key` fit.
+
+        `growth` of them are not on the disk yet. Calls `keep` while no other can make room. Raises
+        `DiskFull`, and then removes nothing, or `ModelTooLarge`.
+        """
+        most = self._settings.cache_max_bytes
+        if most and wanted > most:
+            raise ModelTooLarge(
+                f"the model needs {_mb(wanted)} on disk, more than the whole cache: {_mb(most)}"
+            )
+        with locked(self._root / "lock"):
+            others = {k: size for k, size in self._sizes().items() if k != key}
+            over = sum(others.values()) + wanted - most if most else 0
+            missing = max(over, growth - shutil.disk_usage(self._root).free)
+            if missing > 0:
+                self._evict(others, missing, wanted)
+            keep()
+
+    def _evict(self, sizes: dict[str, int], missing: int, wanted: int) -> None:
+        victims: list[tuple[str, int]] = []
+        try:
+            freed = 0
+            for key in sorted(sizes, key=self._last_used):
+                if freed >= missing:
+                    break
+                pin = lock(self._pin(key), wait=False) if sizes[key] else None
+                if pin is not None:
+                    victims.append((key, pin))
+                    freed += sizes[key]
+            if freed < missing:
+                raise DiskFull(
+                    f"the model needs {_mb(wanted)} on disk; {_mb(missing - freed)} of it are in"
+                    " use by models that are loaded or being fetched"
+                )
+            for key, _ in victims:
+                logger.info("removing %s from the cache: %s", key, _mb(sizes[key]))
+                self._remove(key)
+        finally:
+            for _, pin in victims:
+                os.close(pin)
+
+    def _remove(self, key: str) -> None:
+        """The caller holds the pin exclusively. A kill in between leaves no half model."""
+        shutil.rmtree(self._temporary / key, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self._models / key, self._temporary / key)
+        shutil.rmtree(self._temporary / key, ignore_errors=True)
+        shutil.rmtree(self._parts / key, ignore_errors=True)
+        for path in (self._fetch_lock(key), self._pin(key)):
+            path.unlink(missing_ok=True)
+
+    def _remove_leftovers(self) -> None:
+        """What a killed process left, but for downloads, which can be resumed."""
+        with locked(self._root / "lock"):
+            for key in {path.name for path in self._temporary.iterdir()} | self._locked_keys():
+                pin = lock(self._pin(key), wait=False)
+                if pin is None:
+                    continue
+                shutil.rmtree(self._temporary / key, ignore_errors=True)
+                for path in (self._fetch_lock(key), self._pin(key)):
+                    path.unlink(missing_ok=True)
+                os.close(pin)
+
+    def _sizes(self) -> dict[str, int]:
+        """Bytes by key."""
+        names = {path.name for folder in (self._models, self._parts) for path in folder.iterdir()}
+        return {key: self._size(key) for key in names | self._locked_keys()}
+
+    def _size(self, key: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return int(self._fetch_lock(key).read_text("ascii"))
+        return size_bytes(self._models / key) + size_bytes(self._parts / key)
+
+    def _last_used(self, key: str) -> float:
+        for path in (self._models / key, self._parts / key):
+            with contextlib.suppress(OSError):
+                return path.stat().st_mtime
+        return 0.0
+
+    def _locked_keys(self) -> set[str]:
+        return {path.stem for path in self._locks.iterdir()}
+
+    def _pin(self, key: str) -> Path:
+        return self._locks / f"{key}.pin"
+
+    def _fetch_lock(self, key: str) -> Path:
+        return self._locks / f"{key}.fetch"
+
+
+class _Reservation:
+    """What one fetch takes on disk, written into its lock for all processes to see."""
+
+    def __init__(self, cache: Cache, key: str, descriptor: int, step_bytes: int) -> None:
+        self._cache, self._key, self._descriptor = cache, key, descriptor
+        # An archive of many small files does not ask for each: that would take long.
+        self._step = step_bytes
+        self._wanted = self._granted = 0
+
+    def grow(self, size: int, on_disk: int = 0) -> None:
+        """Raises `DiskFull`, `ModelTooLarge`."""
+        self._wanted += size
+        if self._wanted - self._granted > self._step:
+            growth = max(self._wanted - self._granted - on_disk, 0)
+            self._cache.make_room(self._key, self._wanted, growth, self._write)
+
+    def _write(self) -> None:
+        self._granted = self._wanted
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, b"%d" % self._granted, 0)
+
+
+def key_of(model: StoredModel) -> str:
+    """Names a version of a model in the cache: readable for people, distinct for programs."""
+    digest = hashlib.sha256(f"{model.url}\n{model.version}".encode("utf-8", "surrogateescape"))
+    readable = re.sub(r"[^\w-]", "_", model.name)[-50:]
+    return f"{readable}-{digest.hexdigest()[:24]}"
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"

@@ -1,0 +1,69 @@
+"""Small things about files: locks between processes, and a disk that is full."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from serving.errors import DiskFull
+
+
+def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
+    """Locks the file `path`, made if it is not there; closing what is returned unlocks it.
+
+    Holds between threads and between processes; a process that dies lets go. None if another
+    holds it and `wait` is false.
+    """
+    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, kind)
+            # Whoever held it may have removed the file meanwhile: then this locks nothing.
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Waits for the lock and holds it; yields the file's descriptor."""
+    descriptor = lock(path)
+    assert descriptor is not None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def full_disk_is_an_error_of_ours(what: str) -> Iterator[None]:
+    """Turns the system's error about a full disk into `DiskFull`; others pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DiskFull(f"the disk is full; {what} does not fit") from error
+
+
+def size_bytes(folder: Path) -> int:
+    """Of all files in `folder`; 0 if it is not there. Files that vanish meanwhile do not count."""
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.lstat(os.path.join(parent, name)).st_size
+    return size

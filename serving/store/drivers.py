@@ -1,0 +1,93 @@
+"""`abfs://` and `gs://`: fsspec's drivers, which are optional (requirements-store.txt).
+
+They read their own variables, for example AZURE_STORAGE_CONNECTION_STRING, or
+GOOGLE_APPLICATION_CREDENTIALS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from serving.errors import (
+    ArtifactChanged,
+    ServingError,
+    StartError,
+    StoreAccessDenied,
+    StoreUnavailable,
+)
+from serving.store.stored import StoredFile
+
+DRIVERS = {"abfs": "adlfs", "gs": "gcsfs"}
+DENIED = (401, 403)
+
+
+class DriverBucket:
+    """A container or bucket. Raises `StartError` if the driver is missing or not configured."""
+
+    def __init__(self, scheme: str, name: str) -> None:
+        self._scheme, self._name = scheme, name
+        try:
+            import fsspec  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+            options = {"use_listings_cache": False, "skip_instance_cache": True}
+            self._files = fsspec.filesystem(scheme, **options)
+        except ImportError as error:
+            raise StartError(
+                f"{scheme}:// needs {DRIVERS[scheme]} ({error}):"
+                " pip install -r requirements-store.txt"
+            ) from None
+        except Exception as error:
+            raise StartError(f"{scheme}://{name} cannot be used: {error}") from error
+
+    def head(self, key: str) -> StoredFile | None:
+        try:
+            with self._errors(key):
+                found = self._files.info(f"{self._name}/{key}", refresh=True)
+        except FileNotFoundError:
+            return None
+        return self._stored(key, found) if found["type"] == "file" else None
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        try:
+            with self._errors(prefix):
+                self._files.invalidate_cache()
+                below = self._files.find(f"{self._name}/{prefix}".rstrip("/"), detail=True)
+        except FileNotFoundError:
+            return
+        for path, found in below.items():
+            key = path.removeprefix(f"{self._name}/")
+            if key.startswith(prefix):
+                yield self._stored(key, found)
+
+    def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
+        try:
+            with self._errors(file.address):
+                data = self._files.cat_file(f"{self._name}/{file.address}", start=start, end=stop)
+            found = self.head(file.address)
+        except FileNotFoundError:
+            found = None
+        # Versions are never used again: what is unchanged after reading was so before, too.
+        if found is None or found.version != file.version:
+            raise ArtifactChanged(f"{self._scheme}://{self._name}/{file.address} has changed")
+        yield data
+
+    def _stored(self, key: str, found: Mapping[str, Any]) -> StoredFile:
+        changed = found.get("etag") or found.get("last_modified") or found.get("mtime")
+        return StoredFile(key, key, int(found["size"]), str(changed).strip('"'))
+
+    @contextlib.contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        """Turns the drivers' errors, of which there is no list, into ours."""
+        where = f"{self._scheme}://{self._name}/{key}"
+        try:
+            yield
+        except (FileNotFoundError, ServingError):
+            raise
+        except Exception as error:
+            status = getattr(error, "status_code", None) or getattr(error, "code", None)
+            reason = str(error).partition("\n")[0]
+            if isinstance(error, PermissionError) or status in DENIED:
+                raise StoreAccessDenied(f"{where}: access was denied: {reason}") from error
+            raise StoreUnavailable(f"{where} cannot be read: {reason}") from error

@@ -1,0 +1,105 @@
+"""From an address to a store, and from a load request's `url` to a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from serving.errors import StartError, UrlNotAllowed
+from serving.store.drivers import DRIVERS, DriverBucket
+from serving.store.folder import FolderStore, find_path
+from serving.store.objects import ObjectStore
+from serving.store.settings import StoreSettings
+from serving.store.stored import Remote, Store, StoredModel
+
+OBJECTS = ("s3", *DRIVERS)
+
+
+def open_store(location: str) -> Store:
+    """The store at `s3://bucket/prefix/`, `abfs://`, `gs://`, `file:///path` or a path.
+
+    Asks nothing of the network. Raises `StartError` or `SettingError`.
+    """
+    scheme, separator, rest = location.partition("://")
+    if separator and scheme in OBJECTS:
+        name, _, prefix = rest.partition("/")
+        if not name:
+            raise StartError(
+                f"MODEL_STORE is {location}: name the bucket, {scheme}://bucket/prefix/"
+            )
+        return _object_store(scheme, name, prefix)
+    path = _local_path(location)
+    if path is None:
+        known = ", ".join(f"{known}://" for known in (*OBJECTS, "file"))
+        raise StartError(f"MODEL_STORE is {location}; it may be a folder or {known}")
+    return FolderStore(path)
+
+
+def _object_store(scheme: str, name: str, prefix: str) -> ObjectStore:
+    if scheme == "s3":
+        from serving.store.s3 import S3Bucket  # boto3 only where it is used: it takes 0.3 s
+
+        return ObjectStore(S3Bucket(name), f"s3://{name}/", prefix)
+    return ObjectStore(DriverBucket(scheme, name), f"{scheme}://{name}/", prefix)
+
+
+def open_remote(model: StoredModel, store: Store | None, settings: StoreSettings) -> Remote | None:
+    """Where the model's files are read from; None where `model.url` is a path.
+
+    Raises `UrlNotAllowed` for what is in no store that is known.
+    """
+    scheme, separator, _ = model.url.partition("://")
+    if not separator:
+        return None
+    if scheme in OBJECTS:
+        if isinstance(store, ObjectStore) and model.url.startswith(store.location):
+            return store
+        raise UrlNotAllowed(f"{model.url} is outside of {settings.location}")
+    from serving.store.https import Https
+
+    return Https(settings.https_hosts)
+
+
+def locate(url: str, store: Store | None, settings: StoreSettings) -> StoredModel:
+    """The model that a load request means: a name in the store, or an address that is allowed.
+
+    Raises `UrlNotAllowed`, which says what is; `ModelNotInStore`; and what `Store.find` raises.
+    """
+    scheme, separator, _ = url.partition("://")
+    try:
+        if separator and scheme in OBJECTS and isinstance(store, ObjectStore):
+            return store.locate(url)
+        if separator and scheme in ("http", "https"):
+            from serving.store.https import Https
+
+            return Https(settings.https_hosts).locate(url)
+        if url.startswith("/") or scheme == "file":
+            path = _local_path(url)
+            if path is not None:
+                own = (store.root,) if isinstance(store, FolderStore) else ()
+                return find_path(path, (*settings.roots, *own))
+        elif not separator and store is not None:
+            return store.find(url)
+        raise UrlNotAllowed(f"{url[:200]!r} cannot be loaded")
+    except UrlNotAllowed as error:
+        raise UrlNotAllowed(f"{error.message}. Allowed: {_allowed(store, settings)}") from None
+
+
+def _allowed(store: Store | None, settings: StoreSettings) -> str:
+    """What a url may be, for people."""
+    ways = [f"a name in the store {store.location}"] if store is not None else []
+    if isinstance(store, ObjectStore):
+        ways.append(f"{store.location}<name>.tar.gz")
+    ways += [f"a path below {root}" for root in settings.roots]
+    ways += [f"https://{host}/..." for host in settings.https_hosts]
+    return "; ".join(ways) or "nothing, without a store"
+
+
+def _local_path(location: str) -> Path | None:
+    """The path of a `file://` url, or of what is no url at all."""
+    if "://" not in location:
+        return Path(location)
+    parts = urlsplit(location)
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+        return None
+    return Path(unquote(parts.path))

@@ -1,0 +1,99 @@
+"""A store of objects under keys, such as S3: names, listings and versions of models."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from serving.errors import ArtifactChanged, ModelNotInStore, UrlNotAllowed
+from serving.store.archive import MAX_FILES
+from serving.store.stored import (
+    SUFFIX,
+    StoredFile,
+    StoredModel,
+    clean_name,
+    folder_model,
+    is_clean,
+    is_model,
+    models_among,
+    spellings,
+)
+
+
+class Bucket(Protocol):
+    """The few things that a provider must do; keys are whole, versions are ETags.
+
+    Each raises `StoreUnavailable`, `StoreAccessDenied` or `ModelNotInStore`.
+    """
+
+    def head(self, key: str) -> StoredFile | None:
+        """The object; None if there is none."""
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        """All objects whose key begins with `prefix`, with their keys as paths."""
+
+    def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
+        """See `Remote.read`."""
+
+
+class ObjectStore:
+    """Models under a prefix: `<name>.tar.gz`, or unpacked below `<name>/`.
+
+    `address` is the part of `location` before the keys, for example `s3://bucket/`.
+    """
+
+    ranged = True
+
+    def __init__(self, bucket: Bucket, address: str, prefix: str) -> None:
+        self._bucket, self._address = bucket, address
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self.location = address + self._prefix
+
+    def models(self) -> list[StoredModel]:
+        return models_among(self._below(self._prefix), lambda path: self.location + path)
+
+    def find(self, name: str) -> StoredModel:
+        name = clean_name(name)
+        for spelling in spellings(name):
+            file = self._bucket.head(self._prefix + spelling + SUFFIX)
+            if file is not None:
+                url = self._address + file.path
+                return StoredModel(name, url, file.version, file.size_bytes, "archive")
+        for spelling in spellings(name):
+            url = f"{self.location}{spelling}/"
+            files = self._folder(url)
+            if is_model(file.path for file in files):
+                return folder_model(name, url, files)
+        raise ModelNotInStore(f"there is no model {name} in {self.location}")
+
+    def locate(self, url: str) -> StoredModel:
+        """The model at a url of this store. Raises `UrlNotAllowed` if it is outside."""
+        if not url.startswith(self.location):
+            raise UrlNotAllowed(f"{url} is outside of {self.location}")
+        return self.find(url.removeprefix(self.location).rstrip("/"))
+
+    def files(self, model: StoredModel) -> list[StoredFile]:
+        if model.kind == "archive":
+            key = model.url.removeprefix(self._address)
+            return [StoredFile("", key, model.size_bytes, model.version)]
+        files = self._folder(model.url)
+        if folder_model(model.name, model.url, files) != model:
+            raise ArtifactChanged(f"{model.url} has changed; try again")
+        return files
+
+    def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
+        return self._bucket.read(file, start, stop)
+
+    def _folder(self, url: str) -> list[StoredFile]:
+        """The files of an unpacked model; hidden ones are none of it."""
+        below = self._below(url.removeprefix(self._address))
+        files = list(itertools.islice((f for f in below if is_clean(f.path)), MAX_FILES + 1))
+        if len(files) > MAX_FILES:
+            raise UrlNotAllowed(f"{url} has more than {MAX_FILES} files; use a .tar.gz")
+        return files
+
+    def _below(self, prefix: str) -> Iterator[StoredFile]:
+        for file in self._bucket.list(prefix):
+            yield replace(file, path=file.path.removeprefix(prefix))

@@ -1,0 +1,107 @@
+"""`s3://`: boto3 with its standard variables for credentials, region and endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import boto3  # type: ignore[import-untyped]
+from botocore import exceptions  # type: ignore[import-untyped]
+from botocore.config import Config  # type: ignore[import-untyped]
+from urllib3.exceptions import HTTPError
+
+from serving.errors import (
+    ArtifactChanged,
+    ModelNotInStore,
+    SettingError,
+    StoreAccessDenied,
+    StoreUnavailable,
+)
+from serving.store.stored import StoredFile
+
+CHUNK_BYTES = 1 << 20
+# No answer within about half a minute, with all attempts, is an error.
+CLIENT_OPTIONS: dict[str, Any] = {
+    "retries": {"mode": "standard", "max_attempts": 5},
+    "connect_timeout": 3,
+    "read_timeout": 20,
+    "max_pool_connections": 32,
+}
+MISSING = ("404", "NoSuchKey", "NotFound")
+DENIED = (
+    "403",
+    "AccessDenied",
+    "ExpiredToken",
+    "Forbidden",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+)
+
+
+class S3Bucket:
+    """Raises `SettingError` if boto3 finds its configuration wrong."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        try:
+            self._client = boto3.session.Session().client("s3", config=Config(**CLIENT_OPTIONS))
+        except (exceptions.BotoCoreError, ValueError) as error:
+            raise SettingError(f"s3://{name} cannot be used: {error}") from None
+
+    def head(self, key: str) -> StoredFile | None:
+        try:
+            with self._errors("s3:GetObject", key):
+                found = self._client.head_object(Bucket=self.name, Key=key)
+        except ModelNotInStore:
+            return None
+        return StoredFile(key, key, found["ContentLength"], found["ETag"].strip('"'))
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        pages = self._client.get_paginator("list_objects_v2")
+        with self._errors("s3:ListBucket", prefix):
+            for page in pages.paginate(Bucket=self.name, Prefix=prefix):
+                for found in page.get("Contents", ()):
+                    key = found["Key"]
+                    yield StoredFile(key, key, found["Size"], found["ETag"].strip('"'))
+
+    def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
+        with self._errors("s3:GetObject", file.address):
+            found = self._client.get_object(
+                Bucket=self.name,
+                Key=file.address,
+                Range=f"bytes={start}-{stop - 1}",
+                IfMatch=f'"{file.version}"',
+            )
+            with contextlib.closing(found["Body"]) as body:
+                yield from body.iter_chunks(CHUNK_BYTES)
+
+    @contextlib.contextmanager
+    def _errors(self, action: str, key: str) -> Iterator[None]:
+        """Turns boto3's errors into ours."""
+        where = f"s3://{self.name}/{key}"
+        try:
+            yield
+        except exceptions.ClientError as error:
+            code = str(error.response.get("Error", {}).get("Code", ""))
+            if code in MISSING:
+                raise ModelNotInStore(f"there is nothing at {where}") from None
+            if code == "NoSuchBucket":
+                raise StoreUnavailable(f"there is no bucket {self.name}") from None
+            if code in ("412", "PreconditionFailed"):
+                raise ArtifactChanged(f"{where} has changed; try again") from None
+            if code in DENIED:
+                raise StoreAccessDenied(
+                    f"{where}: {action} was denied ({code}); without s3:ListBucket on the bucket"
+                    f" {self.name}, what is missing is denied, too"
+                ) from None
+            raise StoreUnavailable(f"{where}: {action} failed: {error}") from None
+        except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
+            raise StoreAccessDenied(
+                f"{where}: {error}; give a role, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            ) from None
+        # Within a body, urllib3's errors come as they are.
+        except (exceptions.BotoCoreError, HTTPError, OSError) as error:
+            raise StoreUnavailable(f"{where} cannot be read: {error}") from None

@@ -1,0 +1,21 @@
+"""What the gateway tells the store and its cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """`location` is the store's address; `roots` are folders whose models may be loaded by path.
+
+    `https_hosts` are the hosts that archives may be downloaded from, as `host` or `host:port`;
+    none by default. `cache_max_bytes` 0 means: whatever the disk holds.
+    """
+
+    location: str
+    cache_dir: Path
+    cache_max_bytes: int
+    roots: tuple[Path, ...]
+    https_hosts: tuple[str, ...]

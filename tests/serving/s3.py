@@ -1,0 +1,99 @@
+"""A real S3 server on loopback (moto), and models to put there."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import boto3
+import requests
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
+from moto.server import ThreadedMotoServer
+
+from serving.store import StoreSettings
+
+BUCKET = "models"
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": "/dev/null",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+class S3Server:
+    """`environment` is what a client needs to find it; `client` is one."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.environment = {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": url}
+        self.client = boto3.client(
+            "s3",
+            endpoint_url=url,
+            region_name="us-east-1",
+            aws_access_key_id="test",
+            aws_secret_access_key="test",  # noqa: S106
+        )
+
+    def put(self, key: str, data: bytes) -> None:
+        self.client.put_object(Bucket=BUCKET, Key=key, Body=data)
+
+    def put_many(self, keys: Iterable[str]) -> None:
+        """One byte each, put into the server from within: over HTTP, a thousand take 15 s."""
+        backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+        for key in keys:
+            backend.put_object(BUCKET, key, b"1")
+
+    def empty(self) -> None:
+        """Forgets all objects, and makes the bucket again."""
+        requests.post(f"{self.url}/moto-api/reset", timeout=10)
+        self.client.create_bucket(Bucket=BUCKET)
+
+    @contextlib.contextmanager
+    def checking_access(self) -> Iterator[None]:
+        """Meanwhile, whoever is not known may do nothing."""
+        requests.post(f"{self.url}/moto-api/reset-auth", data="0", timeout=10)
+        try:
+            yield
+        finally:
+            requests.post(f"{self.url}/moto-api/reset-auth", data="inf", timeout=10)
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[S3Server]:
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        s3 = S3Server(f"http://{host}:{port}")
+        s3.empty()
+        yield s3
+        s3.client.close()
+    finally:
+        server.stop()
+
+
+def archive(files: Mapping[str, bytes], level: int = 1) -> bytes:
+    """A tar.gz with these files."""
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return gzip.compress(plain.getvalue(), level, mtime=0)
+
+
+def settings(cache_dir: Path, **changes: Any) -> StoreSettings:
+    """Of a store at the bucket's prefix `kogpt2/`, with a cache of 1 GiB."""
+    location = f"s3://{BUCKET}/kogpt2/"
+    return replace(StoreSettings(location, cache_dir, 1 << 30, (), ()), **changes)
