@@ -34,12 +34,12 @@ WAIT_S = 30.0
 EOS = 3
 
 
-def make_talkative(path: Path, *, eos_scale: float = 0.0, **sizes: Any) -> Path:
-    """An artifact whose logit of `</s>` is scaled; at 0 its greedy text never ends by itself."""
+def make_talkative(path: Path, *, end_like: int | None = None, **sizes: Any) -> Path:
+    """An artifact whose greedy text never ends by itself, or only where `end_like` would come."""
     make_artifact(path, **sizes)
     weights = {n: np.array(w) for n, w in read_params(path / "kogpt2.params").items()}
     for name in (EMBEDDING, OUTPUT):
-        weights[name][EOS] *= eos_scale
+        weights[name][EOS] = 0 if end_like is None else 1.05 * weights[name][end_like]
     write_params(path / "kogpt2.params", weights)
     return path
 
@@ -160,6 +160,7 @@ class EngineProcess:
         assert len(str(self.socket)) < 108, "too long for a unix socket"
         self._log = (folder / "engine.log").open("a")
         variables = {k: v for k, v in os.environ.items() if not k.startswith("ENGINE_")}
+        self._open: list[http.client.HTTPResponse] = []
         self._environment = variables | {"ENGINE_SOCKET": str(self.socket)} | environment
         self.start()
 
@@ -196,20 +197,32 @@ class EngineProcess:
         if self.process.poll() is None:
             self.kill()
         self._log.close()
+        while self._open:
+            self.drop(self._open[0])
 
     def open(self, method: str, url: str, body: Any = None) -> http.client.HTTPResponse:
-        """An answer of which nothing has been read but the head."""
+        """An answer of which nothing has been read but the head. `drop` hangs up."""
         connection = UnixConnection(self.socket)
         payload = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request(method, url, payload, {"Content-Type": "application/json"})
-        response = connection.getresponse()
+        try:
+            connection.request(method, url, payload, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+        except BaseException:
+            connection.close()
+            raise
         response.connection = connection  # type: ignore[attr-defined]
+        self._open.append(response)
         return response
+
+    def drop(self, response: http.client.HTTPResponse) -> None:
+        self._open.remove(response)
+        response.close()
+        response.connection.close()  # type: ignore[attr-defined]
 
     def call(self, method: str, url: str, body: Any = None) -> tuple[int, Any]:
         response = self.open(method, url, body)
         content = response.read()
-        response.connection.close()  # type: ignore[attr-defined]
+        self.drop(response)
         return response.status, json.loads(content) if content else None
 
     def statistics(self, name: str) -> dict[str, Any]:

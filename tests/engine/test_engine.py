@@ -130,18 +130,24 @@ def test_other_shapes_are_exact_as_well(engine: Engine, tmp_path: Path, activati
     assert is_greedy(folder, request.prompt, request.ids())
 
 
-def test_an_answer_stops_at_the_end_token(engine: Engine, tmp_path: Path) -> None:
-    stopped = 0
-    for seed in range(2):
-        folder = make_talkative(tmp_path / f"m{seed}", eos_scale=2.0, seed=seed)
-        engine.load(f"m{seed}", str(folder))
-        for sentence in SENTENCES:
-            request = Request(engine, f"m{seed}", sentence, max_new_tokens=40).wait()
-            assert is_greedy(folder, request.prompt, request.ids())
-            assert EOS not in request.ids()[:-1]
-            assert (request.finish_reason() == "stop") == (request.ids()[-1] == EOS)
-            stopped += request.finish_reason() == "stop"
-    assert 0 < stopped < 2 * len(SENTENCES)
+def test_an_answer_stops_at_the_end_token(
+    engine: Engine, model: Model, model_dir: Path, tmp_path: Path
+) -> None:
+    endless = [Request(engine, "m", s, max_new_tokens=20).wait() for s in SENTENCES]
+    last = endless[0].ids()[10]
+    folder = make_talkative(tmp_path / "m", max_length=CONTEXT, end_like=last)
+    engine.load("stops", str(folder))
+
+    answers = [Request(engine, "stops", s, max_new_tokens=20).wait() for s in SENTENCES]
+
+    for before, answer in zip(endless, answers, strict=True):
+        if answer.finish_reason() == "stop":
+            assert answer.ids() == [*before.ids()[: len(answer.ids()) - 1], EOS]
+            assert before.text().startswith(answer.text())
+        else:
+            assert answer.ids() == before.ids()
+        assert is_greedy(folder, answer.prompt, answer.ids())
+    assert answers[0].finish_reason() == "stop"
 
 
 def test_rows_that_come_and_go_get_the_text_they_get_alone(
