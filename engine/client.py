@@ -95,10 +95,15 @@ class EngineClient:
             self._local.connection = None
 
     def lease(
-        self, name: str, model_dir: str, backend: str | None = None, precision: str | None = None
+        self,
+        name: str,
+        model_dir: str,
+        backend: str | None = None,
+        precision: str | None = None,
+        timeout_s: float = LOAD_TIMEOUT_S,
     ) -> Lease:
         """Loads a model that stays loaded while the lease is open (or this process lives)."""
-        connection = _Connection(self._path, LOAD_TIMEOUT_S)
+        connection = _Connection(self._path, timeout_s)
         body = {"name": name, "model_dir": model_dir, "lease": True}
         body |= {"backend": backend, "precision": precision}
         try:
@@ -184,7 +189,10 @@ class ModelHandle:
                 return
             while True:
                 try:
-                    lease = self._client.lease(self._name, self._model_dir, **self._options)
+                    left = max(deadline - time.monotonic(), 0.1)
+                    lease = self._client.lease(
+                        self._name, self._model_dir, **self._options, timeout_s=left
+                    )
                     break
                 except EngineUnavailable:
                     if time.monotonic() >= deadline:

@@ -86,6 +86,15 @@ class Model:
         }
 
 
+def _fail(sequences: list[Sequence], error: EngineError) -> None:
+    """Tells each; one that cannot be told (its client's event loop has gone) keeps no other."""
+    for sequence in sequences:
+        try:
+            sequence.fail(error)
+        except Exception:
+            logger.exception("a request could not be told that it failed")
+
+
 class Engine:
     """Thread-safe. `close` ends the thread and frees every model."""
 
@@ -191,8 +200,7 @@ class Engine:
         logger.info("unloaded %s", name)
 
     def _free(self, model: Model) -> None:
-        for sequence in model.batch.clear():
-            sequence.fail(ModelNotFound(f"{model.name} was unloaded"))
+        _fail(model.batch.clear(), ModelNotFound(f"{model.name} was unloaded"))
         model.compute.close()
         self.budget.release_weights(model.reserved_bytes)
         return_freed_memory()
@@ -255,6 +263,11 @@ class Engine:
             if self._closed or self._models.get(name) is not model:
                 raise ModelNotFound(f"model {name} is not loaded")
             waiting = len(model.batch.waiting)
+            if len(sequences) > self.settings.max_queue:
+                raise InvalidRequest(
+                    "parameters.num_return_sequences is above the queue's length,"
+                    f" {self.settings.max_queue}"
+                )
             if waiting + len(sequences) > self.settings.max_queue:
                 pace = model.statistics.seconds_per_request / model.batch.max_rows
                 raise Overloaded(
@@ -317,8 +330,7 @@ class Engine:
             known = isinstance(error, EngineError)
             failure = error if known else EngineError(f"a step of {model.name} failed")
             assert isinstance(failure, EngineError)
-            for sequence in model.batch.clear():
-                sequence.fail(failure)
+            _fail(model.batch.clear(), failure)
             return True
 
     def _step(self, model: Model) -> bool:

@@ -38,6 +38,7 @@ class Batch:
         self.rows: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._budget = budget
+        self._reserved_bytes = 0
 
     @property
     def has_work(self) -> bool:
@@ -47,9 +48,9 @@ class Batch:
         """The rows of the next decode step."""
         return [s for s in self.rows if s.state is State.DECODE]
 
-    def kv_bytes(self, sequence: Sequence) -> int:
-        """K/V bytes of a sequence at its longest."""
-        return sequence.max_tokens * self.model.config.kv_bytes_per_token
+    def _kv_bytes(self, *more: Sequence) -> int:
+        """K/V bytes of the rows, and of `more`, at their longest."""
+        return self.model.kv_bytes_for([s.max_tokens for s in (*self.rows, *more)])
 
     def schedule(self) -> list[Chunk]:
         """Drops who left or came too late; says which pieces of prompts are computed this turn.
@@ -81,14 +82,16 @@ class Batch:
         longest: a running sequence never has to stop for lack of memory."""
         while self.waiting and len(self.rows) < self.max_rows:
             sequence = self.waiting[0]
-            needed = self.kv_bytes(sequence)
+            needed = self._kv_bytes(sequence) - self._reserved_bytes
             if self._budget.reserve_kv(needed):
+                self._reserved_bytes += needed
                 self.waiting.popleft()
+                self.rows.append(sequence)
                 sequence.state = State.PREFILL
                 self.model.add_row()
-                self.rows.append(sequence)
                 return sequence
-            if self._budget.could_hold_kv(needed):
+            least = sequence.max_tokens * self.model.config.kv_bytes_per_token
+            if self._budget.could_hold_kv(least if self.rows else needed):
                 return None
             self.waiting.popleft()
             sequence.fail(OutOfMemory(self._budget.explain("the request's K/V cache", needed)))
@@ -115,7 +118,6 @@ class Batch:
 
     def _remove(self, row: int) -> None:
         """Closes a row: the last running row fills the hole, and a prompt behind it moves up."""
-        self._budget.release_kv(self.kv_bytes(self.rows[row]))
         last = len(self.rows) - 1
         if self.rows[last].state is State.PREFILL and row < last - 1:
             self._move(last - 1, row)
@@ -124,6 +126,9 @@ class Batch:
             self._move(last, row)
         self.model.remove_last_row()
         self.rows.pop()
+        freed = self._reserved_bytes - self._kv_bytes()
+        self._budget.release_kv(freed)
+        self._reserved_bytes -= freed
 
     def _move(self, source: int, target: int) -> None:
         self.model.move_row(source, target)

@@ -131,11 +131,16 @@ class EngineApp:
         name, inputs = request.path_params["name"], _text(body, "inputs")
         parameters = Parameters.parse(body.get("parameters"))
         timeout_s = body.get("timeout_s")
-        if timeout_s is not None and not (
-            isinstance(timeout_s, int | float) and 0 < timeout_s <= MAX_TIMEOUT_S
+        if timeout_s is not None and (
+            not isinstance(timeout_s, int | float)
+            or isinstance(timeout_s, bool)
+            or not 0 < timeout_s <= MAX_TIMEOUT_S
         ):
             raise InvalidRequest(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:.0f}")
-        if body.get("stream"):
+        stream = body.get("stream", False)
+        if not isinstance(stream, bool):
+            raise InvalidRequest("stream must be true or false")
+        if stream:
             return self._stream(name, inputs, parameters, timeout_s)
         loop = asyncio.get_running_loop()
         finished: asyncio.Future[None] = loop.create_future()
@@ -154,7 +159,7 @@ class EngineApp:
             await asyncio.wait([finished, gone], return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
-            if not finished.done():
+            if not finished.done() or answer.error is not None:
                 self._engine.cancel(sequences)
         if not finished.done():
             return Response(status_code=499)  # nobody reads it
@@ -224,13 +229,17 @@ async def _json_object(request: Request) -> dict[str, Any]:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
+    try:
+        json.dumps(body, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidRequest("the body holds half a surrogate pair, no character") from None
     return body
 
 
 def _text(body: dict[str, Any], name: str) -> str:
     value = body.get(name)
-    if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"{name} must be text that is not empty")
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise InvalidRequest(f"{name} must be text that is not empty, without NUL")
     return value
 
 

@@ -8,6 +8,7 @@ thread, one at a time.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -53,6 +54,9 @@ class BackendModel(Protocol):
 
     def length(self, row: int) -> int:
         """How many tokens the row's cache holds."""
+
+    def kv_bytes_for(self, lengths: Sequence[int]) -> int:
+        """What the cache will take once the rows that are open now have grown to `lengths`."""
 
     @property
     def kv_bytes(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.artifacts import Artifact
 from engine.backends import Ids, Logits
 from engine.errors import OutOfMemory
@@ -59,6 +61,9 @@ class MXNetModel:
 
     def length(self, row: int) -> int:
         return self._cache.lengths[row]
+
+    def kv_bytes_for(self, lengths: Sequence[int]) -> int:
+        return self._cache.num_bytes_for(lengths)
 
     @property
     def kv_bytes(self) -> int:

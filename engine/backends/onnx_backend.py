@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,9 @@ class OnnxModel:
 
     def length(self, row: int) -> int:
         return self._cache.lengths[row]
+
+    def kv_bytes_for(self, lengths: Sequence[int]) -> int:
+        return sum(lengths) * self.config.kv_bytes_per_token
 
     @property
     def kv_bytes(self) -> int:

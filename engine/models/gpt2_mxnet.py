@@ -10,6 +10,7 @@ In shapes: B rows, T new tokens, P cached tokens, C units, nh heads, hs head siz
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -253,6 +254,19 @@ class KVCache:
     def num_bytes(self) -> int:
         return self._rows * self._capacity * self.config.kv_bytes_per_token
 
+    def num_bytes_for(self, lengths: Sequence[int]) -> int:
+        """Once there are rows of these lengths: it has shape for the longest, and never shrinks
+        before it is empty."""
+        if not lengths:
+            return 0
+        rows, capacity = self._shape_for(len(lengths), max(lengths))
+        return rows * capacity * self.config.kv_bytes_per_token
+
+    def _shape_for(self, rows: int, length: int) -> tuple[int, int]:
+        blocks = -(-length // self.BLOCK)
+        capacity = min(max(self._capacity, blocks * self.BLOCK), self.config.max_length)
+        return max(self._rows, 1 << (rows - 1).bit_length()), capacity
+
     def add_row(self) -> int:
         """Opens an empty row behind the others and returns its index."""
         self.lengths.append(0)
@@ -311,9 +325,7 @@ class KVCache:
     def _grow(self, rows: int, length: int) -> None:
         if rows <= self._rows and length <= self._capacity:
             return
-        rows = max(self._rows, 1 << (rows - 1).bit_length())
-        blocks = -(-length // self.BLOCK)
-        capacity = min(max(self._capacity, blocks * self.BLOCK), self.config.max_length)
+        rows, capacity = self._shape_for(rows, length)
         shape = (rows, self._heads, capacity, self.config.head_size)
         for place in self._places:
             old = self._arrays.get(place)

@@ -436,8 +436,7 @@ def test_memory_for_keys_and_values_is_given_back_after_each_request(
             lambda request: seen.append(engine.budget.kv_bytes),
             max_new_tokens=4,
         ).wait()
-        per_token = model.compute.config.kv_bytes_per_token
-        assert seen[-1] == per_token * (len(request.prompt) + 4)
+        assert seen[-1] == model.compute.kv_bytes_for([len(request.prompt) + 4]) > 0
         settle(engine)
         assert engine.budget.kv_bytes == 0
 
@@ -446,7 +445,7 @@ def test_a_request_that_can_never_have_memory_is_refused_at_once(
     engine: Engine, model: Model
 ) -> None:
     per_token = model.compute.config.kv_bytes_per_token
-    engine.budget.total_bytes = engine.budget.weight_bytes + 40 * per_token
+    engine.budget.total_bytes = engine.budget.weight_bytes + 64 * per_token
     refused = Request(engine, "m", PROMPT, max_new_tokens=400).wait()
     assert isinstance(refused.error, OutOfMemory)
     assert "K/V" in refused.error.message
@@ -459,7 +458,7 @@ def test_models_wait_for_memory_that_another_model_uses(
 ) -> None:
     other = engine.load("other", str(model_dir))
     per_token = model.compute.config.kv_bytes_per_token
-    engine.budget.total_bytes = engine.budget.weight_bytes + 100 * per_token
+    engine.budget.total_bytes = engine.budget.weight_bytes + 128 * per_token
     requests = [
         Request(engine, name, PROMPT, max_new_tokens=70) for name in ("m", "other") for _ in "12"
     ]
