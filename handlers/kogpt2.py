@@ -19,12 +19,12 @@ def _client() -> EngineClient:
     return EngineClient(_settings().engine_socket)
 
 
-def model_fn(model_dir: str, name: str) -> ModelHandle:
-    """Has the engine load the artifact in `model_dir` under `name`.
+def model_fn(model_dir: str, name: str | None = None) -> ModelHandle:
+    """Has the engine load the artifact in `model_dir`, under `name` or else under its path.
 
     Raises `engine.errors.EngineError`: `ArtifactError`, `OutOfMemory`, `EngineUnavailable`.
     """
-    return ModelHandle(_client(), name, model_dir)
+    return ModelHandle(_client(), name or model_dir, model_dir)
 
 
 def transform_fn(

@@ -94,7 +94,7 @@ class Cache:
         assert pin is not None
         try:
             fetched = Fetched(path, hit=True) if path.is_dir() else self._fetch_once(model, key)
-            os.utime(path)
+            _touch(path)
         except BaseException:
             os.close(pin)
             raise
@@ -112,7 +112,7 @@ class Cache:
             if not pins:
                 del self._pins[path]
         with contextlib.suppress(OSError):
-            os.utime(path)
+            _touch(path)
         os.close(pin)
 
     def used_bytes(self) -> int:
@@ -265,11 +265,11 @@ class Cache:
             return int(self._fetch_lock(key).read_text("ascii"))
         return size_bytes(self._models / key) + size_bytes(self._parts / key)
 
-    def _last_used(self, key: str) -> float:
+    def _last_used(self, key: str) -> int:
         for path in (self._models / key, self._parts / key):
             with contextlib.suppress(OSError):
-                return path.stat().st_mtime
-        return 0.0
+                return path.stat().st_mtime_ns
+        return 0
 
     def _locked_keys(self) -> set[str]:
         return {path.stem for path in self._locks.iterdir()}
@@ -308,6 +308,12 @@ def key_of(model: StoredModel) -> str:
     digest = hashlib.sha256(f"{model.url}\n{model.version}".encode("utf-8", "surrogateescape"))
     readable = re.sub(r"[^\w-]", "_", model.name)[-50:]
     return f"{readable}-{digest.hexdigest()[:24]}"
+
+
+def _touch(path: Path) -> None:
+    """The time as exact as it can be: the kernel's own stamps are some milliseconds apart."""
+    now_ns = time.time_ns()
+    os.utime(path, ns=(now_ns, now_ns))
 
 
 def _mb(size: int) -> str:

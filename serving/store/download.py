@@ -139,8 +139,10 @@ class Download:
         return [Range(number, at, min(at + step, size)) for at in range(0, size, step)]
 
     def _noted(self) -> set[Range]:
-        # A killed process may leave half a line at the end.
-        lines = re.findall(r"^(\d+) (\d+) (\d+)\n", self._notes.read_text("ascii"), re.MULTILINE)
+        # A killed process may leave half a line, and the next one writes on there.
+        lines = re.findall(
+            r"^range (\d+) (\d+) (\d+)\n", self._notes.read_text("ascii"), re.MULTILINE
+        )
         return {Range(*map(int, numbers)) for numbers in lines}
 
     def _work(self) -> None:
@@ -153,7 +155,7 @@ class Download:
                         wanted = self._pending.popleft()
                     with full_disk_is_an_error_of_ours("a model"):
                         self._fetch(wanted)
-                        notes.write(b"%d %d %d\n" % wanted)
+                        notes.write(b"range %d %d %d\n" % wanted)
                     with self._changed:
                         self._finished.add(wanted)
                         self.seconds = time.monotonic() - self._started

@@ -7,7 +7,7 @@ GOOGLE_APPLICATION_CREDENTIALS.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from serving.errors import (
@@ -21,6 +21,8 @@ from serving.store.stored import StoredFile
 
 DRIVERS = {"abfs": "adlfs", "gs": "gcsfs"}
 DENIED = (401, 403)
+# For one listing or range. The drivers' own retries may take minutes.
+TIMEOUT_S = 60.0
 
 
 class DriverBucket:
@@ -29,8 +31,9 @@ class DriverBucket:
     def __init__(self, scheme: str, name: str) -> None:
         self._scheme, self._name = scheme, name
         try:
-            import fsspec  # type: ignore[import-not-found, import-untyped, unused-ignore]
+            import fsspec.asyn  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
+            self._sync = fsspec.asyn.sync
             options = {"use_listings_cache": False, "skip_instance_cache": True}
             self._files = fsspec.filesystem(scheme, **options)
         except ImportError as error:
@@ -44,7 +47,7 @@ class DriverBucket:
     def head(self, key: str) -> StoredFile | None:
         try:
             with self._errors(key):
-                found = self._files.info(f"{self._name}/{key}", refresh=True)
+                found = self._call(self._files._info, f"{self._name}/{key}", refresh=True)
         except FileNotFoundError:
             return None
         return self._stored(key, found) if found["type"] == "file" else None
@@ -53,7 +56,8 @@ class DriverBucket:
         try:
             with self._errors(prefix):
                 self._files.invalidate_cache()
-                below = self._files.find(f"{self._name}/{prefix}".rstrip("/"), detail=True)
+                path = f"{self._name}/{prefix}".rstrip("/")
+                below = self._call(self._files._find, path, detail=True)
         except FileNotFoundError:
             return
         for path, found in below.items():
@@ -64,7 +68,8 @@ class DriverBucket:
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         try:
             with self._errors(file.address):
-                data = self._files.cat_file(f"{self._name}/{file.address}", start=start, end=stop)
+                path = f"{self._name}/{file.address}"
+                data = self._call(self._files._cat_file, path, start=start, end=stop)
             found = self.head(file.address)
         except FileNotFoundError:
             found = None
@@ -72,6 +77,10 @@ class DriverBucket:
         if found is None or found.version != file.version:
             raise ArtifactChanged(f"{self._scheme}://{self._name}/{file.address} has changed")
         yield data
+
+    def _call(self, method: Callable[..., Any], path: str, **options: Any) -> Any:
+        """Runs one of the driver's asynchronous methods, from any thread."""
+        return self._sync(self._files.loop, method, path, timeout=TIMEOUT_S, **options)
 
     def _stored(self, key: str, found: Mapping[str, Any]) -> StoredFile:
         changed = found.get("etag") or found.get("last_modified") or found.get("mtime")
@@ -87,7 +96,7 @@ class DriverBucket:
             raise
         except Exception as error:
             status = getattr(error, "status_code", None) or getattr(error, "code", None)
-            reason = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0] or type(error).__name__
             if isinstance(error, PermissionError) or status in DENIED:
                 raise StoreAccessDenied(f"{where}: access was denied: {reason}") from error
             raise StoreUnavailable(f"{where} cannot be read: {reason}") from error
