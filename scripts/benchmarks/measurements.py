@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tarfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ PARTS = ("bandwidth", "turns", "serving", "loading", "memory", "accuracy")
 DEMO = ("sowol", "dongju")
 OVERHEAD_TOKENS = 16
 BATCH = 8  # the rows of B=8
+SETTLE_S = 0.2  # until the thread pools of who was measured before have stopped spinning
 
 Results = dict[str, Any]
 
@@ -84,6 +86,7 @@ class Run:
                 for _ in range(self.plan.rounds):
                     for name, step in self._turn():
                         bar.set_postfix_str(name)
+                        time.sleep(SETTLE_S)
                         with self._skipping(name):
                             step()
                         bar.update()
@@ -167,6 +170,8 @@ class Run:
             steps.append(("serving", self._serving))
         if "turns" in self._processes:
             steps.append(("turns", self._turns))
+        if "bandwidth" in self._processes:
+            steps.append(("bandwidth", self._bandwidth))
         return [(name, step) for name, step in steps if name not in self.results["skipped"]]
 
     def _speed(self, contender: Contender) -> None:

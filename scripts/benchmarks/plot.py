@@ -33,10 +33,10 @@ def main() -> None:
     left.set_xlabel("ms per token, one request (log scale; less is better)")
     if results.get("bandwidth", {}).get("rounds"):
         for place, name in enumerate(names):
-            floor = statistics.median(goals.floor_ms(results, name))
+            floor = goals.floor_ms(results, name)
             left.plot([floor, floor], [place - 0.4, place + 0.4], color="black", linewidth=1.5)
         left.plot([], [], color="black", linewidth=1.5, label="weight bytes / read bandwidth")
-        left.legend(loc="lower right", frameon=False, fontsize=8)
+        figure.legend(loc="outside lower left", frameon=False, fontsize=8)
     together = [
         goals.tokens_per_s(results, n, 8 if "8" in results["contenders"][n]["rows"] else 1)
         for n in names

@@ -24,11 +24,11 @@ def lines(results: Results) -> Iterator[str]:
     if results["contenders"]:
         yield from _speed(results)
         yield ""
-    yield from _others(results)
+    if others := list(_others(results)):
+        yield from ("| | |", "|---|---|", *others, "")
     if "accuracy" in results:
-        yield ""
         yield from _accuracy(results)
-    yield ""
+        yield ""
     yield from _goals(results)
     for name, reason in results["skipped"].items():
         yield f"\nnot measured: {name} ({reason})"
@@ -49,7 +49,7 @@ def _speed(results: Results) -> Iterator[str]:
             found["label"],
             _spread([1000 / rate for rate in rates], 1),
             f"{statistics.median(goals.step_ms(results, name, 1)):.1f}",
-            f"{statistics.median(goals.floor_ms(results, name)):.1f}"
+            f"{goals.floor_ms(results, name):.1f}"
             if results.get("bandwidth", {}).get("rounds")
             else "",
             f"{statistics.median(rates):.0f}",
@@ -61,11 +61,14 @@ def _speed(results: Results) -> Iterator[str]:
 
 
 def _others(results: Results) -> Iterator[str]:
-    yield "| | |"
-    yield "|---|---|"
     if "bandwidth" in results:
         rates = [rate / 1e9 for rate in goals.bandwidth(results)]
-        yield f"| read bandwidth, GB/s | {_spread(rates, 1)} |"
+        kernels = {
+            name: statistics.median(entry[name] for entry in results["bandwidth"]["rounds"]) / 1e9
+            for name in results["bandwidth"]["rounds"][0]
+        }
+        each = ", ".join(f"{name} {rate:.0f}" for name, rate in kernels.items())
+        yield f"| read bandwidth, GB/s ({each}) | {_spread(rates, 1)} |"
     if "turns" in results:
         rounds, models = results["turns"]["rounds"], results["turns"]["models"]
         for label, key in (

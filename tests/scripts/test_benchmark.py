@@ -1,0 +1,142 @@
+"""scripts/benchmark measures a tiny model, and its ratios are those of its own rounds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from engine.artifacts import open_artifact
+from scripts.benchmarks import goals, random_model, tables
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("mxnet", "onnxruntime-fp32", "onnxruntime-int8")
+PARTS = ("bandwidth", "turns", "loading", "memory", "accuracy")
+
+
+def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / "benchmark", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The JSON and the output of a quick run of what needs neither peers nor Java."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    only = ",".join(("guides", *OURS, *PARTS))
+    result = run("--quick", "--only", only, "--workdir", folder, "--json", folder / "found.json")
+    assert result.returncode == 0, result.stderr
+    return json.loads((folder / "found.json").read_text(encoding="utf-8")), result.stdout
+
+
+def test_everything_asked_for_is_measured(measured: tuple[dict[str, Any], str]) -> None:
+    results, _ = measured
+    assert results["skipped"] == {}
+    assert set(results["contenders"]) == {"guides", *OURS}
+    assert set(PARTS) <= set(results)
+    for name, found in results["contenders"].items():
+        assert set(found["rows"]) == ({"1"} if name == "guides" else {"1", "8"})
+        for rows in found["rows"].values():
+            (entry,) = rows["rounds"]
+            assert 0 < entry["step_s"] < entry["seconds"]
+    assert results["machine"]["cores"] >= 1
+    assert {"mxnet", "onnxruntime"} <= set(results["machine"]["packages"])
+
+
+def test_the_fp32_contenders_write_the_same_text(measured: tuple[dict[str, Any], str]) -> None:
+    contenders = measured[0]["contenders"]
+    expected = contenders["guides"]["ids"]
+    assert len(expected) == measured[0]["plan"]["new_tokens"]
+    assert contenders["mxnet"]["ids"] == expected
+    assert contenders["onnxruntime-fp32"]["ids"] == expected
+
+
+def test_a_ratio_compares_measurements_of_the_same_round(
+    measured: tuple[dict[str, Any], str],
+) -> None:
+    results, _ = measured
+
+    def seconds(name: str, rows: str) -> float:
+        (entry,) = results["contenders"][name]["rows"][rows]["rounds"]
+        found: float = entry["seconds"]
+        return found
+
+    by_name = {goal["name"]: goal for goal in results["goals"]}
+    ratio = seconds("guides", "1") / seconds("onnxruntime-int8", "1")
+    goal = by_name["int8, B=1, against the guides' loop"]
+    assert goal["rounds"] == pytest.approx([ratio])
+    assert goal["met"] is (ratio >= goal["limit"])
+    batched = by_name["mxnet, B=8, tokens/s against its own B=1"]
+    assert batched["value"]["median"] == pytest.approx(
+        8 * seconds("mxnet", "1") / seconds("mxnet", "8")
+    )
+
+
+def test_a_goal_is_the_median_over_rounds_and_one_not_measured_has_no_value() -> None:
+    def contender(seconds: list[float]) -> dict[str, Any]:
+        rounds = [{"seconds": s, "first_token_s": s / 2, "step_s": s / 2} for s in seconds]
+        return {"label": "", "weight_bytes": 1, "rows": {"1": {"rounds": rounds}}}
+
+    results = {
+        "plan": {"new_tokens": 4},
+        "contenders": {
+            "guides": contender([10.0, 40.0, 93.0]),
+            "onnxruntime-int8": contender([1.0, 1.0, 3.0]),
+        },
+    }
+    found = {goal["name"]: goal for goal in goals.goals(results)}
+    guides = found["int8, B=1, against the guides' loop"]
+    assert guides["rounds"] == pytest.approx([10, 40, 31])
+    assert guides["value"] == pytest.approx({"min": 10, "median": 31, "max": 40})
+    assert guides["met"] is True
+    assert "value" not in found["int8, B=1, against llama.cpp Q8_0"]
+
+
+def test_the_tables_show_every_goal_and_contender(measured: tuple[dict[str, Any], str]) -> None:
+    results, output = measured
+    for goal in results["goals"]:
+        assert f"| {goal['name']} |" in output
+    for found in results["contenders"].values():
+        assert f"| {found['label']} |" in output
+    assert "\n".join(tables.lines(results)) in output
+
+
+def test_loads_are_timed_to_ready_and_on_to_the_first_token(
+    measured: tuple[dict[str, Any], str],
+) -> None:
+    loading = measured[0]["loading"]
+    for kind in ("warm", "cold"):
+        for entry in loading[kind]:
+            assert 0 < entry["ready_s"] < entry["first_token_s"]
+            assert 0 <= entry["resident_share"] <= 1
+
+
+def test_the_random_model_is_tokenized_into_what_it_wrote(tmp_path: Path) -> None:
+    config = random_model.TINY
+    folder = random_model.make(tmp_path, config, seed=0)
+    artifact = open_artifact(folder)
+    assert artifact.config == config
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.spiece_file))
+    ids = np.random.default_rng(1).integers(len(random_model.SPECIAL), len(tokenizer), 50).tolist()
+    text = "".join(tokenizer.id_to_piece(i) for i in ids)
+    assert tokenizer.encode(text) == ids
+    assert random_model.text_of([random_model.BOS, *ids]) == text
+    before = (folder / "kogpt2.params").stat().st_mtime_ns
+    assert random_model.make(tmp_path, config, seed=0) == folder
+    assert (folder / "kogpt2.params").stat().st_mtime_ns == before
+
+
+def test_help_shows_an_example_and_a_wrong_name_lists_the_right_ones() -> None:
+    shown = run("--help")
+    assert shown.returncode == 0
+    assert "scripts/benchmark --quick" in shown.stdout
+    wrong = run("--only", "triton")
+    assert wrong.returncode == 2
+    assert "triton" in wrong.stderr
+    assert "llama.cpp" in wrong.stderr
