@@ -239,8 +239,14 @@ class Engine:
         model = self._find(name)
         if not prompt:
             raise InvalidRequest("inputs is empty, must be text")
-        ids = model.tokenizer.encode(prompt)
         longest = model.compute.config.max_length
+        most = longest * model.tokenizer.longest_piece
+        if len(prompt) > most:  # known without tokenizing megabytes
+            raise PromptTooLong(
+                f"inputs has {len(prompt)} characters, more than {most} cannot fit into the"
+                f" model's context of {longest} tokens"
+            )
+        ids = model.tokenizer.encode(prompt)
         if len(ids) >= longest:
             raise PromptTooLong(
                 f"inputs has {len(ids)} tokens, at most {longest - 1} fit into the model's context"

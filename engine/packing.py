@@ -48,7 +48,10 @@ def build(artifact: Artifact, precision: str, store: Store) -> dict[str, Any]:
             end = tensor.offset
             _move(source, [tensor], store)
             source.truncate(end)
-    entry: dict[str, Any] = {"weight_bytes": sum(t.used_bytes for t in tensors)}
+    entry: dict[str, Any] = {
+        "weight_bytes": sum(t.used_bytes for t in tensors),
+        "read": [[t.entries["location"], *piece] for t in tensors for piece in t.used_pieces],
+    }
     entry["graph"] = store.add([model.SerializeToString()], ".onnx")
     for kind, table in tables.items():
         entry[kind] = store.add(_chunks(table), ".bin")
@@ -84,15 +87,21 @@ class _External:
         return sum(length for _, length in self.pieces)
 
     @property
+    def used_pieces(self) -> list[tuple[int, int]]:
+        """What computing reads: the packed copies where there are any."""
+        return self.pieces[1:] or self.pieces
+
+    @property
     def used_bytes(self) -> int:
-        """Bytes that computing reads: the packed copies where there are any."""
-        return sum(length for _, length in self.pieces[1:] or self.pieces)
+        return sum(length for _, length in self.used_pieces)
 
     def place(self, location: str, offsets: list[int]) -> None:
         self.entries |= {"location": location, "offset": str(offsets[0])}
         for (key, packed), offset in zip(self._packed.items(), offsets[1:], strict=True):
             kernel, _, *rest = packed
             self.entries[key] = f"{kernel}|{';'.join([str(offset), *rest])}"
+            packed[1] = str(offset)
+        self.offset = offsets[0]
         del self.tensor.external_data[:]
         for key, value in self.entries.items():
             self.tensor.external_data.add(key=key, value=value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 from pathlib import Path
 
 import sentencepiece
@@ -22,11 +23,12 @@ class SentencePieceTokenizer:
             raise ArtifactError(f"{path.name} is not a sentencepiece model: {error}") from None
         size = self._model.get_piece_size()
         self.vocab_size: int = size
-        self._pieces: list[str] = [self._model.id_to_piece(i) for i in range(size)]
-        self._silent = {i for i in range(size) if self._model.is_control(i)}
-        self._bytes = {
-            i: int(self._pieces[i][3:-1], 16) for i in range(size) if self._model.is_byte(i)
-        }
+        ids = list(range(size))  # asked for in one call each: there may be 50,000
+        self._pieces: list[str] = self._model.id_to_piece(ids)
+        self._silent = set(itertools.compress(ids, self._model.is_control(ids)))
+        byte_ids = itertools.compress(ids, self._model.is_byte(ids))
+        self._bytes = {i: int(self._pieces[i][3:-1], 16) for i in byte_ids}
+        self.longest_piece = max(map(len, self._pieces), default=1)
         self.bos_id = self._id("<s>")
         self.eos_id = self._id("</s>")
 

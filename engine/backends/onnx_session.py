@@ -44,6 +44,8 @@ def _options() -> Any:
     # An arena keeps the most a long prefill ever took; without one, a step takes as long.
     options.enable_cpu_mem_arena = False
     options.enable_mem_pattern = False
+    # Between steps the cores are for sampling and for other processes. Steps take no longer.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 
 
