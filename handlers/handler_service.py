@@ -17,6 +17,8 @@ from handlers.transformer import ModelTransformer
 logger = logging.getLogger(__name__)
 
 PROBE_HEADER = "x-kogpt2-probe"
+# On every answer, for the gateway to tell it from what MMS says in the worker's place.
+WORKER_HEADER = "x-kogpt2-worker"
 # In the folder that MMS knows the model by: where the model itself is, and its names.
 SLOT_FILE = "model.json"
 
@@ -46,6 +48,8 @@ class HandlerService(DefaultHandlerService):  # type: ignore[misc]
             logger.exception("model %s did not load", name)
 
     def handle(self, data: list[Mapping[str, Any]], context: Any) -> list[Any]:
+        for i in range(len(data)):
+            context.set_response_header(i, WORKER_HEADER, "1")
         headers = {str(k).lower(): v for k, v in context.get_all_request_header(0).items()}
         if self._secret and headers.get(PROBE_HEADER) == self._secret:
             context.set_response_content_type(0, "application/json")

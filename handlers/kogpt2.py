@@ -28,13 +28,18 @@ def model_fn(model_dir: str, name: str | None = None) -> ModelHandle:
 
 
 def transform_fn(
-    model: ModelHandle, body: bytes | bytearray | str, content_type: str | None, accept: str | None
+    model: ModelHandle,
+    body: bytes | bytearray | str,
+    content_type: str | None,
+    accept: str | None,
+    timeout_s: float | None = None,
 ) -> tuple[bytes, str]:
     """Continues the prompt in `body`; see `handlers.payload` for the formats.
 
     Returns the answer's bytes and content type. Raises `engine.errors.EngineError`.
     """
+    timeout_s = timeout_s or _settings().request_timeout_s
     request = parse(body, content_type)
     media_type = answer_type(accept, request.form)
-    answer = model.generate(request.inputs, request.parameters, _settings().request_timeout_s)
+    answer = model.generate(request.inputs, request.parameters, timeout_s)
     return format_answer(request, answer, media_type)

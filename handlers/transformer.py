@@ -20,6 +20,8 @@ from handlers import kogpt2
 
 logger = logging.getLogger(__name__)
 
+# How many seconds the answer may take; the gateway sends it.
+TIMEOUT_HEADER = "x-kogpt2-timeout"
 USER_SCRIPTS = ("code/inference.py", "inference.py")
 
 
@@ -52,7 +54,11 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
             if load_error is not None or self._model is None:
                 raise load_error or EngineError("the model is not loaded")
             body, kind = kogpt2.transform_fn(
-                self._model, request.get("body", b""), content_type, _header(headers, "accept")
+                self._model,
+                request.get("body", b""),
+                content_type,
+                _header(headers, "accept"),
+                float(_header(headers, TIMEOUT_HEADER) or 0) or None,
             )
         except Exception as error:
             failure = error

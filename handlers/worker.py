@@ -37,14 +37,14 @@ LOAD = b"L"
 class Worker:
     """Loads one model once and answers on each connection with a context of its own."""
 
-    def __init__(self, socket_path: str, tmp_dir: str) -> None:
+    def __init__(self, socket_path: str, tmp_dir: str, parent: int) -> None:
         self._socket_path, self._tmp_dir = Path(socket_path), Path(tmp_dir)
         self._lock = threading.Lock()
         self._handler: Any = None
         self._connections = 0
         self._alone_since = time.monotonic()
         self._had_connections = False
-        self._parent = os.getppid()
+        self._parent = parent
 
     def serve(self, listener: socket.socket) -> None:
         """Never returns: ends the process when MMS has left it."""
@@ -132,7 +132,10 @@ def _open_pipes(paths: list[Path], pipes: contextlib.ExitStack) -> None:
     """Lets MMS's readers begin; at the end closes and removes the pipes."""
     for path in paths:
         pipes.callback(path.unlink, missing_ok=True)
-        pipes.enter_context(path.open("w"))  # returns once MMS reads
+    for path in paths:
+        # For reading, too, or it would wait for MMS, which never reads if the model is unregistered
+        # first: then this thread, and with it the process, would stay for ever.
+        pipes.callback(os.close, os.open(path, os.O_RDWR))
 
 
 def main() -> None:
@@ -150,10 +153,11 @@ def main() -> None:
     # MMS waits for these two lines.
     print(f"[PID] {os.getpid()}", flush=True)
     print("MMS worker started.", flush=True)
+    watcher = os.getpid()
     while True:
         child = os.fork()
         if child == 0:
-            Worker(arguments.sock_name, arguments.tmp_dir).serve(listener)
+            Worker(arguments.sock_name, arguments.tmp_dir, watcher).serve(listener)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status == 0:
             path.unlink(missing_ok=True)

@@ -80,6 +80,11 @@ class BodyTooLarge(ServingError):
     type = "RequestTooLargeException"
 
 
+class HeadersTooLarge(ServingError):
+    status = 431
+    type = "RequestHeaderFieldsTooLargeException"
+
+
 class WorkerFailed(ServingError):
     """The model's worker died, or answered what cannot be understood."""
 

@@ -38,6 +38,8 @@ from serving.api.inference import Inference
 from serving.api.management import Management
 from serving.api.metrics import CONTENT_TYPE, Metrics
 from serving.errors import (
+    Conflict,
+    HeadersTooLarge,
     MethodNotAllowed,
     ResourceNotFound,
     ServingError,
@@ -54,6 +56,7 @@ logger = logging.getLogger(__name__)
 HEALTH_S = 0.5
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 SINGLE_MODEL = "model"
+MAX_HEADER_BYTES = 65_536
 
 
 class App:
@@ -78,7 +81,7 @@ class App:
 
     @staticmethod
     def _app(routes: Sequence[Route]) -> ASGIApp:
-        return Starlette(
+        app = Starlette(
             routes=list(routes),
             exception_handlers={
                 ServingError: error_response,
@@ -87,6 +90,8 @@ class App:
                 Exception: error_response,
             },
         )
+        app.router.redirect_slashes = False
+        return app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,6 +113,10 @@ class App:
 
         on_management = scope["server"][1] == self._gateway.settings.management_port
         app = self._management if on_management else self._inference
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            app = error_response(
+                Request(scope), HeadersTooLarge(f"headers have at most {MAX_HEADER_BYTES} bytes")
+            )
         try:
             await app(scope, receive, send_with_id)
         except Exception:  # answered already, by the handler for Exception
@@ -121,7 +130,7 @@ class App:
         if scope["path"] in ("/ping", "/metrics"):
             return
         headers = dict(scope["headers"])
-        target = headers.get(b"x-amzn-sagemaker-target-model", b"").decode("latin-1")
+        target = headers.get(b"x-amzn-sagemaker-target-model", b"").decode("utf-8", "replace")
         fields = {
             "request_id": scope["state"]["request_id"],
             "model": target or scope["state"]["model"],
@@ -136,6 +145,8 @@ class App:
         gateway = self._gateway
         if gateway.draining:
             raise Unavailable("the server is stopping", retry_after_s=5)
+        if gateway.start_error is not None:
+            raise Unavailable(f"the model did not load: {gateway.start_error}")
         if not (gateway.healthy and gateway.started):
             raise Unavailable("the server is starting", retry_after_s=1)
         return JSONResponse({"status": "Healthy"})
@@ -145,7 +156,7 @@ class App:
         statistics = None
         with contextlib.suppress(EngineError):
             statistics = await gateway.engine.statistics(timeout_s=2)
-        names = {model.engine_name: model.name for model in gateway.registry.models()}
+        names = gateway.registry.engine_names()
         return Response(gateway.metrics.text(statistics, names), media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:
@@ -189,10 +200,15 @@ async def _preload(gateway: Gateway) -> None:
     settings = gateway.settings
     single = Path(settings.base_dir) / "model"
     if not settings.sagemaker_multi_model and single.is_dir() and any(single.iterdir()):
-        stored = await asyncio.to_thread(locate, str(single), gateway.store, gateway.store_settings)
-        with contextlib.suppress(ServingError, EngineError):
+        gateway.single_model = SINGLE_MODEL
+        place = (str(single), gateway.store, gateway.store_settings)
+        try:
+            stored = await asyncio.to_thread(locate, *place)
             await gateway.registry.load(SINGLE_MODEL, str(single), stored, **_options(settings))
-            gateway.single_model = SINGLE_MODEL
+        except Conflict:  # the gateway before this one has loaded it
+            pass
+        except (ServingError, EngineError) as error:
+            gateway.start_error = error.message
     for name in filter(None, (n.strip() for n in settings.preload_models.split(","))):
         with contextlib.suppress(ServingError, EngineError):
             await gateway.registry.ensure(name, gateway.find)
@@ -201,7 +217,7 @@ async def _preload(gateway: Gateway) -> None:
 def _options(settings: Settings) -> dict[str, Any]:
     return {
         "initial_workers": settings.workers_per_model,
-        "response_timeout": settings.request_timeout_s + 10,
+        "response_timeout": settings.request_timeout_s,
     }
 
 
@@ -259,13 +275,15 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
     metrics = Metrics()
     client = MMSClient(mms.mms_socket(run_dir), secret)
     async with AsyncEngineClient(mms.engine_socket(run_dir)) as engine:
-        registry = Registry(settings, run_dir, client, engine, Cache(stores), metrics.observe)
+        cache = Cache(stores)
+        registry = Registry(settings, run_dir, client, engine, cache, metrics.observe)
         gateway = Gateway(settings, registry, client, engine, store, stores, metrics)
         try:
             yield gateway
         finally:
             for task in gateway.tasks:
                 task.cancel()
+            await asyncio.to_thread(cache.close)  # downloads end; the next server resumes them
             await client.close()
 
 
@@ -293,6 +311,7 @@ async def _start(gateway: Gateway) -> None:
     while not gateway.healthy:
         await asyncio.sleep(0.05)
     await gateway.registry.adopt()
+    gateway.adopted = True
     await _preload(gateway)
     gateway.started = True
 

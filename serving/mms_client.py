@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 # Carries the secret that asks a worker how its load went; handlers.handler_service answers it.
 PROBE_HEADER = "x-kogpt2-probe"
+# Tells a worker how many seconds its answer may take.
+TIMEOUT_HEADER = "x-kogpt2-timeout"
+# On every answer of a worker; one without it is MMS's own.
+WORKER_HEADER = "x-kogpt2-worker"
 PAGE = 100
 
 
@@ -27,6 +31,11 @@ class Answer:
     status: int
     headers: CIMultiDictProxy[str]
     body: bytes
+
+    @property
+    def by_worker(self) -> bool:
+        """Whether a worker answered, not MMS in its place."""
+        return WORKER_HEADER in self.headers
 
 
 class MMSClient:
@@ -103,8 +112,9 @@ class MMSClient:
         await self.call("DELETE", f"/models/{name}", timeout_s=timeout_s)
 
     async def describe(self, name: str) -> dict[str, Any]:
+        """MMS's own description; `{}` of a model that MMS does not know."""
         answer = await self.call("GET", f"/models/{name}", timeout_s=10)
-        found: dict[str, Any] = json.loads(answer.body)
+        found: dict[str, Any] = json.loads(answer.body) if answer.status == 200 else {}
         return found
 
     async def names(self) -> set[str]:

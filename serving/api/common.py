@@ -10,9 +10,10 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from engine.async_client import AsyncEngineClient
 from engine.errors import EngineError
@@ -26,8 +27,8 @@ from serving.errors import (
     Unavailable,
     WorkerFailed,
 )
-from serving.mms_client import Answer, MMSClient, message_of
-from serving.models import MMS_GRACE_S, Registry
+from serving.mms_client import TIMEOUT_HEADER, Answer, MMSClient, message_of
+from serving.models import MMS_GRACE_S, Model, Registry
 from serving.settings import Settings
 from serving.store import Store, StoredModel, StoreSettings
 
@@ -37,6 +38,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 TARGET_MODEL = "x-amzn-sagemaker-target-model"
 CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
+MAX_HEADER_CHARACTERS = 6000  # together; MMS takes 8192
 # Of a client's headers only these reach a worker: an odd one can stop it (fault 3 of MMS).
 FORWARDED = ("content-type", "accept", TARGET_MODEL, CUSTOM_ATTRIBUTES)
 # Of a worker's headers only these reach the client.
@@ -56,7 +58,9 @@ class Gateway:
     metrics: Metrics
     single_model: str | None = None
     healthy: bool = False
+    adopted: bool = False  # knows what the gateway before it had loaded
     started: bool = False  # what is to be there from the start is loaded
+    start_error: str | None = None  # why the one model of a single-model server is not there
     draining: bool = False
     requests: int = 0  # being answered
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -69,12 +73,10 @@ class Gateway:
     def find(self, name: str) -> StoredModel:
         if self.store is None:
             raise ModelNotFound(f"Model not found: {name}")
-        return self.store.find(name)
-
-    async def ensure(self, name: str) -> None:
-        """Loads `name` on demand where that is allowed. Raises `ModelNotFound`."""
-        if self.on_demand:
-            await self.registry.ensure(name, self.find)
+        try:
+            return self.store.find(name)
+        except OSError as error:  # a name that the file system cannot have
+            raise ModelNotFound(f"Model not found: {name[:200]} ({error.strerror})") from None
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -108,80 +110,105 @@ async def invoke(gateway: Gateway, request: Request, name: str) -> Response:
     """Has a model answer a request, loading it first where that is allowed."""
     if gateway.draining:
         raise Unavailable("the server is stopping", retry_after_s=5)
+    if not gateway.adopted:
+        raise Unavailable("the server is starting", retry_after_s=1)
     started = time.monotonic()
-    body = await read_body(request, gateway.settings.max_request_bytes)
-    headers = forwarded_headers(request)
-    status = 500
+    status, label = 500, ""  # a name that is no model is no label
     gateway.requests += 1
     request.state.model = name
     try:
-        for _ in range(3):  # it may be evicted between its load and its use
-            await gateway.ensure(name)
-            try:
-                async with gateway.registry.use(name) as model:
-                    answer = await _ask(gateway, model, body, headers)
-                break
-            except ModelNotFound:
-                if not gateway.on_demand:
-                    raise
-        else:
-            raise Unavailable(
-                f"Model {name} is loaded and evicted again and again", retry_after_s=2
-            )
+        headers = forwarded_headers(request)
+        body = await read_body(request, gateway.settings.max_request_bytes)
+        async with gateway.registry.use(name, gateway.find if gateway.on_demand else None) as model:
+            label = name
+            answer = await _ask(gateway, model, body, headers)
         status = answer.status
         return _response(answer)
     except (ServingError, EngineError) as error:
         status = error.status
         raise
+    except ClientDisconnect:
+        status = 499
+        raise
     finally:
         gateway.requests -= 1
-        gateway.metrics.request(name, status, time.monotonic() - started)
+        gateway.metrics.request(label, status, time.monotonic() - started)
 
 
-async def _ask(gateway: Gateway, model: Any, body: bytes, headers: dict[str, str]) -> Answer:
-    timeout_s = gateway.settings.request_timeout_s + MMS_GRACE_S
-    for attempt in range(2):
-        try:
-            answer = await gateway.mms.invoke(model.id, body, headers, timeout_s)
-        except Unavailable:
-            if attempt:
-                raise
-            answer = None
-        # MMS has been started again and does not know the model yet, or its worker died before
-        # it could say anything: once more, when it is back.
-        if answer is not None and not (attempt == 0 and _is_lost(answer)):
-            return answer
-        await gateway.registry.wait_until_restored(model, timeout_s)
-    raise Unavailable(f"Model {model.name} is being loaded again", retry_after_s=1)
+async def _ask(gateway: Gateway, model: Model, body: bytes, headers: dict[str, str]) -> Answer:
+    """The worker's answer. A worker that is lost meanwhile is asked once more when it is back."""
+    limit_s = gateway.registry.request_timeout_s(model)
+    headers = {**headers, TIMEOUT_HEADER: f"{limit_s:g}"}
+    timeout_s = limit_s + MMS_GRACE_S
+    end = time.monotonic() + timeout_s
+    try:
+        answer = await _ask_once(gateway, model, body, headers, timeout_s)
+    except Unavailable:  # MMS is being started again
+        answer = None
+    if answer is None or (not answer.by_worker and answer.status in (404, 500, 503)):
+        await gateway.registry.wait_until_restored(model, end - time.monotonic())
+        left_s = max(end - time.monotonic(), 1.0)
+        answer = await _ask_once(gateway, model, body, headers, left_s)
+    if answer is None or not answer.by_worker:
+        raise _error_of_mms(model, answer)
+    return answer
 
 
-def _is_lost(answer: Answer) -> bool:
-    if answer.status == 404:
-        return b"ModelNotFoundException" in answer.body
-    return answer.status in (500, 503) and answer.body.lstrip().startswith(b'{\n  "code"')
+async def _ask_once(
+    gateway: Gateway, model: Model, body: bytes, headers: dict[str, str], timeout_s: float
+) -> Answer | None:
+    """None if the worker is given up meanwhile: MMS would not answer then."""
+    call = asyncio.create_task(gateway.mms.invoke(model.id, body, headers, timeout_s))
+    lost = asyncio.create_task(model.lost.wait())
+    try:
+        await asyncio.wait((call, lost), return_when=asyncio.FIRST_COMPLETED)
+        return await call if call.done() else None
+    finally:
+        call.cancel()
+        lost.cancel()
+
+
+def _error_of_mms(model: Model, answer: Answer | None) -> ServingError:
+    """What MMS itself says in the place of a worker, as an error of ours."""
+    if answer is None or answer.status == 404:
+        return Unavailable(f"Model {model.name} is being loaded again", retry_after_s=1)
+    if answer.status == 503:
+        return Unavailable(f"Model {model.name} has too many requests", retry_after_s=1)
+    return WorkerFailed(f"the worker of model {model.name} failed ({message_of(answer)})")
 
 
 def _response(answer: Answer) -> Response:
-    if answer.status in (500, 503) and answer.body.lstrip().startswith(b'{\n  "code"'):
-        # MMS's own words, not a worker's.
-        if answer.status == 503:
-            raise Unavailable("the model has too many requests", retry_after_s=1)
-        raise WorkerFailed(f"the model's worker failed ({message_of(answer)})")
     headers = {name: answer.headers[name] for name in RETURNED if name in answer.headers}
     kind = answer.headers.get("content-type", "application/octet-stream")
     return Response(answer.body, answer.status, {**headers, "content-type": kind})
 
 
+def header_text(value: str) -> str:
+    """A header that may hold a name, as UTF-8; HTTP itself knows Latin-1 only."""
+    try:
+        return value.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return value
+
+
 def forwarded_headers(request: Request) -> dict[str, str]:
-    """The headers for a worker. Raises `BadRequest` for one that is not ASCII."""
+    """The headers for a worker. Raises `BadRequest` for one that it could not take."""
     found = {"x-request-id": request.state.request_id}
     for name in FORWARDED:
         value = request.headers.get(name)
         if value is None:
             continue
+        if name == TARGET_MODEL and not value.isascii():
+            value = quote(header_text(value))
         if not value.isascii() or not value.isprintable():
             raise BadRequest(f"the header {name} must be printable ASCII")
         found[name] = value
+    size = sum(map(len, found.values()))
+    if size > MAX_HEADER_CHARACTERS:
+        raise BadRequest(
+            f"the headers {', '.join(FORWARDED)} have {size} characters together, at most"
+            f" {MAX_HEADER_CHARACTERS} are taken"
+        )
     found.setdefault("content-type", "application/json")
     return found
 
@@ -191,12 +218,14 @@ def check_token(request: Request, token: str) -> None:
     if not token:
         return
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if not secrets.compare_digest(given.encode(), token.encode()):
+    if not secrets.compare_digest(given.encode("latin-1"), token.encode()):
         raise Unauthorized("send the token as Authorization: Bearer <token>")
 
 
 def error_response(request: Request, error: Exception) -> Response:
     """An error in MMS's shape. What is not meant for people goes to the log only."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # nobody reads it
     if not isinstance(error, ServingError | EngineError):
         logger.error("a request failed", exc_info=error)
         error = ServingError("an error inside the server; the log has it under the request id")
@@ -205,4 +234,5 @@ def error_response(request: Request, error: Exception) -> Response:
         headers["Retry-After"] = f"{max(error.retry_after_s, 1):.0f}"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error.to_body(), error.status, headers)
+    text = json.dumps(error.to_body(), ensure_ascii=False).encode("utf-8", "backslashreplace")
+    return Response(text, error.status, headers, media_type="application/json")

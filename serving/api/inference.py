@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from engine.errors import EngineError
-from serving.api.common import TARGET_MODEL, Gateway, check_token, invoke
+from serving.api.common import TARGET_MODEL, Gateway, check_token, header_text, invoke
 from serving.errors import BadRequest, ServingError
 
 SUFFIX = ".tar.gz"
@@ -46,7 +46,7 @@ class Inference:
     def _target(self, request: Request) -> str:
         target = request.headers.get(TARGET_MODEL) or request.query_params.get("model_name")
         if target:
-            return target.removesuffix(SUFFIX).lstrip("/")
+            return header_text(target).removesuffix(SUFFIX).lstrip("/")
         if self._gateway.single_model is not None:
             return self._gateway.single_model
         raise BadRequest(
@@ -66,9 +66,10 @@ class Inference:
             response = JSONResponse(error.to_body(), error.status)
         if response.status_code >= 400:
             text = bytes(response.body).decode("utf-8", "replace")
+            side = "client" if response.status_code < 500 else "server"
             said = {
                 "ErrorCode": "MODEL_ERROR",
-                "Message": f"Received client error ({response.status_code}) from model: {text}",
+                "Message": f"Received {side} error ({response.status_code}) from model: {text}",
                 "OriginalMessage": text,
                 "OriginalStatusCode": response.status_code,
                 "LogStreamArn": "",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,12 +19,14 @@ from starlette.routing import Route
 
 from engine.errors import EngineError
 from serving.api.common import Gateway, check_token, read_json_object
-from serving.errors import BadRequest, ServingError, Unavailable
+from serving.errors import BadRequest, ModelNotFound, ServingError, Unavailable
 from serving.mms import HANDLER
 from serving.store import locate
 
 PAGE = 100
 MAX_WORKERS = 64
+MAX_TEXT = 1024
+INTEGER = re.compile(r"-?[0-9]{1,18}")
 LOAD_PARAMETERS = {
     "model_name", "url", "handler", "runtime", "batch_size", "max_batch_delay", "initial_workers",
     "synchronous", "response_timeout", "preload_model",
@@ -47,6 +51,8 @@ class Management:
         check_token(request, gateway.settings.management_token)
         if gateway.draining:
             raise Unavailable("the server is stopping", retry_after_s=5)
+        if not gateway.adopted:
+            raise Unavailable("the server is starting", retry_after_s=1)
         body = await read_json_object(request, gateway.settings.max_request_bytes)
         given = {**body, **request.query_params}
         for name in given:
@@ -54,7 +60,7 @@ class Management:
                 raise BadRequest(
                     f"{name} is not known; known are {', '.join(sorted(LOAD_PARAMETERS))}"
                 )
-        url = _text(given, "url")
+        url, name = _text(given, "url"), _text(given, "model_name")
         if not url:
             raise BadRequest("Parameter url is required.")
         if given.get("handler") not in (None, HANDLER):
@@ -66,13 +72,16 @@ class Management:
             # MMS's own batching would have a lone request wait and a batch end with its longest
             # answer; the engine batches better, so MMS is never told to.
             "response_timeout": _integer(
-                given, "response_timeout", 1, 3600, gateway.settings.request_timeout_s + 10
+                given, "response_timeout", 1, 3600, gateway.settings.request_timeout_s
             ),
         }
         _integer(given, "batch_size", 1, 1024, 1)
         _integer(given, "max_batch_delay", 0, 600_000, 0)
-        stored = await asyncio.to_thread(locate, url, gateway.store, gateway.store_settings)
-        name = _text(given, "model_name") or stored.name
+        try:
+            stored = await asyncio.to_thread(locate, url, gateway.store, gateway.store_settings)
+        except OSError as error:  # a name that the file system cannot have
+            raise ModelNotFound(f"Model not found: {url[:200]} ({error.strerror})") from None
+        name = name or stored.name
         request.state.model = name
         load = gateway.registry.load(name, url, stored, **options)
         if _boolean(given, "synchronous", True):
@@ -137,7 +146,9 @@ class Management:
             "PUT", f"/models/{model.id}", timeout_s=timeout_s, query=passed
         )
         if answer.status >= 400:
-            raise ServingError("Multi Model Server could not scale the workers")
+            raise Unavailable("Multi Model Server could not scale the workers", retry_after_s=1)
+        # For the next start of its workers.
+        model.options = {**model.options, "initial_workers": low}
         return JSONResponse({"status": "Workers scaled"})
 
     async def unload(self, request: Request) -> Response:
@@ -158,15 +169,17 @@ def _text(given: Mapping[str, Any], name: str) -> str:
     value = given.get(name, "")
     if not isinstance(value, str):
         raise BadRequest(f"{name} must be text")
+    if len(value) > MAX_TEXT or any(unicodedata.category(c) in ("Cc", "Cs") for c in value):
+        raise BadRequest(f"{name} must have at most {MAX_TEXT} characters and no control ones")
     return value
 
 
 def _integer(given: Mapping[str, Any], name: str, low: int, high: int, default: int) -> int:
     value = given.get(name, default)
-    if isinstance(value, str) and value.lstrip("-").isdecimal():
+    if isinstance(value, str) and INTEGER.fullmatch(value):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise BadRequest(f"{name} must be an integer from {low} to {high}, is {value!r}")
+        raise BadRequest(f"{name} must be an integer from {low} to {high}, is {value!r:.100}")
     return value
 
 
@@ -175,5 +188,5 @@ def _boolean(given: Mapping[str, Any], name: str, default: bool) -> bool:
     if isinstance(value, str) and value.lower() in ("true", "false"):
         value = value.lower() == "true"
     if not isinstance(value, bool):
-        raise BadRequest(f"{name} must be true or false, is {value!r}")
+        raise BadRequest(f"{name} must be true or false, is {value!r:.100}")
     return value

@@ -36,20 +36,31 @@ class Server:
     """`serve` in a process of its own; `log` is the file of everything it prints."""
 
     def __init__(
-        self, folder: Path, store: Path | None = None, environment: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        store: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        *,
+        options: bool = True,
     ) -> None:
+        """Without `options` the ports come from the environment, as SageMaker gives them."""
         self.port, self.management_port = free_port(), free_port()
+        self.run_dir = folder / "run"
         self.log = folder / "server.log"
+        ports = {"SAGEMAKER_BIND_TO_PORT": str(self.port), "HOST": "127.0.0.1"}
+        ports["MANAGEMENT_PORT"] = str(self.management_port)
         command = [sys.executable, "-m", "serving.entrypoint", "serve"]
-        command += ["--port", str(self.port), "--management-port", str(self.management_port)]
-        command += ["--host", "127.0.0.1"]
+        if options:
+            ports = {}
+            command += ["--port", str(self.port), "--management-port", str(self.management_port)]
+            command += ["--host", "127.0.0.1"]
         if store is not None:
             command += ["--model-store", str(store)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
-                env={**os.environ, "RUN_DIR": str(folder / "run"), **(environment or {})},
+                env={**os.environ, "RUN_DIR": str(self.run_dir), **ports, **(environment or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -108,6 +119,9 @@ class Server:
         if isinstance(body, bytes):
             return requests.post(url, data=body, headers=headers, timeout=90)
         return requests.post(url, json=body, headers=headers, timeout=90)
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
 
     def management(self, path: str) -> str:
         return f"http://127.0.0.1:{self.management_port}{path}"

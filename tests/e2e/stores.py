@@ -1,0 +1,109 @@
+"""Stores of small models with random weights, and servers on them that start fast."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from engine.client import EngineClient
+from tests.e2e.server import Server, eventually
+from tests.engine.models import make_artifact
+
+FAST = {"ENGINE_BACKEND": "onnxruntime", "ENGINE_PRECISION": "fp32"}
+SMALL_BYTES = 1_734_656  # what the engine reserves for one: 2 fit into 4 MiB, 5 into 9
+SHORT = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 16}}
+# Some seconds of work for `slow`.
+LONG = {
+    "inputs": "나는 오늘",
+    "parameters": {"max_new_tokens": 1000, "num_return_sequences": 2, "temperature": 0.01},
+}
+
+
+def small(path: Path, seed: int = 0) -> Path:
+    """A model whose greedy text differs from that of other seeds."""
+    return make_artifact(path, layers=2, units=128, vocab=160, max_length=128, seed=seed)
+
+
+def slow(path: Path) -> Path:
+    """A model that takes some seconds for `LONG`."""
+    return make_artifact(path, layers=4, units=256, heads=4, vocab=160, max_length=1024)
+
+
+def packed(folder: Path, archive: Path) -> Path:
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
+        for file in sorted(folder.iterdir()):
+            tar.add(file, file.name)
+    return archive
+
+
+@contextlib.contextmanager
+def serving(folder: Path, store: Path | None = None, **environment: str) -> Iterator[Server]:
+    """A ready server with the fast backend."""
+    folder.mkdir(exist_ok=True)
+    server = Server(folder, store, {**FAST, **environment})
+    try:
+        yield server.wait_until_ready()
+    finally:
+        if server.process.poll() is None:
+            server.stop()
+
+
+def statistics(server: Server) -> dict[str, Any]:
+    """The engine's own."""
+    client = EngineClient(str(server.run_dir / "engine.sock"))
+    try:
+        found: dict[str, Any] = client.request("GET", "/statistics")
+        return found
+    finally:
+        client.close()
+
+
+def running(server: Server) -> int:
+    """Sequences that the engine works on."""
+    return sum(m["running"] + m["waiting"] for m in statistics(server)["models"])
+
+
+@contextlib.contextmanager
+def in_flight(server: Server, name: str, clients: int) -> Iterator[list[Future[requests.Response]]]:
+    """So many long requests that are being worked on."""
+    with ThreadPoolExecutor(clients) as pool:
+        answers = [pool.submit(server.predict, name, LONG) for _ in range(clients)]
+        eventually(lambda: running(server) >= 2 * clients)
+        yield answers
+
+
+def text(answer: requests.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    generated: str = answer.json()["generated_text"]
+    return generated
+
+
+def error(answer: requests.Response) -> tuple[int, str]:
+    """Status and type of an error in the one shape that all have."""
+    body = answer.json()
+    assert set(body) == {"code", "type", "message"}, body
+    assert body["code"] == answer.status_code
+    assert "Traceback" not in answer.text
+    assert answer.headers["x-request-id"]
+    return answer.status_code, body["type"]
+
+
+def raw(port: int, request: bytes, timeout_s: float = 10.0) -> bytes:
+    """What the server answers to these bytes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
+        connection.sendall(request)
+        answer = b""
+        while piece := connection.recv(65_536):
+            answer += piece
+            head, end, body = answer.partition(b"\r\n\r\n")
+            if end and f"content-length: {len(body)}".encode() in head.lower():
+                break
+    return answer

@@ -1,0 +1,100 @@
+"""The AWS client, unmodified, with `endpoint_url` set to a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+import pytest
+from botocore.config import Config
+from botocore.exceptions import ClientError
+
+from tests.e2e.stores import SHORT, packed, serving, small, text
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("aws")
+    for seed, name in enumerate(("a", "team/b", "봄")):
+        packed(small(folder / "unpacked" / name, seed), folder / "store" / f"{name}.tar.gz")
+    with serving(folder, folder / "store") as server:
+        made = boto3.client(
+            "sagemaker-runtime",
+            endpoint_url=server.url(""),
+            region_name="us-east-1",
+            aws_access_key_id="test",
+            aws_secret_access_key="test",  # noqa: S106
+            config=Config(retries={"total_max_attempts": 1}),
+        )
+        made.server = server
+        yield made
+        made.close()
+
+
+def invoke(client: Any, target: str, body: bytes | None = None, **options: Any) -> Any:
+    options = {"ContentType": "application/json", **options}
+    content = json.dumps(SHORT).encode() if body is None else body
+    return client.invoke_endpoint(EndpointName="e", TargetModel=target, Body=content, **options)
+
+
+@pytest.mark.parametrize("target", ["a.tar.gz", "/team/b.tar.gz", "team/b.tar.gz", "a"])
+def test_a_target_model_answers(client: Any, target: str) -> None:
+    answer = invoke(client, target)
+    assert answer["ResponseMetadata"]["HTTPStatusCode"] == 200
+    assert answer["ContentType"] == "application/json"
+    body = json.loads(answer["Body"].read())
+    name = target.strip("/").removesuffix(".tar.gz")
+    assert body["generated_text"] == text(client.server.predict(name, SHORT))
+
+
+def test_the_guides_json_string_works_as_it_does_there(client: Any) -> None:
+    answer = invoke(client, "a.tar.gz", json.dumps("나는 오늘").encode())
+    generated, steps, seconds = json.loads(answer["Body"].read())
+    assert generated.startswith("나는 오늘")
+    assert steps > 1
+    assert seconds > 0
+
+
+def test_accept_and_attributes_pass(client: Any) -> None:
+    answer = invoke(
+        client, "a.tar.gz", Accept="text/plain", CustomAttributes="trace=1", InferenceId="i"
+    )
+    assert answer["ContentType"].startswith("text/plain")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [(b"{", 400, "JSON"), (b'{"inputs": ""}', 400, "inputs"), (b'["a"]', 400, "JSON")],
+)
+def test_an_error_of_the_model_is_a_model_error(
+    client: Any, body: bytes, status: int, said: str
+) -> None:
+    with pytest.raises(client.exceptions.ModelError) as caught:
+        invoke(client, "a.tar.gz", body)
+    answer = caught.value.response
+    assert answer["ResponseMetadata"]["HTTPStatusCode"] == 424
+    assert answer["OriginalStatusCode"] == status
+    assert said in json.loads(answer["OriginalMessage"])["message"]
+    assert said in answer["Error"]["Message"]
+
+
+def test_a_wrong_content_type_is_a_model_error(client: Any) -> None:
+    with pytest.raises(client.exceptions.ModelError) as caught:
+        invoke(client, "a.tar.gz", ContentType="text/csv")
+    assert caught.value.response["OriginalStatusCode"] == 415
+
+
+@pytest.mark.parametrize("target", ["nothing.tar.gz", "../a.tar.gz", "a/../../etc.tar.gz"])
+def test_an_unknown_model_is_a_validation_error(client: Any, target: str) -> None:
+    with pytest.raises(ClientError) as caught:
+        invoke(client, target)
+    assert caught.value.response["Error"]["Code"] == "ValidationError"
+    assert caught.value.response["ResponseMetadata"]["HTTPStatusCode"] == 400
+
+
+def test_no_target_is_a_validation_error(client: Any) -> None:
+    with pytest.raises(ClientError) as caught:
+        client.invoke_endpoint(EndpointName="e", Body=b"{}")
+    assert caught.value.response["Error"]["Code"] == "ValidationError"

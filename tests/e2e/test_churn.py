@@ -1,0 +1,83 @@
+"""Many models, little room, many clients: for as long as it goes on, nothing goes wrong."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from tests.e2e.server import Server, eventually
+from tests.e2e.stores import SHORT, packed, serving, small, statistics, text
+
+MODELS, ROOM, CLIENTS = 20, 5, 8
+WARM_UP_S, CHURN_S = 6.0, 20.0
+
+
+def churn(server: Server, expected: dict[str, str], seconds: float) -> Counter[int | str]:
+    """What the answers were: their status, or `wrong`."""
+    end = time.monotonic() + seconds
+
+    def client(seed: int) -> Counter[int | str]:
+        chance, seen = random.Random(seed), Counter[int | str]()  # noqa: S311
+        with requests.Session() as session:
+            while time.monotonic() < end:
+                name = chance.choice(list(expected))
+                url = server.url(f"/predictions/{name}")
+                answer = session.post(url, json=SHORT, timeout=60)
+                right = answer.status_code != 200 or text(answer) == expected[name]
+                seen[answer.status_code if right else "wrong"] += 1
+        return seen
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return sum(pool.map(client, range(CLIENTS)), Counter[int | str]())
+
+
+def held(server: Server) -> tuple[int, int, int]:
+    """Open files of the gateway and of the engine, and the gateway's memory in bytes."""
+    gateway = server.descendants("serving.gateway")[0]
+    engine = server.descendants("-m engine")[0]
+    return gateway.num_fds(), engine.num_fds(), gateway.memory_info().rss
+
+
+@pytest.mark.slow
+def test_twenty_models_in_the_room_of_five_answer_as_each_does_alone(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    for seed in range(MODELS):
+        if seed % 2:
+            packed(small(tmp_path / "unpacked" / f"m{seed}", seed), store / f"m{seed}.tar.gz")
+        else:
+            small(store / f"m{seed}", seed)
+    with serving(tmp_path / "server", store, ENGINE_MEMORY_MIB="9") as server:
+        expected = {f"m{i}": text(server.predict(f"m{i}", SHORT)) for i in range(MODELS)}
+        assert len(set(expected.values())) == MODELS
+        assert set(churn(server, expected, WARM_UP_S)) == {200}
+        files, engine_files, memory = held(server)
+
+        seen = churn(server, expected, CHURN_S)
+        assert set(seen) == {200}, seen
+        assert seen[200] > CLIENTS * 5
+
+        loaded = requests.get(server.url("/models"), timeout=10).json()["models"]
+        assert len(loaded) <= ROOM
+        eventually(lambda: len(statistics(server)["models"]) == len(loaded))
+        eventually(lambda: len(server.descendants("model_service_worker")) == 2 * len(loaded))
+        eventually(lambda: len(list(server.run_dir.glob(".mms.sock.*"))) <= len(loaded) + 1)
+        assert len(list(server.run_dir.glob("slots/*"))) == len(loaded)
+        assert not list(server.run_dir.glob("*-stdout")) or len(loaded)
+        after = held(server)
+        assert after[0] <= files + 10
+        assert after[1] <= engine_files + 10
+        assert after[2] < memory + (16 << 20)
+
+        for model in loaded:
+            assert server.unload(model["modelName"]).status_code == 200
+        assert statistics(server)["weight_bytes"] == 0
+        eventually(lambda: not server.descendants("model_service_worker"))
+        left = {p.pid for p in server.descendants() if p.status() == psutil.STATUS_ZOMBIE}
+        assert not left

@@ -1,0 +1,477 @@
+"""The routes of SageMaker's multi-model contract and of Multi Model Server, to the letter."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import requests
+
+from tests.e2e.server import Server, eventually
+from tests.e2e.stores import (
+    FAST,
+    SHORT,
+    SMALL_BYTES,
+    error,
+    in_flight,
+    raw,
+    serving,
+    slow,
+    small,
+    statistics,
+    text,
+)
+from tests.engine.models import spiece
+
+SHOWN_NAMES = ["봄 날", "v1.2", "team/봄", "a:b", "100%", "물음표?", "#", "a" * 200]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("contract")
+    for seed, name in enumerate(("a", "b", "봄")):
+        small(folder / "store" / name, seed)
+    slow(folder / "store" / "slow")
+    for name in ("no-spiece", "garbage", "wrong-config"):
+        small(folder / "store" / name)
+    (folder / "store" / "no-spiece" / "kogpt2.spiece").unlink()
+    (folder / "store" / "garbage" / "kogpt2.params").write_bytes(b"\0" * 5000)
+    (folder / "store" / "wrong-config" / "config.json").write_text('{"num_heads": 7}')
+    with serving(folder, folder / "store", LOAD_TIMEOUT_S="30") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def unloaded(server: Server) -> Iterator[None]:
+    yield
+    for model in models(server):
+        server.unload(quote(model["modelName"]))
+
+
+def models(server: Server) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = requests.get(server.url("/models"), timeout=10).json()["models"]
+    return found
+
+
+def post(url: str, body: Any = None, **options: Any) -> requests.Response:
+    return requests.post(url, json=body, timeout=60, **options)
+
+
+@pytest.mark.parametrize("port", ["port", "management_port"])
+def test_both_ports_load_list_describe_and_unload(server: Server, port: str) -> None:
+    base = f"http://127.0.0.1:{getattr(server, port)}/models"
+    loaded = post(base, {"model_name": "x", "url": "a"})
+    assert (loaded.status_code, loaded.json()) == (200, {"status": "Workers scaled"})
+    assert error(post(base, {"model_name": "x", "url": "b"})) == (409, "ConflictStatusException")
+    listed = {"models": [{"modelName": "x", "modelUrl": "a"}]}
+    assert requests.get(base, timeout=10).json() == listed
+    described = requests.get(f"{base}/x", timeout=10).json()
+    assert (described["modelName"], described["modelUrl"]) == ("x", "a")
+    gone = requests.delete(f"{base}/x", timeout=10)
+    assert (gone.status_code, gone.json()) == (200, {"status": 'Model "x" unregistered'})
+    assert requests.get(base, timeout=10).json() == {"models": []}
+    for method in ("get", "delete"):
+        answer = requests.request(method, f"{base}/x", timeout=10)
+        assert error(answer) == (404, "ModelNotFoundException")
+
+
+@pytest.mark.parametrize("name", SHOWN_NAMES)
+def test_names_with_anything_printable_work(server: Server, name: str) -> None:
+    assert server.load(name, "a").status_code == 200
+    assert models(server)[0]["modelName"] == name
+    path = quote(name, safe="")
+    assert requests.get(server.url(f"/models/{path}"), timeout=10).json()["modelName"] == name
+    assert text(server.predict(path, SHORT))
+    assert text(post(server.url(f"/models/{path}/invoke"), SHORT))
+    header = {"X-Amzn-SageMaker-Target-Model": name.encode()}
+    assert text(post(server.url("/invocations"), SHORT, headers=header))
+    answer = server.unload(path)
+    assert answer.json() == {"status": f'Model "{name}" unregistered'}
+
+
+def test_a_korean_name_works_as_curl_sends_it(server: Server) -> None:
+    assert server.load("봄").status_code == 200
+    for url in (server.management("/models/봄"), server.url("/models/봄")):
+        done = subprocess.run(["curl", "-s", url], capture_output=True, timeout=10, check=True)
+        assert json.loads(done.stdout)["modelName"] == "봄"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({}, 400, "Parameter url is required."),
+        ({"model_name": "x"}, 400, "Parameter url is required."),
+        ({"model_name": "x", "url": ""}, 400, "Parameter url is required."),
+        ({"url": 5}, 400, "url"),
+        ({"url": "a", "model_name": ["x"]}, 400, "model_name"),
+        ({"url": "a", "model_name": "a\nb"}, 400, "model_name"),
+        ({"url": "a", "model_name": "\ud800"}, 400, "model_name"),
+        ({"url": "\ud800"}, 400, "url"),
+        ({"url": "a", "model_name": "x" * 5000}, 400, "model_name"),
+        ({"url": "a", "initial_workers": "many"}, 400, "initial_workers"),
+        ({"url": "a", "initial_workers": 0}, 400, "initial_workers"),
+        ({"url": "a", "initial_workers": True}, 400, "initial_workers"),
+        ({"url": "a", "response_timeout": "--5"}, 400, "response_timeout"),
+        ({"url": "a", "response_timeout": "9" * 5000}, 400, "response_timeout"),
+        ({"url": "a", "synchronous": "maybe"}, 400, "synchronous"),
+        ({"url": "a", "batch_size": {}}, 400, "batch_size"),
+        ({"url": "a", "handler": "os:system"}, 400, "handler"),
+        ({"url": "a", "모름": 1}, 400, "모름"),
+        ({"url": "nothing"}, 404, "nothing"),
+        ({"url": "x" * 300}, 404, "xxx"),
+        ({"url": "../store/a"}, 400, ".."),
+        ({"url": "/etc"}, 400, "Allowed"),
+        ({"url": "file:///etc/passwd"}, 400, "Allowed"),
+        ({"url": "http://127.0.0.1/x.tar.gz"}, 400, "Allowed"),
+        ({"url": "s3://bucket/x.tar.gz"}, 400, "Allowed"),
+        ({"url": "ftp://x/y"}, 400, "Allowed"),
+        ([], 400, "object"),
+    ],
+    ids=str,
+)
+def test_a_wrong_load_is_told_what_is_wrong(
+    server: Server, body: Any, status: int, said: str
+) -> None:
+    answer = post(server.url("/models"), body)
+    assert error(answer)[0] == status, answer.text
+    assert said in answer.json()["message"]
+    assert models(server) == []
+
+
+@pytest.mark.parametrize("body", [b"{", b"nonsense", b"\xff\xfe", b"[" * 100_000, b'{"a":1e}'])
+def test_malformed_json_is_a_bad_request(server: Server, body: bytes) -> None:
+    for headers in ({"Content-Type": "application/json"}, {}):
+        answer = requests.post(server.url("/models"), data=body, headers=headers, timeout=10)
+        assert error(answer) == (400, "BadRequestException")
+
+
+def test_links_that_lead_out_of_the_store_are_refused(server: Server, tmp_path: Path) -> None:
+    store = server.run_dir.parent / "store"
+    outside = small(tmp_path / "outside")
+    (store / "link").symlink_to(outside)
+    try:
+        assert server.load("x", "link").status_code in (400, 404)
+        assert server.load("x", str(store / "link")).status_code == 400
+        assert server.load("x", f"{store}/../../{tmp_path.name}/outside").status_code == 400
+        assert server.load("x", str(store / "a")).status_code == 200
+    finally:
+        (store / "link").unlink()
+
+
+def test_a_model_can_be_registered_by_the_query_string(server: Server) -> None:
+    query = "url=a&model_name=q&initial_workers=2&synchronous=true&response_timeout=9"
+    assert post(server.url(f"/models?{query}")).status_code == 200
+    described = requests.get(server.url("/models/q"), timeout=10).json()
+    assert described["minWorkers"] == 2
+    assert post(server.url("/models?url=b")).status_code == 200  # the name comes from the url
+    assert [model["modelName"] for model in models(server)] == ["b", "q"]
+    assert error(post(server.url("/models?url=a&initial_workers=x")))[0] == 400
+
+
+def test_an_asynchronous_load_appears_later(server: Server) -> None:
+    answer = post(server.url("/models?url=a&synchronous=false"))
+    assert answer.status_code == 202
+    assert error(post(server.url("/models?url=a"))) == (409, "ConflictStatusException")
+    eventually(lambda: [m["modelName"] for m in models(server)] == ["a"])
+    assert post(server.url("/models?url=garbage&synchronous=false")).status_code == 202
+    eventually(lambda: "model garbage did not load" in server.text())
+    assert error(post(server.url("/models?url=nothing&synchronous=false")))[0] == 404
+
+
+def test_of_many_loads_of_one_name_one_wins(server: Server) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        statuses = [a.status_code for a in pool.map(lambda _: server.load("x", "a"), range(8))]
+    assert sorted(statuses) == [200] + [409] * 7
+    assert text(server.predict("x", SHORT))
+
+
+def test_different_names_load_side_by_side(server: Server) -> None:
+    names = ["x", "y", "z", "봄"]
+    with ThreadPoolExecutor(4) as pool:
+        assert {a.status_code for a in pool.map(lambda n: server.load(n, "a"), names)} == {200}
+    assert [model["modelName"] for model in models(server)] == names
+
+
+def test_the_list_comes_in_pages(server: Server) -> None:
+    for name in ("m1", "m2", "m3", "m4"):
+        server.load(name, "a")
+    url = server.url("/models")
+
+    def page(**query: Any) -> tuple[list[str], str | None]:
+        answer = requests.get(url, params=query, timeout=10).json()
+        return [m["modelName"] for m in answer["models"]], answer.get("nextPageToken")
+
+    names, token = page(limit=2)
+    assert names == ["m1", "m2"]
+    assert token is not None
+    assert page(limit=2, next_page_token=token) == (["m3", "m4"], None)
+    assert page(limit=3)[0] == ["m1", "m2", "m3"]
+    assert page(limit=4) == (["m1", "m2", "m3", "m4"], None)
+    assert page() == (["m1", "m2", "m3", "m4"], None)
+    for query in ("limit=0", "limit=101", "limit=x", "next_page_token=x", "next_page_token=-1"):
+        assert error(requests.get(f"{url}?{query}", timeout=10))[0] == 400, query
+
+
+def test_unknown_routes_and_methods_are_told(server: Server) -> None:
+    for path in ("/", "/nothing", "/model", "/predictions"):
+        answer = requests.get(server.url(path), timeout=10)
+        assert error(answer)[0] in (404, 405), path
+    nothing = error(requests.get(server.url("/nothing"), timeout=10))
+    assert nothing == (404, "ResourceNotFoundException")
+    for method, path in (("delete", "/models"), ("get", "/invocations"), ("post", "/ping")):
+        answer = requests.request(method, server.url(path), timeout=10)
+        assert error(answer) == (405, "MethodNotAllowedException")
+    here = requests.post(server.management("/predictions/a"), json=SHORT, timeout=10)
+    assert error(here) == (404, "ResourceNotFoundException")
+    assert error(post(server.url("/invocations"), SHORT))[0] == 400
+    assert requests.head(server.url("/ping"), timeout=10).status_code == 200
+    assert requests.head(server.url("/models/nothing"), timeout=10).status_code == 404
+
+
+def test_workers_can_be_scaled(server: Server) -> None:
+    server.load("x", "a", initial_workers=1)
+    url = server.url("/models/x")
+    scaled = requests.put(f"{url}?min_worker=3", timeout=10)
+    assert (scaled.status_code, scaled.json()) == (200, {"status": "Workers scaled"})
+    assert requests.get(url, timeout=10).json()["minWorkers"] == 3
+    assert text(server.predict("x", SHORT))
+    for query in ("min_worker=x", "min_worker=0", "min_worker=3&max_worker=2"):
+        assert error(requests.put(f"{url}?{query}", timeout=10))[0] == 400
+    answer = requests.put(server.url("/models/nothing?min_worker=1"), timeout=10)
+    assert error(answer) == (404, "ModelNotFoundException")
+
+
+def test_the_interface_describes_itself_without_any_other_host(server: Server) -> None:
+    for url in (server.url, server.management):
+        for method, path in (
+            ("options", "/"),
+            ("get", "/api-description"),
+            ("get", "/openapi.json"),
+        ):
+            document = requests.request(method, url(path), timeout=10).json()
+            assert document["openapi"].startswith("3.")
+            assert {"/ping", "/models", "/models/{name}", "/invocations"} <= set(document["paths"])
+        page = requests.get(url("/docs"), timeout=10)
+        assert page.headers["content-type"].startswith("text/html")
+        assert not re.search(r"(src|href)\s*=\s*['\"]?(https?:)?//", page.text)
+
+
+@pytest.mark.parametrize("path", ["/ping", "/models", "/nothing", "/models/x", "/metrics"])
+def test_every_answer_has_a_request_id(server: Server, path: str) -> None:
+    def answered(given: str | bytes | None) -> str:
+        headers = {} if given is None else {"x-request-id": given}
+        return requests.get(server.url(path), headers=headers, timeout=10).headers["x-request-id"]
+
+    assert answered("my-own.id_7") == "my-own.id_7"
+    assert len({answered(None), answered(None)}) == 2
+    for odd in ("x" * 129, "two words", "가".encode(), b"\x80"):
+        assert re.fullmatch(r"[0-9a-f-]{36}", answered(odd))
+
+
+ODD_HEADERS = [
+    ("Accept", "가".encode()),
+    ("Accept", b"\xff\xfe"),
+    ("Accept", b"x" * 5000),
+    ("Accept", b"a/b;q=\t1"),
+    ("Content-Type", "가".encode()),
+    ("Content-Type", b"application/json; charset=nonsense"),
+    ("Content-Type", b"multipart/form-data; boundary=x"),
+    ("Content-Type", b"multipart/form-data"),
+    ("Content-Type", b"x" * 8000),
+    ("Content-Type", b"application/x-www-form-urlencoded; charset=nonsense"),
+    ("X-Amzn-SageMaker-Target-Model", "가".encode()),
+    ("X-Amzn-SageMaker-Target-Model", b"\xff"),
+    ("X-Amzn-SageMaker-Target-Model", b"../../etc/passwd"),
+    ("X-Amzn-SageMaker-Target-Model", b"x" * 9000),
+    ("X-Amzn-SageMaker-Custom-Attributes", "가".encode()),
+    ("X-Amzn-SageMaker-Custom-Attributes", b"a%0d%0ab: c"),
+    ("X-Amzn-SageMaker-Custom-Attributes", b"x" * 50_000),
+    ("X-KoGPT2-Probe", b"guess"),
+    ("X-KoGPT2-Timeout", b"nonsense"),
+    ("Connection", b"upgrade"),
+    ("Transfer-Encoding", b"nonsense"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), ODD_HEADERS, ids=lambda v: str(v)[:40])
+def test_odd_headers_cannot_hurt_a_worker(server: Server, name: str, value: bytes) -> None:
+    server.load("x", "a", initial_workers=1)
+    workers = {p.pid for p in server.descendants("model_service_worker")}
+    body = json.dumps(SHORT).encode()
+    lines = [b"POST /models/x/invoke HTTP/1.1", b"Host: a", name.encode() + b": " + value]
+    if name != "Content-Type":
+        lines.append(b"Content-Type: application/json")
+    if name != "Transfer-Encoding":
+        lines.append(b"Content-Length: %d" % len(body))
+    answer = raw(server.port, b"\r\n".join(lines) + b"\r\n\r\n" + body)
+    status = int(answer.split()[1])
+    assert status == 200 or 400 <= status < 500, answer
+    assert text(server.predict("x", SHORT))
+    assert {p.pid for p in server.descendants("model_service_worker")} == workers
+
+
+def test_huge_and_many_headers_are_refused(server: Server) -> None:
+    for headers in ({"X-A": "a" * 200_000}, {f"X-{i}": "a" * 30 for i in range(5000)}):
+        answer = requests.get(server.url("/models"), headers=headers, timeout=10)
+        assert error(answer)[0] == 431
+
+
+# The life of a model
+
+
+@pytest.mark.parametrize(
+    ("url", "status", "said"),
+    [
+        ("no-spiece", 400, "spiece"),
+        ("garbage", 400, "params"),
+        ("wrong-config", 400, "heads"),
+        ("missing", 404, "missing"),
+    ],
+)
+def test_a_failed_load_leaves_nothing(server: Server, url: str, status: int, said: str) -> None:
+    for _ in range(2):
+        answer = server.load("x", url)
+        assert error(answer)[0] == status
+        assert said in answer.json()["message"]
+    assert error(server.predict("x", SHORT))[0] == 404
+    assert statistics(server)["models"] == []
+    assert statistics(server)["weight_bytes"] == 0
+    eventually(lambda: not server.descendants("model_service_worker"))
+    assert server.load("x", "a").status_code == 200
+
+
+def test_a_model_that_does_not_fit_is_507_with_the_numbers(tmp_path: Path) -> None:
+    small(tmp_path / "store" / "a")
+    slow(tmp_path / "store" / "slow")
+    with serving(tmp_path / "server", tmp_path / "store", ENGINE_MEMORY_MIB="4") as server:
+        answer = server.load("slow")
+        assert error(answer)[0] == 507
+        assert re.search(r"\d+ MiB.* 4 MiB", answer.json()["message"])
+        eventually(lambda: not server.descendants("model_service_worker"))
+        assert server.load("a").status_code == 200
+        assert server.load("b", "a").status_code == 200
+        assert error(server.load("c", "a"))[0] == 507  # an explicit load evicts nothing
+        assert [model["modelName"] for model in models(server)] == ["a", "b"]
+
+
+def test_unloading_waits_for_requests_and_gives_the_memory_back(server: Server) -> None:
+    server.load("slow")
+    server.load("a")
+    before = statistics(server)["weight_bytes"]
+    with in_flight(server, "slow", 6) as answers:
+        gone = server.unload("slow")
+        held = statistics(server)
+        assert all(answer.done() for answer in answers)
+        assert gone.status_code == 200
+        assert [answer.result().status_code for answer in answers] == [200] * 6
+    assert before - held["weight_bytes"] > SMALL_BYTES
+    assert held["weight_bytes"] == SMALL_BYTES
+    assert error(requests.get(server.url("/models/slow"), timeout=10))[0] == 404
+
+
+def test_a_model_that_drains_takes_no_more_requests(server: Server) -> None:
+    server.load("봄", "slow")  # not a name in the store, so nothing is loaded on demand
+    server.load("x", "slow")
+    with in_flight(server, "x", 1), ThreadPoolExecutor(2) as pool:
+        gone = [pool.submit(server.unload, "x") for _ in range(2)]
+        eventually(lambda: "x" not in [m["modelName"] for m in models(server)])
+        assert error(requests.get(server.url("/models/x"), timeout=10))[0] == 404
+        assert error(server.load("x", "a"))[0] == 409
+    assert sorted(g.result().status_code for g in gone) == [200, 404]
+
+
+def test_a_client_that_goes_away_does_not_break_its_load(server: Server) -> None:
+    with pytest.raises(requests.Timeout):
+        requests.post(server.url("/models"), json={"url": "slow"}, timeout=0.05)
+    eventually(lambda: [m["modelName"] for m in models(server)] == ["slow"])
+    assert text(server.predict("slow", SHORT))
+
+
+def test_a_model_can_be_unloaded_while_it_loads(server: Server) -> None:
+    post(server.url("/models?url=slow&synchronous=false"))
+    assert server.unload("slow").status_code == 200
+    assert statistics(server)["models"] == []
+
+
+# SageMaker's layouts
+
+
+def test_sagemaker_decides_what_is_loaded(tmp_path: Path) -> None:
+    base, name = tmp_path / "ml", "0f3a" * 8
+    small(base / "models" / name / "model", 0)
+    small(tmp_path / "store" / "a")
+    environment = {"SAGEMAKER_MULTI_MODEL": "true", "SAGEMAKER_BASE_DIR": str(base)}
+    with serving(tmp_path / "server", tmp_path / "store", **environment) as server:
+        invoke = server.url(f"/models/{name}/invoke")
+        target = {"X-Amzn-SageMaker-Target-Model": "시/봄.tar.gz".encode()}
+        assert error(post(invoke, SHORT, headers=target)) == (404, "ModelNotFoundException")
+        assert error(server.predict("a", SHORT))[0] == 404  # though the store has it
+        body = {"model_name": name, "url": str(base / "models" / name / "model")}
+        assert post(server.url("/models"), body, headers=target).status_code == 200
+        assert text(post(invoke, SHORT, headers=target))
+        assert "시/봄.tar.gz" in server.text()  # people know the model by this name
+        assert requests.delete(server.url(f"/models/{name}"), timeout=10).status_code == 200
+        assert error(post(invoke, SHORT, headers=target))[0] == 404
+        outside = {"model_name": name, "url": str(base / "models" / ".." / ".." / "outside")}
+        small(tmp_path / "outside")
+        assert error(post(server.url("/models"), outside))[0] == 400
+
+
+def test_a_single_model_is_loaded_at_the_start_on_the_port_that_sagemaker_names(
+    tmp_path: Path,
+) -> None:
+    small(tmp_path / "ml" / "model", 0)
+    (tmp_path / "server").mkdir()
+    (tmp_path / "store").mkdir()
+    environment = {
+        "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"),
+        "MODEL_STORE": str(tmp_path / "store"),
+    }
+    server = Server(tmp_path / "server", None, {**FAST, **environment}, options=False)
+    try:
+        server.wait_until_ready()
+        before = text(post(server.url("/invocations"), SHORT))
+        assert [model["modelName"] for model in models(server)] == ["model"]
+        server.descendants("serving.gateway")[0].kill()
+        eventually(lambda: "the gateway was killed by SIGKILL" in server.text())
+        eventually(server.is_ready)
+        assert text(post(server.url("/invocations"), SHORT)) == before
+    finally:
+        server.stop()
+
+
+def test_a_single_model_that_does_not_load_is_never_healthy(tmp_path: Path) -> None:
+    small(tmp_path / "ml" / "model")
+    (tmp_path / "ml" / "model" / "kogpt2.params").write_bytes(b"garbage")
+    (tmp_path / "server").mkdir()
+    environment = {**FAST, "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"), "START_TIMEOUT_S": "5"}
+    server = Server(tmp_path / "server", None, environment)
+    try:
+        eventually(lambda: "model model did not load" in server.text())
+        eventually(lambda: "did not load" in requests.get(server.url("/ping"), timeout=5).text)
+        assert error(requests.get(server.url("/ping"), timeout=5))[0] == 503
+        assert server.process.wait(15) == 1
+    finally:
+        server.stop()
+
+
+def test_an_artifact_can_hold_more_than_a_model(server: Server) -> None:
+    folder = server.run_dir.parent / "store" / "more"
+    try:
+        small(folder)
+        (folder / "json.py").write_text("raise SystemExit('an artifact ran')")
+        (folder / "MAR-INF").mkdir()
+        (folder / "MAR-INF" / "MANIFEST.json").write_text('{"model": {"handler": "evil"}}')
+        (folder / "README").write_bytes(spiece())
+        assert server.load("more").status_code == 200
+        assert text(server.predict("more", SHORT))
+    finally:
+        shutil.rmtree(folder)

@@ -1,0 +1,372 @@
+"""The faults of Multi Model Server and its toolkit are not seen from outside, and neither is a
+process that dies.
+
+Tested elsewhere: a load that fails, also for want of memory, is no 200 and leaves the name free
+(test_contract.py); odd headers and Korean errors (test_contract.py, test_models.py); unloading
+under load (test_contract.py, test_on_demand.py); urls that lead elsewhere (test_contract.py) and
+archives that write elsewhere (serving/test_archive.py); taken ports, no Java, stale pid files and
+orphans (test_processes.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import statistics as numbers
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from tests.e2e.server import Server, eventually
+from tests.e2e.stores import (
+    LONG,
+    SHORT,
+    error,
+    in_flight,
+    running,
+    serving,
+    slow,
+    small,
+    statistics,
+    text,
+)
+
+BOUND_S = 30.0  # within which every request is answered, whatever dies
+WORKER = "model_service_worker"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults") / "store"
+    for seed, name in enumerate(("a", "b", "봄")):
+        small(folder / name, seed)
+    slow(folder / "slow")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with `a`, `b` and `slow`, as healthy after each test as before."""
+    with serving(tmp_path_factory.mktemp("shared"), store) as running_server:
+        for name in ("a", "b", "slow"):
+            assert running_server.load(name).status_code == 200
+        yield running_server
+
+
+def workers(server: Server) -> set[int]:
+    return {process.pid for process in server.descendants(WORKER)}
+
+
+# What Multi Model Server and the toolkit do wrong
+
+
+def test_a_script_is_not_silently_replaced_by_the_built_in_handler(
+    shared: Server, store: Path
+) -> None:
+    folder = small(store / "script")
+    (folder / "code").mkdir()
+    (folder / "code" / "inference.py").write_text(
+        "def model_fn(model_dir):\n    return 0\n"
+        "def transform_fn(model, body, content_type, accept):\n    return b'own', 'text/plain'\n"
+    )
+    loaded = shared.load("script")
+    if loaded.status_code == 200:
+        assert shared.predict("script", SHORT).content == b"own"
+        shared.unload("script")
+    else:
+        assert error(loaded)[0] == 400
+        assert "inference.py" in loaded.json()["message"]
+
+
+def test_ping_is_503_while_a_part_does_not_answer(shared: Server) -> None:
+    for words in ("-m engine", "ModelServer"):
+        process = shared.descendants(words)[0]
+        process.suspend()
+        try:
+            eventually(lambda: not shared.is_ready(), 6)
+            answer = requests.get(shared.url("/ping"), timeout=5)
+            assert error(answer) == (503, "ServiceUnavailableException")
+        finally:
+            process.resume()
+        eventually(shared.is_ready)
+
+
+def test_ping_and_others_answer_at_once_while_a_model_is_busy(shared: Server) -> None:
+    def seconds() -> float:
+        started = time.perf_counter()
+        assert requests.get(shared.url("/ping"), timeout=5).status_code == 200
+        return time.perf_counter() - started
+
+    with in_flight(shared, "slow", 3) as busy:
+        times = []
+        while not all(answer.done() for answer in busy) and len(times) < 200:
+            times.append(seconds())
+        assert numbers.median(times) < 0.05
+        assert {answer.result().status_code for answer in busy} == {200}
+
+
+def test_a_time_limit_ends_the_request_and_not_the_worker(shared: Server) -> None:
+    assert shared.load("limited", "slow", response_timeout=1).status_code == 200
+    before = workers(shared)
+    body = {**LONG, "parameters": {**LONG["parameters"], "num_return_sequences": 16}}
+    started = time.monotonic()
+    answer = shared.predict("limited", body)
+    assert error(answer)[0] == 504
+    assert 0.9 < time.monotonic() - started < 4
+    assert running(shared) == 0  # its place in the batch is free
+    assert text(shared.predict("limited", SHORT))
+    assert workers(shared) == before
+    shared.unload("limited")
+
+
+def test_batching_options_make_nobody_wait(shared: Server) -> None:
+    loaded = shared.load("batched", "a", batch_size=8, max_batch_delay=3000)
+    assert loaded.status_code == 200
+    started = time.monotonic()
+    assert text(shared.predict("batched", SHORT)) == text(shared.predict("a", SHORT))
+    assert time.monotonic() - started < 2
+    shared.unload("batched")
+
+
+def test_more_requests_than_its_queue_holds_are_all_answered(shared: Server) -> None:
+    with ThreadPoolExecutor(150) as pool:
+        answers = list(pool.map(lambda _: shared.predict("a", SHORT), range(150)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({text(answer) for answer in answers}) == 1
+
+
+def test_each_request_of_many_has_its_own_headers(shared: Server) -> None:
+    def ask(i: int) -> str:
+        accept = ("application/json", "text/plain")[i % 2]
+        answer = shared.predict("a", SHORT, Accept=accept)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith(accept)
+        return accept
+
+    with ThreadPoolExecutor(16) as pool:
+        assert len(set(pool.map(ask, range(64)))) == 2
+
+
+def test_a_charset_changes_nothing_and_pickles_are_refused(shared: Server) -> None:
+    body = json.dumps(SHORT, ensure_ascii=False).encode()
+    plain = text(shared.predict("a", body, **{"Content-Type": "application/json"}))
+    kind = "application/json; charset=utf-8"
+    assert text(shared.predict("a", body, **{"Content-Type": kind})) == plain
+    for kind in ("application/x-npy", "application/python-pickle"):
+        refused = shared.predict("a", b"\x93NUMPY", **{"Content-Type": kind})
+        assert error(refused)[0] == 415
+
+
+def test_a_slow_store_holds_up_nothing_else(store: Path, tmp_path: Path) -> None:
+    """Multi Model Server downloads on the thread that answers everything."""
+    small(tmp_path / "ml" / "models" / "x" / "model")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, says nothing
+        environment = {
+            "MODEL_STORE": "s3://bucket/",
+            "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_REGION": "us-east-1",
+            "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"),
+        }
+        with serving(tmp_path / "server", None, **environment) as server:
+            stuck = [threading.Thread(target=_ignore, args=(server, f"m{i}")) for i in range(3)]
+            for thread in stuck:
+                thread.start()
+            time.sleep(0.5)
+            started = time.monotonic()
+            assert server.is_ready()
+            assert time.monotonic() - started < 0.5
+            url = str(tmp_path / "ml" / "models" / "x" / "model")
+            assert server.load("x", url).status_code == 200
+            assert time.monotonic() - started < 5
+            server.process.kill()
+            for process in server.descendants():
+                process.kill()
+        for thread in stuck:
+            thread.join(10)
+
+
+def _ignore(server: Server, name: str) -> None:
+    with contextlib.suppress(requests.RequestException):
+        server.predict(name, SHORT)
+
+
+def test_java_keeps_to_the_containers_limits(shared: Server) -> None:
+    line = shared.descendants("ModelServer")[0].cmdline()
+    assert "-Xmx256m" in line
+    assert "-XX:+ExitOnOutOfMemoryError" in line
+    assert "-XX:-UseContainerSupport" not in line
+
+
+def test_the_log_is_json_and_has_request_ids_and_models(shared: Server) -> None:
+    header = {"x-request-id": "find-me-1", "X-Amzn-SageMaker-Target-Model": "team/a.tar.gz"}
+    requests.post(shared.url("/models/a/invoke"), json=SHORT, headers=header, timeout=10)
+    found = eventually(lambda: [x for x in shared.text().splitlines() if "find-me-1" in x])
+    assert len(found) == 1
+    entry = json.loads(found[0])
+    assert (entry["model"], entry["status"]) == ("team/a.tar.gz", 200)
+    lines = shared.text().splitlines()
+    assert not [x for x in lines if x.startswith("Traceback") or x.startswith("  File")]
+
+
+def test_the_socket_files_of_workers_that_are_gone_are_removed(shared: Server) -> None:
+    for _ in range(5):
+        assert shared.load("봄").status_code == 200
+        assert shared.unload("봄").status_code == 200
+
+    def files() -> int:
+        return len(list(shared.run_dir.glob(".mms.sock.*")))
+
+    eventually(lambda: files() == 3)
+    assert text(shared.predict("a", SHORT))
+    assert not [path for path in shared.run_dir.glob("slots/*") if not any(path.iterdir())]
+    assert len(list(shared.run_dir.glob("slots/*"))) == 3
+
+
+# Processes that die while requests run
+
+
+class Load:
+    """Clients that ask all the time; `answers` are what they got, with the seconds it took."""
+
+    def __init__(self, server: Server, names: list[str], clients: int) -> None:
+        self.server, self.names = server, names
+        self.answers: list[tuple[int, float, str]] = []
+        self.broken: list[float] = []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        eventually(lambda: len(self.answers) >= 2 * len(self._threads))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(BOUND_S)
+            assert not thread.is_alive(), "a request hangs"
+
+    def _run(self, i: int) -> None:
+        name = self.names[i % len(self.names)]
+        while not self._stop.is_set():
+            started = time.monotonic()
+            try:
+                answer = self.server.predict(name, SHORT)
+            except requests.ConnectionError:
+                self.broken.append(time.monotonic() - started)
+                time.sleep(0.05)
+                continue
+            if answer.status_code != 200:
+                error(answer)
+                time.sleep(0.05)
+            said = answer.json().get("generated_text", answer.text)
+            self.answers.append((answer.status_code, time.monotonic() - started, said))
+
+
+@pytest.fixture
+def own(store: Path, tmp_path: Path) -> Iterator[Server]:
+    """A server with `a` and `b` that the test may break."""
+    with serving(tmp_path, store) as server:
+        for name in ("a", "b"):
+            assert server.load(name).status_code == 200
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("words", "which"),
+    [
+        ("-m engine", slice(0, 1)),
+        ("ModelServer", slice(0, 1)),
+        ("serving.mms", slice(0, 1)),
+        (WORKER, slice(0, 1)),
+        (WORKER, slice(1, 2)),
+        (WORKER, slice(None)),
+    ],
+    ids=["engine", "java", "launcher", "watcher", "worker", "all workers"],
+)
+def test_what_is_killed_under_load_comes_back_and_every_request_is_answered(
+    own: Server, words: str, which: slice
+) -> None:
+    expected = {text(own.predict(name, SHORT)) for name in ("a", "b")}
+    with Load(own, ["a", "b"], 6) as load:
+        for process in own.descendants(words)[which]:
+            process.kill()
+        time.sleep(0.5)
+        eventually(lambda: {s for s, _, _ in load.answers[-24:]} == {200}, BOUND_S)
+        eventually(own.is_ready)
+    assert not load.broken
+    assert {status for status, _, _ in load.answers} <= {200, 500, 503}
+    assert max(seconds for _, seconds, _ in load.answers) < BOUND_S
+    assert {said for status, _, said in load.answers if status == 200} == expected
+    for name in ("a", "b"):
+        assert own.unload(name).status_code == 200
+    eventually(lambda: not own.descendants(WORKER))
+    assert statistics(own)["models"] == []
+
+
+def test_a_gateway_that_is_killed_under_load_comes_back(own: Server) -> None:
+    with Load(own, ["a", "b"], 6) as load:
+        own.descendants("serving.gateway")[0].kill()
+        eventually(lambda: load.broken)
+        eventually(own.is_ready)
+        count = len(load.answers)
+        eventually(lambda: len(load.answers) > count + 24)
+        assert {status for status, _, _ in load.answers[-12:]} == {200}
+    assert {status for status, _, _ in load.answers} <= {200, 503}
+
+
+def test_a_gateway_that_is_killed_during_a_load_leaves_no_worker_of_it(own: Server) -> None:
+    with contextlib.suppress(requests.RequestException):
+        requests.post(own.url("/models"), json={"url": "slow"}, timeout=0.15)
+    own.descendants("serving.gateway")[0].kill()
+    eventually(lambda: "the gateway was killed by SIGKILL" in own.text())
+    eventually(own.is_ready)
+    listed = requests.get(own.url("/models"), timeout=10).json()["models"]
+    names = [model["modelName"] for model in listed]
+    eventually(lambda: len(own.descendants(WORKER)) == 2 * len(names))
+    assert text(own.predict("slow", SHORT))
+    assert text(own.predict("a", SHORT))
+
+
+def test_idle_models_come_back_after_the_engine_was_killed(own: Server) -> None:
+    own.descendants("-m engine")[0].kill()
+    eventually(lambda: "the engine was killed by SIGKILL" in own.text())
+
+    def held() -> int:
+        try:
+            return len(statistics(own)["models"])
+        except Exception:
+            return 0
+
+    eventually(lambda: held() == 2, 15)
+    assert text(own.predict("a", SHORT)) != text(own.predict("b", SHORT))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_finishes_what_is_in_flight(store: Path, tmp_path: Path, number: int) -> None:
+    with serving(tmp_path, store) as server:
+        server.load("slow")
+        below = server.descendants()
+        with in_flight(server, "slow", 3) as busy:
+            server.process.send_signal(number)
+            refused: Any = None
+            with contextlib.suppress(requests.ConnectionError):
+                refused = eventually(
+                    lambda: not server.is_ready() and server.predict("slow", SHORT)
+                )
+            assert refused is None or error(refused)[0] == 503
+            assert {answer.result().status_code for answer in busy} == {200}
+        assert server.process.wait(20) == 0
+        assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,86 @@
+"""`/metrics` for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.server import Server
+from tests.e2e.stores import SHORT, SMALL_BYTES, serving, small, text
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("metrics")
+    for seed in range(3):
+        small(folder / "models" / str(seed), seed)
+    with serving(folder, folder / "models", ENGINE_MEMORY_MIB="4") as running:
+        yield running
+
+
+def metrics(server: Server, port: str = "port") -> dict[tuple[str, ...], float]:
+    """By name and the values of labels in the order of their names."""
+    url = f"http://127.0.0.1:{getattr(server, port)}/metrics"
+    answer = requests.get(url, timeout=10)
+    assert answer.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
+        for family in text_string_to_metric_families(answer.content.decode("utf-8"))
+        for sample in family.samples
+    }
+
+
+def test_requests_are_counted_by_model_and_status(server: Server) -> None:
+    for name in ("봄", '이름 "a\\b'):
+        assert server.load(name, "0").status_code == 200
+    before = metrics(server)
+    for _ in range(3):
+        text(server.predict("봄", SHORT))
+    server.predict("봄", {"inputs": ""})
+    text(server.predict("이름 %22a%5Cb", SHORT))
+    for name in ("nothing", "%2e%2e/x", "x" * 300):
+        assert server.predict(name, SHORT).status_code in (400, 404)
+    after = metrics(server)
+
+    def more(*key: str) -> float:
+        return after[key] - before.get(key, 0)
+
+    assert more("kogpt2_requests_total", "봄", "200") == 3
+    assert more("kogpt2_requests_total", "봄", "400") == 1
+    assert more("kogpt2_requests_total", '이름 "a\\b', "200") == 1
+    assert more("kogpt2_requests_total", "", "404") >= 1
+    assert more("kogpt2_request_seconds_count", "봄") == 4
+    assert more("kogpt2_model_tokens_total", "봄") == 48
+    assert more("kogpt2_model_requests_total", "봄") == 3
+    # Whatever a client makes up is no label.
+    assert not [key for key in after if "nothing" in key or "x" * 300 in key or "../x" in key]
+    assert metrics(server, "management_port").keys() == after.keys()
+    for name in ("봄", "이름 %22a%5Cb"):
+        server.unload(name)
+
+
+def test_loads_and_evictions_and_the_engines_memory_are_shown(server: Server) -> None:
+    for name in ("0", "1", "2"):  # there is room for two
+        text(server.predict(name, SHORT))
+    found = metrics(server)
+    assert found["kogpt2_model_load_seconds_count", "2"] == 1
+    assert found["kogpt2_model_idle_at_eviction_seconds_count", "0"] == 1
+    assert found["kogpt2_model_unload_seconds_count", "0"] == 1
+    assert found["kogpt2_cache_requests_total", "true"] >= 3  # folders are used in place
+    assert found[("kogpt2_engine_up",)] == 1
+    assert found[("kogpt2_models",)] == 2
+    assert found[("kogpt2_engine_budget_bytes",)] == 4 << 20
+    assert found[("kogpt2_engine_weight_bytes",)] == 2 * SMALL_BYTES
+    assert found["kogpt2_model_steps_total", "2"] > 0
+
+
+def test_metrics_come_also_without_the_engine(server: Server) -> None:
+    engine = server.descendants("-m engine")[0]
+    engine.suspend()
+    try:
+        assert metrics(server)[("kogpt2_engine_up",)] == 0
+    finally:
+        engine.resume()
