@@ -59,12 +59,13 @@ def bandwidth(results: Results) -> list[float]:
 
 
 def floor_ms(results: Results, name: str) -> float:
-    """What reading the weights once takes at best: with the run's highest bandwidth.
+    """What reading the weights once takes, with the median of the run's bandwidths.
 
-    Not round by round: a disturbed measurement of the bandwidth would flatter the others.
+    Not the highest: the machines are shared, and a moment without neighbours is not what the steps
+    had. Not round by round: a disturbed measurement would flatter that round.
     """
     size: int = results["contenders"][name]["weight_bytes"]
-    return 1000 * size / max(bandwidth(results))
+    return 1000 * size / statistics.median(bandwidth(results))
 
 
 def _quotients(a: list[float], b: list[float]) -> list[float]:
