@@ -264,7 +264,7 @@ class Load:
             started = time.monotonic()
             try:
                 answer = self.server.predict(name, SHORT)
-            except requests.ConnectionError:
+            except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
                 self.broken.append(time.monotonic() - started)
                 time.sleep(0.05)
                 continue

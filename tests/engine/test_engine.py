@@ -450,6 +450,7 @@ def test_a_request_that_can_never_have_memory_is_refused_at_once(
     assert isinstance(refused.error, OutOfMemory)
     assert "K/V" in refused.error.message
     assert len(Request(engine, "m", PROMPT, max_new_tokens=20).wait().ids()) == 20
+    settle(engine)
     assert engine.budget.kv_bytes == 0
 
 
@@ -599,6 +600,7 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
     assert broken.error is not None
     assert broken.error.status == 500
     assert "fault" not in broken.error.message
+    settle(engine)
     assert engine.budget.kv_bytes == 0
     after = Request(engine, "m", PROMPT, max_new_tokens=5).wait()
     assert is_greedy(model_dir, after.prompt, after.ids())
