@@ -2,7 +2,7 @@
 
 MMS's own worker (mms/model_service_worker.py, 1.1.11) forks a process per connection, each with its
 own numpy and scipy: 39 MB a model and as much for each further worker. The built-in handler only
-waits for the engine, so threads serve it as well: 12 MB a model, however many requests MMS may pass
+waits for the engine, so threads serve it as well: 20 MB a model, however many requests MMS may pass
 on at once. The protocol and the service are MMS's own.
 
 The process that MMS starts only watches a fork of itself that does the work: MMS connects again to

@@ -189,8 +189,9 @@ def test_a_slow_store_holds_up_nothing_else(store: Path, tmp_path: Path) -> None
             url = str(tmp_path / "ml" / "models" / "x" / "model")
             assert server.load("x", url).status_code == 200
             assert time.monotonic() - started < 5
+            below = server.descendants()
             server.process.kill()
-            for process in server.descendants():
+            for process in below:
                 process.kill()
         for thread in stuck:
             thread.join(10)
