@@ -40,6 +40,7 @@ from engine.artifacts import Artifact, Weights
 from engine.backends import onnx_session
 from engine.blobs import Store, is_whole, sha256
 from engine.errors import OutOfMemory
+from engine.memory import return_freed_memory
 
 FORMAT = 2  # raise it when the graph or the quantization changes
 FOLDER = ".prepared"
@@ -210,7 +211,7 @@ def _build(artifact: Artifact, precision: str, folder: Path, key: str) -> Prepar
         entry = packing.build(artifact, precision, store)
         entry["files"] = {name: _stamp(folder / name) for name in sorted(store.names)}
         _write_json(folder / f"{key}.json", entry)
-    onnx_session.release_memory()
+    return_freed_memory()
     found = _read(folder, key)
     if found is None:
         raise OSError(f"{folder} does not keep what is written")

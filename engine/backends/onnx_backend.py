@@ -16,6 +16,7 @@ from engine.artifacts import Artifact
 from engine.backends import Ids, Logits, onnx_session
 from engine.config import GPT2Config
 from engine.errors import InvalidRequest, OutOfMemory, PromptTooLong
+from engine.memory import return_freed_memory
 from engine.prepared import Prepared, prepared
 
 MAX_ROWS = 32
@@ -99,7 +100,7 @@ class OnnxModel:
 
     def close(self) -> None:
         del self._bindings, self._session, self._cache, self._embedding, self._positions
-        onnx_session.release_memory()
+        return_freed_memory()
 
     def _check(self, ids: Ids, end: int) -> None:
         if end > self.config.max_length:

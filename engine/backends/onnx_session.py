@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +76,6 @@ def pack(graph: bytes, tensors: dict[str, Any], path: Path) -> Path:
     with out_of_memory("the model"):
         onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     return weights
-
-
-def release_memory() -> None:
-    """Gives the heap's free pages back to the operating system; glibc would keep them."""
-    with suppress(AttributeError):  # another libc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -33,8 +32,6 @@ from serving.settings import Settings
 from serving.store import Store, StoredModel, StoreSettings
 
 logger = logging.getLogger(__name__)
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 TARGET_MODEL = "x-amzn-sagemaker-target-model"
 CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
