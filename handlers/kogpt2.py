@@ -8,6 +8,8 @@ from engine.client import EngineClient, ModelHandle
 from handlers.payload import answer_type, format_answer, parse
 from handlers.settings import Settings
 
+IN_ENGINE = True
+
 
 @functools.cache
 def _settings() -> Settings:

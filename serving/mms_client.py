@@ -91,7 +91,8 @@ class MMSClient:
             raise WorkerFailed(f"the model's worker did not start ({message_of(answer)})")
 
     async def probe(self, name: str, timeout_s: float) -> dict[str, Any]:
-        """How the worker's load went: `{"status", "type"?, "message"?}`, 200 for well."""
+        """How the worker's load went: `{"status": 200, "in_engine": bool}` for well, or else
+        `{"status", "type", "message"}`."""
         answer = await self.invoke(name, b"", {PROBE_HEADER: self._probe_secret}, timeout_s)
         try:
             outcome = json.loads(answer.body)

@@ -74,6 +74,7 @@ class Model:
     in_flight: int = 0
     last_used: float = field(default_factory=time.monotonic)
     restoring: bool = False
+    in_engine: bool = True  # else its own worker holds it
     missed: int = 0  # how often in a row the engine did not hold it
     error: Exception | None = None
     # Set when its worker is given up: requests that wait for that worker try again.
@@ -226,6 +227,7 @@ class Registry:
         outcome = await self._mms.probe(model.id, timeout_s)
         if outcome["status"] != 200:
             raise _load_error(outcome)
+        model.in_engine = bool(outcome["in_engine"])
 
     async def _clean_up(self, model: Model) -> None:
         """Leaves no worker, no memory and no slot of a model; each step whatever the others do."""
@@ -379,7 +381,7 @@ class Registry:
         for model in self.models():
             stored = dataclasses.asdict(model.stored)
             row = {"name": model.name, "url": model.url, "id": model.id, "stored": stored}
-            rows.append({**row, "options": dict(model.options)})
+            rows.append({**row, "options": dict(model.options), "in_engine": model.in_engine})
         fresh = self._saved.with_suffix(".new")
         fresh.write_text(json.dumps(rows), encoding="utf-8")
         fresh.replace(self._saved)
@@ -393,6 +395,7 @@ class Registry:
         for row in rows:
             stored = StoredModel(**row["stored"])
             model = Model(row["name"], row["url"], row["id"], stored, row["options"])
+            model.in_engine = row["in_engine"]
             try:
                 model.fetched = await asyncio.to_thread(self._cache.acquire, stored)
             except ServingError as error:
@@ -426,7 +429,8 @@ class Registry:
     def _is_lost(model: Model, known: set[str], held: set[str]) -> bool:
         if model.state is not State.READY or model.restoring:
             return False
-        model.missed = 0 if model.engine_name in held else model.missed + 1
+        there = not model.in_engine or model.engine_name in held
+        model.missed = 0 if there else model.missed + 1
         return model.id not in known or model.missed >= (LOOKS_IN_USE if model.in_flight else LOOKS)
 
     async def _end_strangers(self, known: set[str]) -> None:
