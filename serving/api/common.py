@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 import time
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -20,16 +21,19 @@ from serving.api.metrics import Metrics
 from serving.errors import (
     BadRequest,
     BodyTooLarge,
-    ModelNotFound,
     ServingError,
     Unauthorized,
     Unavailable,
     WorkerFailed,
 )
 from serving.mms_client import TIMEOUT_HEADER, Answer, MMSClient, message_of
-from serving.models import MMS_GRACE_S, Model, Registry
+from serving.model import Model
+from serving.models import Registry
+from serving.on_demand import OnDemand
+from serving.recovery import Recovery
 from serving.settings import Settings
-from serving.store import Store, StoredModel, StoreSettings
+from serving.store import Store, StoreSettings
+from serving.workers import MMS_GRACE_S
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +52,8 @@ class Gateway:
 
     settings: Settings
     registry: Registry
+    on_demand: OnDemand
+    recovery: Recovery
     mms: MMSClient
     engine: AsyncEngineClient
     store: Store | None
@@ -62,18 +68,11 @@ class Gateway:
     requests: int = 0  # being answered
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
-    @property
-    def on_demand(self) -> bool:
-        """Whether a call may load its model: not where SageMaker decides what is loaded."""
-        return self.store is not None and not self.settings.sagemaker_multi_model
-
-    def find(self, name: str) -> StoredModel:
-        if self.store is None:
-            raise ModelNotFound(f"Model not found: {name}")
-        try:
-            return self.store.find(name)
-        except OSError as error:  # a name that the file system cannot have
-            raise ModelNotFound(f"Model not found: {name[:200]} ({error.strerror})") from None
+    def use(self, name: str) -> AbstractAsyncContextManager[Model]:
+        """A model for one request, loaded first if need be: not where SageMaker decides that."""
+        if self.store is None or self.settings.sagemaker_multi_model:
+            return self.registry.use(name)
+        return self.on_demand.use(name)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -116,7 +115,7 @@ async def invoke(gateway: Gateway, request: Request, name: str) -> Response:
     try:
         headers = forwarded_headers(request)
         body = await read_body(request, gateway.settings.max_request_bytes)
-        async with gateway.registry.use(name, gateway.find if gateway.on_demand else None) as model:
+        async with gateway.use(name) as model:
             label = name
             answer = await _ask(gateway, model, body, headers)
         status = answer.status
@@ -134,7 +133,7 @@ async def invoke(gateway: Gateway, request: Request, name: str) -> Response:
 
 async def _ask(gateway: Gateway, model: Model, body: bytes, headers: dict[str, str]) -> Answer:
     """The worker's answer. A worker that is lost meanwhile is asked once more when it is back."""
-    limit_s = gateway.registry.request_timeout_s(model)
+    limit_s = model.request_timeout_s
     headers = {**headers, TIMEOUT_HEADER: f"{limit_s:g}"}
     timeout_s = limit_s + MMS_GRACE_S
     end = time.monotonic() + timeout_s
@@ -143,7 +142,7 @@ async def _ask(gateway: Gateway, model: Model, body: bytes, headers: dict[str, s
     except Unavailable:  # MMS is being started again
         answer = None
     if answer is None or (not answer.by_worker and answer.status in (404, 500, 503)):
-        await gateway.registry.wait_until_restored(model, end - time.monotonic())
+        await gateway.recovery.wait_for(model, end - time.monotonic())
         left_s = max(end - time.monotonic(), 1.0)
         answer = await _ask_once(gateway, model, body, headers, left_s)
     if answer is None or not answer.by_worker:
