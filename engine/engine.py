@@ -23,7 +23,6 @@ from engine.errors import (
     InvalidRequest,
     ModelAlreadyLoaded,
     ModelNotFound,
-    OutOfMemory,
     Overloaded,
     PromptTooLong,
 )
@@ -169,8 +168,7 @@ class Engine:
                 f" but the model's vocabulary has {config.vocab_size}"
             )
         needed = backends.weight_bytes(config, backend, precision)
-        if not self.budget.reserve_weights(needed):
-            raise OutOfMemory(self.budget.explain(f"model {name}", needed))
+        self.budget.reserve_weights(needed, name)
         try:
             cache_dir = self.settings.cache_dir
             compute = backends.load(

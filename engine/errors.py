@@ -66,3 +66,7 @@ class OutOfMemory(EngineError):
     """The memory budget has no room: unload another model or raise the budget."""
 
     status = 507
+
+
+class NeverFits(OutOfMemory):
+    """The model needs more than the whole budget: nothing that is unloaded makes room for it."""
