@@ -38,6 +38,12 @@ class ModelNotFound(EngineError):
     status = 404
 
 
+class Cancelled(EngineError):
+    """Whoever asked has gone; nobody reads this."""
+
+    status = 499
+
+
 class ModelAlreadyLoaded(EngineError):
     status = 409
 
