@@ -18,8 +18,9 @@ from serving.workers import Workers
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-# A model that the engine does not hold for so many looks in a row has lost its worker, or the
-# engine has been started again. A request in flight may be loading it: it is given longer.
+WAIT_S = 0.1
+# Where the engine does not hold a model for so many looks in a row, it has been started again. A
+# request in flight may be loading the model: it is given longer.
 LOOKS, LOOKS_IN_USE = 3, 20
 
 
@@ -44,26 +45,29 @@ class Recovery:
         """Runs for ever: gives models their workers back."""
         while True:
             await asyncio.sleep(LOOK_S)
-            ready = self._registry.models()
+            models = self._registry.all()
             try:
                 registered = await self._workers.registered()
                 held = await self._workers.held_by_engine()
             except (ServingError, EngineError, ValueError):
                 continue
-            lacking = (m.id for m in ready if m.in_engine and m.engine_name not in held)
+            lacking = (m.id for m in models if m.in_engine and m.engine_name not in held)
             self._missed = Counter({id: self._missed[id] + 1 for id in lacking})
-            for model in ready:
-                if self._is_lost(model, registered):
+            listening = self._workers.listening()
+            for model in models:
+                if self._is_lost(model, registered, listening):
                     self._restore(model)
             with contextlib.suppress(ServingError):
                 await self._end_strangers(registered)
             await asyncio.to_thread(self._workers.remove_unused_sockets)
 
-    def _is_lost(self, model: Model, registered: set[str]) -> bool:
-        if model.state is not State.READY or model.restoring:
+    def _is_lost(self, model: Model, registered: set[str], listening: set[str]) -> bool:
+        draining = model.state is State.DRAINING and model.in_flight > 0  # those are answered, too
+        if model.restoring or not (model.state is State.READY or draining):
             return False
-        looks = LOOKS_IN_USE if model.in_flight else LOOKS
-        return model.id not in registered or self._missed[model.id] >= looks
+        if model.id not in registered or model.socket not in listening:
+            return True
+        return self._missed[model.id] >= (LOOKS_IN_USE if model.in_flight else LOOKS)
 
     async def _end_strangers(self, registered: set[str]) -> None:
         """Ends the workers that belong to no model, such as a killed gateway's."""
@@ -105,7 +109,10 @@ class Recovery:
         end = time.monotonic() + timeout_s
         while time.monotonic() < end and self._registry.find(model.name) is model:
             with contextlib.suppress(ServingError, ValueError):
-                if model.id in await self._workers.registered() and not model.restoring:
+                registered = await self._workers.registered()
+                if self._is_lost(model, registered, self._workers.listening()):
+                    self._restore(model)
+                elif not model.restoring:
                     return
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(WAIT_S)
         raise Unavailable(f"Model {model.name} is being loaded again", retry_after_s=1)

@@ -58,6 +58,7 @@ class Workers:
         if outcome["status"] != 200:
             raise _load_error(outcome)
         model.in_engine = bool(outcome["in_engine"])
+        model.socket = str(self._run_dir / f".mms.sock.{await self._mms.socket_number(model.id)}")
 
     async def end(self, model: Model) -> None:
         """Leaves no worker, no memory and no slot of a model; each step whatever the others do."""
@@ -82,6 +83,12 @@ class Workers:
         """The engine's names of the models that it holds. Raises `EngineError`."""
         statistics = await self._engine.statistics()
         return {str(model["name"]) for model in statistics["models"]}
+
+    @staticmethod
+    def listening() -> set[str]:
+        """The sockets that workers listen on. The kernel closes one when the last process of its
+        worker has ended, however it did, and not before."""
+        return {path for path, listens in _sockets() if listens}
 
     def remove_unused_sockets(self) -> None:
         """Removes the socket files of workers that are gone: MMS leaves one a load.
