@@ -37,9 +37,15 @@ def _options() -> Any:
     return options
 
 
-def open_packed(path: Path) -> Any:
-    """Opens a graph that `pack` wrote; its weights stay mapped from their files."""
+def open_packed(path: Path, profile: Path | None = None) -> Any:
+    """Opens a graph that `pack` wrote; its weights stay mapped from their files.
+
+    With `profile`, onnxruntime writes each operator's times to a file whose name begins so
+    (`end_profiling` returns it).
+    """
     options = _options()
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     with out_of_memory(path.name):
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
