@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from engine.errors import OutOfMemory
+from engine.errors import NeverFits, OutOfMemory
 from serving.errors import Conflict, ModelNotFound, NoRoom
 from serving.model import Model, State
 from serving.models import Registry
@@ -89,6 +89,8 @@ class OnDemand:
             unloads = self._registry.unloads
             try:
                 await self._registry.load(name, stored.name, stored)
+            except NeverFits:  # whatever is unloaded
+                raise
             except (NoRoom, OutOfMemory) as error:
                 await self._evict_and_load(name, stored, unloads, error)
 

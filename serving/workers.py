@@ -12,11 +12,12 @@ from typing import Any
 
 from engine import errors as engine_errors
 from engine.async_client import AsyncEngineClient
-from engine.errors import EngineError
+from engine.errors import ArtifactError, EngineError, EngineUnavailable
 from serving.errors import ServingError, WorkerFailed
 from serving.mms_client import MMSClient
 from serving.model import Model
 from serving.settings import Settings
+from serving.store.stored import SCRIPTS
 
 LOADS_AT_ONCE = 2
 # MMS is given this much longer than the request itself has.
@@ -42,6 +43,7 @@ class Workers:
         Raises that: `EngineError`, `NoRoom`, `WorkerFailed`. Then `end` is due.
         """
         assert model.fetched is not None
+        await self._check_room(model.name, model.fetched.path)
         slot = self._slots / model.id
         slot.mkdir(exist_ok=True)
         # MMS puts the folder it is told on the worker's import path, before Python's own modules;
@@ -59,6 +61,13 @@ class Workers:
             raise _load_error(outcome)
         model.in_engine = bool(outcome["in_engine"])
         model.socket = str(self._run_dir / f".mms.sock.{await self._mms.socket_number(model.id)}")
+
+    async def _check_room(self, name: str, path: Path) -> None:
+        """Raises `OutOfMemory` before a worker is started in vain, if it can be known."""
+        if any((path / script).exists() for script in SCRIPTS):  # need not use the engine
+            return
+        with contextlib.suppress(ArtifactError, EngineUnavailable):  # its worker knows more
+            await self._engine.check(name, str(path))
 
     async def end(self, model: Model) -> None:
         """Leaves no worker, no memory and no slot of a model; each step whatever the others do."""
