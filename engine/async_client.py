@@ -15,6 +15,8 @@ from yarl import URL
 from engine.client import GRACE_S, LOAD_TIMEOUT_S, error_of
 from engine.errors import EngineError, EngineUnavailable
 
+CHECK_TIMEOUT_S = 10.0
+
 
 class AsyncEngineClient:
     """Use as `async with`. Every call raises the engine's errors, or `EngineUnavailable`."""
@@ -45,6 +47,11 @@ class AsyncEngineClient:
         body = {"name": name, "model_dir": model_dir, "backend": backend, "precision": precision}
         loaded: dict[str, Any] = await self._call("POST", "/models", body, LOAD_TIMEOUT_S)
         return loaded
+
+    async def check(self, name: str, model_dir: str) -> None:
+        """Raises what `load` would for want of room, or for an artifact that is none."""
+        body = {"name": name, "model_dir": model_dir}
+        await self._call("POST", "/room", body, CHECK_TIMEOUT_S)
 
     async def unload(self, name: str) -> None:
         """Returns once the memory is free again."""

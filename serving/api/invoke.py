@@ -25,7 +25,8 @@ from serving.api.common import (
 from serving.api.stream import open_stream, wanted
 from serving.errors import BadRequest, ServingError, Unavailable, WorkerFailed
 from serving.mms_client import REQUEST_HEADER, TIMEOUT_HEADER, Answer, message_of
-from serving.models import MMS_GRACE_S, Model
+from serving.model import Model
+from serving.workers import MMS_GRACE_S
 
 MAX_HEADER_CHARACTERS = 6000  # together; MMS takes 8192
 # Of a client's headers only these reach a worker: an odd one can stop it (fault 3 of MMS).
@@ -47,8 +48,7 @@ async def invoke(gateway: Gateway, request: Request, name: str) -> Response:
         headers = forwarded_headers(request)
         body = await read_body(request, gateway.settings.max_request_bytes)
         stream = wanted(body, headers)
-        find = gateway.find if gateway.on_demand else None
-        model = await resources.enter_async_context(gateway.registry.use(name, find))
+        model = await resources.enter_async_context(gateway.use(name))
         counted.model = name
         if stream is not None and model.in_engine:
             return await open_stream(gateway, model, stream, headers.get("accept", ""), resources)
@@ -111,7 +111,7 @@ async def _cancelled_when_gone(
 
 async def _ask(gateway: Gateway, model: Model, body: bytes, headers: dict[str, str]) -> Answer:
     """The worker's answer. A worker that is lost meanwhile is asked once more when it is back."""
-    limit_s = gateway.registry.request_timeout_s(model)
+    limit_s = model.request_timeout_s
     headers = {**headers, TIMEOUT_HEADER: f"{limit_s:g}"}
     timeout_s = limit_s + MMS_GRACE_S
     end = time.monotonic() + timeout_s
@@ -120,7 +120,7 @@ async def _ask(gateway: Gateway, model: Model, body: bytes, headers: dict[str, s
     except Unavailable:  # MMS is being started again
         answer = None
     if answer is None or (not answer.by_worker and answer.status in (404, 500, 503)):
-        await gateway.registry.wait_until_restored(model, end - time.monotonic())
+        await gateway.recovery.wait_for(model, end - time.monotonic())
         left_s = max(end - time.monotonic(), 1.0)
         answer = await _ask_once(gateway, model, body, headers, left_s)
     if answer is None or not answer.by_worker:

@@ -25,7 +25,7 @@ from handlers.payload import GenerateRequest, NotAcceptable, parse
 from serving.api.common import Gateway
 from serving.errors import ServingError
 from serving.mms_client import TIMEOUT_HEADER
-from serving.models import Model
+from serving.model import Model
 
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
@@ -63,7 +63,7 @@ async def open_stream(
 ) -> TokenStream:
     """Waits for the first token, so that what goes wrong before it has a status of its own."""
     kind = _kind(accept)
-    end = time.monotonic() + gateway.registry.request_timeout_s(model)
+    end = time.monotonic() + model.request_timeout_s
     restored = min(end, time.monotonic() + RESTORE_S)
     while True:
         try:
