@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -83,7 +83,7 @@ class AsyncEngineClient:
 
     async def stream(
         self, name: str, inputs: str, parameters: Mapping[str, Any], timeout_s: float = 60.0
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Each token as it is made: `{"index", "token", "text", "logprobs"?, "finish_reason"?}`.
 
         Leaving the loop frees the request's place in the batch.

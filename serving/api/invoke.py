@@ -7,6 +7,8 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from types import TracebackType
 from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect, Request
@@ -20,6 +22,7 @@ from serving.api.common import (
     header_text,
     read_body,
 )
+from serving.api.stream import open_stream, wanted
 from serving.errors import BadRequest, ServingError, Unavailable, WorkerFailed
 from serving.mms_client import REQUEST_HEADER, TIMEOUT_HEADER, Answer, message_of
 from serving.model import Model
@@ -28,6 +31,7 @@ from serving.workers import MMS_GRACE_S
 MAX_HEADER_CHARACTERS = 6000  # together; MMS takes 8192
 # Of a client's headers only these reach a worker: an odd one can stop it (fault 3 of MMS).
 FORWARDED = ("content-type", "accept", TARGET_MODEL, CUSTOM_ATTRIBUTES)
+AWS_ACCEPT = "x-amzn-sagemaker-accept"
 # Of a worker's headers only these reach the client.
 RETURNED = ("retry-after", CUSTOM_ATTRIBUTES)
 
@@ -38,29 +42,51 @@ async def invoke(gateway: Gateway, request: Request, name: str) -> Response:
         raise Unavailable("the server is stopping", retry_after_s=5)
     if not gateway.adopted:
         raise Unavailable("the server is starting", retry_after_s=1)
-    started = time.monotonic()
-    status, label = 500, ""  # a name that is no model is no label
-    gateway.requests += 1
     request.state.model = name
-    try:
+    async with AsyncExitStack() as resources:
+        counted = resources.enter_context(_Counted(gateway))
         headers = forwarded_headers(request)
         body = await read_body(request, gateway.settings.max_request_bytes)
-        async with gateway.use(name) as model:
-            label = name
-            headers[REQUEST_HEADER] = secrets.token_hex(8)
-            async with _cancelled_when_gone(gateway, request, headers[REQUEST_HEADER]):
-                answer = await _ask(gateway, model, body, headers)
-        status = answer.status
+        stream = wanted(body, headers)
+        model = await resources.enter_async_context(gateway.use(name))
+        counted.model = name
+        if stream is not None and model.in_engine:
+            return await open_stream(gateway, model, stream, headers.get("accept", ""), resources)
+        headers[REQUEST_HEADER] = secrets.token_hex(8)
+        async with _cancelled_when_gone(gateway, request, headers[REQUEST_HEADER]):
+            answer = await _ask(gateway, model, body, headers)
+        counted.status = answer.status
         return _response(answer)
-    except (ServingError, EngineError) as error:
-        status = error.status
-        raise
-    except ClientDisconnect:
-        status = 499
-        raise
-    finally:
-        gateway.requests -= 1
-        gateway.metrics.request(label, status, time.monotonic() - started)
+
+
+class _Counted:
+    """A request that is being answered, until it is."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._started = time.monotonic()
+        self.model = ""  # a name that is no model is no label
+        self.status = 200
+
+    def __enter__(self) -> _Counted:
+        self._gateway.requests += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, ServingError | EngineError):
+            self.status = error.status
+        elif isinstance(error, ClientDisconnect | asyncio.CancelledError):
+            self.status = 499
+        elif error is not None:
+            self.status = 500
+        self._gateway.requests -= 1
+        seconds = time.monotonic() - self._started
+        self._gateway.metrics.request(self.model, self.status, seconds)
 
 
 @contextlib.asynccontextmanager
@@ -136,6 +162,8 @@ def forwarded_headers(request: Request) -> dict[str, str]:
     found = {"x-request-id": request.state.request_id}
     for name in FORWARDED:
         value = request.headers.get(name)
+        if name == "accept":  # the AWS client's call for a stream has another name for it
+            value = request.headers.get(AWS_ACCEPT, value)
         if value is None:
             continue
         if name == TARGET_MODEL and not value.isascii():
