@@ -159,7 +159,10 @@ class ModelHandle:
         return self._lease.model
 
     def generate(
-        self, inputs: str, parameters: Mapping[str, Any], timeout_s: float = 60.0
+        self,
+        inputs: str | Mapping[str, str],
+        parameters: Mapping[str, Any],
+        timeout_s: float = 60.0,
     ) -> dict[str, Any]:
         """The engine's answer, see `engine.answer.Answer.result`.
 
@@ -176,7 +179,9 @@ class ModelHandle:
         self._renew(lease, min(deadline, time.monotonic() + RECONNECT_S))
         return self._send(inputs, parameters, max(deadline - time.monotonic(), 0.1))
 
-    def _send(self, inputs: str, parameters: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _send(
+        self, inputs: str | Mapping[str, str], parameters: Mapping[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
         body = {"inputs": inputs, "parameters": parameters, "timeout_s": timeout_s}
         url = f"/models/{quote(self._name, safe='')}/generate"
         answer: dict[str, Any] = self._client.request("POST", url, body, timeout_s + GRACE_S)

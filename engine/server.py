@@ -3,7 +3,8 @@
     POST   /models                  {"name", "model_dir", "backend"?, "precision"?, "lease"?}
     GET    /models
     DELETE /models/{name}
-    POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?}
+    POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?}; inputs are
+                                    a text, or an object with the fields of the model's template
     GET    /health
     GET    /statistics
 
@@ -41,6 +42,7 @@ from engine.answer import Answer, logprobs_body
 from engine.engine import Engine
 from engine.errors import EngineError, InvalidRequest, ModelNotFound
 from engine.parameters import Parameters
+from engine.prompts import Inputs
 from engine.sequence import Token
 from engine.settings import Settings
 
@@ -128,8 +130,8 @@ class EngineApp:
 
     async def _generate(self, request: Request) -> Response:
         body = await _json_object(request)
-        name, inputs = request.path_params["name"], _text(body, "inputs")
-        parameters = Parameters.parse(body.get("parameters"))
+        name, inputs = request.path_params["name"], _inputs(body)
+        parameters = self._engine.parameters(name, body.get("parameters"))
         timeout_s = body.get("timeout_s")
         if timeout_s is not None and (
             not isinstance(timeout_s, int | float)
@@ -166,7 +168,7 @@ class EngineApp:
         return JSONResponse({"prompt_tokens": len(sequences[0].prompt), **answer.result()})
 
     def _stream(
-        self, name: str, inputs: str, parameters: Parameters, timeout_s: float | None
+        self, name: str, inputs: Inputs, parameters: Parameters, timeout_s: float | None
     ) -> Response:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Token | EngineError] = asyncio.Queue()
@@ -241,6 +243,17 @@ def _text(body: dict[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise InvalidRequest(f"{name} must be text that is not empty, without NUL")
     return value
+
+
+def _inputs(body: dict[str, Any]) -> Inputs:
+    """A text, or an object of texts: the fields of the model's template."""
+    fields = body.get("inputs")
+    if not isinstance(fields, dict):
+        return _text(body, "inputs")
+    for name, value in fields.items():
+        if not isinstance(value, str) or "\0" in value:
+            raise InvalidRequest(f"inputs.{name} must be text without NUL")
+    return fields
 
 
 async def _disconnected(receive: Receive) -> None:

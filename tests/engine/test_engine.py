@@ -62,7 +62,7 @@ def model(engine: Engine, model_dir: Path) -> Model:
 
 
 def prompt(model: Model, length: int) -> str:
-    return prompt_of(model.tokenizer.encode, length)
+    return prompt_of(model.prompts.tokenizer.encode, length)
 
 
 class Pause:
