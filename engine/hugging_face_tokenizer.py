@@ -39,18 +39,15 @@ class HuggingFaceTokenizer:
         if getattr(self._tokenizer.model, "dropout", None):
             self._tokenizer.model.dropout = None
         said = read_json(path.with_name("tokenizer_config.json"))
-        named = {**read_json(path.with_name("special_tokens_map.json")), **said}
+        # As transformers 5 has it: the older file counts where the newer one lists no tokens.
+        named = dict(said)
+        if "added_tokens_decoder" not in said:
+            named |= read_json(path.with_name("special_tokens_map.json"))
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         self._add_tokens(named)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.longest_piece = max(map(len, vocabulary), default=1)
         self.eos_id = self._named_id(named, "eos_token")
-        # Where the files say so, or nothing is said in tokenizer.json, these decide alone.
-        explicit = "add_bos_token" in said or "add_eos_token" in said
-        self._by_file = not explicit and self._tokenizer.post_processor is not None
-        bos_id = self._named_id(named, "bos_token")
-        self._before = [bos_id] if said.get("add_bos_token") and bos_id is not None else []
-        self._after = [self.eos_id] if said.get("add_eos_token") and self.eos_id is not None else []
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
         self._special = {i for i, token in added.items() if token.special}
@@ -89,9 +86,9 @@ class HuggingFaceTokenizer:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """As transformers' `tokenizer(text).input_ids`."""
-        ids = self._encode(text, self._by_file)
-        return ids if self._by_file else [*self._before, *ids, *self._after]
+        """As transformers' `tokenizer(text).input_ids`: what is put in front and behind is said in
+        tokenizer.json, whatever `add_bos_token` says beside it."""
+        return self._encode(text, True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         check_unicode(text)
@@ -112,7 +109,7 @@ class HuggingFaceTokenizer:
         return ids
 
     def detokenizer(self, prompt: Sequence[int]) -> WindowDetokenizer:
-        return WindowDetokenizer(self._tokenizer, prompt, self._byte_ids)
+        return WindowDetokenizer(self._tokenizer, prompt, self._byte_ids, self._special)
 
 
 class WindowDetokenizer:
@@ -123,8 +120,15 @@ class WindowDetokenizer:
     more than decoding the prompt. Held back are characters that may not be whole.
     """
 
-    def __init__(self, tokenizer: FastTokenizer, prompt: Sequence[int], byte_ids: set[int]) -> None:
-        self._tokenizer, self._byte_ids = tokenizer, byte_ids
+    def __init__(
+        self,
+        tokenizer: FastTokenizer,
+        prompt: Sequence[int],
+        byte_ids: set[int],
+        silent: set[int],
+    ) -> None:
+        self._tokenizer, self._byte_ids, self._silent = tokenizer, byte_ids, silent
+        self._in_bytes = False  # a run of byte tokens is decoded as a whole, or not at all
         self._window = list(prompt)
         self._given = ""  # the text of the window that was given, or was the prompt's
         self._shrink()
@@ -132,8 +136,9 @@ class WindowDetokenizer:
     def feed(self, token: int) -> str:
         self._window.append(token)
         text = self._decode(self._window)
-        # A run of byte tokens is decoded as a whole, or not at all.
-        if text.endswith(REPLACEMENT) or token in self._byte_ids:
+        if token not in self._silent:
+            self._in_bytes = token in self._byte_ids
+        if text.endswith(REPLACEMENT) or self._in_bytes:
             return ""
         new = text[len(self._given) :]
         self._shrink()
@@ -147,7 +152,7 @@ class WindowDetokenizer:
     def _shrink(self) -> None:
         """Keeps the last tokens, as many as make some text, and no part of a run of bytes."""
         for begin in range(len(self._window) - 1, 0, -1):
-            if self._window[begin] in self._byte_ids:
+            if self._window[begin] in self._byte_ids or self._window[begin] in self._silent:
                 continue
             text = self._decode(self._window[begin:])
             if text:

@@ -38,7 +38,8 @@ from tests.engine.engines import (
     settle,
     until,
 )
-from tests.engine.models import SENTENCES, make_artifact
+from tests.engine.models import make_artifact
+from tests.engine.sentences import SENTENCES
 
 CONTEXT = 448  # longer than a prefill chunk
 PROMPT = "오늘은 날씨가"
