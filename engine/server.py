@@ -4,8 +4,8 @@
     GET    /models
     DELETE /models/{name}
     POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?,
-                                     "request_id"?}; inputs are a text, or an object with the fields
-                                     of the model's template
+                                     "request_id"?}; inputs are a text, or an object with the
+                                     fields of the model's template
     DELETE /requests/{request_id}   for one who knows that nobody waits any more
     POST   /room                    {"name", "model_dir", "backend"?, "precision"?}: whether a load
                                     would find room now
