@@ -1,0 +1,161 @@
+"""The role that SageMaker takes on: what it must be allowed to do, and whether it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from typing import Any
+
+from scripts.aws import locations
+from scripts.aws.account import TAG, Account, key_values
+from scripts.lib.documents import Problem
+
+Needed = dict[str, list[str]]  # resource ARN -> actions on it
+
+POLICY = "kogpt2-serving"
+TRUST: dict[str, Any] = {
+    "Version": "2012-10-17",
+    "Statement": [
+        {
+            "Effect": "Allow",
+            "Principal": {"Service": "sagemaker.amazonaws.com"},
+            "Action": "sts:AssumeRole",
+        }
+    ],
+}
+# What SageMaker does in a VPC and with a key on the role's behalf: the guide's page "How to use
+# SageMaker AI execution roles", section "CreateModel API".
+NETWORK = [
+    "ec2:CreateNetworkInterface",
+    "ec2:CreateNetworkInterfacePermission",
+    "ec2:DeleteNetworkInterface",
+    "ec2:DeleteNetworkInterfacePermission",
+    "ec2:DescribeNetworkInterfaces",
+    "ec2:DescribeVpcs",
+    "ec2:DescribeDhcpOptions",
+    "ec2:DescribeSubnets",
+    "ec2:DescribeSecurityGroups",
+]
+
+
+def needed(args: argparse.Namespace, account: Account, image: str) -> Needed:
+    """What a deployment with these options asks of its role."""
+    aws = "aws-cn" if account.region.startswith("cn-") else "aws"
+    found: Needed = defaultdict(list)
+    found["*"] += ["cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"]
+    logs = f"arn:{aws}:logs:{account.region}:{account.id}:log-group:/aws/sagemaker/*"
+    found[logs] += [
+        "logs:CreateLogGroup",
+        "logs:CreateLogStream",
+        "logs:DescribeLogStreams",
+        "logs:PutLogEvents",
+    ]
+    registry, _, rest = image.partition("/")
+    if ".dkr.ecr." in registry:
+        owner, _, _, region = registry.split(".")[:4]
+        repository = rest.partition("@")[0].partition(":")[0]
+        found[f"arn:{aws}:ecr:{region}:{owner}:repository/{repository}"] += [
+            "ecr:BatchCheckLayerAvailability",
+            "ecr:BatchGetImage",
+            "ecr:GetDownloadUrlForLayer",
+        ]
+    reads = [locations.parse(args.models)] if args.models else []
+    reads += [locations.parse(args.model, prefix=False)] if args.model else []
+    for location in reads:
+        tail = "*" if args.models else ""
+        found[f"arn:{aws}:s3:::{location.bucket}/{location.key}{tail}"].append("s3:GetObject")
+        found[f"arn:{aws}:s3:::{location.bucket}"].append("s3:ListBucket")
+    for text in (args.data_capture, args.async_output):
+        if text:
+            location = locations.parse(text)
+            found[f"arn:{aws}:s3:::{location.bucket}/{location.key}*"].append("s3:PutObject")
+            found[f"arn:{aws}:s3:::{location.bucket}"].append("s3:ListBucket")
+    if args.async_output:  # requests lie in S3, too: beside the answers, as docs/sagemaker.md says
+        location = locations.parse(args.async_output)
+        found[f"arn:{aws}:s3:::{location.bucket}/{location.key}*"].append("s3:GetObject")
+    for topic in filter(None, (args.success_topic, args.error_topic)):
+        found[topic].append("sns:Publish")
+    if args.subnets:
+        found["*"] += NETWORK
+    if args.kms_key and args.kms_key.startswith("arn:"):
+        found[args.kms_key] += ["kms:CreateGrant", "kms:Decrypt", "kms:GenerateDataKey"]
+    return {resource: list(dict.fromkeys(actions)) for resource, actions in found.items()}
+
+
+def count(wanted: Needed) -> int:
+    return sum(map(len, wanted.values()))
+
+
+def check(account: Account, role: dict[str, Any], wanted: Needed) -> str:
+    """What was found. Raises `Problem` that names each missing permission."""
+    from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+
+    name, arn = role["RoleName"], role["Arn"]
+    trusted = json.dumps(role["AssumeRolePolicyDocument"])
+    if "sagemaker.amazonaws.com" not in trusted:
+        raise Problem(
+            f"role {name} does not trust SageMaker: its trust policy must let"
+            " sagemaker.amazonaws.com do sts:AssumeRole"
+        )
+    missing = []
+    for resource, actions in wanted.items():
+        try:
+            results = account.ask_all(
+                "iam",
+                "simulate_principal_policy",
+                "EvaluationResults",
+                PolicySourceArn=arn,
+                ActionNames=actions,
+                ResourceArns=[resource],
+            )
+        except ClientError as error:
+            if "AccessDenied" not in error.response["Error"]["Code"]:
+                raise
+            return f"{name}, its permissions unchecked: you may not iam:SimulatePrincipalPolicy"
+        missing += [
+            f"{result['EvalActionName']} on {resource}"
+            for result in results
+            if result["EvalDecision"] != "allowed"
+        ]
+    if missing:
+        raise Problem(f"role {name} lacks {len(missing)}: {'; '.join(missing)}")
+    return f"{name} may do all {count(wanted)} things it must"
+
+
+def document(wanted: Needed) -> dict[str, Any]:
+    """A policy that allows this and nothing else."""
+    statements = [
+        {"Effect": "Allow", "Action": actions, "Resource": resource}
+        for resource, actions in wanted.items()
+    ]
+    return {"Version": "2012-10-17", "Statement": statements}
+
+
+def name_for(deployment: str, region: str) -> str:
+    return f"{deployment}-{region}-sagemaker"
+
+
+def is_ours(role: dict[str, Any], deployment: str) -> bool:
+    tags = {tag["Key"]: tag["Value"] for tag in role.get("Tags", [])}
+    return tags.get(TAG) == deployment
+
+
+def grant(account: Account, name: str, wanted: Needed, tags: dict[str, str], new: bool) -> None:
+    """Makes the role, or brings the one we made up to what is needed now."""
+    if new:
+        account.do(
+            "iam",
+            "create_role",
+            RoleName=name,
+            AssumeRolePolicyDocument=json.dumps(TRUST),
+            Description="SageMaker takes it on to run an endpoint",
+            Tags=key_values(tags),
+        )
+    account.do(
+        "iam",
+        "put_role_policy",
+        RoleName=name,
+        PolicyName=POLICY,
+        PolicyDocument=json.dumps(document(wanted)),
+    )

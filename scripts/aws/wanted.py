@@ -1,0 +1,111 @@
+"""From options to a deployment: looks at the account, and finds every mistake before a change."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from scripts.aws import deployment, instances, locations, permissions
+from scripts.aws.account import Account
+from scripts.aws.deployment import Deployment
+from scripts.aws.push import REPOSITORY
+from scripts.lib.documents import Problem
+
+Role = dict[str, Any]
+
+
+def examine(
+    args: argparse.Namespace, account: Account
+) -> tuple[Deployment, Role | None, permissions.Needed, str]:
+    """Reads what is there; what shall be, our role as it is, and what the role must be able to do.
+
+    The role is None where it has to be made. Raises `Problem` for all that can be known before.
+    """
+    for text in filter(None, (args.models, args.data_capture, args.async_output)):
+        locations.check_bucket(account, locations.parse(text))
+    sizes = artifact_sizes(args, account)
+    image = resolve_image(account, args.image)
+    needed = permissions.needed(args, account, image)
+    if args.create_role:
+        name = permissions.name_for(args.name, account.region)
+    else:
+        name = args.role.rpartition("/")[2]
+    role = account.find("iam", "get_role", RoleName=name)
+    if role is None:
+        if args.role:
+            raise Problem(f"there is no role {name}; --create-role makes one")
+        aws = "aws-cn" if account.region.startswith("cn-") else "aws"
+        arn, found = f"arn:{aws}:iam::{account.id}:role/{name}", f"role {name} is to be made"
+    else:
+        arn = role["Role"]["Arn"]
+        if args.create_role and not permissions.is_ours(role["Role"], args.name):
+            raise Problem(f"there is a role {name} that scripts/deploy did not make: --role {name}")
+        found = "role " + (
+            name if args.create_role else permissions.check(account, role["Role"], needed)
+        )
+    instance = None if args.serverless else args.instance_type or pick(args, account, sizes)
+    wanted = deployment.build(args, image, arn, instance)
+    return wanted, role["Role"] if role else None, needed, f"{found}; image {image}"
+
+
+def artifact_sizes(args: argparse.Namespace, account: Account) -> list[int]:
+    if args.models:
+        prefix = locations.parse(args.models)
+        found = locations.artifacts(account, prefix)
+        if not found:
+            raise Problem(f"no *.tar.gz at {prefix}: scripts/upload puts models there")
+        return [artifact.size_bytes for artifact in found]
+    if args.model:
+        place = locations.parse(args.model, prefix=False)
+        locations.check_bucket(account, place)
+        head = account.find("s3", "head_object", Bucket=place.bucket, Key=place.key)
+        if head is None:
+            raise Problem(f"there is no {place}: scripts/upload puts models there")
+        return [head["ContentLength"]]
+    return []
+
+
+def pick(args: argparse.Namespace, account: Account, sizes: list[int]) -> str:
+    wanted = args.models_in_memory or len(sizes)
+    if args.memory_per_model:
+        one = args.memory_per_model * instances.MIB
+    else:
+        one = instances.model_bytes(sizes, wanted, dict(args.env))
+    many = args.autoscale[1] if args.autoscale else args.instances
+    return instances.choose(
+        one, wanted, many, args.budget, bool(args.autoscale), account.region
+    ).type
+
+
+def resolve_image(account: Account, image: str | None) -> str:
+    """By digest where it is in this account, so that what is checked is what runs."""
+    if image is None:
+        found = account.find("ecr", "describe_images", repositoryName=REPOSITORY)
+        images = found["imageDetails"] if found else []
+        if not images:
+            raise Problem(
+                f"no image in the ECR repository {REPOSITORY}: scripts/push puts one there"
+            )
+        newest = max(images, key=lambda item: item["imagePushedAt"])
+        repository = account.ask("ecr", "describe_repositories", repositoryNames=[REPOSITORY])
+        return f"{repository['repositories'][0]['repositoryUri']}@{newest['imageDigest']}"
+    match = re.match(r"(\d+)\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com[^/]*/([^:@]+)(.*)$", image)
+    if match is None:
+        raise Problem(
+            f"{image} is not in ECR, where SageMaker takes its images from: scripts/push it"
+        )
+    owner, region, name, version = match.groups()
+    if region != account.region:
+        raise Problem(
+            f"{image} is in {region}, the endpoint would be in {account.region}: push there"
+        )
+    if owner != account.id:
+        return image  # another account's, such as AWS's own containers: not ours to look into
+    key = "imageDigest" if version.startswith("@") else "imageTag"
+    wanted = {key: version[1:] or "latest"}
+    found = account.find("ecr", "describe_images", repositoryName=name, imageIds=[wanted])
+    if not found:
+        raise Problem(f"ECR has no {image}: scripts/push puts it there")
+    digest = found["imageDetails"][0]["imageDigest"]
+    return f"{image[: len(image) - len(version)]}@{digest}"
