@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import sys
+from functools import cached_property
 from typing import Any
 
 from scripts.lib.documents import Problem
@@ -69,8 +70,8 @@ class Account:
             for region in self._session.get_available_regions("sagemaker", partition)
         ]
         if self.region not in known:
-            near = difflib.get_close_matches(self.region, known, 1)
-            meant = f": did you mean {near[0]}?" if near else ""
+            near = difflib.get_close_matches(self.region, known, 3)
+            meant = f": did you mean {' or '.join(near)}?" if near else ""
             raise Problem(f"{self.region} is no region that has SageMaker{meant}")
 
     def client(self, service: str) -> Any:
@@ -81,10 +82,14 @@ class Account:
             self._clients[service] = self._session.client(service, config=config)
         return self._clients[service]
 
-    @property
+    @cached_property
     def id(self) -> str:
         number: str = self.ask("sts", "get_caller_identity")["Account"]
         return number
+
+    def arn(self, service: str, resource: str, region: str = "", owner: str = "") -> str:
+        partition = self._session.get_partition_for_region(self.region)
+        return f"arn:{partition}:{service}:{region}:{owner}:{resource}"
 
     def ask(self, service: str, operation: str, **params: Any) -> Any:
         return getattr(self.client(service), operation)(**params)

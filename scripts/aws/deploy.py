@@ -71,12 +71,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     size.add_argument("--budget", type=float, metavar="USD", help="an hour, at most")
     size.add_argument("--memory-per-model", type=int, metavar="MIB", help="(from artifact sizes)")
     scale = made.add_argument_group("auto-scaling")
-    autoscale = counted(r"\d+:\d+:\d+", "MIN:MAX:TARGET")
     scale.add_argument(
         "--autoscale",
-        type=autoscale,
+        type=counted(r"\d+:\d+:\d+", "MIN:MAX:TARGET"),
         metavar="MIN:MAX:TARGET",
-        help="TARGET calls per instance and minute; with --async calls that wait",
+        help="TARGET calls per instance and minute; with --async calls that wait per instance",
     )
     scale.add_argument("--scale-in-cooldown", type=int, default=300, metavar="S", help="(300)")
     scale.add_argument("--scale-out-cooldown", type=int, default=60, metavar="S", help="(60)")
@@ -105,7 +104,7 @@ def mistake(args: argparse.Namespace) -> str | None:
         (not re.fullmatch("[A-Za-z0-9](-*[A-Za-z0-9]){0,29}", args.name),
          "the name has letters, digits and -, at most 30"),
         (args.models and args.model, "give --models or --model, not both"),
-        (not args.models and not args.model and not args.image, "give --models or --model, or an --image"),
+        (not (args.models or args.model or args.image), "give --models, --model or --image"),
         (bool(args.role) == args.create_role, "give --role or --create-role"),
         (bool(args.subnets) != bool(args.security_groups),
          "--subnets and --security-groups go together"),
@@ -123,7 +122,7 @@ def mistake(args: argparse.Namespace) -> str | None:
         (args.autoscale and (args.autoscale[0] > args.autoscale[1]
                              or args.autoscale[1] < 1 or args.autoscale[2] < 1),
          "--autoscale: MIN must not be above MAX, and TARGET is at least 1"),
-        (not args.models and not args.model and not args.instance_type and not args.serverless,
+        (not (args.models or args.model or args.instance_type or args.serverless),
          "without --models and --model, give --instance-type"),
     )  # fmt: skip
     return next((text for wrong, text in rules if wrong), None)
@@ -134,8 +133,8 @@ def run(args: argparse.Namespace) -> None:
     account = Account(args)
     began = time.monotonic()
     with phase("checks") as step:
-        wanted, role, needed, found = examine(args, account)
-        step.result = found
+        wanted, role = examine(args, account)
+        step.result = f"{role.found}; image {wanted.model['PrimaryContainer']['Image']}"
     state = State(account, wanted)
     changes = state.changes(role)
     print(f"{args.name} in {account.region}, account {account.id}:")
@@ -148,7 +147,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if not account.confirm("Go on?"):
         raise Problem("nothing changed")
-    Steps(account, wanted, state).all(role, needed)
+    Steps(account, wanted, state).all(role)
     if account.dry_run:
         return
     print(f"{args.name} is in service after {time.monotonic() - began:.0f} s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 from scripts.aws import locations
@@ -41,11 +42,10 @@ NETWORK = [
 
 def needed(args: argparse.Namespace, account: Account, image: str) -> Needed:
     """What a deployment with these options asks of its role."""
-    aws = "aws-cn" if account.region.startswith("cn-") else "aws"
+    arn = account.arn
     found: Needed = defaultdict(list)
     found["*"] += ["cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"]
-    logs = f"arn:{aws}:logs:{account.region}:{account.id}:log-group:/aws/sagemaker/*"
-    found[logs] += [
+    found[arn("logs", "log-group:/aws/sagemaker/*", account.region, account.id)] += [
         "logs:CreateLogGroup",
         "logs:CreateLogStream",
         "logs:DescribeLogStreams",
@@ -55,7 +55,7 @@ def needed(args: argparse.Namespace, account: Account, image: str) -> Needed:
     if ".dkr.ecr." in registry:
         owner, _, _, region = registry.split(".")[:4]
         repository = rest.partition("@")[0].partition(":")[0]
-        found[f"arn:{aws}:ecr:{region}:{owner}:repository/{repository}"] += [
+        found[arn("ecr", f"repository/{repository}", region, owner)] += [
             "ecr:BatchCheckLayerAvailability",
             "ecr:BatchGetImage",
             "ecr:GetDownloadUrlForLayer",
@@ -64,16 +64,16 @@ def needed(args: argparse.Namespace, account: Account, image: str) -> Needed:
     reads += [locations.parse(args.model, prefix=False)] if args.model else []
     for location in reads:
         tail = "*" if args.models else ""
-        found[f"arn:{aws}:s3:::{location.bucket}/{location.key}{tail}"].append("s3:GetObject")
-        found[f"arn:{aws}:s3:::{location.bucket}"].append("s3:ListBucket")
+        found[arn("s3", f"{location.bucket}/{location.key}{tail}")].append("s3:GetObject")
+        found[arn("s3", location.bucket)].append("s3:ListBucket")
     for text in (args.data_capture, args.async_output):
         if text:
             location = locations.parse(text)
-            found[f"arn:{aws}:s3:::{location.bucket}/{location.key}*"].append("s3:PutObject")
-            found[f"arn:{aws}:s3:::{location.bucket}"].append("s3:ListBucket")
+            found[arn("s3", f"{location.bucket}/{location.key}*")].append("s3:PutObject")
+            found[arn("s3", location.bucket)].append("s3:ListBucket")
     if args.async_output:  # requests lie in S3, too: beside the answers, as docs/sagemaker.md says
         location = locations.parse(args.async_output)
-        found[f"arn:{aws}:s3:::{location.bucket}/{location.key}*"].append("s3:GetObject")
+        found[arn("s3", f"{location.bucket}/{location.key}*")].append("s3:GetObject")
     for topic in filter(None, (args.success_topic, args.error_topic)):
         found[topic].append("sns:Publish")
     if args.subnets:
@@ -87,13 +87,43 @@ def count(wanted: Needed) -> int:
     return sum(map(len, wanted.values()))
 
 
+@dataclass(frozen=True)
+class Role:
+    """`change` is what has to be done with it: keep, make, or update what it may do."""
+
+    name: str
+    arn: str
+    needed: Needed
+    change: str
+    found: str
+
+
+def find(args: argparse.Namespace, account: Account, wanted: Needed) -> Role:
+    """The role of a deployment. Raises `Problem` where it cannot do what it must."""
+    name = name_for(args.name, account.region) if args.create_role else args.role
+    name = name.rpartition("/")[2]
+    answer = account.find("iam", "get_role", RoleName=name)
+    if answer is None:
+        if args.role:
+            raise Problem(f"there is no role {name}; --create-role makes one")
+        arn = account.arn("iam", f"role/{name}", owner=account.id)
+        return Role(name, arn, wanted, "make", f"role {name} is to be made")
+    role = answer["Role"]
+    if args.role:
+        return Role(name, role["Arn"], wanted, "keep", f"role {check(account, role, wanted)}")
+    if not is_ours(role, args.name):
+        raise Problem(f"there is a role {name} that scripts/deploy did not make: --role {name}")
+    policy = account.find("iam", "get_role_policy", RoleName=name, PolicyName=POLICY)
+    same = policy and policy["PolicyDocument"] == document(wanted)
+    return Role(name, role["Arn"], wanted, "keep" if same else "update", f"role {name}")
+
+
 def check(account: Account, role: dict[str, Any], wanted: Needed) -> str:
     """What was found. Raises `Problem` that names each missing permission."""
     from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
-    name, arn = role["RoleName"], role["Arn"]
-    trusted = json.dumps(role["AssumeRolePolicyDocument"])
-    if "sagemaker.amazonaws.com" not in trusted:
+    name = role["RoleName"]
+    if "sagemaker.amazonaws.com" not in json.dumps(role["AssumeRolePolicyDocument"]):
         raise Problem(
             f"role {name} does not trust SageMaker: its trust policy must let"
             " sagemaker.amazonaws.com do sts:AssumeRole"
@@ -105,7 +135,7 @@ def check(account: Account, role: dict[str, Any], wanted: Needed) -> str:
                 "iam",
                 "simulate_principal_policy",
                 "EvaluationResults",
-                PolicySourceArn=arn,
+                PolicySourceArn=role["Arn"],
                 ActionNames=actions,
                 ResourceArns=[resource],
             )
@@ -141,21 +171,16 @@ def is_ours(role: dict[str, Any], deployment: str) -> bool:
     return tags.get(TAG) == deployment
 
 
-def grant(account: Account, name: str, wanted: Needed, tags: dict[str, str], new: bool) -> None:
-    """Makes the role, or brings the one we made up to what is needed now."""
-    if new:
+def grant(account: Account, role: Role, tags: dict[str, str]) -> None:
+    """Makes our role, or brings what it may do up to what is needed."""
+    if role.change == "make":
         account.do(
             "iam",
             "create_role",
-            RoleName=name,
+            RoleName=role.name,
             AssumeRolePolicyDocument=json.dumps(TRUST),
             Description="SageMaker takes it on to run an endpoint",
             Tags=key_values(tags),
         )
-    account.do(
-        "iam",
-        "put_role_policy",
-        RoleName=name,
-        PolicyName=POLICY,
-        PolicyDocument=json.dumps(document(wanted)),
-    )
+    text = json.dumps(document(role.needed))
+    account.do("iam", "put_role_policy", RoleName=role.name, PolicyName=POLICY, PolicyDocument=text)

@@ -35,6 +35,7 @@ def explain(error: Exception) -> str | None:
     """One sentence for an error of boto3, None for any other."""
     from boto3 import exceptions as boto3_errors  # type: ignore[import-untyped]
     from botocore import exceptions as errors  # type: ignore[import-untyped]
+    from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
 
     if isinstance(error, errors.ClientError):
         found = error.response.get("Error", {})
@@ -45,6 +46,8 @@ def explain(error: Exception) -> str | None:
         text = "no AWS credentials: run `aws configure`, or give --profile"
     elif isinstance(error, errors.EndpointConnectionError):
         text = f"{error} Is --region right, and is there a network?"
+    elif isinstance(error, ResponseParserError):
+        text = "what answered was not AWS: a proxy, or a wrong AWS_ENDPOINT_URL?"
     elif isinstance(error, errors.BotoCoreError | boto3_errors.Boto3Error):
         text = str(error)
     else:

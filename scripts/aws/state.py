@@ -7,7 +7,7 @@ from typing import Any
 from scripts.aws import deployment, resources
 from scripts.aws.account import Account
 from scripts.aws.deployment import Deployment
-from scripts.aws.wanted import Role
+from scripts.aws.permissions import Role
 from scripts.lib.documents import Problem
 
 LOG_DAYS = 30
@@ -84,12 +84,11 @@ class State:
         key = "TargetTrackingScalingPolicyConfiguration"
         return limits and self.policy[key] == policy[key]
 
-    def changes(self, role: Role | None) -> list[tuple[str, str]]:
+    def changes(self, role: Role) -> list[tuple[str, str]]:
         """(keep, make, update, ...) and what, in the order in which it happens."""
         wanted = self.wanted
         word = {True: "keep", False: "make"}
         container, variant = wanted.model["PrimaryContainer"], wanted.variant
-        role_name = wanted.model["ExecutionRoleArn"].rpartition("/")[2]
         source = container.get("ModelDataUrl", "no artifact")
         size = variant.get("ServerlessConfig") or (
             f"{variant['InitialInstanceCount']} x {variant['InstanceType']}"
@@ -103,7 +102,7 @@ class State:
         else:
             endpoint = ("keep" if self.has_configuration else "update", f"endpoint {wanted.name}")
         lines = [
-            (word[role is not None], f"role {role_name}"),
+            (role.change, f"role {role.name}"),
             (word[self.logs], f"log group {resources.log_group(wanted.name)}, {LOG_DAYS} days"),
             (word[bool(self.model)], f"model {wanted.model['ModelName']}: {source}"),
             (word[bool(self.configuration)],

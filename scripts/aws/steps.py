@@ -8,9 +8,9 @@ from typing import Any
 from scripts.aws import permissions, resources
 from scripts.aws.account import Account, key_values
 from scripts.aws.deployment import Deployment
+from scripts.aws.permissions import Role
 from scripts.aws.report import phase, wait
 from scripts.aws.state import LOG_DAYS, State
-from scripts.aws.wanted import Role
 from scripts.lib.documents import Problem
 
 LIMIT_S = 3600.0
@@ -24,21 +24,20 @@ class Steps:
         self.account, self.wanted, self.state = account, wanted, state
         self.tags = key_values(wanted.tags)
 
-    def all(self, role: Role | None, needed: permissions.Needed) -> None:
-        self.role(role, needed)
+    def all(self, role: Role) -> None:
+        self.role(role)
         self.logs()
-        self.model(role is None)
+        self.model(role.change == "make")
         self.configuration()
         self.endpoint()
         self.scaling()
 
-    def role(self, role: Role | None, needed: permissions.Needed) -> None:
-        if role is not None and not permissions.is_ours(role, self.wanted.name):
+    def role(self, role: Role) -> None:
+        if role.change == "keep":
             return
         with phase("role") as step:
-            name = self.wanted.model["ExecutionRoleArn"].rpartition("/")[2]
-            permissions.grant(self.account, name, needed, self.wanted.tags, new=role is None)
-            step.result = f"{name} may do {permissions.count(needed)} things"
+            permissions.grant(self.account, role, self.wanted.tags)
+            step.result = f"{role.name} may do {permissions.count(role.needed)} things"
 
     def logs(self) -> None:
         """Made here because SageMaker's own would have no tag and would be kept for ever."""

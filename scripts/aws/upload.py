@@ -8,11 +8,13 @@ name. What is there already with the same content is left alone.
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import importlib
 import re
 import tarfile
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +119,12 @@ def as_archive(path: Path, work: Path) -> Path:
     if not path.name.endswith(SUFFIX):
         raise Problem(f"{path} is not NAME{SUFFIX} (SageMaker takes nothing else)")
     try:
-        with tarfile.open(path, "r:gz") as tar:
-            names = tar.getnames()
-    except (OSError, EOFError, tarfile.TarError) as error:
+        with gzip.open(path) as file:
+            with tarfile.open(fileobj=file) as tar:
+                names = tar.getnames()
+            while file.read(1 << 20):  # its checksum stands at the end
+                pass
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise Problem(f"{path} is no gzipped tar archive ({error})") from None
     if not any(name.endswith(".params") for name in names):
         raise Problem(f"{path} is no model: it holds no *.params")

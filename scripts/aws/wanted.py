@@ -4,49 +4,24 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
 
 from scripts.aws import deployment, instances, locations, permissions
 from scripts.aws.account import Account
 from scripts.aws.deployment import Deployment
+from scripts.aws.permissions import Role
 from scripts.aws.push import REPOSITORY
 from scripts.lib.documents import Problem
 
-Role = dict[str, Any]
 
-
-def examine(
-    args: argparse.Namespace, account: Account
-) -> tuple[Deployment, Role | None, permissions.Needed, str]:
-    """Reads what is there; what shall be, our role as it is, and what the role must be able to do.
-
-    The role is None where it has to be made. Raises `Problem` for all that can be known before.
-    """
+def examine(args: argparse.Namespace, account: Account) -> tuple[Deployment, Role]:
+    """What shall be, and the role for it. Raises `Problem` for all that can be known before."""
     for text in filter(None, (args.models, args.data_capture, args.async_output)):
         locations.check_bucket(account, locations.parse(text))
     sizes = artifact_sizes(args, account)
     image = resolve_image(account, args.image)
-    needed = permissions.needed(args, account, image)
-    if args.create_role:
-        name = permissions.name_for(args.name, account.region)
-    else:
-        name = args.role.rpartition("/")[2]
-    role = account.find("iam", "get_role", RoleName=name)
-    if role is None:
-        if args.role:
-            raise Problem(f"there is no role {name}; --create-role makes one")
-        aws = "aws-cn" if account.region.startswith("cn-") else "aws"
-        arn, found = f"arn:{aws}:iam::{account.id}:role/{name}", f"role {name} is to be made"
-    else:
-        arn = role["Role"]["Arn"]
-        if args.create_role and not permissions.is_ours(role["Role"], args.name):
-            raise Problem(f"there is a role {name} that scripts/deploy did not make: --role {name}")
-        found = "role " + (
-            name if args.create_role else permissions.check(account, role["Role"], needed)
-        )
+    role = permissions.find(args, account, permissions.needed(args, account, image))
     instance = None if args.serverless else args.instance_type or pick(args, account, sizes)
-    wanted = deployment.build(args, image, arn, instance)
-    return wanted, role["Role"] if role else None, needed, f"{found}; image {image}"
+    return deployment.build(args, image, role.arn, instance), role
 
 
 def artifact_sizes(args: argparse.Namespace, account: Account) -> list[int]:
