@@ -122,7 +122,10 @@ class Account:
             return True
         if not sys.stdin.isatty():
             raise Problem("nobody can be asked here: give --yes (or --dry-run to see the calls)")
-        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        try:
+            return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        except EOFError:
+            return False
 
 
 def is_missing(error: Any) -> bool:

@@ -38,7 +38,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     account = Account(args)
-    if not resources.has_log_group(account, args.name):
+    if resources.log_group_owner(account, args.name) is None:
         raise Problem(
             f"no logs of {args.name} in {account.region}: scripts/status lists what there is"
         )

@@ -106,6 +106,8 @@ def run(args: argparse.Namespace) -> None:
             step.result = f"tag {tag} is not there yet"
     if digest is None:
         digest = send(account, args.image, uri, tag, args.repository)
+    if not account.dry_run:
+        warn_of_index(account, args.repository, digest)
     print(f"{uri}@{digest}")
 
 
@@ -172,3 +174,15 @@ def send(account: Account, image: str, uri: str, tag: str, name: str) -> str:
     if digest is None:
         raise Problem(f"docker pushed {target}, but ECR does not have it")
     return digest
+
+
+def warn_of_index(account: Account, name: str, digest: str) -> None:
+    """BuildKit wraps an image and its provenance into an index, which SageMaker does not take."""
+    images = account.find(
+        "ecr", "describe_images", repositoryName=name, imageIds=[{"imageDigest": digest}]
+    )
+    kind = images["imageDetails"][0].get("imageManifestMediaType", "") if images else ""
+    if "index" in kind or "list" in kind:
+        print(
+            "note: this is an image index, which SageMaker refuses: build with --provenance=false"
+        )

@@ -47,10 +47,15 @@ def log_group(deployment: str) -> str:
     return f"/aws/sagemaker/Endpoints/{deployment}"
 
 
-def has_log_group(account: Account, deployment: str) -> bool:
+def log_group_owner(account: Account, deployment: str) -> str | None:
+    """Its tag, empty where it has none; None where there is no log group."""
     name = log_group(deployment)
-    groups = account.ask("logs", "describe_log_groups", logGroupNamePrefix=name)["logGroups"]
-    return any(group["logGroupName"] == name for group in groups)
+    for group in account.ask("logs", "describe_log_groups", logGroupNamePrefix=name)["logGroups"]:
+        if group["logGroupName"] == name:
+            arn = group["arn"].removesuffix(":*")
+            tags = account.ask("logs", "list_tags_for_resource", resourceArn=arn)["tags"]
+            return str(tags.get(TAG, ""))
+    return None
 
 
 def scalable(deployment: str) -> dict[str, str]:
@@ -76,11 +81,15 @@ def scaling_target(account: Account, deployment: str) -> dict[str, Any] | None:
 def of(account: Account, deployment: str) -> list[Resource]:
     """All of one deployment, in the order in which it can be deleted."""
     found = []
-    if scaling_target(account, deployment):
-        found.append(Resource("autoscaling", scalable(deployment)["ResourceId"], deployment))
     for kind in LISTS:
         found += in_sagemaker(account, kind, deployment)
-    if has_log_group(account, deployment):
+    ours = Resource("endpoint", deployment, deployment) in found
+    if ours or account.find("sagemaker", "describe_endpoint", EndpointName=deployment) is None:
+        # A target bears the name of its endpoint, which may be somebody else's.
+        if scaling_target(account, deployment):
+            target = Resource("autoscaling", scalable(deployment)["ResourceId"], deployment)
+            found.insert(0, target)
+    if log_group_owner(account, deployment) == deployment:
         found.append(Resource("log group", log_group(deployment), deployment))
     role_name = permissions.name_for(deployment, account.region)
     role = account.find("iam", "get_role", RoleName=role_name)

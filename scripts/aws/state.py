@@ -30,7 +30,7 @@ class State:
             self.current = (
                 find("sagemaker", "describe_endpoint_config", EndpointConfigName=config) or {}
             )
-        self.logs = resources.has_log_group(account, wanted.name)
+        self.logs = resources.log_group_owner(account, wanted.name) is not None
         self.target = resources.scaling_target(account, wanted.name)
         self.policy = self._policy(account)
         self._check_conversion()

@@ -56,15 +56,18 @@ def pick(args: argparse.Namespace, account: Account, sizes: list[int]) -> str:
 def resolve_image(account: Account, image: str | None) -> str:
     """By digest where it is in this account, so that what is checked is what runs."""
     if image is None:
-        found = account.find("ecr", "describe_images", repositoryName=REPOSITORY)
-        images = found["imageDetails"] if found else []
+        found = account.find("ecr", "describe_repositories", repositoryNames=[REPOSITORY])
+        images = found and account.ask_all(
+            "ecr",
+            "describe_images",
+            "imageDetails",
+            repositoryName=REPOSITORY,
+            filter={"tagStatus": "TAGGED"},
+        )
         if not images:
-            raise Problem(
-                f"no image in the ECR repository {REPOSITORY}: scripts/push puts one there"
-            )
+            raise Problem(f"no image in ECR's repository {REPOSITORY}: scripts/push puts one there")
         newest = max(images, key=lambda item: item["imagePushedAt"])
-        repository = account.ask("ecr", "describe_repositories", repositoryNames=[REPOSITORY])
-        return f"{repository['repositories'][0]['repositoryUri']}@{newest['imageDigest']}"
+        return f"{found['repositories'][0]['repositoryUri']}@{newest['imageDigest']}"
     match = re.match(r"(\d+)\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com[^/]*/([^:@]+)(.*)$", image)
     if match is None:
         raise Problem(

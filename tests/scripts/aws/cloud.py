@@ -61,6 +61,7 @@ class Cloud:
         self.url = url
         self.folder = folder
         self.settle_s = 0.0
+        self.failure: str | None = None  # why endpoints that settle from now on fail
         self.calls: list[str] = []
         self.refused: set[str] = set()  # actions that answer that a limit is reached
         self._clients: dict[tuple[str, str], Any] = {}
@@ -90,7 +91,7 @@ class Cloud:
 
     def reset(self) -> None:
         requests.post(f"{self.url}/moto-api/reset", timeout=10)
-        self.settle_s = 0.0
+        self.settle_s, self.failure = 0.0, None
         self.refused.clear()
         self.calls.clear()
 
@@ -104,11 +105,13 @@ class Cloud:
         self.calls.clear()
         return found
 
-    def start(self, command: str, *args: str, **environment: str) -> subprocess.Popen[str]:
+    def start(
+        self, command: str, *args: str, stdin: int = subprocess.DEVNULL
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, ROOT / "scripts" / command, *args],
-            env=self.environment | environment,
-            stdin=subprocess.DEVNULL,
+            env=self.environment,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -231,7 +234,8 @@ def endpoints_take_time(patch: pytest.MonkeyPatch, made: Cloud) -> None:
             delete(self, name)
             return None
         if endpoint.endpoint_status.endswith("ing"):
-            endpoint.endpoint_status = "InService"
+            endpoint.endpoint_status = "Failed" if made.failure else "InService"
+            endpoint.failure_reason = made.failure
         return endpoint
 
     def refuse_if_busy(endpoint: FakeEndpoint | None, name: str) -> None:

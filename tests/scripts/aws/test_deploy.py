@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -301,3 +302,33 @@ def test_nobody_to_ask_means_no_change(ready: Cloud) -> None:
     said = ready.run("deploy", *BASIC[:-1], code=2)
     assert "give --yes" in said
     assert ready.changes() == []
+
+
+def test_a_failed_endpoint_is_explained_and_then_replaced(ready: Cloud) -> None:
+    ready.failure = "The primary container did not pass the ping health check."
+    said = ready.run("deploy", *BASIC, code=2)
+    assert said.startswith(f"endpoint poems is Failed: {ready.failure}")
+    ready.failure = None
+    out = ready.run("deploy", *BASIC)
+    assert "replace endpoint poems, which is Failed" in out
+    assert ready.changes()[-2:] == ["DeleteEndpoint", "CreateEndpoint"]
+    assert ready.endpoint("poems")["EndpointStatus"] == "InService"
+
+
+def test_an_endpoint_with_instances_does_not_become_serverless(ready: Cloud) -> None:
+    one = ("one", "--model", f"{MODELS}sowol.tar.gz", "--create-role", "--yes")
+    ready.run("deploy", *one, "--instance-type", "ml.c5.large")
+    said = ready.run("deploy", *one, "--serverless", "2048:1", code=2)
+    assert "cannot become serverless" in said
+
+
+def test_the_newest_tagged_image_is_taken(ready: Cloud) -> None:
+    time.sleep(1.1)  # ECR counts in seconds
+    newest = ready.put_image("v2")
+    ready.run("deploy", *BASIC)
+    assert ready.endpoint("poems")["model"]["PrimaryContainer"]["Image"] == newest
+    old = ready.put_image("v1").partition("@")[0] + ":v1"
+    ready.run("deploy", *BASIC, "--image", old)
+    assert ready.endpoint("poems")["model"]["PrimaryContainer"]["Image"] != newest
+    said = ready.run("deploy", *BASIC, "--image", old.replace(":v1", ":v9"), code=2)
+    assert said.endswith(":v9: scripts/push puts it there")

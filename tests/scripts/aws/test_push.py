@@ -5,6 +5,7 @@ No image can be pushed to moto: the fake docker tells moto's ECR of it instead.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import sys
@@ -19,7 +20,6 @@ REGISTRY = f"123456789012.dkr.ecr.{REGION}.amazonaws.com"
 LABEL = "com.amazonaws.sagemaker.capabilities.multi-models"
 DOCKER = """#!{python}
 import json, os, sys
-import boto3
 
 arguments = sys.argv[1:]
 state = json.load(open(os.environ["DOCKER_STATE"]))
@@ -33,11 +33,13 @@ if arguments[:2] == ["image", "inspect"]:
         sys.exit("Error: No such image: " + arguments[2])
     print(json.dumps([state["image"]]))
 if arguments[0] == "push":
+    import boto3
+
     name, _, tag = arguments[1].partition("/")[2].partition(":")
     manifest = json.dumps({{"schemaVersion": 2, "config": state["image"]["Id"]}})
     boto3.client("ecr").put_image(
         repositoryName=name, imageTag=tag, imageManifest=manifest,
-        imageManifestMediaType="application/vnd.oci.image.manifest.v1+json",
+        imageManifestMediaType="application/vnd.oci.image." + state["kind"] + ".v1+json",
     )
 """
 
@@ -56,13 +58,20 @@ class Docker:
         path.chmod(0o755)
         self.has()
 
-    def has(self, image: dict[str, Any] | None = None, fails: str | None = None) -> None:
+    def has(
+        self,
+        image: dict[str, Any] | None = None,
+        fails: str | None = None,
+        kind: str = "manifest",
+    ) -> None:
         known = {
             "Id": "sha256:0123456789abcdef",
             "Architecture": "amd64",
             "Config": {"Labels": {LABEL: "true"}},
         }
-        self.state.write_text(json.dumps({"image": known | (image or {}), "fails": fails}))
+        self.state.write_text(
+            json.dumps({"image": known | (image or {}), "fails": fails, "kind": kind})
+        )
 
     def calls(self) -> list[tuple[str, ...]]:
         lines = self.log.read_text().splitlines()
@@ -91,8 +100,6 @@ def test_first_push_makes_the_repository_and_prints_the_digest(aws: Cloud, docke
         ("tag", "kogpt2-serving:cpu", target),
         ("push", target),
     ]
-    import base64
-
     assert typed[1] == base64.b64decode(token).decode().partition(":")[2]
     (repository,) = ecr.describe_repositories()["repositories"]
     assert repository["imageScanningConfiguration"] == {"scanOnPush": True}
@@ -136,6 +143,8 @@ def test_images_that_sagemaker_could_not_run(aws: Cloud, docker: Docker) -> None
     assert "build it with --platform linux/amd64" in push(aws, docker, code=2)
     docker.has({"Config": {"Labels": None}})
     assert "single-model endpoints only" in push(aws, docker)
+    docker.has({"Id": "sha256:ffffffffffffffff"}, kind="index")
+    assert "build with --provenance=false" in push(aws, docker)
     said = aws.run("push", "시집:1", code=2, **docker.environment)
     assert said.startswith("no local image 시집:1: build it first")
     assert "docker is not installed" in aws.run("push", "x", code=2, PATH="/nowhere")

@@ -1,13 +1,15 @@
-"""scripts/status, logs and teardown find by tag what scripts/deploy made, and teardown leaves nothing."""
+"""scripts/status, logs and teardown find by tag what scripts/deploy made."""
 
 from __future__ import annotations
 
 import json
+import os
+import pty
 import time
 
 import pytest
 
-from tests.scripts.aws.cloud import BUCKET, MODELS, Cloud
+from tests.scripts.aws.cloud import BUCKET, MODELS, TRUST, Cloud
 
 DEPLOY = (
     "--models", MODELS, "--create-role", "--instance-type", "ml.m5.large",
@@ -90,6 +92,29 @@ def test_teardown_of_one_deployment_leaves_the_others(deployed: Cloud) -> None:
     assert "/aws/sagemaker/Endpoints/poems" in after
 
 
+def test_what_others_gave_the_same_name_stays(aws: Cloud) -> None:
+    sagemaker, name = aws.client("sagemaker"), "poems"
+    aws.client("logs").create_log_group(logGroupName=f"/aws/sagemaker/Endpoints/{name}")
+    aws.client("iam").create_role(
+        RoleName=f"{name}-us-east-1-sagemaker", AssumeRolePolicyDocument=json.dumps(TRUST)
+    )
+    sagemaker.create_model(ModelName=name)
+    variant = {"VariantName": "AllTraffic", "ModelName": name, "InstanceType": "ml.m5.large"}
+    sagemaker.create_endpoint_config(EndpointConfigName=name, ProductionVariants=[variant])
+    sagemaker.create_endpoint(EndpointName=name, EndpointConfigName=name)
+    aws.client("application-autoscaling").register_scalable_target(
+        ServiceNamespace="sagemaker",
+        ResourceId=f"endpoint/{name}/variant/AllTraffic",
+        ScalableDimension="sagemaker:variant:DesiredInstanceCount",
+        MinCapacity=1,
+        MaxCapacity=2,
+    )
+    before = everything(aws)
+    assert len(before) == 6
+    assert "there is nothing of poems" in aws.run("teardown", name, "--yes")
+    assert everything(aws) == before
+
+
 def test_teardown_shows_and_asks_first(deployed: Cloud) -> None:
     before = everything(deployed)
     assert "give --yes" in deployed.run("teardown", "poems", code=2)
@@ -97,6 +122,20 @@ def test_teardown_shows_and_asks_first(deployed: Cloud) -> None:
     assert out.count("\n  aws ") == 9
     assert everything(deployed) == before
     assert deployed.changes() == []
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n", 1), ("", 1), ("y", 0)])
+def test_a_person_is_asked(aws: Cloud, answer: str, left: int) -> None:
+    aws.put_models(sowol=1)
+    screen, keyboard = pty.openpty()
+    process = aws.start("upload", MODELS, "--delete", "sowol.tar.gz", stdin=keyboard)
+    os.write(screen, f"{answer}\n".encode())
+    out, _ = process.communicate(timeout=30)
+    os.close(screen)
+    os.close(keyboard)
+    assert "Delete 1 of 1 models? [y/N]" in out
+    assert process.returncode == (2 if left else 0)
+    assert len(aws.client("s3").list_objects_v2(Bucket=BUCKET).get("Contents", [])) == left
 
 
 def test_everything_includes_what_push_and_upload_made(deployed: Cloud) -> None:
