@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
 
 def repository(account: Account, name: str) -> str:
     """The URI of the repository, made where it was missing."""
-    with phase("repository") as step:
+    with phase("repository", account.dry_run) as step:
         found = account.find("ecr", "describe_repositories", repositoryNames=[name])
         if found is None:
             made = account.do(
@@ -183,6 +183,4 @@ def warn_of_index(account: Account, name: str, digest: str) -> None:
     )
     kind = images["imageDetails"][0].get("imageManifestMediaType", "") if images else ""
     if "index" in kind or "list" in kind:
-        print(
-            "note: this is an image index, which SageMaker refuses: build with --provenance=false"
-        )
+        print("note: it is an image index, which SageMaker refuses: build with --provenance=false")

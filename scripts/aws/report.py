@@ -21,8 +21,11 @@ class Phase:
 
 
 @contextlib.contextmanager
-def phase(name: str) -> Iterator[Phase]:
-    """Prints the phase's name, its result and the elapsed time when it ends."""
+def phase(name: str, dry_run: bool = False) -> Iterator[Phase]:
+    """Prints the phase's name, its result and the elapsed time when it ends.
+
+    In a dry run nothing has a result: there the calls are what is printed.
+    """
     began = time.monotonic()
     current = Phase()
     try:
@@ -30,7 +33,8 @@ def phase(name: str) -> Iterator[Phase]:
     except BaseException:
         print(f"{name:<14} not done after {time.monotonic() - began:.1f} s", flush=True)
         raise
-    print(f"{name:<14} {current.result}, {time.monotonic() - began:.1f} s", flush=True)
+    if not dry_run:
+        print(f"{name:<14} {current.result}, {time.monotonic() - began:.1f} s", flush=True)
 
 
 def wait(what: str, state: Callable[[], str], busy: tuple[str, ...], limit_s: float) -> str:

@@ -84,11 +84,10 @@ def of(account: Account, deployment: str) -> list[Resource]:
     for kind in LISTS:
         found += in_sagemaker(account, kind, deployment)
     ours = Resource("endpoint", deployment, deployment) in found
-    if ours or account.find("sagemaker", "describe_endpoint", EndpointName=deployment) is None:
-        # A target bears the name of its endpoint, which may be somebody else's.
-        if scaling_target(account, deployment):
-            target = Resource("autoscaling", scalable(deployment)["ResourceId"], deployment)
-            found.insert(0, target)
+    # A target bears the name of its endpoint, which may be somebody else's.
+    free = account.find("sagemaker", "describe_endpoint", EndpointName=deployment) is None
+    if (ours or free) and scaling_target(account, deployment):
+        found.insert(0, Resource("autoscaling", scalable(deployment)["ResourceId"], deployment))
     if log_group_owner(account, deployment) == deployment:
         found.append(Resource("log group", log_group(deployment), deployment))
     role_name = permissions.name_for(deployment, account.region)

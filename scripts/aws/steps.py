@@ -35,7 +35,7 @@ class Steps:
     def role(self, role: Role) -> None:
         if role.change == "keep":
             return
-        with phase("role") as step:
+        with phase("role", self.account.dry_run) as step:
             permissions.grant(self.account, role, self.wanted.tags)
             step.result = f"{role.name} may do {permissions.count(role.needed)} things"
 
@@ -43,7 +43,7 @@ class Steps:
         """Made here because SageMaker's own would have no tag and would be kept for ever."""
         if self.state.logs:
             return
-        with phase("log group") as step:
+        with phase("log group", self.account.dry_run) as step:
             name = resources.log_group(self.wanted.name)
             self.account.do("logs", "create_log_group", logGroupName=name, tags=self.wanted.tags)
             self.account.do(
@@ -52,7 +52,7 @@ class Steps:
             step.result = f"{name} made"
 
     def model(self, role_is_new: bool) -> None:
-        with phase("model") as step:
+        with phase("model", self.account.dry_run) as step:
             step.result = f"{self.wanted.model['ModelName']} is there"
             if not self.state.model:
                 step.result = f"{self.wanted.model['ModelName']} made"
@@ -73,7 +73,7 @@ class Steps:
             time.sleep(3)
 
     def configuration(self) -> None:
-        with phase("configuration") as step:
+        with phase("configuration", self.account.dry_run) as step:
             step.result = f"{self.wanted.configuration['EndpointConfigName']} is there"
             if not self.state.configuration:
                 step.result = f"{self.wanted.configuration['EndpointConfigName']} made"
@@ -87,7 +87,7 @@ class Steps:
     def endpoint(self) -> None:
         name, config = self.wanted.name, self.wanted.configuration["EndpointConfigName"]
         do, state = self.account.do, self.state
-        with phase("endpoint") as step:
+        with phase("endpoint", self.account.dry_run) as step:
             if state.status in resources.BUSY and not self.account.dry_run:
                 self._settled()
                 state = State(self.account, self.wanted)
@@ -160,7 +160,7 @@ class Steps:
         wanted, policy = self.wanted.scaling, self.wanted.policy
         if wanted is None and self.state.target is None:
             return
-        with phase("auto-scaling") as step:
+        with phase("auto-scaling", self.account.dry_run) as step:
             if wanted is None or policy is None:
                 self._deregister()
                 step.result = "removed"

@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> None:
         if not account.confirm(f"Delete these {len(listed)}?"):
             raise Problem("nothing deleted")
         for one in listed:
-            with phase(one.kind) as step:
+            with phase(one.kind, account.dry_run) as step:
                 delete(account, one)
-                step.result = f"{one.name} {'would be ' if account.dry_run else ''}deleted"
+                step.result = f"{one.name} deleted"
     if account.dry_run:
         return
     left = to_delete(account, args, buckets)

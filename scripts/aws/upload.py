@@ -31,6 +31,7 @@ EXAMPLE = """examples:
   scripts/upload s3://my-bucket/fine-tunes/ --delete poems.tar.gz
 """
 SUFFIX = ".tar.gz"
+HAS_ONE_OF = (".params", ".safetensors", "code/inference.py")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def create_bucket(account: Account, bucket: str) -> None:
-    with phase("bucket") as step:
+    with phase("bucket", account.dry_run) as step:
         if locations.region_of(account, bucket) is not None:
             locations.check_bucket(account, Location(bucket, ""))
             step.result = f"{bucket} is there"
@@ -112,9 +113,8 @@ def as_archive(path: Path, work: Path) -> Path:
     """A checked .tar.gz. Raises `Problem`."""
     if path.is_dir():
         packaging: Any = importlib.import_module("scripts.lib.packaging")
-        packaging.check(path)
         target = work / f"{path.resolve().name}{SUFFIX}"
-        packaging.write_archive(path, target)
+        packaging.write_archive(packaging.check(path), target)
         return target
     if not path.name.endswith(SUFFIX):
         raise Problem(f"{path} is not NAME{SUFFIX} (SageMaker takes nothing else)")
@@ -126,8 +126,8 @@ def as_archive(path: Path, work: Path) -> Path:
                 pass
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise Problem(f"{path} is no gzipped tar archive ({error})") from None
-    if not any(name.endswith(".params") for name in names):
-        raise Problem(f"{path} is no model: it holds no *.params")
+    if not any(name.endswith(HAS_ONE_OF) for name in names):
+        raise Problem(f"{path} is no model: it holds none of *{', *'.join(HAS_ONE_OF)}")
     if not re.fullmatch(r"[\x21-\x7e]+", path.name):
         print(f"note: {path.name} is not ASCII: invoke-endpoint cannot name it (TargetModel is an"
               " HTTP header), but MODEL_STORE=s3://... on a server of your own can")  # fmt: skip

@@ -85,6 +85,7 @@ def test_dry_run_shows_the_calls_and_makes_none(ready: Cloud) -> None:
     ]
     assert json.loads(lines[4][1])["PrimaryContainer"]["Environment"] == {"HF_TOKEN": "***"}
     assert "hf_secret" not in out
+    assert " made," not in out
 
 
 def test_an_interrupted_run_goes_on(ready: Cloud) -> None:
@@ -327,7 +328,7 @@ def test_the_newest_tagged_image_is_taken(ready: Cloud) -> None:
     newest = ready.put_image("v2")
     ready.run("deploy", *BASIC)
     assert ready.endpoint("poems")["model"]["PrimaryContainer"]["Image"] == newest
-    old = ready.put_image("v1").partition("@")[0] + ":v1"
+    old = newest.partition("@")[0] + ":v1"
     ready.run("deploy", *BASIC, "--image", old)
     assert ready.endpoint("poems")["model"]["PrimaryContainer"]["Image"] != newest
     said = ready.run("deploy", *BASIC, "--image", old.replace(":v1", ":v9"), code=2)

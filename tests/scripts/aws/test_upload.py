@@ -99,7 +99,10 @@ def test_wrong_models_are_named_before_anything_is_sent(aws: Cloud, tmp_path: Pa
     broken.write_bytes(good.read_bytes()[:-20])
     for path, expected in (
         (plain, f"{plain} is not NAME.tar.gz"),
-        (empty, f"{empty} is no model: it holds no *.params"),
+        (
+            empty,
+            f"{empty} is no model: it holds none of *.params, *.safetensors, *code/inference.py",
+        ),
         (broken, f"{broken} is no gzipped tar archive"),
         (tmp_path / "gone.tar.gz", "does not exist"),
     ):
@@ -121,15 +124,15 @@ def test_a_folder_is_packed_as_scripts_package_does(
     """The two names of scripts.lib.packaging that are used, in their order."""
     asked: list[tuple[Any, ...]] = []
     packaging = SimpleNamespace(
-        check=lambda folder: asked.append(("check", folder)),
-        write_archive=lambda folder, target: asked.append(("write", folder, target)),
+        check=lambda folder: f"checked {folder}",
+        write_archive=lambda checked, target: asked.append((checked, target)),
     )
     monkeypatch.setitem(sys.modules, "scripts.lib.packaging", packaging)
     folder = tmp_path / "poems"
     folder.mkdir()
     target = tmp_path / "poems.tar.gz"
     assert upload.as_archive(folder, tmp_path) == target
-    assert asked == [("check", folder), ("write", folder, target)]
+    assert asked == [(f"checked {folder}", target)]
 
 
 def test_lists_and_deletes(aws: Cloud) -> None:
