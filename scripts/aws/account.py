@@ -153,6 +153,11 @@ def _masked(value: Any, name: str = "") -> Any:
     return "***" if SECRET.search(name) and name != "KmsKeyId" else value
 
 
+def log_group(deployment: str) -> str:
+    """Where SageMaker writes the logs of an endpoint."""
+    return f"/aws/sagemaker/Endpoints/{deployment}"
+
+
 def key_values(tags: Tags, key: str = "Key", value: str = "Value") -> list[Tags]:
     """Tags as most services want them."""
     return [{key: name, value: text} for name, text in tags.items()]

@@ -8,7 +8,7 @@ import time
 from datetime import datetime, timezone
 
 from scripts.aws import resources
-from scripts.aws.account import Account, parser
+from scripts.aws.account import Account, log_group, parser
 from scripts.lib.documents import Problem
 
 EXAMPLE = """examples:
@@ -64,7 +64,7 @@ def show(account: Account, args: argparse.Namespace, start_ms: int, seen: set[st
         "logs",
         "filter_log_events",
         "events",
-        logGroupName=resources.log_group(args.name),
+        logGroupName=log_group(args.name),
         startTime=start_ms,
         **({"filterPattern": quoted} if quoted else {}),
     )

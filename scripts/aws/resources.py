@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scripts.aws import permissions
-from scripts.aws.account import TAG, Account
+from scripts.aws.account import TAG, Account, log_group
 
 VARIANT = "AllTraffic"
 DIMENSION = "sagemaker:variant:DesiredInstanceCount"
@@ -41,10 +41,6 @@ def in_sagemaker(account: Account, kind: str, deployment: str | None = None) -> 
         if owner and deployment in (None, owner):
             found.append(Resource(kind, item[f"{field}Name"], owner))
     return found
-
-
-def log_group(deployment: str) -> str:
-    return f"/aws/sagemaker/Endpoints/{deployment}"
 
 
 def log_group_owner(account: Account, deployment: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scripts.aws import deployment, resources
-from scripts.aws.account import Account
+from scripts.aws.account import Account, log_group
 from scripts.aws.deployment import Deployment
 from scripts.aws.permissions import Role
 from scripts.lib.documents import Problem
@@ -103,7 +103,7 @@ class State:
             endpoint = ("keep" if self.has_configuration else "update", f"endpoint {wanted.name}")
         lines = [
             (role.change, f"role {role.name}"),
-            (word[self.logs], f"log group {resources.log_group(wanted.name)}, {LOG_DAYS} days"),
+            (word[self.logs], f"log group {log_group(wanted.name)}, {LOG_DAYS} days"),
             (word[bool(self.model)], f"model {wanted.model['ModelName']}: {source}"),
             (word[bool(self.configuration)],
              f"configuration {wanted.configuration['EndpointConfigName']}: {size}"),

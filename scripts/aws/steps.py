@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from scripts.aws import permissions, resources
-from scripts.aws.account import Account, key_values
+from scripts.aws.account import Account, key_values, log_group
 from scripts.aws.deployment import Deployment
 from scripts.aws.permissions import Role
 from scripts.aws.report import phase, wait
@@ -44,7 +44,7 @@ class Steps:
         if self.state.logs:
             return
         with phase("log group", self.account.dry_run) as step:
-            name = resources.log_group(self.wanted.name)
+            name = log_group(self.wanted.name)
             self.account.do("logs", "create_log_group", logGroupName=name, tags=self.wanted.tags)
             self.account.do(
                 "logs", "put_retention_policy", logGroupName=name, retentionInDays=LOG_DAYS

@@ -257,8 +257,13 @@ def test_the_cheapest_instance_that_holds_the_models(aws: Cloud) -> None:
 def test_missing_permissions_are_named(ready: Cloud) -> None:
     ready.put_role(
         "small",
-        {"Effect": "Allow", "Action": ["ecr:*", "cloudwatch:*", "logs:*"], "Resource": "*"},
-        {"Effect": "Allow", "Action": "s3:GetObject", "Resource": f"arn:aws:s3:::{BUCKET}/*"},
+        {"Effect": "Allow", "Action": ["ecr:*", "cloudwatch:*"], "Resource": "*"},
+        {"Effect": "Allow", "Action": "logs:*", "Resource": "arn:aws:logs:*:*:*/Endpoints/poems:*"},
+        {
+            "Effect": "Allow",
+            "Action": "s3:GetObject",
+            "Resource": f"arn:aws:s3:::{BUCKET}/kogpt2/*.tar.gz",
+        },
     )
     options = ("poems", "--models", MODELS, "--instance-type", "ml.m5.large", "--yes")
     ready.changes()
