@@ -125,6 +125,7 @@ class Cloud:
         out, err = io.StringIO(), io.StringIO()
         with (
             mock.patch.dict(os.environ, self.environment | environment, clear=True),
+            mock.patch("sys.stdin", io.StringIO()),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):
