@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripts.client.errors import Problem
 
 CLOUDWATCH_DELAY_S = 90.0
+METRICS_S = 2.0
 SUMS = ("kogpt2_model_fetch_seconds_sum", "kogpt2_model_load_seconds_sum")
 
 
@@ -35,7 +36,7 @@ class Prometheus:
     def _read(self) -> dict[str, tuple[float, float]] | str:
         """Loads and their seconds by model, or why that is not known."""
         try:
-            answer = requests.get(self._url, timeout=5)
+            answer = requests.get(self._url, timeout=METRICS_S)
             answer.raise_for_status()
         except requests.RequestException as error:
             return f"{self._url} cannot be read ({type(error).__name__})"

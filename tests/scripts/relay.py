@@ -49,6 +49,8 @@ class _Handler(BaseHTTPRequestHandler):
         relay = self.server
         relay.accepts.append(self.headers["accept"])
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if isinstance(body, str):  # the guides' form
+            body = {"inputs": body, "parameters": {"max_new_tokens": 8}}
         url = f"/models/{relay.model}/generate"
         answer = relay.engine.open("POST", url, {**body, "stream": True})
         self.send_response(answer.status)
