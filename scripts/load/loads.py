@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any, Protocol
@@ -42,8 +42,8 @@ class Prometheus:
             return f"{self._url} cannot be read ({type(error).__name__})"
         if "kogpt2_" not in answer.text:
             return f"{self._url} has none of this server's metrics"
-        counts: Counter[str] = Counter()
-        seconds: Counter[str] = Counter()
+        counts: defaultdict[str, float] = defaultdict(float)
+        seconds: defaultdict[str, float] = defaultdict(float)
         for family in text_string_to_metric_families(answer.content.decode("utf-8")):
             for sample in family.samples:
                 model = sample.labels.get("model", "")

@@ -8,6 +8,8 @@ from typing import Any
 import jinja2
 
 from scripts.client.tables import get, ms, percent, plain, table
+from scripts.client.targets import Call, Target
+from scripts.load.plan import Chooser, Plan
 from scripts.load.samples import PERCENTILES
 
 COLUMNS = [f"p{p}" for p in PERCENTILES]
@@ -45,6 +47,24 @@ def lines(results: dict[str, Any]) -> list[str]:
     return found
 
 
+def plan_lines(plan: Plan, target: Target) -> list[str]:
+    """What would be sent, for a terminal."""
+    shares = zip(plan.models, plan.shares(), strict=True)
+    model, body = Chooser(plan, 1).next()
+    call = Call(model or None, body, stream=plan.stream)
+    return [
+        table(["model", "share"], [[name or "-", percent(share)] for name, share in shares]),
+        "",
+        f"{rate(plan.users, plan.rate)} for {plan.seconds:g} s; the first call:",
+        "",
+        target.describe(call),
+    ]
+
+
+def rate(users: int, per_s: float | None) -> str:
+    return f"{users} users" if per_s is None else f"{per_s:g} requests/s"
+
+
 def _cells(part: dict[str, Any]) -> list[str]:
     latencies = [ms(get(part, "seconds", column)) for column in COLUMNS]
     counts = [str(part["requests"]), str(part["errors"])]
@@ -58,7 +78,7 @@ def _first_token(part: dict[str, Any], streamed: bool) -> list[str]:
 def sentence(results: dict[str, Any]) -> str:
     """What was done."""
     plan = results["plan"]
-    how = f"{plan['users']} users" if plan["rate"] is None else f"{plan['rate']:g} requests/s"
+    how = rate(plan["users"], plan["rate"])
     models = f"{len(plan['models'])} models (Zipf {plan['zipf']:g})"
     return f"{plan['where']}: {models}, {how}, {results['seconds']:.0f} s"
 

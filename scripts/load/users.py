@@ -121,7 +121,7 @@ def _clients(load: Load) -> type[User]:
         def on_start(self) -> None:
             self.chooser = load.chooser()
 
-        @task
+        @task  # type: ignore[untyped-decorator]
         def call(self) -> None:
             if load.stopped:
                 gevent.sleep(0.1)
@@ -143,7 +143,7 @@ def _arrivals(load: Load) -> type[User]:
             self.pool = gevent.pool.Pool(MAX_IN_FLIGHT)
             self.due = time.monotonic()
 
-        @task
+        @task  # type: ignore[untyped-decorator]
         def arrive(self) -> None:
             assert load.plan.rate is not None
             self.due += self.chooser.pause_s(load.plan.rate)

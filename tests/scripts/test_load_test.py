@@ -165,6 +165,17 @@ def test_an_endpoint_is_tested_through_the_platforms_api(
     assert "--cloudwatch" in found["loads"]["unknown"]
 
 
+def test_a_dry_run_shows_the_plan_and_sends_nothing(run: Run, served: Server) -> None:
+    before = [answered(served, name) for name in NAMES]
+    done = run("load_test", "--url", served.url(""), "--dry-run", "--rate", "3", *SHORT)
+    assert done.returncode == 0, done.stderr
+    shown = dict(line.split()[:2] for line in done.stdout.splitlines()[1:4])
+    assert shown == {"m0": "54.5", "m1": "27.3", "시/봄": "18.2"}
+    assert "3 requests/s for 30 s" in done.stdout
+    assert f"POST {served.url('/predictions/')}" in done.stdout
+    assert [answered(served, name) for name in NAMES] == before
+
+
 def test_errors_are_counted_by_kind_and_fail_the_test(run: Run, served: Server) -> None:
     options = ("--models", "m0,없음", "--zipf", "0", "--seconds", "2", "--users", "2")
     done = run("load_test", "--url", served.url(""), *options, *SHORT)
