@@ -23,12 +23,13 @@ from engine.errors import (
     InvalidRequest,
     ModelAlreadyLoaded,
     ModelNotFound,
-    OutOfMemory,
     Overloaded,
     PromptTooLong,
 )
-from engine.memory import Budget, return_freed_memory
+from engine.histogram import Histogram
+from engine.memory import MIB, Budget, return_freed_memory
 from engine.parameters import Parameters
+from engine.prune import prune
 from engine.scheduler import Batch
 from engine.sequence import Sequence, State, Token
 from engine.settings import Settings
@@ -44,12 +45,12 @@ class Statistics:
     """Counters of one model since it was loaded."""
 
     requests: int = 0
-    failed: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
     steps: int = 0
     rows: int = 0  # summed over steps: rows / steps is the mean batch size
-    queue_s: float = 0.0
+    queue_s: Histogram = field(default_factory=Histogram)  # until its prompt is begun
+    time_to_first_token_s: Histogram = field(default_factory=Histogram)
     seconds_per_request: float = 0.0  # moving average
 
 
@@ -83,6 +84,8 @@ class Model:
             "running": len(self.batch.rows),
             "waiting": len(self.batch.waiting),
             **vars(counters),
+            "queue_s": counters.queue_s.describe(),
+            "time_to_first_token_s": counters.time_to_first_token_s.describe(),
         }
 
 
@@ -119,12 +122,7 @@ class Engine:
         Raises `ArtifactError`, `OutOfMemory`, `InvalidRequest`; `ModelAlreadyLoaded` if the name
         stands for another folder, backend or precision. A failed load leaves nothing behind.
         """
-        backend = backend or self.settings.backend
-        if backend not in backends.BACKENDS:
-            known = ", ".join(backends.BACKENDS)
-            raise InvalidRequest(f"backend is {backend!r}, must be one of {known}")
-        default = self.settings.precision if backend == self.settings.backend else ""
-        precision = precision or default or backends.PRECISIONS[backend][0]
+        backend, precision = self._resolve(backend, precision)
         wanted = (Path(model_dir).resolve(), backend, precision)
         with self._changed:
             future = self._loading.get(name)
@@ -149,6 +147,28 @@ class Engine:
         logger.info("loaded %s from %s in %.2f s", name, model.path, model.load_s)
         return model
 
+    def check(
+        self, name: str, model_dir: str, backend: str | None = None, precision: str | None = None
+    ) -> int:
+        """What the weights of the model in `model_dir` will take, in bytes, if there is room now.
+
+        Reads nothing but the artifact's index. Raises what `load` would for want of room or for an
+        artifact that is none.
+        """
+        config = open_artifact(model_dir).config
+        needed = backends.weight_bytes(config, *self._resolve(backend, precision))
+        self.budget.check_weights(needed, name)
+        return needed
+
+    def _resolve(self, backend: str | None, precision: str | None) -> tuple[str, str]:
+        """With the defaults for what is not given. Raises `InvalidRequest`."""
+        backend = backend or self.settings.backend
+        if backend not in backends.BACKENDS:
+            known = ", ".join(backends.BACKENDS)
+            raise InvalidRequest(f"backend is {backend!r}, must be one of {known}")
+        default = self.settings.precision if backend == self.settings.backend else ""
+        return backend, precision or default or backends.PRECISIONS[backend][0]
+
     @staticmethod
     def _same(model: Model, wanted: tuple[Path, str, str]) -> Model:
         if (model.path, model.backend, model.precision) != wanted:
@@ -169,17 +189,15 @@ class Engine:
                 f" but the model's vocabulary has {config.vocab_size}"
             )
         needed = backends.weight_bytes(config, backend, precision)
-        if not self.budget.reserve_weights(needed):
-            raise OutOfMemory(self.budget.explain(f"model {name}", needed))
+        self.budget.reserve_weights(needed, name)
         try:
-            cache_dir = self.settings.cache_dir
+            cache_dir = Path(self.settings.cache_dir) if self.settings.cache_dir else None
+            device = self.settings.device
             compute = backends.load(
-                artifact,
-                backend,
-                precision,
-                device=self.settings.device,
-                cache_dir=Path(cache_dir) if cache_dir else None,
+                artifact, backend, precision, device=device, cache_dir=cache_dir
             )
+            if cache_dir is not None:
+                prune(cache_dir, self.settings.cache_max_mib * MIB)
         except BaseException:
             self.budget.release_weights(needed)
             return_freed_memory()
@@ -345,11 +363,14 @@ class Engine:
         with self._changed:  # the queue is shared with `submit`
             chunks = batch.schedule()
         for chunk in chunks:
+            if compute.length(chunk.row) == 0:
+                counters.queue_s.observe(time.monotonic() - batch.rows[chunk.row].queued_at)
             logits = compute.extend(chunk.row, np.array(chunk.ids))
             if chunk.completes:
                 sequence = batch.rows[chunk.row]
                 sequence.state = State.DECODE
-                counters.queue_s += time.monotonic() - sequence.queued_at
+                waited_s = time.monotonic() - sequence.queued_at
+                counters.time_to_first_token_s.observe(waited_s)
                 sequence.advance(logits)
                 self._count(model, [sequence])
         batch.collect()
