@@ -1,8 +1,9 @@
 """From an answer's bytes to its text, whether it comes whole or as a stream.
 
 Streams are told by their content type: server-sent events (`data: {...}`) or one JSON object a
-line. Known objects are the engine's own, `{"index", "token", "text", "finish_reason"?}`; Hugging
-Face's, `{"token": {"text"}, "generated_text"?}`; and OpenAI's, `{"choices": [{"text"}]}`.
+line. Known objects are this server's, `{"text", "token", "index"}` and at the end of a sequence
+`{"generated_text", "tokens", "finish_reason", "index"}`; Hugging Face's, `{"token": {"text"},
+"generated_text"?}`; and OpenAI's, `{"choices": [{"text"}]}`.
 """
 
 from __future__ import annotations
@@ -92,26 +93,29 @@ def _whole(value: Any, completion: Completion) -> None:
 
 def _stream(answer: Answer, completion: Completion) -> Iterator[str]:
     sse = answer.content_type.lower().startswith(EVENTS)
-    ended = False
+    running: set[int] = {0}
     for event in _events(answer.pieces, sse):
         if event is None:
-            ended = True
+            running = set()
             break
         if "error" in event:
             said = message_of(json.dumps(event, ensure_ascii=False).encode())
             raise CallFailed(f"the stream broke off: {said}", kind="stream error")
-        text, index, tokens, reason = _token(event)
-        completion.tokens = (completion.tokens or 0) + tokens
-        if tokens and completion.first_at is None:
-            completion.first_at = time.monotonic()
-        if reason is not None:
-            ended, completion.finish_reason = True, reason
-        if index == 0:
-            completion.text += text
-            yield text
+        piece = _piece(event)
+        completion.tokens = (completion.tokens or 0) + piece.tokens
+        if piece.tokens:
+            completion.first_at = completion.first_at or time.monotonic()
+            running.add(piece.index)
+        if piece.finish_reason is not None:
+            running.discard(piece.index)
+        if piece.index == 0:
+            completion.finish_reason = piece.finish_reason or completion.finish_reason
+            completion.text += piece.text
+            yield piece.text
         else:
-            completion.others[index] = completion.others.get(index, "") + text
-    if not ended:
+            texts = completion.others
+            texts[piece.index] = texts.get(piece.index, "") + piece.text
+    if running:
         raise CallFailed("the stream broke off before its end", kind="stream error")
 
 
@@ -150,20 +154,26 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
         yield rest.decode("utf-8", "replace")
 
 
-def _token(event: dict[str, Any]) -> tuple[str, int, int, str | None]:
-    """Text, which sequence, tokens, and why it ends there."""
-    if isinstance(event.get("choices"), list):
-        if not event["choices"]:  # OpenAI's last one, with the usage
-            return "", 0, 0, None
-        choice = event["choices"][0]
+@dataclass(frozen=True)
+class _Piece:
+    text: str
+    index: int = 0  # of the sequence
+    tokens: int = 0
+    finish_reason: str | None = None
+
+
+def _piece(event: dict[str, Any]) -> _Piece:
+    token, index = event.get("token"), event.get("index", 0)
+    if isinstance(event.get("choices"), list):  # OpenAI's; the last one may have the usage only
+        choice = event["choices"][0] if event["choices"] else {}
         text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-        return text, choice.get("index", 0), int(bool(text)), choice.get("finish_reason")
-    token = event.get("token")
-    details = event.get("details") or {}
-    reason = event.get("finish_reason") or details.get("finish_reason")
-    if isinstance(token, dict):
-        text = "" if token.get("special") else str(token.get("text", ""))
+        return _Piece(text, choice.get("index", 0), int(bool(text)), choice.get("finish_reason"))
+    if isinstance(token, dict):  # Hugging Face's, whose index counts tokens
+        reason = (event.get("details") or {}).get("finish_reason")
         if reason is None and event.get("generated_text") is not None:
             reason = "stop"
-        return text, 0, 1, reason  # its "index" counts tokens
-    return str(event.get("text", "")), event.get("index", 0), int(token is not None), reason
+        text = "" if token.get("special") else str(token.get("text", ""))
+        return _Piece(text, 0, 1, reason)
+    if token is None:  # the end of a sequence
+        return _Piece("", index, 0, event.get("finish_reason"))
+    return _Piece(str(event.get("text", "")), index, 1, event.get("finish_reason"))

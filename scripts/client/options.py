@@ -91,3 +91,9 @@ def parameters(args: argparse.Namespace) -> dict[str, Any]:
             raise Problem('--parameters must be a JSON object, like {"top_k": 5}')
         given |= others
     return given
+
+
+def request_body(inputs: str, parameters: dict[str, Any], *, stream: bool) -> bytes:
+    """What the server takes; Korean stays readable."""
+    body = {"inputs": inputs, "parameters": parameters, **({"stream": True} if stream else {})}
+    return json.dumps(body, ensure_ascii=False).encode()

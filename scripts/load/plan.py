@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.client.errors import Problem
+from scripts.client.options import request_body
 
 PROMPTS = (
     "나는 오늘",
@@ -62,10 +62,7 @@ class Chooser:
         self._models = plan.models
         self._cumulative = list(itertools.accumulate(plan.shares()))
         self._bodies = [
-            json.dumps(
-                {"inputs": prompt, "parameters": plan.parameters}, ensure_ascii=False
-            ).encode()
-            for prompt in plan.prompts
+            request_body(prompt, plan.parameters, stream=plan.stream) for prompt in plan.prompts
         ]
 
     def next(self) -> tuple[str, bytes]:

@@ -1,4 +1,4 @@
-"""What the clients' scripts are run against: a server, an endpoint, a server that streams."""
+"""What the clients' scripts are run against: a server and endpoints."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import REPOSITORY, Server
-from tests.e2e.stores import packed, serving, small
-from tests.engine.engines import engine_process
+from tests.e2e.stores import packed, serving, slow, small
 from tests.platform.agent import Agent
 from tests.platform.disk import Disk
 from tests.platform.endpoint import Endpoint, SingleModel
 from tests.platform.runtime import runtime
-from tests.scripts.relay import Relay, relay
 from tests.serving.s3 import BUCKET, s3_server
 
 NAMES = ("m0", "m1", "시/봄")
@@ -27,9 +25,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @dataclass(frozen=True)
 class Poets:
-    """A multi-model endpoint `poets` and one of a single model, `one`, with a client's variables.
-
-    `one` streams."""
+    """A multi-model endpoint `poets`, one of a single model, `one`, and a client's variables."""
 
     agent: Agent
     environment: dict[str, str]
@@ -58,39 +54,31 @@ def run() -> Run:
 
 @pytest.fixture(scope="session")
 def model_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small models as archives, by the names in `NAMES`."""
+    """Small models as archives, by the names in `NAMES`, and one that takes its time."""
     folder = tmp_path_factory.mktemp("clients")
     for seed, name in enumerate(NAMES):
         model = small(folder / "unpacked" / str(seed), seed)
         packed(model, folder / "store" / f"{name}.tar.gz")
+    packed(slow(folder / "unpacked" / "slow"), folder / "store" / "slow.tar.gz")
     return folder / "store"
 
 
 @pytest.fixture(scope="session")
 def served(model_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With a model in /opt/ml/model as well, which is what `/invocations` without a name means."""
     folder = tmp_path_factory.mktemp("served")
+    small(folder / "ml" / "model", 0)
     with serving(folder, model_store, SAGEMAKER_BASE_DIR=str(folder / "ml")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def streaming(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
-    folder = tmp_path_factory.mktemp("streaming")
-    small(folder / "m0", 0)
-    options = {"ENGINE_BACKEND": "onnxruntime", "ENGINE_PRECISION": "fp32"}
-    with engine_process(folder, **options) as engine, relay(engine, "m0") as server:
-        body = {"name": "m0", "model_dir": str(folder / "m0")}
-        assert engine.call("POST", "/models", body)[0] == 200
-        yield server
-
-
-@pytest.fixture(scope="session")
-def poets(served: Server, streaming: Relay, model_store: Path) -> Iterator[Poets]:
+def poets(served: Server, model_store: Path) -> Iterator[Poets]:
     with s3_server() as s3:
         for name in NAMES:
             s3.put(f"poets/{name}.tar.gz", (model_store / f"{name}.tar.gz").read_bytes())
         folder = served.run_dir.parent / "ml" / "models"
         agent = Agent(served.url(""), Disk(folder, s3.client, BUCKET, "poets/"), str(folder))
-        one = Endpoint("one", [SingleModel(streaming.url)])
+        one = Endpoint("one", [SingleModel(served.url(""))])
         with runtime(Endpoint("poets", [agent]), one) as api:
             yield Poets(agent, {**api.environment, "AWS_ENDPOINT_URL_CLOUDWATCH": s3.url})

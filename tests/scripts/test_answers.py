@@ -16,6 +16,11 @@ ENGINE = [
     {"index": 0, "token": 5, "text": "산에"},
     {"index": 0, "token": 9, "text": "는 꽃", "finish_reason": "stop"},
 ]
+OURS = [
+    {"index": 0, "token": 5, "text": "산에"},
+    {"index": 0, "token": 9, "text": "는 꽃"},
+    {"index": 0, "generated_text": "산에는 꽃", "tokens": 2, "finish_reason": "stop"},
+]
 HUGGING_FACE = [
     {"index": 1, "token": {"id": 5, "text": "산에", "special": False}, "generated_text": None},
     {
@@ -56,6 +61,8 @@ def answer(kind: str, body: bytes, size: int = 3) -> Answer:
     ("kind", "body"),
     [
         ("application/x-ndjson", ndjson(ENGINE)),
+        ("application/x-ndjson", ndjson(OURS)),
+        ("text/event-stream", sse(OURS)),
         ("application/jsonlines", ndjson(HUGGING_FACE)),
         ("text/event-stream; charset=utf-8", sse(ENGINE)),
         ("text/event-stream", sse(HUGGING_FACE)),
@@ -86,6 +93,8 @@ def test_sequences_of_a_stream_are_kept_apart() -> None:
     ("body", "said"),
     [
         (ndjson(ENGINE[:1]), "before its end"),
+        (ndjson(OURS[:2]), "before its end"),
+        (ndjson([*OURS, {"index": 1, "token": 5, "text": "산"}]), "before its end"),
         (b"", "before its end"),
         (b"<html>\n", "no JSON"),
         (b"[1]\n", "no object"),

@@ -10,10 +10,9 @@ import sys
 import pytest
 
 from tests.e2e.server import REPOSITORY, Server
-from tests.e2e.stores import SHORT, text
+from tests.e2e.stores import SHORT, running, text
 from tests.platform.limits import Limits
 from tests.scripts.conftest import Poets, Run
-from tests.scripts.relay import Relay
 
 PROMPT = ("--text", "나는 오늘", "--max-new-tokens", "16")
 
@@ -79,9 +78,9 @@ def test_an_endpoint_answers_as_the_server_does(run: Run, served: Server, poets:
 
 
 def test_a_model_that_the_platform_is_still_loading_is_waited_for(run: Run, poets: Poets) -> None:
-    for name in poets.agent.loaded():
-        poets.agent._call("DELETE", f"/models/{name}", timeout_s=10)
-    poets.agent.forget_all()
+    target = poets.agent._models.pop("m1.tar.gz", None)
+    if target is not None:
+        poets.agent._call("DELETE", f"/models/{target.name}", timeout_s=10)
     poets.agent.limits = Limits(cold_start_s=0.01)
     try:
         call = ("invoke", "--endpoint", "poets", "--model", "m1", *PROMPT)
@@ -95,54 +94,46 @@ def test_a_model_that_the_platform_is_still_loading_is_waited_for(run: Run, poet
         poets.agent.limits = Limits()
 
 
-@pytest.mark.parametrize("sse", [True, False])
-def test_a_stream_is_printed_as_it_comes(streaming: Relay, sse: bool) -> None:
-    streaming.sse = sse
-    streaming.go_on.clear()
+def test_a_stream_is_printed_as_it_comes(served: Server) -> None:
     script = REPOSITORY / "scripts" / "invoke"
-    command = [sys.executable, script, "--url", streaming.url, "--model", "m0", "--stream", *PROMPT]
-    try:
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            first = os.read(process.stdout.fileno(), 1000)
-            assert first
-            assert process.poll() is None
-            streaming.go_on.set()
-            rest = process.stdout.read()
-            assert process.wait(20) == 0
-    finally:
-        streaming.go_on.set()
-    body = {**SHORT, "stream": False}
-    whole = streaming.engine.call("POST", "/models/m0/generate", body)[1]["completions"][0]["text"]
-    assert (first + rest).decode("utf-8") == whole + "\n"
-    assert "text/event-stream" in streaming.accepts[-1]
+    where = ["--url", served.url(""), "--model", "slow", "--text", "나는 오늘"]
+    options = ["--max-new-tokens", "400", "--return-full-text"]
+    command = [sys.executable, script, *where, *options, "--stream"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        shown = b""
+        while len(shown) < 100:
+            shown += os.read(process.stdout.fileno(), 20)
+        assert process.poll() is None
+        assert running(served) == 1
+        shown += process.stdout.read()
+        assert process.wait(20) == 0
+    parameters = {"max_new_tokens": 400, "return_full_text": True}
+    whole = text(served.predict("slow", {"inputs": "나는 오늘", "parameters": parameters}))
+    assert whole.startswith("나는 오늘")
+    assert shown.decode("utf-8") == whole + "\n"
 
 
-def test_a_server_that_does_not_stream_is_taken_as_it_is(run: Run, served: Server) -> None:
-    done = run("invoke", "--url", served.url(""), "--model", "m0", "--stream", *PROMPT)
-    assert done.stdout == text(served.predict("m0", SHORT)) + "\n"
-
-
-def test_an_endpoint_of_one_model_streams(run: Run, streaming: Relay, poets: Poets) -> None:
-    streaming.sse = False
-    done = run("invoke", "--endpoint", "one", "--stream", "--json", *PROMPT, **poets.environment)
-    assert done.returncode == 0, done.stderr
+def test_the_json_of_a_stream_is_that_of_the_whole_answer(run: Run, served: Server) -> None:
+    parameters = {"max_new_tokens": 16, "seed": 3, "num_return_sequences": 2}
+    drawn = ("--seed", "3", "--num-return-sequences", "2", "--json")
+    done = run("invoke", "--url", served.url(""), "--model", "m1", *PROMPT, *drawn, "--stream")
     found = json.loads(done.stdout)
-    whole = streaming.engine.call("POST", "/models/m0/generate", SHORT)[1]["completions"][0]
-    assert found["generated_text"] == whole["text"]
-    assert found["tokens"] == whole["tokens"]
+    whole = served.predict("m1", {"inputs": "나는 오늘", "parameters": parameters}).json()
+    assert found["sequences"] == [one["generated_text"] for one in whole["sequences"]]
+    assert found["tokens"] == sum(one["tokens"] for one in whole["sequences"])
     assert found["finish_reason"] == whole["finish_reason"]
     assert found["time_to_first_token_s"] > 0
 
 
-def test_a_stream_that_breaks_off_is_an_error(run: Run, streaming: Relay) -> None:
-    streaming.cut = True
-    try:
-        done = run("invoke", "--url", streaming.url, "--model", "m0", "--stream", *PROMPT)
-    finally:
-        streaming.cut = False
-    assert done.returncode == 1
-    assert "broke off" in done.stderr
+def test_an_endpoint_of_one_model_streams(run: Run, served: Server, poets: Poets) -> None:
+    done = run("invoke", "--endpoint", "one", "--stream", "--json", *PROMPT, **poets.environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    whole = served.predict("m0", SHORT).json()  # the same model
+    assert found["time_to_first_token_s"] > 0
+    for name in ("generated_text", "tokens", "finish_reason"):
+        assert found[name] == whole[name]
 
 
 NO_SERVER = ("--url", "http://127.0.0.1:9", "--model", "m0", "--text", "가")

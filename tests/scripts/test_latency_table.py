@@ -11,7 +11,6 @@ import pytest
 
 from tests.e2e.server import REPOSITORY, Server
 from tests.scripts.conftest import Poets, Run
-from tests.scripts.relay import Relay
 
 PUBLISHED = json.loads(
     (REPOSITORY / "scripts/client/published_latency.json").read_text(encoding="utf-8")
@@ -60,11 +59,3 @@ def test_what_cannot_be_is_said(run: Run, options: tuple[str, ...], status: int,
     done = run("latency_table", *options)
     assert done.returncode == status
     assert said in done.stderr
-
-
-def test_a_server_that_does_not_answer_as_the_guides_do_is_refused(
-    run: Run, streaming: Relay
-) -> None:
-    done = run("latency_table", "--url", streaming.url, "--model", "m0")
-    assert done.returncode == 1
-    assert done.stderr == "latency_table: the answer is not the guides' [text, steps, seconds]\n"

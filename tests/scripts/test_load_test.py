@@ -25,7 +25,6 @@ from scripts.load.plan import Chooser, Plan
 from scripts.load.samples import Sample
 from tests.e2e.server import REPOSITORY, Server, eventually, free_port
 from tests.scripts.conftest import NAMES, Poets, Run
-from tests.scripts.relay import Relay
 
 SHORT = ("--max-new-tokens", "8")
 
@@ -37,16 +36,17 @@ def answered(server: Server, model: str) -> int:
     return sum(int(float(line.split()[-1])) for line in text.splitlines() if line.startswith(start))
 
 
-def unload_all(server: Server) -> None:
+def unload(server: Server, names: tuple[str, ...]) -> None:
     for model in requests.get(server.url("/models"), timeout=10).json()["models"]:
-        assert server.unload(model["modelName"]).status_code == 200
+        if model["modelName"] in names:
+            assert server.unload(model["modelName"]).status_code == 200
 
 
 @pytest.fixture(scope="module")
 def users(run: Run, served: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run of clients against a server that has nothing loaded: its results, text and page."""
     folder = tmp_path_factory.mktemp("load")
-    unload_all(served)
+    unload(served, NAMES)
     before = {name: answered(served, name) for name in NAMES}
     prompts = folder / "prompts.txt"
     prompts.write_text("나는 오늘\n\n비가 오는 날에는\n", encoding="utf-8")
@@ -138,18 +138,18 @@ def test_only_reports_can_be_compared(run: Run, users: dict[str, Any], tmp_path:
 
 
 def test_requests_at_a_rate_with_the_first_token_of_streams(
-    run: Run, streaming: Relay, tmp_path: Path
+    run: Run, served: Server, tmp_path: Path
 ) -> None:
     options = ("--rate", "20", "--seconds", "3", "--warm-up", "0.5", "--stream", "--models", "m0")
-    files = ("--json", tmp_path / "a.json")
-    done = run("load_test", "--url", streaming.url, *options, *files, *SHORT)
+    file = tmp_path / "a.json"
+    done = run("load_test", "--url", served.url(""), *options, "--json", file, *SHORT)
     assert done.returncode == 0, done.stderr
-    found = json.loads(files[1].read_text(encoding="utf-8"))
+    found = json.loads(file.read_text(encoding="utf-8"))
     assert 30 <= found["all"]["requests"] <= 95  # 60 on average, Poisson
     first, whole = found["all"]["first_token_s"], found["all"]["seconds"]
     assert 0 < first["p50"] < whole["p50"]
+    assert found["all"]["tokens"] > found["all"]["requests"]
     assert "token 1 p50" in done.stdout
-    assert "unknown" in found["loads"]
 
 
 def test_an_endpoint_is_tested_through_the_platforms_api(
@@ -169,8 +169,8 @@ def test_a_dry_run_shows_the_plan_and_sends_nothing(run: Run, served: Server) ->
     before = [answered(served, name) for name in NAMES]
     done = run("load_test", "--url", served.url(""), "--dry-run", "--rate", "3", *SHORT)
     assert done.returncode == 0, done.stderr
-    shown = dict(line.split()[:2] for line in done.stdout.splitlines()[1:4])
-    assert shown == {"m0": "54.5", "m1": "27.3", "시/봄": "18.2"}
+    shown = dict(line.split()[:2] for line in done.stdout.splitlines()[1:5])
+    assert shown == {"m0": "48.0", "m1": "24.0", "slow": "16.0", "시/봄": "12.0"}
     assert "3 requests/s for 30 s" in done.stdout
     assert f"POST {served.url('/predictions/')}" in done.stdout
     assert [answered(served, name) for name in NAMES] == before
