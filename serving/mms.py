@@ -22,6 +22,7 @@ from serving.settings import REPOSITORY, Settings
 
 HANDLER = "handlers.handler_service"
 EXIT_NOT_STARTED = 3
+LAUNCHER_S = 5
 # How much longer than a request may take MMS waits for its worker.
 WORKER_GRACE_S = 15
 QUEUE_SIZE = 1000
@@ -140,6 +141,7 @@ def _wait_for_java(output: JsonOutput, timeout_s: int) -> psutil.Process:
     """In place of the toolkit's own loop, which looks once a second."""
     find = retry(wait_fixed=100, stop_max_delay=timeout_s * 1000)(_find_java)
     process: psutil.Process = find(output)
+    psutil.wait_procs(psutil.Process().children(), LAUNCHER_S)  # the toolkit does not reap it
     return process
 
 
