@@ -121,10 +121,12 @@ class Engine:
         """
         backend = backend or self.settings.backend
         if backend not in backends.BACKENDS:
-            known = ", ".join(backends.BACKENDS)
-            raise InvalidRequest(f"backend is {backend!r}, must be one of {known}")
+            raise InvalidRequest(
+                f"backend is {backend!r}, must be one of {', '.join(backends.BACKENDS)}"
+            )
         default = self.settings.precision if backend == self.settings.backend else ""
-        precision = precision or default or backends.PRECISIONS[backend][0]
+        known = backends.precisions(backend, self.settings.device)
+        precision = precision or default or known[0]
         wanted = (Path(model_dir).resolve(), backend, precision)
         with self._changed:
             future = self._loading.get(name)

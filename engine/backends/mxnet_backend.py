@@ -21,6 +21,7 @@ class MXNetModel:
     def __init__(self, artifact: Artifact, ctx: mx.Context) -> None:
         self.config = artifact.config
         self.weight_bytes = artifact.fp32_bytes
+        self.kv_bytes_per_token = artifact.config.kv_bytes_per_token
         self._ctx = ctx
         self._model = GPT2(artifact.config)
         self._model.collect_params().setattr("grad_req", "null")  # no room for gradients

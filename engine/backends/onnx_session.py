@@ -35,7 +35,8 @@ def _share_threads() -> None:
     onnxruntime.set_global_thread_pool_sizes(cpu_count(), 1)
 
 
-def _options() -> Any:
+def session_options() -> Any:
+    """Those of every session: threads shared, and no arena of its own on the CPU."""
     _share_threads()
     options = onnxruntime.SessionOptions()
     options.use_per_session_threads = False
@@ -50,7 +51,7 @@ def _options() -> Any:
 
 def open_packed(path: Path) -> Any:
     """Opens a graph that `pack` wrote; its weights stay mapped from their files."""
-    options = _options()
+    options = session_options()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     with out_of_memory(path.name):
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -62,7 +63,7 @@ def pack(graph: bytes, tensors: dict[str, Any], path: Path) -> Path:
     That file holds each tensor twice: as given, and in the layout that this CPU's kernels want, so
     that opening it neither computes nor copies. `tensors` are the graph's external initializers.
     """
-    options = _options()
+    options = session_options()
     weights = path.with_suffix(".bin")
     options.optimized_model_filepath = str(path)
     for key, value in {
@@ -78,6 +79,23 @@ def pack(graph: bytes, tensors: dict[str, Any], path: Path) -> Path:
     return weights
 
 
+# What onnxruntime, its arena, CUDA and cuBLAS say of memory. A mere "alloc" would not do: the names
+# of sources and calls, which errors of every kind hold, have it, too.
+OUT_OF_MEMORY = (
+    "failed to allocate",
+    "smaller than requested bytes",
+    "out of memory",
+    "status_alloc_failed",
+    "bad_alloc",
+    "bad allocation",
+    "mmap",
+)
+
+
+def is_out_of_memory(text: str) -> bool:
+    return any(said in text.lower() for said in OUT_OF_MEMORY)
+
+
 @contextmanager
 def out_of_memory(what: str) -> Iterator[None]:
     """Turns onnxruntime's allocation failures into `OutOfMemory`."""
@@ -86,7 +104,6 @@ def out_of_memory(what: str) -> Iterator[None]:
     except MemoryError as error:
         raise OutOfMemory(f"there is no memory for {what}") from error
     except (ort_errors.RuntimeException, ort_errors.Fail, RuntimeError) as error:
-        text = str(error).lower()
-        if "alloc" not in text and "mmap" not in text:
+        if not is_out_of_memory(str(error)):
             raise
         raise OutOfMemory(f"there is no memory for {what}") from error

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine.config import GPT2Config
+from engine.kv_shape import grown
 from engine.mxnet_compat import mx
 
 nd, gluon, nn = mx.nd, mx.gluon, mx.gluon.nn
@@ -232,11 +233,9 @@ class GPT2(gluon.Block):  # type: ignore[misc, name-defined]
 class KVCache:
     """Keys and values of the rows of one batch, each row with its own length.
 
-    Per layer and shard two arrays (rows, heads, capacity, hs), grown in blocks of `BLOCK` positions
-    and to the next power of two of rows. What lies beyond a row's length is masked, not cleared.
+    Per layer and shard two arrays (rows, heads, capacity, hs), that grow as `engine.kv_shape` says.
+    What lies beyond a row's length is masked, not cleared.
     """
-
-    BLOCK = 64
 
     def __init__(self, config: GPT2Config, ctx: Any, num_shards: int = 1):
         self.config, self._ctx = config, ctx
@@ -263,9 +262,7 @@ class KVCache:
         return rows * capacity * self.config.kv_bytes_per_token
 
     def _shape_for(self, rows: int, length: int) -> tuple[int, int]:
-        blocks = -(-length // self.BLOCK)
-        capacity = min(max(self._capacity, blocks * self.BLOCK), self.config.max_length)
-        return max(self._rows, 1 << (rows - 1).bit_length()), capacity
+        return grown((self._rows, self._capacity), rows, length, self.config.max_length)
 
     def add_row(self) -> int:
         """Opens an empty row behind the others and returns its index."""
