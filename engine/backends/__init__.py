@@ -83,8 +83,17 @@ def weight_bytes(config: GPT2Config, backend: str, precision: str) -> int:
 
 
 def import_backend(backend: str) -> None:
-    """Imports a backend's library ahead of its first use: MXNet costs 1.2 s and 276 MB."""
-    importlib.import_module(f"engine.backends.{_MODULES[backend]}")
+    """Imports a backend's library ahead of its first use: MXNet costs 1.2 s and 276 MB.
+
+    Raises `InvalidRequest` where a library that it needs is missing.
+    """
+    try:
+        importlib.import_module(f"engine.backends.{_MODULES[backend]}")
+    except OSError as error:  # a shared library; MXNet's GPU build wants the driver on a CPU, too
+        raise InvalidRequest(
+            f"backend {backend} cannot be used here: {error}; where it is a build for GPUs, is"
+            " NVIDIA's driver there (docker run --gpus all)?"
+        ) from None
 
 
 def load(

@@ -14,6 +14,7 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from engine.errors import OutOfMemory
+from engine.memory import is_out_of_memory
 
 VERSION: str = onnxruntime.__version__
 FATAL_ONLY = 4  # a log level: what goes wrong is raised
@@ -77,23 +78,6 @@ def pack(graph: bytes, tensors: dict[str, Any], path: Path) -> Path:
     with out_of_memory("the model"):
         onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     return weights
-
-
-# What onnxruntime, its arena, CUDA and cuBLAS say of memory. A mere "alloc" would not do: the names
-# of sources and calls, which errors of every kind hold, have it, too.
-OUT_OF_MEMORY = (
-    "failed to allocate",
-    "smaller than requested bytes",
-    "out of memory",
-    "status_alloc_failed",
-    "bad_alloc",
-    "bad allocation",
-    "mmap",
-)
-
-
-def is_out_of_memory(text: str) -> bool:
-    return any(said in text.lower() for said in OUT_OF_MEMORY)
 
 
 @contextmanager
