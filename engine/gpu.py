@@ -24,8 +24,9 @@ def default_budget_bytes() -> int:
     return total - min(max(LEAST_RESERVE_BYTES, total // 8), total // 2)
 
 
-def memory_bytes(library: str = LIBRARY) -> int:
+def memory_bytes(library: str = "") -> int:
     """The GPU's whole memory. Raises `InvalidRequest` where there is no GPU that can be used."""
+    library = library or LIBRARY
     try:
         driver = ctypes.CDLL(library)
     except OSError:

@@ -11,9 +11,9 @@ import functools
 import io
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnxruntime
@@ -29,6 +29,7 @@ SAME_AS_REQUESTED = 1  # of `arena_extend_strategy`: the other rounds up to a po
 MAX_DEAD_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -161,12 +162,16 @@ class Buffers:
         `old` is an OrtValue on the device, or a numpy array. Raises `OutOfMemory`.
         """
         pads = np.array([*[0] * len(shape), *np.subtract(shape, _shape(old))], dtype=np.int64)
+        return self.with_room(lambda: self._padded(old, pads))
+
+    def with_room(self, call: Callable[[], T]) -> T:
+        """What `call` returns. It is tried again, once, where the arena had only free pieces that
+        are too small each: given back, the device makes one of them."""
         try:
-            return self._padded(old, pads)
+            return call()
         except OutOfMemory:
-            # Free pieces of the arena may each be too small: the device makes one of them.
             self.trim()
-            return self._padded(old, pads)
+            return call()
 
     def _padded(self, old: Any, pads: NDArray[np.int64], options: Any = None) -> Any:
         binding = self._pad.io_binding()
@@ -178,6 +183,7 @@ class Buffers:
         binding.bind_output("y", self.provider.device, 0)
         with onnx_session.out_of_memory("keys and values"):
             self._pad.run_with_iobinding(binding, options)
+        binding.clear_binding_inputs()  # an output keeps its binding, which would keep the old one
         return binding.get_outputs()[0]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], count: int) -> None:

@@ -109,11 +109,16 @@ class OnnxGpuModel:
         """ids, positions (B, T). What is bound here is copied to the device now."""
         total = np.array([positions.max() + 1], dtype=np.int32)
         tokens, places = (np.ascontiguousarray(a, dtype=np.int32) for a in (ids, positions))
-        with onnx_session.out_of_memory(f"{ids.size} more tokens"):
-            binding.bind_cpu_input("ids", tokens)
-            binding.bind_cpu_input("positions", places)
-            binding.bind_cpu_input("total", total)
-            self._session.run_with_iobinding(binding)
+
+        def run() -> None:
+            with onnx_session.out_of_memory(f"{ids.size} more tokens"):
+                binding.bind_cpu_input("ids", tokens)
+                binding.bind_cpu_input("positions", places)
+                binding.bind_cpu_input("total", total)
+                self._session.run_with_iobinding(binding)
+
+        # Once more does no harm: it writes the same keys and values to the same places.
+        self._cache.moved.with_room(run)
 
     def _bind(self, begin: int, end: int, logits: Logits) -> Any:
         binding = self._session.io_binding()
