@@ -186,10 +186,10 @@ except OutOfMemory as error:
     print(error.message)
 print("rows", 0 < rows < 32, "within", second.kv_bytes <= provider.limit_bytes)
 
-# Who is no part of it goes on, and so does who was, once its rows are closed.
-step = first.decode(np.array([1]))[0].copy()
+# Its rows are closed, as the engine does, and everybody goes on.
 for _ in range(rows + 2):
     second.remove_last_row()
+step = first.decode(np.array([1]))[0].copy()
 again = second.extend(second.add_row(), np.arange(100))
 same = np.array_equal(second.decode(np.array([1]))[0], step)
 print("same", np.array_equal(expected, again), same)
