@@ -60,13 +60,13 @@ class MXNetModel:
 
     def _run(self, begin: int, end: int, ids: Ids) -> Logits:
         self._cache.select(begin, end)
-        with _out_of_memory(self._ctx, f"{ids.size} more tokens"):
+        with out_of_memory(self._ctx, f"{ids.size} more tokens"):
             logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache, True)
             result: Logits = logits.asnumpy()
         return result
 
     def move_row(self, source: int, target: int) -> None:
-        with _out_of_memory(self._ctx, "moving a row"):
+        with out_of_memory(self._ctx, "moving a row"):
             self._cache.move_row(source, target)
 
     def remove_last_row(self) -> None:
@@ -94,7 +94,7 @@ def _shards(heads: int, cores: int) -> int:
 
 
 @contextmanager
-def _out_of_memory(ctx: mx.Context, what: str) -> Iterator[None]:
+def out_of_memory(ctx: mx.Context, what: str) -> Iterator[None]:
     """Turns MXNet's allocation failures into `OutOfMemory`.
 
     Operators run later, on MXNet's threads; what fails there is raised by whoever waits for the
@@ -129,5 +129,5 @@ def load(artifact: Artifact, *, device: str = "cpu") -> MXNetModel:
     on_cpu = device == "cpu"
     ctx = mx.cpu() if on_cpu else _first_gpu()
     shards = _shards(artifact.config.num_heads, CPU_WORKERS) if on_cpu else 0
-    with _out_of_memory(ctx, f"{artifact.fp32_bytes} bytes of weights"):
+    with out_of_memory(ctx, f"{artifact.fp32_bytes} bytes of weights"):
         return MXNetModel(artifact, ctx, shards)
