@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from engine import backends
+from engine import backends, gpu
 from engine.artifacts import open_artifact
 from engine.errors import (
     ArtifactError,
@@ -35,6 +35,7 @@ from engine.settings import Settings
 from engine.tokenizers import SentencePieceTokenizer
 
 IDLE_S = 0.005
+GPU_LOST = 75  # exit status
 
 logger = logging.getLogger(__name__)
 
@@ -335,6 +336,8 @@ class Engine:
             return self._step(model)
         except Exception as error:
             logger.exception("a step of %s failed", model.name)
+            if gpu.is_fatal(str(error)):  # no later step can work: the supervisor starts anew
+                os._exit(GPU_LOST)
             known = isinstance(error, EngineError)
             failure = error if known else EngineError(f"a step of {model.name} failed")
             assert isinstance(failure, EngineError)

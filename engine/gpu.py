@@ -13,6 +13,21 @@ from typing import Any
 from engine.errors import InvalidRequest
 
 LIBRARY = "libcuda.so.1"
+# CUDA errors after which every call of the process fails, until it ends.
+# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
+FATAL = (
+    "illegal memory access",
+    "illegal instruction",
+    "illegal address",
+    "misaligned address",
+    "invalid program counter",
+    "unspecified launch failure",
+    "hardware stack error",
+    "uncorrectable ecc",
+    "device-side assert",
+    "launch timed out",
+    "gpu is lost",
+)
 MIB = 1 << 20
 # For CUDA's context, cuBLAS's and cuDNN's working memory, and what a step computes.
 LEAST_RESERVE_BYTES = 1536 * MIB
@@ -22,6 +37,11 @@ def default_budget_bytes() -> int:
     """The GPU's memory less a reserve. Raises `InvalidRequest` where there is no GPU."""
     total = memory_bytes()
     return total - min(max(LEAST_RESERVE_BYTES, total // 8), total // 2)
+
+
+def is_fatal(text: str) -> bool:
+    """Whether a library's error message says that this process can use the GPU no more."""
+    return any(said in text.lower() for said in FATAL)
 
 
 def memory_bytes(library: str = "") -> int:

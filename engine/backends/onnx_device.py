@@ -45,7 +45,10 @@ class Provider:
 
     @property
     def options(self) -> dict[str, str]:
-        return {} if self.device == "cpu" else {"device_id": "0"}
+        """Those of the execution provider, for what it takes beside the shared arena."""
+        if self.device == "cpu":
+            return {}
+        return {"device_id": "0", "arena_extend_strategy": "kSameAsRequested"}
 
 
 CUDA = Provider("CUDAExecutionProvider", "cuda", "Cuda", "gpu:0")

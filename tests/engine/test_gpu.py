@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from engine import gpu
+from engine.engine import GPU_LOST
 from engine.errors import InvalidRequest
+from engine.memory import is_out_of_memory
 from engine.settings import Settings
+from tests.engine.models import make_artifact
+
+ROOT = Path(__file__).resolve().parents[2]
 
 DRIVER = """
 #include <stddef.h>
@@ -53,3 +59,71 @@ def test_a_driver_without_a_gpu_is_told_by_name(tmp_path: Path) -> None:
 def test_a_machine_without_a_driver_is_told_what_to_do() -> None:
     with pytest.raises(InvalidRequest, match=r"no NVIDIA driver .*--gpus all.*ENGINE_DEVICE=cpu"):
         gpu.memory_bytes("libcuda-of-no-machine.so.1")
+
+
+# As MXNet 1.9.1, onnxruntime 1.31.1 and what they call word it.
+NO_MEMORY = (
+    "Check failed: e == cudaSuccess || e == cudaErrorCudartUnloading: cudaMalloc retry failed:"
+    " out of memory",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED ; GPU=0 ; hostname=a ; expr=cublasCreate(&h);",
+    "BFCArena::AllocateRawInternal(size_t, bool) Failed to allocate memory for requested buffer of"
+    " size 4096",
+    "BFCArena::AllocateRawInternal(size_t, bool) Available memory of 1 is smaller than requested"
+    " bytes of 2",
+    "CUDA failure 2: out of memory ; GPU=0 ; file=cuda_allocator.cc ; expr=cudaMalloc(&p, size);",
+    "Failed to allocate CPU Memory",
+    "std::bad_alloc",
+)
+LOST = (
+    "Check failed: e == cudaSuccess: CUDA: an illegal memory access was encountered",
+    "CUDA failure 700: an illegal memory access was encountered ; GPU=0 ;"
+    " file=cuda_allocator.cc ; expr=cudaFree(p);",
+    "CUDA failure 719: unspecified launch failure",
+    "CUDA error 214: uncorrectable ECC error encountered",
+)
+OTHER = ("CUBLAS_STATUS_NOT_SUPPORTED ; file=cuda_allocator.cc", "shape mismatch in memory.cc")
+
+
+def test_only_a_lack_of_memory_is_taken_for_one() -> None:
+    assert all(map(is_out_of_memory, NO_MEMORY))
+    assert not any(map(is_out_of_memory, (*LOST, *OTHER)))
+
+
+def test_only_what_ends_a_process_on_the_gpu_is_taken_for_it() -> None:
+    assert all(map(gpu.is_fatal, LOST))
+    assert not any(map(gpu.is_fatal, (*NO_MEMORY, *OTHER)))
+
+
+BREAK_A_STEP = """
+import sys, threading
+from engine.engine import Engine
+from engine.parameters import Parameters
+from engine.settings import Settings
+
+engine = Engine(Settings(backend="onnxruntime", memory_mib=64))
+compute = engine.load("model", sys.argv[1]).compute
+
+def broken(ids):
+    raise RuntimeError(sys.argv[2])
+
+compute.decode = broken
+told = threading.Event()
+emit = lambda item: hasattr(item, "status") and told.set()
+engine.submit("model", "안녕하세요", Parameters(), emit)
+assert told.wait(30)
+print("told")
+engine.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "output"), [(LOST[0], GPU_LOST, ""), (OTHER[1], 0, "told\n")]
+)
+def test_an_engine_that_lost_its_gpu_ends_so_that_it_is_started_anew(
+    tmp_path: Path, error: str, status: int, output: str
+) -> None:
+    path = make_artifact(tmp_path / "model")
+    command = [sys.executable, "-c", BREAK_A_STEP, path, error]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (status, output), result.stderr
