@@ -83,11 +83,12 @@ class GPT2Graph:
             x = self._op("Add", [x, self._widen(self._feed_forward(h, i))])
         x = self._op("Gather", [x, self._last_token], axis=1)  # (B, C): the head is the widest part
         x = self._norm(x, artifacts.FINAL_NORM)
-        w, name = self.weights[artifacts.EMBEDDING], artifacts.EMBEDDING
+        head = artifacts.EMBEDDING if c.tie_word_embeddings else artifacts.OUTPUT
+        w = self.weights[head]
         if self._half:
-            self._op("Cast", [self._dense(x, w, None, name)], "logits", to=TensorProto.FLOAT)
+            self._op("Cast", [self._dense(x, w, None, head)], "logits", to=TensorProto.FLOAT)
         else:
-            self._dense(x, w, None, name, "logits")
+            self._dense(x, w, None, head, "logits")
         return self._model()
 
     def _embed(self) -> str:  # (B, T), (B, T) -> (B, T, C)
@@ -118,7 +119,7 @@ class GPT2Graph:
                 domain="com.microsoft",
                 num_heads=c.num_heads,
                 kv_num_heads=c.num_heads,
-                scale=c.head_size**-0.5,
+                scale=c.attention_scale(i),
             )
         )
         return self._dense(y, w_out, self.weights[out + ".bias"], out)
@@ -168,6 +169,8 @@ class GPT2Graph:
         """An initializer; floats as `dtype`, of the same name once."""
         if name in self.external:
             return name
+        if value.dtype.name == "bfloat16":
+            value = value.astype(np.float32)
         if value.dtype.kind == "f":
             try:
                 with np.errstate(over="raise"):

@@ -89,7 +89,7 @@ class Checked:
     def compare(self, folder: str, prompts: list[Any], new_tokens: int) -> dict[str, Any]:
         """Against fp32 on the CPU."""
         artifact = open_artifact(folder)
-        tokenizer = SentencePieceTokenizer(artifact.spiece_file)
+        tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
         exact, ours = onnx_backend.load(artifact, "fp32"), self.open(folder)
         try:
             return accuracy.compare_models(exact, ours, tokenizer, prompts, new_tokens)

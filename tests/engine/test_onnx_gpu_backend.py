@@ -80,7 +80,7 @@ def demo_model(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", ["sowol", "dongju"])
 def test_on_real_text_it_writes_what_fp32_writes(tmp_path: Path, name: str) -> None:
     artifact = open_artifact(demo_model(tmp_path, name))
-    tokenizer = SentencePieceTokenizer(artifact.spiece_file)
+    tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
     fp16, fp32 = onnx_gpu_backend.load(artifact, CPU), onnx_backend.load(artifact, "fp32")
     for line in LINES:
         ids = np.array(tokenizer.encode(line))
