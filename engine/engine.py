@@ -24,6 +24,7 @@ from engine.errors import (
     ModelNotFound,
     Overloaded,
 )
+from engine.histogram import Histogram
 from engine.memory import MIB, Budget, return_freed_memory
 from engine.parameters import Parameters
 from engine.prompts import Inputs, Prompts
@@ -46,7 +47,8 @@ class Statistics:
     prompt_tokens: int = 0
     steps: int = 0
     rows: int = 0  # summed over steps: rows / steps is the mean batch size
-    queue_s: float = 0.0
+    queue_s: Histogram = field(default_factory=Histogram)  # until its prompt is begun
+    time_to_first_token_s: Histogram = field(default_factory=Histogram)
     seconds_per_request: float = 0.0  # moving average
 
 
@@ -80,6 +82,8 @@ class Model:
             "running": len(self.batch.rows),
             "waiting": len(self.batch.waiting),
             **vars(counters),
+            "queue_s": counters.queue_s.describe(),
+            "time_to_first_token_s": counters.time_to_first_token_s.describe(),
         }
 
 
@@ -346,11 +350,14 @@ class Engine:
         with self._changed:  # the queue is shared with `submit`
             chunks = batch.schedule()
         for chunk in chunks:
+            if compute.length(chunk.row) == 0:
+                counters.queue_s.observe(time.monotonic() - batch.rows[chunk.row].queued_at)
             logits = compute.extend(chunk.row, np.array(chunk.ids))
             if chunk.completes:
                 sequence = batch.rows[chunk.row]
                 sequence.state = State.DECODE
-                counters.queue_s += time.monotonic() - sequence.queued_at
+                waited_s = time.monotonic() - sequence.queued_at
+                counters.time_to_first_token_s.observe(waited_s)
                 sequence.advance(logits)
                 self._count(model, [sequence])
         batch.collect()
