@@ -214,10 +214,10 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
     for name, harmless in NOT_DONE.items():
         if given.get(name) is not None and given[name] not in harmless:
             logger.warning("%s: %s is not done here and is left out", file, name)
-    parameters = {n: given[n] for n in ("max_new_tokens", "repetition_penalty") if n in given}
+    names = ["max_new_tokens", "repetition_penalty"]
     if given.get("do_sample"):
-        names = ("do_sample", "temperature", "top_k", "top_p")
-        parameters |= {name: given[name] for name in names if name in given}
+        names += ["do_sample", "temperature", "top_k", "top_p"]
+    parameters: dict[str, Any] = {name: given[name] for name in names if name in given}
     if given.get("stop_strings"):
         parameters["stop"] = given["stop_strings"]
     parameters = {name: value for name, value in parameters.items() if value is not None}

@@ -256,7 +256,7 @@ def test_a_unigram_model_is_refused(tmp_path: Path) -> None:
         sentence_iterator=iter(SENTENCES * 4),
         model_writer=model,
         model_type="unigram",
-        vocab_size=100,
+        vocab_size=103,
         minloglevel=2,
     )
     path = tmp_path / "unigram.spiece"
