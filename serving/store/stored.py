@@ -12,8 +12,15 @@ from serving.errors import UrlNotAllowed
 
 SUFFIX = ".tar.gz"
 MAX_NAME_BYTES = 1000  # S3's keys end at 1,024
-# A folder is a model if one of these is in it, or any *.params.
+# A folder is a model if one of these is in it, or a file that ends with one of WEIGHTS.
 SCRIPTS = ("code/inference.py", "inference.py")
+WEIGHTS = (
+    ".params",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ def spellings(name: str) -> list[str]:
 
 def is_model(paths: Iterable[str]) -> bool:
     """Whether a folder with these files, relative to it, is a model."""
-    return any(path in SCRIPTS or ("/" not in path and path.endswith(".params")) for path in paths)
+    return any(path in SCRIPTS or ("/" not in path and path.endswith(WEIGHTS)) for path in paths)
 
 
 def folder_version(files: Iterable[StoredFile]) -> str:
@@ -144,7 +151,7 @@ def _roots(paths: Iterable[str]) -> list[str]:
     roots = set()
     for path in paths:
         parent, _, last = path.rpartition("/")
-        if last.endswith(".params"):
+        if last.endswith(WEIGHTS):
             roots.add(parent)
         for script in SCRIPTS:
             if path.endswith("/" + script):

@@ -77,3 +77,15 @@ def test_a_folders_version_changes_with_its_files_but_not_with_hidden_ones(tmp_p
     assert FolderStore(tmp_path).find("m").version == first
     (tmp_path / "m" / "a.params").write_text("xy")
     assert FolderStore(tmp_path).find("m").version != first
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "a.params"],
+)
+def test_a_folder_is_a_model_by_its_weights(tmp_path: Path, name: str) -> None:
+    (tmp_path / "시" / "v2").mkdir(parents=True)
+    (tmp_path / "시" / "v2" / name).touch()
+    (tmp_path / "시" / "tokenizer.json").touch()
+    assert [model.name for model in FolderStore(tmp_path).models()] == ["시/v2"]
+    assert FolderStore(tmp_path).find("시/v2").name == "시/v2"
