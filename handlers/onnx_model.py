@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from engine.memory import return_freed_memory
 from handlers.room import check_room
 from handlers.tensor_files import find_graph
 from handlers.tensor_model import answer, model_name
-from handlers.tensors import Array, TensorSpec, describe
+from handlers.tensors import Array, TensorSpec, listed
 from handlers.v2 import Metadata
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,11 @@ def transform_fn(
 ) -> tuple[bytes, str]:
     """See `handlers.tensor_model` for the formats. Raises `EngineError`."""
     return answer(model, body, content_type, accept, timeout_s)
+
+
+def describe(model: OnnxModel) -> dict[str, Any]:
+    """As `GET /v2/models/{name}` answers."""
+    return model.metadata.to_dict()
 
 
 class OnnxModel:
@@ -103,7 +109,7 @@ class OnnxModel:
             given = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
             raise InvalidRequest(
                 f"the model cannot compute with {given}: {_reason(error)}; it takes"
-                f" {describe(self.metadata.inputs)}"
+                f" {listed(self.metadata.inputs)}"
             ) from None
         finally:
             self._turns.release()
@@ -145,6 +151,7 @@ def _input(value: Any) -> TensorSpec:
 
 
 def _reason(error: Exception) -> str:
-    """onnxruntime's own words in one line: `[ONNXRuntimeError] : 7 : INVALID_PROTOBUF : ...`."""
-    text = str(error).split(" : ", 3)[-1]
-    return " ".join(text.split())[:300]
+    """onnxruntime's own words in one line, without its sources' places and our own paths."""
+    text = str(error).split(" : ", 3)[-1].split("Status Message: ")[-1]
+    text = re.sub(r"/onnxruntime_src/\S+ [^)]*\) |Load model from .*? failed: ?", "", text)
+    return " ".join(text.split())[:300].rstrip(".")

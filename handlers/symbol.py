@@ -57,6 +57,11 @@ def transform_fn(
     return answer(model, body, content_type, accept, timeout_s)
 
 
+def describe(model: SymbolModel) -> dict[str, Any]:
+    """As `GET /v2/models/{name}` answers."""
+    return model.metadata.to_dict()
+
+
 class SymbolModel:
     """A graph and its weights; any number of rows at a time, if the graph can."""
 
@@ -211,4 +216,4 @@ def _padded(rows: Array, count: int) -> Array:
     return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])
 
 
-__all__ = ["IN_ENGINE", "SymbolModel", "default_module", "model_fn", "transform_fn"]
+__all__ = ["IN_ENGINE", "SymbolModel", "default_module", "describe", "model_fn", "transform_fn"]

@@ -55,8 +55,6 @@ def answer(
     """The answer's bytes and content type. Raises `EngineError`."""
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
     media_type, parameters = _media_type(content_type)
-    if media_type == v2.METADATA:
-        return model.metadata.to_body(), JSON
     if media_type == v2.BINARY:
         header, binary = v2.split(raw, parameters.get(v2.HEADER_SIZE, ""))
         return _infer(model, tensors.parse_json(header), binary, timeout_s)
@@ -102,7 +100,7 @@ def _only_input(model: TensorModel, body: bytes, media_type: str) -> dict[str, A
     specs = model.metadata.inputs
     if len(specs) != 1 and media_type in tensors.MEDIA_TYPES:
         raise InvalidRequest(
-            f"{media_type} holds one tensor, but the model takes {tensors.describe(specs)};"
+            f"{media_type} holds one tensor, but the model takes {tensors.listed(specs)};"
             f' {JSON} holds them all: {{"{specs[0].name}": [...], ...}}'
         )
     return {specs[0].name: tensors.decode(body, media_type, specs[0])}
@@ -114,14 +112,14 @@ def _inputs(model: TensorModel, value: Any) -> dict[str, Array]:
     if not isinstance(value, dict):
         if len(specs) != 1:
             raise InvalidRequest(
-                f"the body must be a JSON object of {tensors.describe(list(specs.values()))}"
+                f"the body must be a JSON object of {tensors.listed(list(specs.values()))}"
             )
         value = {next(iter(specs)): value}
     if set(value) != set(specs):
         odd = sorted(set(value) ^ set(specs))
         raise InvalidRequest(
             f"{odd[0][:100]} is {'missing' if odd[0] in specs else 'not known'}; the model takes"
-            f" {tensors.describe(list(specs.values()))}"
+            f" {tensors.listed(list(specs.values()))}"
         )
     inputs = {}
     for name, nested in value.items():

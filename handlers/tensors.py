@@ -69,7 +69,7 @@ class TensorSpec:
             raise InvalidRequest(f"{self.name} has shape {list(shape)}, must be {self}")
 
 
-def describe(specs: Sequence[TensorSpec]) -> str:
+def listed(specs: Sequence[TensorSpec]) -> str:
     """For people: `input_ids INT64 [batch, sequence], ...`."""
     return ", ".join(f"{spec.name} {spec}" for spec in specs)
 
@@ -269,8 +269,8 @@ def to_json(value: Any) -> bytes:
     """Arrays may stand anywhere in it. NaN and Infinity are written by these names, as Python's
     `json` and Triton do, where there are any: JSON itself has no word for them."""
     if _all_finite(value):
-        return orjson.dumps(value, default=_listed, option=orjson.OPT_SERIALIZE_NUMPY)
-    return json.dumps(value, default=_listed, ensure_ascii=False).encode("utf-8")
+        return orjson.dumps(value, default=_to_list, option=orjson.OPT_SERIALIZE_NUMPY)
+    return json.dumps(value, default=_to_list, ensure_ascii=False).encode("utf-8")
 
 
 def _all_finite(value: Any) -> bool:
@@ -281,6 +281,6 @@ def _all_finite(value: Any) -> bool:
     return not isinstance(value, list) or all(map(_all_finite, value))
 
 
-def _listed(array: Any) -> Any:
+def _to_list(array: Any) -> Any:
     """What orjson and json do not write by themselves: texts, arrays that are not contiguous."""
     return array.tolist()

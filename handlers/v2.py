@@ -22,12 +22,10 @@ import numpy as np
 
 from engine.errors import InvalidRequest
 from handlers.payload import JSON
-from handlers.tensors import Array, TensorSpec, describe, from_values, to_json
+from handlers.tensors import Array, TensorSpec, from_values, listed, to_json
 
 BINARY = "application/vnd.sagemaker-triton.binary+json"
 HEADER_SIZE = "json-header-size"
-# With this content type and no body a worker describes its model.
-METADATA = "application/vnd.kogpt2.metadata+json"
 FIELDS = ("id", "parameters", "inputs", "outputs")
 INPUT_FIELDS = ("name", "shape", "datatype", "parameters", "data")
 OUTPUT_FIELDS = ("name", "parameters")
@@ -51,17 +49,15 @@ class Metadata:
     version: str = "1"
     unserved: Mapping[str, str] = field(default_factory=dict)  # outputs that are no tensors: why
 
-    def to_body(self) -> bytes:
+    def to_dict(self) -> dict[str, Any]:
         """As `GET /v2/models/{name}` answers."""
-        return to_json(
-            {
-                "name": self.name,
-                "versions": [self.version],
-                "platform": self.platform,
-                "inputs": [_described(spec) for spec in self.inputs],
-                "outputs": [_described(spec) for spec in self.outputs],
-            }
-        )
+        return {
+            "name": self.name,
+            "versions": [self.version],
+            "platform": self.platform,
+            "inputs": [_described(spec) for spec in self.inputs],
+            "outputs": [_described(spec) for spec in self.outputs],
+        }
 
 
 def _described(spec: TensorSpec) -> dict[str, Any]:
@@ -119,7 +115,7 @@ def parse(value: Any, binary: bytes, metadata: Metadata) -> InferRequest:
         raise InvalidRequest(f"{len(binary) - at} bytes follow the last binary tensor")
     missing = [spec for spec in metadata.inputs if spec.name not in inputs]
     if missing:
-        raise InvalidRequest(f"missing: {describe(missing)}")
+        raise InvalidRequest(f"missing: {listed(missing)}")
     return InferRequest(inputs, _outputs(value, metadata), request_id)
 
 
@@ -144,7 +140,7 @@ def _spec_of(given: Any, specs: Mapping[str, TensorSpec], seen: Mapping[str, Any
     name = given["name"]
     if not isinstance(name, str) or name not in specs:
         raise InvalidRequest(
-            f"input {name!r:.100} is not known; known are {describe(list(specs.values()))}"
+            f"input {name!r:.100} is not known; known are {listed(list(specs.values()))}"
         )
     if name in seen:
         raise InvalidRequest(f"input {name} is there twice")
