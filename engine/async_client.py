@@ -70,6 +70,10 @@ class AsyncEngineClient:
         answer: dict[str, Any] = await self._call("POST", url, body, timeout_s + GRACE_S)
         return answer
 
+    async def cancel(self, request_id: str) -> None:
+        """Frees the place of the request that a worker sent under this id, now or later."""
+        await self._call("DELETE", f"/requests/{request_id}", None, 10.0)
+
     async def stream(
         self, name: str, inputs: str, parameters: Mapping[str, Any], timeout_s: float = 60.0
     ) -> AsyncIterator[dict[str, Any]]:

@@ -23,12 +23,12 @@ from engine.errors import (
     InvalidRequest,
     ModelAlreadyLoaded,
     ModelNotFound,
-    OutOfMemory,
     Overloaded,
     PromptTooLong,
 )
-from engine.memory import Budget, return_freed_memory
+from engine.memory import MIB, Budget, return_freed_memory
 from engine.parameters import Parameters
+from engine.prune import prune
 from engine.scheduler import Batch
 from engine.sequence import Sequence, State, Token
 from engine.settings import Settings
@@ -44,7 +44,6 @@ class Statistics:
     """Counters of one model since it was loaded."""
 
     requests: int = 0
-    failed: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
     steps: int = 0
@@ -169,17 +168,15 @@ class Engine:
                 f" but the model's vocabulary has {config.vocab_size}"
             )
         needed = backends.weight_bytes(config, backend, precision)
-        if not self.budget.reserve_weights(needed):
-            raise OutOfMemory(self.budget.explain(f"model {name}", needed))
+        self.budget.reserve_weights(needed, name)
         try:
-            cache_dir = self.settings.cache_dir
+            cache_dir = Path(self.settings.cache_dir) if self.settings.cache_dir else None
+            device = self.settings.device
             compute = backends.load(
-                artifact,
-                backend,
-                precision,
-                device=self.settings.device,
-                cache_dir=Path(cache_dir) if cache_dir else None,
+                artifact, backend, precision, device=device, cache_dir=cache_dir
             )
+            if cache_dir is not None:
+                prune(cache_dir, self.settings.cache_max_mib * MIB)
         except BaseException:
             self.budget.release_weights(needed)
             return_freed_memory()

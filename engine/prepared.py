@@ -12,8 +12,8 @@ builds writes each file under another name and renames it, so several may build 
 entry is complete or is not there. A file whose size or time is not what its entry says is checked
 against its name. What is not noticed: bytes that changed on the disk without changing the time.
 
-Entries are not removed when their artifact changes or goes: delete the folder, loaded models do
-not mind.
+Entries are not removed when their artifact changes or goes; `engine.prune` bounds a shared cache.
+The folder may also be deleted, loaded models do not mind.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from engine.backends import onnx_session
 from engine.blobs import Store, is_whole, sha256
 from engine.errors import OutOfMemory
 from engine.memory import return_freed_memory
+from engine.prune import in_use
 
 FORMAT = 2  # raise it when the graph or the quantization changes
 FOLDER = ".prepared"
@@ -71,18 +72,21 @@ def prepared(artifact: Artifact, precision: str, cache_dir: Path | None) -> Iter
     the mapped arrays remain usable). Raises `OutOfMemory`, also where no disk has room.
     """
     folder = cache_dir or artifact.path / FOLDER
-    content = _content(artifact, folder)
-    key = _key(artifact, precision, content)
-    found = _read(folder, key)
-    if found is None:
-        try:
-            found = _build(artifact, precision, folder, key)
-        except OSError as error:
-            logger.warning("cannot keep a prepared model in %s: %s", folder, error)
-    if found is not None:
-        yield found
-        return
     with ExitStack() as stack:
+        stack.enter_context(in_use(folder))
+        content = _content(artifact, folder)
+        key = _key(artifact, precision, content)
+        found = _read(folder, key)
+        if found is None:
+            try:
+                found = _build(artifact, precision, folder, key)
+            except OSError as error:
+                logger.warning("cannot keep a prepared model in %s: %s", folder, error)
+        if found is not None:
+            with suppress(OSError):  # when it was used last
+                os.utime(folder / f"{key}.json")
+            yield found
+            return
         try:
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepared-"))
             found = _build(artifact, precision, Path(temporary), key)

@@ -15,11 +15,14 @@ from sagemaker_inference.transformer import Transformer
 
 from engine.errors import EngineError
 from handlers.choose import Handler, choose
+from handlers.request_id import request_id
 
 logger = logging.getLogger(__name__)
 
 # How many seconds the answer may take; the gateway sends it.
 TIMEOUT_HEADER = "x-kogpt2-timeout"
+# What the gateway cancels the request by when its client goes away.
+REQUEST_HEADER = "x-kogpt2-request"
 
 
 class ModelTransformer(Transformer):  # type: ignore[misc]
@@ -49,6 +52,7 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
         try:
             if load_error is not None or self.handler is None:
                 raise load_error or EngineError("the model is not loaded")
+            request_id.set(_header(headers, REQUEST_HEADER))
             body, kind = self.handler.transform_fn(
                 self._model,
                 request.get("body", b""),

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 PROBE_HEADER = "x-kogpt2-probe"
 # Tells a worker how many seconds its answer may take.
 TIMEOUT_HEADER = "x-kogpt2-timeout"
+# What the engine can be told to cancel the request by.
+REQUEST_HEADER = "x-kogpt2-request"
 # On every answer of a worker; one without it is MMS's own.
 WORKER_HEADER = "x-kogpt2-worker"
 PAGE = 100

@@ -17,7 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from engine.errors import EngineError
-from serving.api.common import TARGET_MODEL, Gateway, check_token, header_text, invoke
+from serving.api.common import TARGET_MODEL, Gateway, check_token, header_text
+from serving.api.invoke import invoke
 from serving.errors import BadRequest, ServingError
 
 SUFFIX = ".tar.gz"

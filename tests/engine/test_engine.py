@@ -22,6 +22,7 @@ from engine.errors import (
     InvalidRequest,
     ModelAlreadyLoaded,
     ModelNotFound,
+    NeverFits,
     OutOfMemory,
     Overloaded,
     PromptTooLong,
@@ -397,15 +398,28 @@ def test_a_full_queue_says_when_to_come_back(model_dir: Path) -> None:
 
 def test_a_model_that_does_not_fit_is_refused_with_numbers(model_dir: Path, tmp_path: Path) -> None:
     big = make_artifact(tmp_path / "big", units=256, layers=4, heads=4)  # 13 MiB
-    engine = Engine(Settings(memory_mib=4))
+    engine = Engine(Settings(memory_mib=13))
     try:
         small = engine.load("small", str(model_dir))
         before = engine.budget.weight_bytes
-        with pytest.raises(OutOfMemory, match=r"big needs \d+ MiB, but of the engine's 4 MiB"):
+        with pytest.raises(OutOfMemory, match=r"big needs \d+ MiB, but of the engine's 13 MiB"):
             engine.load("big", str(big))
         assert engine.budget.weight_bytes == before == small.reserved_bytes
         assert [m["name"] for m in engine.models()] == ["small"]
         Request(engine, "small", PROMPT, max_new_tokens=3).wait()
+    finally:
+        engine.close()
+
+
+def test_a_model_larger_than_the_whole_budget_is_told_from_one_that_has_to_wait(
+    tmp_path: Path,
+) -> None:
+    big = make_artifact(tmp_path / "big", units=256, layers=4, heads=4)  # 13 MiB
+    engine = Engine(Settings(memory_mib=4))
+    try:
+        with pytest.raises(NeverFits, match=r"big needs 1\d MiB, the engine has 4 MiB in all"):
+            engine.load("big", str(big))
+        assert engine.budget.weight_bytes == 0
     finally:
         engine.close()
 

@@ -39,9 +39,15 @@ def answer(artifact: Path, cache: Path | None, precision: str = "int8") -> Any:
 
 
 def files(cache: Path) -> dict[str, tuple[int, int, int]]:
-    """Each file of a cache with what would change if it were written."""
+    """Each file of a cache with what would change if it were written.
+
+    An entry's time says when it was used last; what is written anew has another inode.
+    """
     stats = {path.name: path.stat() for path in cache.iterdir()}
-    return {name: (s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats.items()}
+    return {
+        name: (s.st_ino, s.st_size, 0 if name.endswith(".json") else s.st_mtime_ns)
+        for name, s in stats.items()
+    }
 
 
 def entries(cache: Path) -> set[str]:
