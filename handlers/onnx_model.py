@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.cpus import cpu_count
 from engine.errors import ArtifactError, DeadlineExceeded, EngineError, InvalidRequest
 from engine.memory import return_freed_memory
 from handlers.room import check_room
@@ -90,7 +91,7 @@ class OnnxModel:
         if not self.metadata.outputs:
             raise ArtifactError(f"{path.name} gives no tensor, but {self.metadata.unserved}")
         # More at once would only take more memory, not less time.
-        self._turns = threading.BoundedSemaphore(max(2, onnx_session.cpu_count()))
+        self._turns = threading.BoundedSemaphore(max(2, cpu_count()))
 
     def run(
         self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float | None

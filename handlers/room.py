@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.errors import OutOfMemory
+from engine.errors import NeverFits, OutOfMemory
 from engine.memory import MIB, memory_limit_bytes
 
 CGROUP_V2 = Path("/sys/fs/cgroup")
@@ -15,12 +15,14 @@ RESERVE_BYTES = 128 * MIB
 
 
 def check_room(size_bytes: int, what: str) -> None:
-    """Raises `OutOfMemory` with the numbers; the gateway then unloads others, where it may."""
-    left = available_bytes() - RESERVE_BYTES
+    """Raises `OutOfMemory` with the numbers, on which the gateway unloads others, where it may;
+    `NeverFits` if that could not help."""
+    limit, left = memory_limit_bytes() - RESERVE_BYTES, available_bytes() - RESERVE_BYTES
     if size_bytes > left:
-        raise OutOfMemory(
-            f"{what} needs about {size_bytes / MIB:.0f} MiB, but of"
-            f" {memory_limit_bytes() / MIB:.0f} MiB only {max(left, 0) / MIB:.0f} are left"
+        error = NeverFits if size_bytes > limit else OutOfMemory
+        raise error(
+            f"{what} needs about {size_bytes / MIB:.0f} MiB, but of the container's"
+            f" {limit / MIB:.0f} MiB only {max(left, 0) / MIB:.0f} are left"
         )
 
 

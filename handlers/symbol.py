@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from engine.cpus import cpu_count
 from engine.errors import ArtifactError, DeadlineExceeded, InvalidRequest
 from engine.memory import return_freed_memory
-from engine.mxnet_compat import CPU_WORKERS, mx
+from engine.mxnet_compat import mx
 from engine.params_file import read_params
 from handlers.checkpoint import Shapes, data_shapes, load_symbol, reason
 from handlers.room import check_room
@@ -92,7 +93,7 @@ class SymbolModel:
         mx.nd.waitall()
         self._graph = mx.nd.CachedOp(self._symbol, [("static_alloc", False)])
         self._lock = threading.Lock()
-        self._turns = threading.BoundedSemaphore(CPU_WORKERS)
+        self._turns = threading.BoundedSemaphore(cpu_count())
         self.metadata = Metadata(
             name,
             "mxnet_symbol",

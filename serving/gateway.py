@@ -37,6 +37,7 @@ from serving.api.common import Gateway, error_response
 from serving.api.inference import Inference
 from serving.api.management import Management
 from serving.api.metrics import CONTENT_TYPE, Metrics
+from serving.api.v2 import V2
 from serving.errors import (
     Conflict,
     HeadersTooLarge,
@@ -76,7 +77,9 @@ class App:
             Route("/", self._openapi, methods=["OPTIONS"]),
         ]
         both = [*health, *documents]
-        self._inference = self._app([*both, *Inference(gateway).routes(), *management])
+        self._inference = self._app(
+            [*both, *Inference(gateway).routes(), *V2(gateway).routes(), *management]
+        )
         self._management = self._app([*both, *management])
 
     @staticmethod

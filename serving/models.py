@@ -138,6 +138,10 @@ class Registry:
             raise ModelNotFound(f"Model not found: {name}")
         return model
 
+    def peek(self, name: str) -> Model | None:
+        """Whatever its state."""
+        return self._models.get(name)
+
     def engine_names(self) -> dict[str, str]:
         """Names of all models, by their names in the engine."""
         return {model.engine_name: model.name for model in self._models.values()}

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect, Request
@@ -31,8 +31,13 @@ FORWARDED = ("content-type", "accept", TARGET_MODEL, CUSTOM_ATTRIBUTES)
 RETURNED = ("retry-after", CUSTOM_ATTRIBUTES)
 
 
-async def invoke(gateway: Gateway, request: Request, name: str) -> Response:
-    """Has a model answer a request, loading it first where that is allowed."""
+async def invoke(
+    gateway: Gateway, request: Request, name: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Has a model answer a request, loading it first where that is allowed.
+
+    `headers` are for the worker, in place of the client's.
+    """
     if gateway.draining:
         raise Unavailable("the server is stopping", retry_after_s=5)
     if not gateway.adopted:
@@ -42,7 +47,7 @@ async def invoke(gateway: Gateway, request: Request, name: str) -> Response:
     gateway.requests += 1
     request.state.model = name
     try:
-        headers = forwarded_headers(request)
+        headers = {**forwarded_headers(request), **(headers or {})}
         body = await read_body(request, gateway.settings.max_request_bytes)
         async with gateway.registry.use(name, gateway.find if gateway.on_demand else None) as model:
             label = name

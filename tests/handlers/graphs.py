@@ -56,13 +56,14 @@ class TinyGPT2:
         rng, c = np.random.default_rng(seed), self.units
         shapes = {
             "wte": (self.vocab, c), "wpe": (self.max_length, c), "wq": (c, c), "wk": (c, c),
-            "wv": (c, c), "wo": (c, c), "w1": (c, 4 * c), "w2": (4 * c, c),
+            "wv": (c, c), "wo": (c, c), "w1": (c, 4 * c), "w2": (4 * c, c), "head": (c, self.vocab),
         }  # fmt: skip
         self.weights: dict[str, Array] = {
             name: rng.standard_normal(shape).astype(np.float32) / np.float32(np.sqrt(shape[0]))
             for name, shape in shapes.items()
         }
-        self.weights["wte"] *= np.float32(3)
+        for name in ("wte", "wpe"):
+            self.weights[name] *= np.float32(6)  # so that greedy text does not stand still
         self.weights |= {"gamma": np.ones(c, np.float32), "beta": np.zeros(c, np.float32)}
 
     def logits(self, ids: Array) -> Array:
@@ -75,7 +76,7 @@ class TinyGPT2:
         p = np.exp(scores - scores.max(-1, keepdims=True))
         x = x + (p / p.sum(-1, keepdims=True)) @ (h @ w["wv"]) @ w["wo"]
         x = x + np.maximum(_norm(x) @ w["w1"], 0) @ w["w2"]
-        logits: Array = _norm(x) @ w["wte"].T
+        logits: Array = _norm(x) @ w["head"]
         return logits
 
     def save(self, path: Path, **options: Any) -> Path:
@@ -117,7 +118,6 @@ class TinyGPT2:
             node("MatMul", "active w2", "narrow"),
             node("Add", "x1 narrow", "x2"),
             node("LayerNormalization", "x2 gamma beta", "h2", **norm),
-            node("Transpose", "wte", "head", perm=[1, 0]),
             node("MatMul", "h2 head", "logits"),
         ]
         ids: list[int | str | None] = ["batch", "sequence"]
