@@ -10,6 +10,7 @@ import functools
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class SymbolModel:
     def __init__(self, folder: Path, name: str) -> None:
         self._shapes = data_shapes(folder)
         self._symbol = load_symbol(folder, self._shapes)
-        self._order = self._symbol.list_inputs()
+        self._order, self._outputs = self._symbol.list_inputs(), self._symbol.list_outputs()
         self._labels = [n for n in self._order if n.endswith(LABEL) and n not in self._shapes]
         given = {*self._shapes, *self._labels}
         weights = read_params(folder / PARAMS)
@@ -77,15 +78,20 @@ class SymbolModel:
         missing = [n for n in needed if n not in weights]
         if missing:
             raise ArtifactError(f"{PARAMS} lacks {', '.join(missing)[:300]}")
-        found = self._infer(self._shapes)
+        # Some operators' weights have no shape of their own but that of the file's.
+        self._known: Shapes = {}
+        found = self._infer(self._shapes, partial=True)
         for n in needed:
-            if tuple(weights[n].shape) != found[n]:
+            if any(found[n]) and tuple(weights[n].shape) != found[n]:
                 raise ArtifactError(
                     f"{n} has shape {list(weights[n].shape)} in {PARAMS}, must be"
                     f" {list(found[n])} with the shapes of {SHAPES}"
                 )
+        arguments = self._symbol.list_arguments()
+        self._known = {n: tuple(weights[n].shape) for n in needed if n in arguments}
+        found = self._infer(self._shapes)
         self._batch = next(iter(self._shapes.values()))[0]
-        rows = [*self._shapes.values(), *(found[n] for n in self._symbol.list_outputs())]
+        rows = [*self._shapes.values(), *(found[n] for n in self._outputs)]
         # Else it may be that rows are no rows, and a request must have just these shapes.
         self._batched = all(shape[:1] == (self._batch,) for shape in rows)
         self._dtypes = self._infer_types({n: weights[n].dtype for n in needed})
@@ -98,7 +104,7 @@ class SymbolModel:
             name,
             "mxnet_symbol",
             [self._spec(n, shape) for n, shape in self._shapes.items()],
-            [self._spec(n, found[n]) for n in self._symbol.list_outputs()],
+            [self._spec(n, found[n]) for n in self._outputs],
         )
         self._try()
 
@@ -114,17 +120,23 @@ class SymbolModel:
         types = (*(arguments or ()), *(outputs or ()))
         return {n: np.dtype(t or np.float32) for n, t in zip(names, types, strict=True)}
 
-    def _infer(self, shapes: Shapes) -> Shapes:
-        """Of all inputs and outputs, by name. Raises `ArtifactError` if they cannot be."""
+    def _infer(self, shapes: Shapes, *, partial: bool = False) -> Shapes:
+        """Of all inputs and outputs, by name; with `partial` what cannot be told is 0.
+
+        Raises `ArtifactError` if the graph cannot compute.
+        """
+        infer = self._symbol.infer_shape_partial if partial else self._symbol.infer_shape
         try:
-            arguments, outputs, states = self._symbol.infer_shape(**shapes)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what cannot be told
+                arguments, outputs, states = infer(**self._known, **shapes)
         except mx.MXNetError as error:
             raise ArtifactError(f"{SYMBOL} cannot compute {shapes}: {reason(error)}") from None
         if arguments is None:
             raise ArtifactError(f"{SHAPES} must name all inputs, is {list(shapes)}")
         names = (
             *self._symbol.list_arguments(),
-            *self._symbol.list_outputs(),
+            *self._outputs,
             *self._symbol.list_auxiliary_states(),
         )
         return dict(zip(names, (*arguments, *outputs, *states), strict=True))
@@ -141,7 +153,7 @@ class SymbolModel:
         try:
             self.run(zeros, [], None)
         except InvalidRequest as error:
-            raise ArtifactError(f"the model cannot compute: {error.message}") from None
+            raise ArtifactError(error.message) from None
 
     # Answers
 
@@ -149,19 +161,21 @@ class SymbolModel:
         self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float | None
     ) -> dict[str, Array]:
         end = None if timeout_s is None else time.monotonic() + timeout_s
+        values = self._compute_rows(inputs, end) if self._batched else self._compute(inputs, end)
+        named = dict(zip(self._outputs, values, strict=True))
+        return {name: named[name] for name in outputs}
+
+    def _compute_rows(self, inputs: Mapping[str, Array], end: float | None) -> list[Array]:
+        """All at once, or else as many at a time as the graph takes."""
         rows = self._rows(inputs)
         step = rows if self._takes(rows) else self._batch
         pieces = []
         for start in range(0, rows, step):
             part = {n: _padded(a[start : start + step], step) for n, a in inputs.items()}
             pieces.append([a[: rows - start] for a in self._compute(part, end)])
-        values = [np.concatenate(p) if len(p) > 1 else p[0] for p in zip(*pieces, strict=True)]
-        named = dict(zip(self._symbol.list_outputs(), values, strict=True))
-        return {name: named[name] for name in outputs}
+        return [np.concatenate(p) if len(p) > 1 else p[0] for p in zip(*pieces, strict=True)]
 
     def _rows(self, inputs: Mapping[str, Array]) -> int:
-        if not self._batched:
-            return self._batch
         counts = {name: len(array) for name, array in inputs.items()}
         rows = min(counts.values())
         if len(set(counts.values())) > 1:
@@ -180,8 +194,7 @@ class SymbolModel:
                 found = self._infer({n: (rows, *shape[1:]) for n, shape in self._shapes.items()})
             except ArtifactError:
                 return False
-        same_weights = all(found[n] == tuple(w.shape) for n, w in self._weights.items())
-        return same_weights and all(found[n][:1] == (rows,) for n in self._symbol.list_outputs())
+        return all(found[n][:1] == (rows,) for n in self._outputs)
 
     def _compute(self, inputs: Mapping[str, Array], end: float | None) -> list[Array]:
         left_s = None if end is None else end - time.monotonic()

@@ -9,6 +9,7 @@ https://github.com/aws/sagemaker-mxnet-inference-toolkit, default_inference_hand
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -39,10 +40,10 @@ def default_module(model_dir: str) -> Any:
     except (mx.MXNetError, KeyError, AttributeError):
         raise ArtifactError(f"{PARAMS} does not hold the arrays of a checkpoint") from None
     one_row = {name: (1, *shape[1:]) for name, shape in shapes.items()}
-    try:
-        return _bound(symbol, one_row, parts)
-    except mx.MXNetError:
-        pass
+    with contextlib.suppress(mx.MXNetError):
+        _, outputs, _ = symbol.infer_shape(**one_row)
+        if outputs and all(shape[:1] == (1,) for shape in outputs):
+            return _bound(symbol, one_row, parts)
     try:
         return _bound(symbol, shapes, parts)
     except mx.MXNetError as error:
