@@ -142,7 +142,7 @@ class V2:
         request.state.model = name
         async with gateway.registry.use(name, gateway.find if gateway.on_demand else None) as model:
             outcome = await gateway.mms.probe(model.id, gateway.registry.request_timeout_s(model))
-        known = {"versions": ["1"], "platform": "", "inputs": [], "outputs": []}
+        known = {"name": name, "versions": ["1"], "platform": "", "inputs": [], "outputs": []}
         return {**known, **outcome.get("metadata", {}), "name": name}
 
 

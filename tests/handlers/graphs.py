@@ -50,9 +50,10 @@ class TinyGPT2:
     input_ids, attention_mask (B, T) int64 -> logits (B, T, V) float32
     """
 
-    vocab, units, max_length = 40, 16, 32
+    units, max_length = 16, 32
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, vocab: int = 40) -> None:
+        self.vocab = vocab
         rng, c = np.random.default_rng(seed), self.units
         shapes = {
             "wte": (self.vocab, c), "wpe": (self.max_length, c), "wq": (c, c), "wk": (c, c),
