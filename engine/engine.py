@@ -118,12 +118,7 @@ class Engine:
         Raises `ArtifactError`, `OutOfMemory`, `InvalidRequest`; `ModelAlreadyLoaded` if the name
         stands for another folder, backend or precision. A failed load leaves nothing behind.
         """
-        backend = backend or self.settings.backend
-        if backend not in backends.BACKENDS:
-            known = ", ".join(backends.BACKENDS)
-            raise InvalidRequest(f"backend is {backend!r}, must be one of {known}")
-        default = self.settings.precision if backend == self.settings.backend else ""
-        precision = precision or default or backends.PRECISIONS[backend][0]
+        backend, precision = self._resolve(backend, precision)
         wanted = (Path(model_dir).resolve(), backend, precision)
         with self._changed:
             future = self._loading.get(name)
@@ -147,6 +142,28 @@ class Engine:
         future.set_result(model)
         logger.info("loaded %s from %s in %.2f s", name, model.path, model.load_s)
         return model
+
+    def check(
+        self, name: str, model_dir: str, backend: str | None = None, precision: str | None = None
+    ) -> int:
+        """What the weights of the model in `model_dir` will take, in bytes, if there is room now.
+
+        Reads nothing but the artifact's index. Raises what `load` would for want of room or for an
+        artifact that is none.
+        """
+        config = open_artifact(model_dir).config
+        needed = backends.weight_bytes(config, *self._resolve(backend, precision))
+        self.budget.check_weights(needed, name)
+        return needed
+
+    def _resolve(self, backend: str | None, precision: str | None) -> tuple[str, str]:
+        """With the defaults for what is not given. Raises `InvalidRequest`."""
+        backend = backend or self.settings.backend
+        if backend not in backends.BACKENDS:
+            known = ", ".join(backends.BACKENDS)
+            raise InvalidRequest(f"backend is {backend!r}, must be one of {known}")
+        default = self.settings.precision if backend == self.settings.backend else ""
+        return backend, precision or default or backends.PRECISIONS[backend][0]
 
     @staticmethod
     def _same(model: Model, wanted: tuple[Path, str, str]) -> Model:

@@ -54,16 +54,20 @@ class Budget:
         return self.total_bytes - self.weight_bytes - self.kv_bytes
 
     def reserve_weights(self, size: int, model: str) -> None:
-        """Raises `OutOfMemory`; `NeverFits` if not even an empty engine had room."""
+        """Raises what `check_weights` does."""
         with self._lock:
-            if size > self.total_bytes:
-                raise NeverFits(
-                    f"model {model} needs {size / MIB:.0f} MiB, the engine has"
-                    f" {self.total_bytes / MIB:.0f} MiB in all (ENGINE_MEMORY_MIB sets it)"
-                )
-            if size > self.free_bytes:
-                raise OutOfMemory(self.explain(f"model {model}", size))
+            self.check_weights(size, model)
             self.weight_bytes += size
+
+    def check_weights(self, size: int, model: str) -> None:
+        """Raises `OutOfMemory`; `NeverFits` if not even an empty engine had room."""
+        if size > self.total_bytes:
+            raise NeverFits(
+                f"model {model} needs {size / MIB:.0f} MiB, the engine has"
+                f" {self.total_bytes / MIB:.0f} MiB in all (ENGINE_MEMORY_MIB sets it)"
+            )
+        if size > self.free_bytes:
+            raise OutOfMemory(self.explain(f"model {model}", size))
 
     def release_weights(self, size: int) -> None:
         with self._lock:

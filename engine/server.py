@@ -6,6 +6,8 @@
     POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?,
                                      "request_id"?}
     DELETE /requests/{request_id}   for one who knows that nobody waits any more
+    POST   /room                    {"name", "model_dir", "backend"?, "precision"?}: whether a load
+                                    would find room now
     GET    /health
     GET    /statistics
 
@@ -74,6 +76,7 @@ class EngineApp:
                 Route("/models/{name:path}/generate", self._generate, methods=["POST"]),
                 Route("/models/{name:path}", self._unload, methods=["DELETE"]),
                 Route("/requests/{id}", self._cancel, methods=["DELETE"]),
+                Route("/room", self._room, methods=["POST"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/statistics", self._statistics, methods=["GET"]),
             ],
@@ -118,6 +121,13 @@ class EngineApp:
         if name not in self._leases:
             with contextlib.suppress(ModelNotFound):
                 await run_in_threadpool(self._engine.unload, name)
+
+    async def _room(self, request: Request) -> Response:
+        body = await _json_object(request)
+        name, model_dir = _text(body, "name"), _text(body, "model_dir")
+        backend, precision = body.get("backend"), body.get("precision")
+        needed = await run_in_threadpool(self._engine.check, name, model_dir, backend, precision)
+        return JSONResponse({"weight_bytes": needed})
 
     async def _list(self, request: Request) -> Response:
         return JSONResponse({"models": self._engine.models()})

@@ -9,6 +9,7 @@ text/plain                             ->  text/plain
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ class GenerateRequest:
     form: Form
     inputs: str
     parameters: Mapping[str, Any]
+    stream: bool = False
 
 
 def parse(body: bytes | bytearray | str | None, content_type: str | None) -> GenerateRequest:
@@ -73,8 +75,8 @@ def parse(body: bytes | bytearray | str | None, content_type: str | None) -> Gen
             'the body must be {"inputs": text, "parameters": {...}} or a JSON string'
         )
     for name in value:
-        if name not in ("inputs", "parameters"):
-            raise InvalidRequest(f"{name} is not known; known are inputs, parameters")
+        if name not in ("inputs", "parameters", "stream"):
+            raise InvalidRequest(f"{name} is not known; known are inputs, parameters, stream")
     if "inputs" not in value:
         raise InvalidRequest("inputs is missing, must be text")
     inputs = value["inputs"]
@@ -82,7 +84,10 @@ def parse(body: bytes | bytearray | str | None, content_type: str | None) -> Gen
         raise InvalidRequest("inputs must be a string")
     parameters = value.get("parameters")
     Parameters.parse(parameters)
-    return _checked(Form.OBJECT, inputs, parameters or {})
+    stream = value.get("stream", False)
+    if not isinstance(stream, bool):
+        raise InvalidRequest("stream must be true or false")
+    return dataclasses.replace(_checked(Form.OBJECT, inputs, parameters or {}), stream=stream)
 
 
 def _checked(form: Form, inputs: str, parameters: Mapping[str, Any]) -> GenerateRequest:

@@ -120,6 +120,14 @@ class MMSClient:
         found: dict[str, Any] = json.loads(answer.body) if answer.status == 200 else {}
         return found
 
+    async def socket_number(self, name: str) -> str:
+        """N of the socket `.mms.sock.N` of a model's worker. Raises `WorkerFailed`."""
+        try:
+            threads = (await self.describe(name))["workers"]
+            return str(threads[0]["id"]).partition("-")[0]  # "9000-0a0a1da0"
+        except (LookupError, TypeError, ValueError):
+            raise WorkerFailed("the model's worker is gone") from None
+
     async def names(self) -> set[str]:
         """Of all models that MMS has."""
         found: set[str] = set()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +19,16 @@ from serving.api.metrics import Metrics
 from serving.errors import (
     BadRequest,
     BodyTooLarge,
-    ModelNotFound,
     ServingError,
     Unauthorized,
 )
 from serving.mms_client import MMSClient
+from serving.model import Model
 from serving.models import Registry
+from serving.on_demand import OnDemand
+from serving.recovery import Recovery
 from serving.settings import Settings
-from serving.store import Store, StoredModel, StoreSettings
+from serving.store import Store, StoreSettings
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,8 @@ class Gateway:
 
     settings: Settings
     registry: Registry
+    on_demand: OnDemand
+    recovery: Recovery
     mms: MMSClient
     engine: AsyncEngineClient
     store: Store | None
@@ -53,18 +58,11 @@ class Gateway:
     requests: int = 0  # being answered
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
-    @property
-    def on_demand(self) -> bool:
-        """Whether a call may load its model: not where SageMaker decides what is loaded."""
-        return self.store is not None and not self.settings.sagemaker_multi_model
-
-    def find(self, name: str) -> StoredModel:
-        if self.store is None:
-            raise ModelNotFound(f"Model not found: {name}")
-        try:
-            return self.store.find(name)
-        except OSError as error:  # a name that the file system cannot have
-            raise ModelNotFound(f"Model not found: {name[:200]} ({error.strerror})") from None
+    def use(self, name: str) -> AbstractAsyncContextManager[Model]:
+        """A model for one request, loaded first if need be: not where SageMaker decides that."""
+        if self.store is None or self.settings.sagemaker_multi_model:
+            return self.registry.use(name)
+        return self.on_demand.use(name)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -7,6 +7,8 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from types import TracebackType
 from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect, Request
@@ -20,13 +22,16 @@ from serving.api.common import (
     header_text,
     read_body,
 )
+from serving.api.stream import open_stream, wanted
 from serving.errors import BadRequest, ServingError, Unavailable, WorkerFailed
 from serving.mms_client import REQUEST_HEADER, TIMEOUT_HEADER, Answer, message_of
-from serving.models import MMS_GRACE_S, Model
+from serving.model import Model
+from serving.workers import MMS_GRACE_S
 
 MAX_HEADER_CHARACTERS = 6000  # together; MMS takes 8192
 # Of a client's headers only these reach a worker: an odd one can stop it (fault 3 of MMS).
 FORWARDED = ("content-type", "accept", TARGET_MODEL, CUSTOM_ATTRIBUTES)
+AWS_ACCEPT = "x-amzn-sagemaker-accept"
 # Of a worker's headers only these reach the client.
 RETURNED = ("retry-after", CUSTOM_ATTRIBUTES)
 
@@ -42,29 +47,51 @@ async def invoke(
         raise Unavailable("the server is stopping", retry_after_s=5)
     if not gateway.adopted:
         raise Unavailable("the server is starting", retry_after_s=1)
-    started = time.monotonic()
-    status, label = 500, ""  # a name that is no model is no label
-    gateway.requests += 1
     request.state.model = name
-    try:
+    async with AsyncExitStack() as resources:
+        counted = resources.enter_context(_Counted(gateway))
         headers = {**forwarded_headers(request), **(headers or {})}
         body = await read_body(request, gateway.settings.max_request_bytes)
-        async with gateway.registry.use(name, gateway.find if gateway.on_demand else None) as model:
-            label = name
-            headers[REQUEST_HEADER] = secrets.token_hex(8)
-            async with _cancelled_when_gone(gateway, request, headers[REQUEST_HEADER]):
-                answer = await _ask(gateway, model, body, headers)
-        status = answer.status
+        stream = wanted(body, headers)
+        model = await resources.enter_async_context(gateway.use(name))
+        counted.model = name
+        if stream is not None and model.in_engine:
+            return await open_stream(gateway, model, stream, headers.get("accept", ""), resources)
+        headers[REQUEST_HEADER] = secrets.token_hex(8)
+        async with _cancelled_when_gone(gateway, request, headers[REQUEST_HEADER]):
+            answer = await _ask(gateway, model, body, headers)
+        counted.status = answer.status
         return _response(answer)
-    except (ServingError, EngineError) as error:
-        status = error.status
-        raise
-    except ClientDisconnect:
-        status = 499
-        raise
-    finally:
-        gateway.requests -= 1
-        gateway.metrics.request(label, status, time.monotonic() - started)
+
+
+class _Counted:
+    """A request that is being answered, until it is."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._started = time.monotonic()
+        self.model = ""  # a name that is no model is no label
+        self.status = 200
+
+    def __enter__(self) -> _Counted:
+        self._gateway.requests += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, ServingError | EngineError):
+            self.status = error.status
+        elif isinstance(error, ClientDisconnect | asyncio.CancelledError):
+            self.status = 499
+        elif error is not None:
+            self.status = 500
+        self._gateway.requests -= 1
+        seconds = time.monotonic() - self._started
+        self._gateway.metrics.request(self.model, self.status, seconds)
 
 
 @contextlib.asynccontextmanager
@@ -89,7 +116,7 @@ async def _cancelled_when_gone(
 
 async def _ask(gateway: Gateway, model: Model, body: bytes, headers: dict[str, str]) -> Answer:
     """The worker's answer. A worker that is lost meanwhile is asked once more when it is back."""
-    limit_s = gateway.registry.request_timeout_s(model)
+    limit_s = model.request_timeout_s
     headers = {**headers, TIMEOUT_HEADER: f"{limit_s:g}"}
     timeout_s = limit_s + MMS_GRACE_S
     end = time.monotonic() + timeout_s
@@ -98,7 +125,7 @@ async def _ask(gateway: Gateway, model: Model, body: bytes, headers: dict[str, s
     except Unavailable:  # MMS is being started again
         answer = None
     if answer is None or (not answer.by_worker and answer.status in (404, 500, 503)):
-        await gateway.registry.wait_until_restored(model, end - time.monotonic())
+        await gateway.recovery.wait_for(model, end - time.monotonic())
         left_s = max(end - time.monotonic(), 1.0)
         answer = await _ask_once(gateway, model, body, headers, left_s)
     if answer is None or not answer.by_worker:
@@ -140,6 +167,8 @@ def forwarded_headers(request: Request) -> dict[str, str]:
     found = {"x-request-id": request.state.request_id}
     for name in FORWARDED:
         value = request.headers.get(name)
+        if name == "accept":  # the AWS client's call for a stream has another name for it
+            value = request.headers.get(AWS_ACCEPT, value)
         if value is None:
             continue
         if name == TARGET_MODEL and not value.isascii():

@@ -68,7 +68,7 @@ class Metrics:
         self._seconds.labels(model).observe(seconds)
 
     def observe(self, event: str, model: Any, seconds: float) -> None:
-        """A stage in a model's life; see `serving.models.Registry`."""
+        """A stage in a model's life; see `serving.models.Registry` and `serving.on_demand`."""
         self._stages[event].labels(model.name).observe(seconds)
         if event == "fetched" and model.fetched is not None:
             self._fetches.labels(str(model.fetched.hit).lower()).inc()

@@ -27,7 +27,7 @@ from engine.errors import EngineError
 from serving.api.common import Gateway, check_token, error_response
 from serving.api.invoke import invoke
 from serving.errors import BadRequest, ModelNotFound, ResourceNotFound, ServingError, Unavailable
-from serving.models import State
+from serving.model import State
 
 NAME, VERSION = "kogpt2-serving", "0.1.0"
 HEADER_LENGTH = "inference-header-content-length"
@@ -89,12 +89,12 @@ class V2:
         """Whether the model is loaded; asking loads nothing."""
         check_token(request, self._gateway.settings.inference_token)
         name = request.path_params["name"]
-        model = self._gateway.registry.peek(name)
-        if model is None and self._gateway.on_demand:
-            await asyncio.to_thread(self._gateway.find, name)
-            raise Unavailable(f"Model {name} is not loaded yet; a request to it loads it")
+        model = self._gateway.registry.find(name)
         if model is None:
-            raise ModelNotFound(f"Model not found: {name}")
+            if self._gateway.settings.sagemaker_multi_model:
+                raise ModelNotFound(f"Model not found: {name}")
+            await asyncio.to_thread(self._gateway.on_demand.find, name)
+            raise Unavailable(f"Model {name} is not loaded yet; a request to it loads it")
         if model.state is not State.READY:
             raise Unavailable(f"Model {name} is {model.state.value}", retry_after_s=1)
         await self._check_version(request)
@@ -137,11 +137,9 @@ class V2:
     async def _metadata(self, request: Request) -> dict[str, Any]:
         """What the model's worker tells of it. Own scripts tell nothing."""
         gateway, name = self._gateway, request.path_params["name"]
-        if gateway.draining or not gateway.adopted:
-            raise Unavailable("the server is starting or stopping", retry_after_s=1)
         request.state.model = name
-        async with gateway.registry.use(name, gateway.find if gateway.on_demand else None) as model:
-            outcome = await gateway.mms.probe(model.id, gateway.registry.request_timeout_s(model))
+        async with gateway.use(name) as model:
+            outcome = await gateway.mms.probe(model.id, model.request_timeout_s)
         known = {"name": name, "versions": ["1"], "platform": "", "inputs": [], "outputs": []}
         return {**known, **outcome.get("metadata", {}), "name": name}
 

@@ -145,6 +145,16 @@ def test_a_worker_that_dies_is_started_again(server: Server) -> None:
     assert server.predict("sums", body).json() == [[3.0, -1.0]]
 
 
+def test_an_unloaded_model_has_given_its_memory_back(
+    server: Server, direct: dict[str, Any]
+) -> None:
+    for name in direct:
+        server.predict(name, np.zeros((1, 3, 16, 16)).tolist())
+    before = len(workers(server, "libmxnet.so"))
+    assert server.unload("분류0").status_code == 200
+    assert len(workers(server, "libmxnet.so")) == before - 1
+
+
 def test_what_is_broken_is_told_at_the_load_and_leaves_nothing(server: Server) -> None:
     store = server.run_dir.parent / "store"
     (store / "broken").mkdir()

@@ -402,8 +402,9 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers(model_dir: Path, tmp_
     try:
         small = engine.load("small", str(model_dir))
         before = engine.budget.weight_bytes
-        with pytest.raises(OutOfMemory, match=r"big needs \d+ MiB, but of the engine's 13 MiB"):
-            engine.load("big", str(big))
+        for try_it in (engine.check, engine.load):
+            with pytest.raises(OutOfMemory, match=r"big needs \d+ MiB, but of the engine's 13 MiB"):
+                try_it("big", str(big))
         assert engine.budget.weight_bytes == before == small.reserved_bytes
         assert [m["name"] for m in engine.models()] == ["small"]
         Request(engine, "small", PROMPT, max_new_tokens=3).wait()
@@ -417,8 +418,9 @@ def test_a_model_larger_than_the_whole_budget_is_told_from_one_that_has_to_wait(
     big = make_artifact(tmp_path / "big", units=256, layers=4, heads=4)  # 13 MiB
     engine = Engine(Settings(memory_mib=4))
     try:
-        with pytest.raises(NeverFits, match=r"big needs 1\d MiB, the engine has 4 MiB in all"):
-            engine.load("big", str(big))
+        for try_it in (engine.check, engine.load):
+            with pytest.raises(NeverFits, match=r"big needs 1\d MiB, the engine has 4 MiB in all"):
+                try_it("big", str(big))
         assert engine.budget.weight_bytes == 0
     finally:
         engine.close()
@@ -432,7 +434,8 @@ def test_a_model_that_is_unloaded_makes_room(model_dir: Path) -> None:
             engine.load("b", str(model_dir))
         engine.unload("a")
         assert engine.budget.weight_bytes == 0
-        engine.load("b", str(model_dir))
+        needed = engine.check("b", str(model_dir))
+        assert engine.load("b", str(model_dir)).reserved_bytes == needed
     finally:
         engine.close()
     assert engine.budget.weight_bytes == 0
