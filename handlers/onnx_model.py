@@ -18,9 +18,10 @@ from typing import Any
 from engine.cpus import cpu_count
 from engine.errors import ArtifactError, DeadlineExceeded, EngineError, InvalidRequest
 from engine.memory import return_freed_memory
+from handlers.names import client_name
 from handlers.room import check_room
 from handlers.tensor_files import find_graph
-from handlers.tensor_model import answer, model_name
+from handlers.tensor_model import answer
 from handlers.tensors import Array, TensorSpec, listed
 from handlers.v2 import Metadata
 
@@ -46,7 +47,7 @@ def model_fn(model_dir: str, name: str | None = None) -> OnnxModel:
     all_files = sum(file.stat().st_size for file in path.parent.rglob("*") if file.is_file())
     needed = FILE_FACTOR * own + WEIGHTS_FACTOR * (all_files - own) + LIBRARY_BYTES
     check_room(int(needed), "the model")
-    model = OnnxModel(path, model_name(name, Path(model_dir).name), version)
+    model = OnnxModel(path, client_name(name or Path(model_dir).name), version)
     return_freed_memory()  # the file's own bytes
     return model
 

@@ -23,10 +23,11 @@ from engine.memory import return_freed_memory
 from engine.mxnet_compat import mx
 from engine.params_file import read_params
 from handlers.checkpoint import Shapes, data_shapes, load_symbol, reason
+from handlers.names import client_name
 from handlers.room import check_room
 from handlers.symbol_module import default_module
 from handlers.tensor_files import PARAMS, SHAPES, SYMBOL, symbol_folder
-from handlers.tensor_model import answer, model_name
+from handlers.tensor_model import answer
 from handlers.tensors import NAMES, Array, TensorSpec
 from handlers.v2 import Metadata
 
@@ -43,7 +44,7 @@ def model_fn(model_dir: str, name: str | None = None) -> SymbolModel:
     folder = symbol_folder(model_dir)
     # The weights as they are, and as the convolutions want them.
     check_room(2 * (folder / PARAMS).stat().st_size + MXNET_BYTES, "the model")
-    model = SymbolModel(folder, model_name(name, Path(model_dir).name))
+    model = SymbolModel(folder, client_name(name or Path(model_dir).name))
     return_freed_memory()
     return model
 

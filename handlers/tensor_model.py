@@ -7,7 +7,6 @@ JSON {"input": nested lists, ...}                           ->  likewise; severa
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -38,11 +37,6 @@ class TensorModel(Protocol):
 
         Raises `InvalidRequest`, `OutOfMemory`, `DeadlineExceeded`.
         """
-
-
-def model_name(engine_name: str | None, default: str) -> str:
-    """What clients call the model: the gateway adds a load's own id to a name."""
-    return re.sub(r"#[0-9a-f]{6}-[0-9]+$", "", engine_name or "") or default
 
 
 def answer(

@@ -16,7 +16,7 @@ import requests
 from onnx import TensorProto
 
 from tests.e2e.server import Server
-from tests.e2e.stores import serving, small
+from tests.e2e.stores import SHORT, serving, small, text
 from tests.handlers.graphs import TinyGPT2, identity
 
 GPT2 = TinyGPT2()
@@ -189,6 +189,46 @@ def test_texts_go_in_and_out(server: Server) -> None:
     sent = {"Inference-Header-Content-Length": str(len(header))}
     answer = infer(server, "texts", header.encode() + packed, **sent)
     assert answer.content[int(answer.headers["Inference-Header-Content-Length"]) :] == packed
+
+
+def test_a_text_model_takes_a_text(server: Server) -> None:
+    said = tensor("text", ["나는 오늘"])
+    wanted = text(server.predict("text-model", SHORT))
+    answer = infer(server, "text-model", {"inputs": [said], "parameters": SHORT["parameters"]})
+    body = answer.json()
+    assert (body["model_name"], body["model_version"]) == ("text-model", "1")
+    outputs = {output["name"]: output["data"] for output in body["outputs"]}
+    assert outputs == {"generated_text": [wanted], "tokens": [16], "finish_reason": ["length"]}
+    several = {"num_return_sequences": 3, "seed": 1, "max_new_tokens": 4}
+    asked = {"inputs": [said], "parameters": several, "outputs": [{"name": "tokens"}], "id": "둘"}
+    body = infer(server, "text-model", asked).json()
+    assert body["id"] == "둘"
+    (tokens,) = body["outputs"]
+    assert (tokens["shape"], len(tokens["data"])) == ([3], 3)
+    told = get(server, "/v2/models/text-model").json()
+    assert told["inputs"] == [{"name": "text", "datatype": "BYTES", "shape": [1]}]
+    assert [output["name"] for output in told["outputs"]] == list(outputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"inputs": [tensor("x", ["가"])]}, "inputs must be one text"),
+        ({"inputs": [tensor("text", ["가", "나"])]}, "inputs must be one text"),
+        ({"inputs": [tensor("text", [1])]}, "inputs must be one text"),
+        ({"inputs": [tensor("text", [" "])]}, "inputs is empty"),
+        ({"outputs": [{"name": "모름"}]}, "known are generated_text, tokens, finish_reason"),
+        ({"outputs": [{"name": "tokens", "parameters": {"binary_data": True}}]}, "JSON only"),
+        ({"parameters": {"온도": 1}}, "parameters.온도 is not known"),
+        ({"모름": 1}, "모름 is not known"),
+    ],
+)
+def test_a_text_model_tells_what_is_wrong(
+    server: Server, change: dict[str, Any], said: str
+) -> None:
+    body = {"inputs": [tensor("text", ["가"])], **change}
+    status, message = error(infer(server, "text-model", body))
+    assert (status, said in message) == (400, True), message
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from engine.errors import EngineError, InvalidRequest
 from handlers import tensor_model, tensors, v2
+from handlers.names import client_name
 from handlers.payload import JSON, NotAcceptable, UnsupportedMediaType
 from handlers.tensors import CSV, NPY, TensorSpec
 from serving import mms
@@ -320,10 +321,10 @@ def test_an_answer_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("given", "name"),
-    [("봄#0a1b2c-17", "봄"), ("###0a1b2c-1", "##"), ("a#b", "a#b"), (None, "folder")],
+    [("봄#0a1b2c-17", "봄"), ("###0a1b2c-1", "##"), ("a#b", "a#b")],
 )
-def test_a_models_name_is_the_clients_own(given: str | None, name: str) -> None:
-    assert tensor_model.model_name(given, "folder") == name
+def test_a_models_name_is_the_clients_own(given: str, name: str) -> None:
+    assert client_name(given) == name
 
 
 def test_choosing_a_handler_imports_nothing_large() -> None:
