@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from serving.store.stored import SCRIPTS
 LOADS_AT_ONCE = 2
 # MMS is given this much longer than the request itself has.
 MMS_GRACE_S = 20.0
-END_S = 10.0  # in which a worker that MMS has let go of ends
 SOCKETS = Path("/proc/net/unix")
 LISTENING = "00010000"  # __SO_ACCEPTCON in the column of flags
 
@@ -75,16 +73,9 @@ class Workers:
         """Leaves no worker, no memory and no slot of a model; each step whatever the others do."""
         with contextlib.suppress(ServingError):
             await self._mms.unregister(model.id)
-        if not model.in_engine:  # its memory is free once its process has ended
-            await self._ended(model.socket)
         with contextlib.suppress(EngineError):
             await self._engine.unload(model.engine_name)
         shutil.rmtree(self._slots / model.id, ignore_errors=True)
-
-    async def _ended(self, socket: str) -> None:
-        end = time.monotonic() + END_S
-        while socket in self.listening() and time.monotonic() < end:
-            await asyncio.sleep(0.02)
 
     async def unregister(self, id: str) -> None:
         """Ends a worker and leaves the rest, for one that is started again or belongs to no model.

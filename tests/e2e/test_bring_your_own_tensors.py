@@ -23,7 +23,7 @@ from tests.e2e.stores import SHORT, error, packed, serving, small, text
 from tests.handlers.graphs import TinyGPT2, classifier
 
 GPT2 = TinyGPT2(vocab=50_000)
-CLASSIFIERS = 3
+CLASSIFIERS = 2
 PAGES = ("tensors.md", "tensors.ko.md")
 
 
@@ -153,6 +153,16 @@ def test_an_unloaded_model_has_given_its_memory_back(
     before = len(workers(server, "libmxnet.so"))
     assert server.unload("분류0").status_code == 200
     assert len(workers(server, "libmxnet.so")) == before - 1
+
+
+def test_a_model_that_does_not_fit_is_507_with_the_numbers(server: Server) -> None:
+    folder = server.run_dir.parent / "store" / "huge"
+    GPT2.save(folder / "model.onnx")
+    with (folder / "weights.bin").open("wb") as file:
+        file.truncate(1 << 42)  # takes no room on disk
+    answer = server.load("huge")
+    assert error(answer) == (507, "NeverFits")
+    assert re.search(r"needs about \d+ MiB, but of the container's \d+ MiB", answer.text)
 
 
 def test_what_is_broken_is_told_at_the_load_and_leaves_nothing(server: Server) -> None:
