@@ -50,10 +50,10 @@ def transform_fn(
     Returns the answer's bytes and content type. Raises `engine.errors.EngineError`.
     """
     timeout_s = timeout_s or _settings().request_timeout_s
-    asked = text_v2.parse(body)
+    asked = text_v2.parse(body, content_type)
     if asked is not None:
         plain, _ = transform_fn(model, asked.body, JSON, JSON, timeout_s)
-        return text_v2.answer(asked, plain, client_name(model.model["name"])), JSON
+        return text_v2.answer(asked, plain, client_name(model.model["name"]))
     request = parse(body, content_type)
     media_type = answer_type(accept, request.form)
     answer = model.generate(request.inputs, request.parameters, timeout_s, request_id.get())

@@ -83,7 +83,7 @@ class SymbolModel:
         self._known: Shapes = {}
         found = self._infer(self._shapes, partial=True)
         for n in needed:
-            if any(found[n]) and tuple(weights[n].shape) != found[n]:
+            if found[n] and all(found[n]) and tuple(weights[n].shape) != found[n]:
                 raise ArtifactError(
                     f"{n} has shape {list(weights[n].shape)} in {PARAMS}, must be"
                     f" {list(found[n])} with the shapes of {SHAPES}"

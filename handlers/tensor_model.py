@@ -14,6 +14,7 @@ from engine.errors import EngineError, InvalidRequest
 from handlers import tensors, v2
 from handlers.payload import JSON, UnsupportedMediaType
 from handlers.tensors import Array
+from handlers.v2_binary import BINARY, HEADER_SIZE, split
 
 # MMS ends a worker that answers more than 100 MiB with its headers (serving.mms sets that).
 MAX_ANSWER_BYTES = (100 << 20) - 65_536
@@ -49,8 +50,8 @@ def answer(
     """The answer's bytes and content type. Raises `EngineError`."""
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
     media_type, parameters = _media_type(content_type)
-    if media_type == v2.BINARY:
-        header, binary = v2.split(raw, parameters.get(v2.HEADER_SIZE, ""))
+    if media_type == BINARY:
+        header, binary = split(raw, parameters.get(HEADER_SIZE, ""))
         return _infer(model, tensors.parse_json(header), binary, timeout_s)
     if media_type != JSON:
         return _plain(model, _only_input(model, raw, media_type), accept, timeout_s)

@@ -3,17 +3,12 @@
 {"id", "inputs": [{"name", "shape", "datatype", "data"}], "outputs": [{"name"}]}
     -> {"model_name", "model_version", "id", "outputs": [{"name", "shape", "datatype", "data"}]}
 
-Binary tensors stand behind the JSON, in order, little endian; the content type says where the JSON
-ends, as it does on SageMaker (the protocol's own header for that is the gateway's to translate).
-
 https://github.com/kserve/open-inference-protocol
-https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +18,8 @@ import numpy as np
 from engine.errors import InvalidRequest
 from handlers.payload import JSON
 from handlers.tensors import Array, TensorSpec, from_values, listed, to_json
+from handlers.v2_binary import joined, pack_texts, unpack_texts
 
-BINARY = "application/vnd.sagemaker-triton.binary+json"
-HEADER_SIZE = "json-header-size"
 FIELDS = ("id", "parameters", "inputs", "outputs")
 INPUT_FIELDS = ("name", "shape", "datatype", "parameters", "data")
 OUTPUT_FIELDS = ("name", "parameters")
@@ -71,16 +65,6 @@ def is_request(value: Any) -> bool:
         and isinstance(value.get("inputs"), list)
         and all(isinstance(i, dict) and "name" in i for i in value["inputs"])
     )
-
-
-def split(body: bytes, header_size: str) -> tuple[bytes, bytes]:
-    """The JSON and what stands behind it. Raises `InvalidRequest`."""
-    if not header_size.isdecimal() or int(header_size) > len(body):
-        raise InvalidRequest(
-            f"the length of the JSON is {header_size[:50]!r}, must be a number of bytes up to"
-            f" {len(body)}, the body's"
-        )
-    return body[: int(header_size)], body[int(header_size) :]
 
 
 # Requests
@@ -181,7 +165,7 @@ def _reshaped(array: Array, shape: list[int], spec: TensorSpec) -> Array:
 
 def _from_bytes(data: bytes, shape: list[int], spec: TensorSpec) -> Array:
     if spec.datatype == "BYTES":
-        return _reshaped(_texts(data, spec), shape, spec)
+        return _reshaped(np.array(unpack_texts(data, spec.name), dtype=object), shape, spec)
     size = math.prod(shape) * spec.dtype.itemsize
     if len(data) != size:
         raise InvalidRequest(
@@ -190,21 +174,6 @@ def _from_bytes(data: bytes, shape: list[int], spec: TensorSpec) -> Array:
     if spec.datatype == "BOOL" and data.strip(b"\0\1"):
         raise InvalidRequest(f"{spec.name} holds bytes other than 0 and 1, must be {spec}")
     return np.frombuffer(data, spec.dtype).reshape(shape)
-
-
-def _texts(data: bytes, spec: TensorSpec) -> Array:
-    """Each text has its length in bytes in front, as a little endian uint32."""
-    texts, at = [], 0
-    try:
-        while at < len(data):
-            (size,) = struct.unpack_from("<I", data, at)
-            at += 4 + size
-            if at > len(data):
-                raise InvalidRequest(f"the last text of {spec.name} is cut short")
-            texts.append(data[at - size : at].decode("utf-8"))
-    except (struct.error, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{spec.name} does not hold texts in UTF-8: {error}") from None
-    return np.array(texts, dtype=object)
 
 
 def _outputs(value: Mapping[str, Any], metadata: Metadata) -> dict[str, bool]:
@@ -256,11 +225,10 @@ def answer(
     header = to_json({**body, "outputs": described})
     if not pieces:
         return header, JSON
-    return b"".join([header, *pieces]), f"{BINARY};{HEADER_SIZE}={len(header)}"
+    return joined(header, pieces)
 
 
 def _to_bytes(array: Array) -> bytes:
     if array.dtype != object:
         return array.tobytes()
-    texts = [str(text).encode("utf-8") for text in array.ravel()]
-    return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    return pack_texts([str(text) for text in array.ravel()])

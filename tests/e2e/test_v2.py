@@ -205,6 +205,18 @@ def test_a_text_model_takes_a_text(server: Server) -> None:
     assert body["id"] == "둘"
     (tokens,) = body["outputs"]
     assert (tokens["shape"], len(tokens["data"])) == ([3], 3)
+    piece = "나는 오늘".encode()
+    packed = struct.pack("<I", len(piece)) + piece
+    described = {"name": "text", "shape": [1], "datatype": "BYTES"}
+    described["parameters"] = {"binary_data_size": len(packed)}
+    asks = {**SHORT["parameters"], "binary_data_output": True}
+    header = json.dumps({"inputs": [described], "parameters": asks}).encode()
+    sent = {"Inference-Header-Content-Length": str(len(header))}
+    answer = infer(server, "text-model", header + packed, **sent)
+    end = int(answer.headers["Inference-Header-Content-Length"])
+    first = json.loads(answer.content[:end])["outputs"][0]["parameters"]["binary_data_size"]
+    assert answer.content[end + 4 : end + first].decode() == wanted
+    assert answer.content[end + first : end + first + 8] == struct.pack("<q", 16)
     told = get(server, "/v2/models/text-model").json()
     assert told["inputs"] == [{"name": "text", "datatype": "BYTES", "shape": [1]}]
     assert [output["name"] for output in told["outputs"]] == list(outputs)
@@ -218,7 +230,10 @@ def test_a_text_model_takes_a_text(server: Server) -> None:
         ({"inputs": [tensor("text", [1])]}, "inputs must be one text"),
         ({"inputs": [tensor("text", [" "])]}, "inputs is empty"),
         ({"outputs": [{"name": "모름"}]}, "known are generated_text, tokens, finish_reason"),
-        ({"outputs": [{"name": "tokens", "parameters": {"binary_data": True}}]}, "JSON only"),
+        ({"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES"}]}, "must be one text"),
+        ({"parameters": [1]}, "parameters must be a JSON object"),
+        ({"outputs": [{"name": "tokens", "parameters": [1]}]}, "must be a JSON object"),
+        ({"inputs": [tensor("text", ["가"], parameters=[1])], "id": 5}, "id must be a string"),
         ({"parameters": {"온도": 1}}, "parameters.온도 is not known"),
         ({"모름": 1}, "모름 is not known"),
     ],
