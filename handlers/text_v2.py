@@ -81,8 +81,9 @@ def _hints(value: Mapping[str, Any]) -> Mapping[str, Any]:
 def _text(inputs: list[Any], binary: bytes) -> str:
     match inputs:
         case [{"name": "text", "datatype": "BYTES", "shape": [1] | [1, 1], **rest}]:
-            data: Any = rest.get("data")
-            if binary and _hints(rest).get("binary_data_size") == len(binary):
+            given: dict[str, Any] = {str(name): value for name, value in rest.items()}
+            data = given.get("data")
+            if binary and _hints(given).get("binary_data_size") == len(binary):
                 data = unpack_texts(binary, "text")
             while isinstance(data, list) and len(data) == 1:
                 data = data[0]
