@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -43,12 +42,13 @@ from serving.errors import (
     MethodNotAllowed,
     ResourceNotFound,
     ServingError,
-    StartError,
+    StillLoading,
     Unavailable,
 )
 from serving.mms_client import MMSClient
 from serving.models import Registry
 from serving.on_demand import OnDemand
+from serving.ports import listen
 from serving.recovery import Recovery
 from serving.saved import SavedModels
 from serving.settings import Settings
@@ -116,8 +116,9 @@ class App:
                 ]
             await send(message)
 
-        on_management = scope["server"][1] == self._gateway.settings.management_port
-        app = self._management if on_management else self._inference
+        # Where both are one, that one has all routes.
+        on_requests = scope["server"][1] == self._gateway.settings.port
+        app = self._inference if on_requests else self._management
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
             app = error_response(
                 Request(scope), HeadersTooLarge(f"headers have at most {MAX_HEADER_BYTES} bytes")
@@ -152,8 +153,10 @@ class App:
             raise Unavailable("the server is stopping", retry_after_s=5)
         if gateway.start_error is not None:
             raise Unavailable(f"the model did not load: {gateway.start_error}")
-        if not (gateway.healthy and gateway.started):
+        if not (gateway.healthy and gateway.adopted):
             raise Unavailable("the server is starting", retry_after_s=1)
+        if not gateway.started:
+            raise StillLoading("models are being loaded", retry_after_s=1)
         return JSONResponse({"status": "Healthy"})
 
     async def _metrics(self, request: Request) -> Response:
@@ -208,20 +211,6 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Raises `StartError` if another program listens there, or we may not."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise StartError(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    return listener
-
-
 def store_settings(settings: Settings, run_dir: Path) -> StoreSettings:
     base, location = Path(settings.base_dir), settings.model_store
     roots = [base / "model", base / "models"]
@@ -268,7 +257,7 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
 
 async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
     """Runs until SIGTERM. Raises `ServingError` if it cannot start."""
-    listeners = [listen(settings.host, port) for port in (settings.port, settings.management_port)]
+    listeners = [listen(settings.host, port) for port in settings.ports]
     async with _gateway(settings, run_dir, secret) as gateway:
         config = uvicorn.Config(
             App(gateway),

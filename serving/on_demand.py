@@ -65,6 +65,15 @@ class OnDemand:
                 task.add_done_callback(lambda _: self._loading.pop(name, None))
             await asyncio.shield(task)
 
+    async def preload(self, name: str) -> None:
+        """Loads a model at the start, if there is room: nothing is unloaded for it.
+
+        Raises what `ensure` does, and `NoRoom` or `OutOfMemory`.
+        """
+        stored = await asyncio.to_thread(self._find, name)
+        with contextlib.suppress(Conflict):  # somebody has asked for it already
+            await self._registry.load(name, stored.name, stored)
+
     def _is_ready(self, name: str) -> bool:
         model = self._registry.find(name)
         return model is not None and model.state is State.READY

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 from pathlib import Path
 
 from engine.errors import EngineError
 from serving.api.common import Gateway
 from serving.errors import Conflict, ServingError
 from serving.store import locate
+
+logger = logging.getLogger(__name__)
 
 HEALTH_S = 0.5
 SINGLE_MODEL = "model"
@@ -37,7 +39,10 @@ async def start(gateway: Gateway) -> None:
 
 
 async def _preload(gateway: Gateway) -> None:
-    """Loads what is to be there from the start. A model that does not load is logged."""
+    """Loads what is to be there from the start, each within its LOAD_TIMEOUT_S.
+
+    A model that does not load is logged; only the one of a single-model server is indispensable.
+    """
     settings = gateway.settings
     single = Path(settings.base_dir) / "model"
     if not settings.sagemaker_multi_model and single.is_dir() and any(single.iterdir()):
@@ -52,5 +57,7 @@ async def _preload(gateway: Gateway) -> None:
         except (ServingError, EngineError) as error:
             gateway.start_error = error.message
     for name in filter(None, (n.strip() for n in settings.preload_models.split(","))):
-        with contextlib.suppress(ServingError, EngineError):
-            await gateway.on_demand.ensure(name)
+        try:
+            await gateway.on_demand.preload(name)
+        except (ServingError, EngineError) as error:
+            logger.error("model %s is not preloaded: %s", name, error.message)
