@@ -70,7 +70,7 @@ class OnDemand:
 
         Raises what `ensure` does, and `NoRoom` or `OutOfMemory`.
         """
-        stored = await asyncio.to_thread(self._find, name)
+        stored = await asyncio.to_thread(self.find, name)
         with contextlib.suppress(Conflict):  # somebody has asked for it already
             await self._registry.load(name, stored.name, stored)
 
