@@ -53,6 +53,22 @@ def open_packed(path: Path, profile: Path | None = None) -> Any:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
+def open_graph(path: Path) -> Any:
+    """Opens any graph, with the tensors that it keeps in files beside it. Raises what onnxruntime
+    does, and `OutOfMemory`."""
+    with out_of_memory(path.name):
+        return onnxruntime.InferenceSession(
+            str(path), _options(), providers=["CPUExecutionProvider"]
+        )
+
+
+def run_options() -> Any:
+    """Of one run; setting `terminate` ends it."""
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = FATAL_ONLY
+    return options
+
+
 def pack(graph: bytes, tensors: dict[str, Any], path: Path) -> Path:
     """Writes the optimized graph to `path`; returns the file of its weights beside it.
 

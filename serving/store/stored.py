@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+# Or one of these: tensors in, tensors out (handlers.tensor_files knows which count).
+TENSORS = re.compile(r"(model/)?model-symbol\.json|([0-9]+/)?model\.onnx")
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,12 @@ def spellings(name: str) -> list[str]:
 
 def is_model(paths: Iterable[str]) -> bool:
     """Whether a folder with these files, relative to it, is a model."""
-    return any(path in SCRIPTS or ("/" not in path and path.endswith(WEIGHTS)) for path in paths)
+    return any(
+        path in SCRIPTS
+        or ("/" not in path and path.endswith(WEIGHTS))
+        or TENSORS.fullmatch(path) is not None
+        for path in paths
+    )
 
 
 def folder_version(files: Iterable[StoredFile]) -> str:
@@ -156,6 +164,12 @@ def _roots(paths: Iterable[str]) -> list[str]:
         for script in SCRIPTS:
             if path.endswith("/" + script):
                 roots.add(path.removesuffix("/" + script))
+        if last == "model.onnx":
+            roots.add(
+                parent.rpartition("/")[0] if parent.rpartition("/")[2].isdecimal() else parent
+            )
+        if last == "model-symbol.json":
+            roots.add(parent.removesuffix("/model"))
     roots.discard("")
     return [root for root in roots if not any(parent in roots for parent in _parents(root))]
 
