@@ -215,10 +215,7 @@ async def _preload(gateway: Gateway) -> None:
 
 
 def _options(settings: Settings) -> dict[str, Any]:
-    return {
-        "initial_workers": settings.workers_per_model,
-        "response_timeout": settings.request_timeout_s,
-    }
+    return {"response_timeout": settings.request_timeout_s}
 
 
 class _Server(uvicorn.Server):

@@ -39,6 +39,7 @@ from serving.errors import (
 from serving.mms_client import MMSClient
 from serving.settings import Settings
 from serving.store import Cache, Fetched, StoredModel
+from serving.worker_options import worker_options
 
 logger = logging.getLogger(__name__)
 
@@ -218,11 +219,14 @@ class Registry:
         # so it is told an empty one, and the worker reads here where the model is.
         described = {"name": model.name, "engine_name": model.engine_name}
         described["path"] = str(model.fetched.path)
+        options, handler = worker_options(model.fetched.path, model.options, self._settings)
+        if handler is not None:
+            described["handler"] = handler
         (slot / "model.json").write_text(json.dumps(described), encoding="utf-8")
         timeout_s = self._settings.load_timeout_s
         # MMS has one limit for loads and requests; the gateway and the engine keep the requests'.
         limit_s = max(timeout_s, self.request_timeout_s(model) + MMS_GRACE_S)
-        options = {**model.options, "response_timeout": int(limit_s)}
+        options["response_timeout"] = int(limit_s)
         await self._mms.register(model.id, slot, options, timeout_s)
         outcome = await self._mms.probe(model.id, timeout_s)
         if outcome["status"] != 200:

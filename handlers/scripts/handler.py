@@ -1,0 +1,68 @@
+"""The handler for a model that brings its own script, on the worker's side.
+
+Script code never runs in the worker: it has processes for that, which may die.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from engine.errors import EngineError
+from handlers.scripts.find import Script
+from handlers.scripts.messages import Answer, Request
+from handlers.scripts.pool import ScriptPool
+from handlers.scripts.process import ScriptProcess
+from handlers.scripts.requirements import install
+from handlers.settings import Settings
+from handlers.slot import Slot
+
+
+class ScriptHandler:
+    """Answers whole batches: a script of Multi Model Server's kind gets them as they are."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._settings = Settings.from_environment()
+        self._pool: ScriptPool | None = None
+        # Whether the script uses the built-in model, which the engine holds.
+        self.IN_ENGINE = False
+
+    def load(self, slot: Slot) -> None:
+        """Raises `EngineError` with the reason why the model does not load."""
+        settings = self._settings
+        packages = install(self._script, slot, settings)
+        orders = {
+            "root": str(self._script.root),
+            "file": str(self._script.file),
+            "entry": self._script.entry,
+            "manifest": self._script.manifest,
+            "is_service": self._script.is_service,
+            "folders": [str(folder) for folder in self._script.folders],
+            "packages": packages,
+            "name": slot.name,
+            "engine_name": slot.engine_name,
+            "gpu_id": slot.gpu_id,
+            "batch_size": slot.batch_size,
+            "memory_mib": settings.script_memory_mib,
+            "max_answer_bytes": settings.max_answer_bytes,
+        }
+        make = functools.partial(ScriptProcess, slot.name, orders, settings.load_timeout_s)
+        pool = ScriptPool(make)
+        self.IN_ENGINE = bool(pool.load()["in_engine"])
+        self._pool = pool
+
+    def answer(
+        self, requests: Sequence[Request], timeout_s: float | None
+    ) -> Sequence[Answer | EngineError]:
+        """One for each request. Raises what is wrong with all of them."""
+        assert self._pool is not None
+        return self._pool.ask(requests, timeout_s or self._settings.request_timeout_s)
+
+    def connected(self) -> None:
+        if self._pool is not None:
+            self._pool.connected()
+
+    def disconnected(self) -> None:
+        if self._pool is not None:
+            self._pool.disconnected()
