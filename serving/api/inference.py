@@ -19,8 +19,7 @@ from starlette.routing import Route
 from engine.errors import EngineError
 from serving.api.common import TARGET_MODEL, Gateway, check_token, header_text, invoke
 from serving.errors import BadRequest, ServingError
-
-SUFFIX = ".tar.gz"
+from serving.store.stored import without_suffix
 
 
 class Inference:
@@ -46,7 +45,7 @@ class Inference:
     def _target(self, request: Request) -> str:
         target = request.headers.get(TARGET_MODEL) or request.query_params.get("model_name")
         if target:
-            return header_text(target).removesuffix(SUFFIX).lstrip("/")
+            return without_suffix(header_text(target)).lstrip("/")
         if self._gateway.single_model is not None:
             return self._gateway.single_model
         raise BadRequest(
