@@ -207,9 +207,14 @@ class Reader:
     def __init__(self, download: Download, data: FileIO) -> None:
         self._download, self._data = download, data
 
-    def read(self, size: int, /) -> bytes:
-        there = self._download.wait_for(self._data.tell())
-        return self._data.read(there if size < 0 else min(size, there))
+    def read(self, size: int = -1, /) -> bytes:
+        """All that is asked for, less at the end only, as zipfile needs it."""
+        pieces = []
+        while size and (there := self._download.wait_for(self._data.tell())):
+            piece = self._data.read(there if size < 0 else min(size, there))
+            pieces.append(piece)
+            size -= len(piece) if size > 0 else 0
+        return b"".join(pieces)
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         return self._data.seek(offset, whence)
