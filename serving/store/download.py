@@ -212,6 +212,8 @@ class Reader:
         pieces = []
         while size and (there := self._download.wait_for(self._data.tell())):
             piece = self._data.read(there if size < 0 else min(size, there))
+            if not piece:
+                break
             pieces.append(piece)
             size -= len(piece) if size > 0 else 0
         return b"".join(pieces)
