@@ -193,7 +193,9 @@ class ScriptProcess:
             return ScriptError(
                 f"the model's script was killed by {signal.Signals(-code).name} {when}"
             )
-        return ScriptError(f"the model's script ended its process {when} (status {code})")
+        did = "closed its connection" if code is None else "ended its process"
+        status = "" if code is None else f" (status {code})"
+        return ScriptError(f"the model's script {did} {when}{status}")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
