@@ -192,7 +192,8 @@ def test_a_script_around_the_built_in_model(server: Server, store: Path, name: s
     server.unload(name)
     (store / name / "code" / "inference.py").write_text(
         "def transform_fn(model, body, content_type, accept):\n"
-        "    return model.generate(body.decode(), {'max_new_tokens': 16}, 10)['completions'][0]['text']\n"
+        "    answer = model.generate(body.decode(), {'max_new_tokens': 16}, 10)\n"
+        "    return answer['completions'][0]['text']\n"
     )
     assert server.load(name).status_code == 200
     answer = post(server, name, SHORT["inputs"].encode(), Content_Type="text/plain")
