@@ -46,6 +46,24 @@ class Script:
                 return folder / "requirements.txt"
         return None
 
+    def orders(self, name: str, max_answer_bytes: int) -> dict[str, Any]:
+        """What a process is told that runs it alone; `handlers.scripts.handler` knows more."""
+        return {
+            "root": str(self.root),
+            "file": str(self.file),
+            "entry": self.entry,
+            "manifest": self.manifest,
+            "is_service": self.is_service,
+            "folders": [str(folder) for folder in self.folders],
+            "packages": None,
+            "name": name,
+            "engine_name": name,
+            "gpu_id": None,
+            "batch_size": 1,
+            "memory_mib": 0,
+            "max_answer_bytes": max_answer_bytes,
+        }
+
 
 def find_script(
     model_dir: str | os.PathLike[str],

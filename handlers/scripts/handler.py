@@ -32,20 +32,12 @@ class ScriptHandler:
         """Raises `EngineError` with the reason why the model does not load."""
         settings = self._settings
         packages = install(self._script, slot, settings)
-        orders = {
-            "root": str(self._script.root),
-            "file": str(self._script.file),
-            "entry": self._script.entry,
-            "manifest": self._script.manifest,
-            "is_service": self._script.is_service,
-            "folders": [str(folder) for folder in self._script.folders],
+        orders = self._script.orders(slot.name, settings.max_answer_bytes) | {
             "packages": packages,
-            "name": slot.name,
             "engine_name": slot.engine_name,
             "gpu_id": slot.gpu_id,
             "batch_size": slot.batch_size,
             "memory_mib": settings.script_memory_mib,
-            "max_answer_bytes": settings.max_answer_bytes,
         }
         make = functools.partial(ScriptProcess, slot.name, orders, settings.load_timeout_s)
         pool = ScriptPool(make)
