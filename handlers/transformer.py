@@ -15,6 +15,7 @@ from sagemaker_inference.transformer import Transformer
 
 from engine.errors import EngineError
 from handlers.choose import Handler, choose
+from handlers.request_id import request_id
 from handlers.scripts.handler import ScriptHandler
 from handlers.scripts.messages import Answer, Part, Request
 from handlers.slot import Slot
@@ -23,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 # How many seconds the answer may take; the gateway sends it.
 TIMEOUT_HEADER = "x-kogpt2-timeout"
-INTERNAL_HEADERS = (TIMEOUT_HEADER, "x-kogpt2-probe")
+# What the gateway cancels the request by when its client goes away.
+REQUEST_HEADER = "x-kogpt2-request"
+INTERNAL_HEADERS = (TIMEOUT_HEADER, REQUEST_HEADER, "x-kogpt2-probe")
 
 
 class ModelTransformer(Transformer):  # type: ignore[misc]
@@ -77,6 +80,7 @@ def _one_by_one(
 
     def answer(request: Request, timeout_s: float | None) -> Answer | EngineError:
         headers = request.headers
+        request_id.set(request.id)
         try:
             return Answer(
                 *handler.transform_fn(
@@ -102,13 +106,14 @@ def _request(i: int, values: Mapping[str, Any], context: Any) -> tuple[Request, 
         else:  # of a part; one called like a header hides it
             kinds[str(name)] = str(value.get("content-type", ""))
     limit_s = float(headers.get(TIMEOUT_HEADER, 0)) or None
+    id = headers.get(REQUEST_HEADER) or str(context.get_request_id(i))
     for name in INTERNAL_HEADERS:
         headers.pop(name, None)
     parts = [
         Part(name, kinds.get(name) or headers.get("content-type", ""), bytes(value))
         for name, value in values.items()
     ]
-    return Request(str(context.get_request_id(i)), headers, parts), limit_s
+    return Request(id, headers, parts), limit_s
 
 
 def _explained(error: Exception, requests: Sequence[Request]) -> EngineError:

@@ -16,8 +16,6 @@ from handlers.scripts.messages import Answer, Request, ScriptError
 
 
 class LoadAndPredict:
-    in_engine = False
-
     def __init__(self, module: ModuleType, orders: Mapping[str, Any]) -> None:
         if not callable(getattr(module, "predict", None)):
             raise ScriptError(

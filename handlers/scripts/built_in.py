@@ -28,7 +28,6 @@ class BuiltIn:
     def __init__(self, orders: Mapping[str, Any]) -> None:
         self._orders = orders
         self._handler = built_in(orders["root"])
-        self.in_engine = self._handler.IN_ENGINE
 
     def load(self) -> Any:
         """Raises `EngineError`."""

@@ -56,7 +56,7 @@ def main() -> None:
     except BaseException as error:  # SystemExit, too
         send(connection, {"error": error_row(explained(error))})
         return
-    send(connection, {"in_engine": service.in_engine})
+    send(connection, {})
     with contextlib.suppress(EOFError):
         while True:
             message, bodies = receive(connection)

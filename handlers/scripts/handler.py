@@ -21,12 +21,14 @@ from handlers.slot import Slot
 class ScriptHandler:
     """Answers whole batches: a script of Multi Model Server's kind gets them as they are."""
 
+    # Also where the script uses a model in the engine: its process keeps that there by itself, and
+    # what the engine streams would go past the script.
+    IN_ENGINE = False
+
     def __init__(self, script: Script) -> None:
         self._script = script
         self._settings = Settings.from_environment()
         self._pool: ScriptPool | None = None
-        # Whether the script uses the built-in model, which the engine holds.
-        self.IN_ENGINE = False
 
     def load(self, slot: Slot) -> None:
         """Raises `EngineError` with the reason why the model does not load."""
@@ -41,7 +43,7 @@ class ScriptHandler:
         }
         make = functools.partial(ScriptProcess, slot.name, orders, settings.load_timeout_s)
         pool = ScriptPool(make)
-        self.IN_ENGINE = bool(pool.load()["in_engine"])
+        pool.load()
         self._pool = pool
 
     def answer(

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from engine.errors import EngineError
 from handlers.scripts.messages import Answer, Request, ScriptError
@@ -24,13 +23,12 @@ class ScriptPool:
         self._changed = threading.Condition()
         self._count = self._connections = 0
 
-    def load(self) -> dict[str, Any]:
-        """Starts the first process. Returns what its script says of itself, or raises why not."""
+    def load(self) -> None:
+        """Starts the first process. Raises why its script does not load."""
         process = self._make()
         process.start()
-        said = process.wait_until_loaded()
+        process.wait_until_loaded()
         self._give_back(process, new=True)
-        return said
 
     def connected(self) -> None:
         """One more connection: one more process, unless there is one for it. Waits for its load,

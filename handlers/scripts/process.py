@@ -58,7 +58,7 @@ class ScriptProcess:
         self._name, self._orders, self._load_timeout_s = name, orders, load_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._loaded: dict[str, Any] | None = None
+        self._loaded = False
         self._give_up_loading_at = 0.0
         self._timed_out = False
 
@@ -89,20 +89,20 @@ class ScriptProcess:
         finally:
             theirs.close()
         self._connection = Connection(ours.detach())
-        self._loaded = None
+        self._loaded = False
         self._give_up_loading_at = time.monotonic() + self._load_timeout_s
         assert process.stdout is not None
         relay(process.stdout, self._name)
         with contextlib.suppress(OSError):  # it has ended already: seen when its answer is read
             send(self._connection, dict(self._orders))
 
-    def wait_until_loaded(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """What the script says of itself. Raises the reason why it is not loaded.
+    def wait_until_loaded(self, timeout_s: float | None = None) -> None:
+        """Raises the reason why the script is not loaded.
 
         Without `timeout_s` it has the whole time that a load may take, and is stopped after that.
         """
-        if self._loaded is not None:
-            return self._loaded
+        if self._loaded:
+            return
         left_s = self._give_up_loading_at - time.monotonic()
         connection = self._connection
         if connection is None:
@@ -117,8 +117,7 @@ class ScriptProcess:
         if "error" in outcome:
             self.stop()
             raise error_of(outcome["error"])
-        self._loaded = outcome
-        return outcome
+        self._loaded = True
 
     def ask(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
         """An answer or an error for each. Raises what is wrong with all of them."""

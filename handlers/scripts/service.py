@@ -44,8 +44,6 @@ def _can_handle(kind: type) -> bool:
 
 
 class HandlerService:
-    in_engine = False
-
     def __init__(self, handler: Any, orders: Mapping[str, Any]) -> None:
         self._handler, self._orders = handler, orders
         self._what = getattr(handler, "__name__", "handle")

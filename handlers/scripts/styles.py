@@ -21,8 +21,6 @@ from handlers.scripts.toolkit import FUNCTIONS, SageMakerFunctions
 class Service(Protocol):
     """A script that can be asked."""
 
-    in_engine: bool
-
     def load(self) -> None:
         """Loads the model. Raises what the script raises."""
 

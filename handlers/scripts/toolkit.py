@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from engine.errors import EngineError, InvalidRequest
+from handlers.request_id import request_id
 from handlers.scripts import formats
 from handlers.scripts.built_in import BuiltIn
 from handlers.scripts.context import JSON, ScriptContext, answer_of
@@ -49,7 +50,6 @@ class SageMakerFunctions:
         self._accept = os.environ.get("SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT") or JSON
         self._check()
         self._built_in = None if "model_fn" in self._own else BuiltIn(orders)
-        self.in_engine = self._built_in is not None and self._built_in.in_engine
 
     def _check(self) -> None:
         if "transform_fn" in self._own and any(name in self._own for name in STAGES):
@@ -78,6 +78,7 @@ class SageMakerFunctions:
         return [self._answer(request, end - time.monotonic()) for request in requests]
 
     def _answer(self, request: Request, timeout_s: float) -> Answer | EngineError:
+        request_id.set(request.id)  # the engine is told, if the built-in model answers
         try:
             return self._transform(request, timeout_s)
         except BaseException as error:  # is no matter of the others in its batch
