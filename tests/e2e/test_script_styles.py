@@ -21,7 +21,7 @@ import requests
 
 from tests.e2e.scripts import script, transform
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import SHORT, error, serving, small, text
+from tests.e2e.stores import SHORT, error, serving, small, statistics, text
 
 JSON = {"Content-Type": "application/json"}
 
@@ -185,11 +185,17 @@ def test_a_script_around_the_built_in_model(server: Server, store: Path, name: s
         """,
         "code/inference.py",
     )
-    assert server.load(name).status_code == 200
-    assert server.predict(name, {"질문": SHORT["inputs"]}).json() == {"답": expected}
+    assert server.load(name, initial_workers=2).status_code == 200
+    with ThreadPoolExecutor(4) as pool:
+        asked = list(pool.map(lambda _: server.predict(name, {"질문": SHORT["inputs"]}), range(8)))
+    assert [answer.json() for answer in asked] == [{"답": expected}] * 8
+    # A stream of the engine would go past the script.
+    assert server.predict(name, {"질문": SHORT["inputs"], "stream": True}).json() == {"답": expected}
     assert error(server.predict(name, {"질문": ""}))[0] == 400  # the built-in model's own error
     # The handle of the built-in model, in a transform_fn.
     server.unload(name)
+    assert statistics(server)["models"][0]["name"].startswith("plain")
+    assert len(statistics(server)["models"]) == 1
     (store / name / "code" / "inference.py").write_text(
         "def transform_fn(model, body, content_type, accept):\n"
         "    answer = model.generate(body.decode(), {'max_new_tokens': 16}, 10)\n"
