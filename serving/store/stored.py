@@ -14,9 +14,8 @@ from serving.errors import UrlNotAllowed
 # What archives end with; the first one counts where a name has several.
 SUFFIXES = (".tar.gz", ".mar")
 MAX_NAME_BYTES = 1000  # S3's keys end at 1,024
-<<<<<<< HEAD
 # A folder is a model if one of these is in it, or a file that ends with one of WEIGHTS.
-SCRIPTS = ("code/inference.py", "inference.py")
+SCRIPTS = ("code/inference.py", "inference.py", "MAR-INF/MANIFEST.json")
 WEIGHTS = (
     ".params",
     "model.safetensors",
@@ -24,10 +23,6 @@ WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-=======
-# A folder is a model if one of these is in it, or any *.params.
-SCRIPTS = ("code/inference.py", "inference.py", "MAR-INF/MANIFEST.json")
->>>>>>> tensors-with-scripts
 # Or one of these: tensors in, tensors out (handlers.tensor_files knows which count).
 TENSORS = re.compile(r"(model/)?model-symbol\.json|([0-9]+/)?model\.onnx")
 
