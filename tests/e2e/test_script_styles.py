@@ -190,7 +190,9 @@ def test_a_script_around_the_built_in_model(server: Server, store: Path, name: s
         asked = list(pool.map(lambda _: server.predict(name, {"질문": SHORT["inputs"]}), range(8)))
     assert [answer.json() for answer in asked] == [{"답": expected}] * 8
     # A stream of the engine would go past the script.
-    assert server.predict(name, {"질문": SHORT["inputs"], "stream": True}).json() == {"답": expected}
+    assert server.predict(name, {"질문": SHORT["inputs"], "stream": True}).json() == {
+        "답": expected
+    }
     assert error(server.predict(name, {"질문": ""}))[0] == 400  # the built-in model's own error
     # The handle of the built-in model, in a transform_fn.
     server.unload(name)
