@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 class Handler(Protocol):
     """A module (or object) that loads one kind of artifact and answers for it.
 
-    One that is a default for models' own scripts may have the SageMaker toolkit's `input_fn`,
-    `predict_fn` and `output_fn`, too: a script that brings some of the three gets the others.
+    One whose models' own scripts expect more than that names, as `SCRIPT_DEFAULTS`, a module with
+    `default_model_fn(model_dir)`, `default_input_fn(body, content_type, model)`,
+    `default_predict_fn(data, model)` and `default_output_fn(prediction, accept)`: a script that
+    brings some of these functions gets the others.
     """
 
     # Whether the engine process holds the model; else the worker itself does.

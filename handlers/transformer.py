@@ -35,6 +35,7 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.handler: Handler | ScriptHandler | None = None
+        self._model: Any = None
         self._answer: Callable[[Sequence[Request], float | None], Sequence[Answer | EngineError]]
 
     def load(self, slot: Slot) -> None:
@@ -44,7 +45,8 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
             handler.load(slot)
             self._answer = handler.answer
         else:
-            self._answer = _one_by_one(handler, handler.model_fn(slot.path, slot.engine_name))
+            self._model = handler.model_fn(slot.path, slot.engine_name)
+            self._answer = _one_by_one(handler, self._model)
         self.handler = handler
 
     def connected(self) -> None:
