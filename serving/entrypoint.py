@@ -25,6 +25,7 @@ import requests
 from engine.errors import EngineError
 from engine.logs import log_as_json
 from serving import examples, mms
+from serving.device import check_device
 from serving.errors import ServingError, StartError
 from serving.settings import REPOSITORY, Settings
 from serving.supervisor import Child, Supervisor
@@ -57,6 +58,7 @@ def serve(settings: Settings) -> int:
     Raises `StartError` for what can be known beforehand.
     """
     started = time.monotonic()
+    check_device(settings.device)
     check_java()
     for port in (settings.port, settings.management_port):
         check_port(settings.host, port)

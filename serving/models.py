@@ -36,6 +36,7 @@ from serving.errors import (
     Unavailable,
     WorkerFailed,
 )
+from serving.memory import check_room
 from serving.mms_client import MMSClient
 from serving.settings import Settings
 from serving.store import Cache, Fetched, StoredModel
@@ -192,6 +193,7 @@ class Registry:
             self._observe("fetched", model, time.monotonic() - started)
         async with self._loads:
             model.set(State.LOADING)
+            check_room(model.name)
             started = time.monotonic()
             await self._start_worker(model)
             self._observe("loaded", model, time.monotonic() - started)

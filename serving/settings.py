@@ -88,6 +88,7 @@ class Settings:
     start_timeout_s: int = _setting(
         "START_TIMEOUT_S", 60, "the server gives up when it is not ready after this time"
     )
+    device: str = _setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
     show_examples: bool = _setting("SHOW_EXAMPLES", False, "print what to type once it is ready")
 
     def __post_init__(self) -> None:
