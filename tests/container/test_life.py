@@ -39,7 +39,7 @@ def answers(container: Container) -> bool:
     ("words", "said"),
     [
         ("com.amazonaws.ml.mms.ModelServer", "Multi Model Server ended"),
-        ("model_service_worker", "worker"),
+        ("model_service_worker", "Backend worker error: Failed to connect to worker"),
         ("-m engine", "the engine was killed by SIGKILL; it is started again"),
         ("-m serving.gateway", "the gateway was killed by SIGKILL; it is started again"),
     ],
