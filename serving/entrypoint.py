@@ -24,6 +24,7 @@ import requests
 from engine.errors import EngineError
 from engine.logs import log_as_json
 from serving import examples, mms, ports
+from serving.device import check_device
 from serving.errors import ServingError, StartError, StillLoading
 from serving.privacy import close_to_others
 from serving.settings import REPOSITORY, Settings
@@ -58,6 +59,7 @@ def serve(settings: Settings) -> int:
     """
     started = time.monotonic()
     close_to_others()
+    check_device(settings.device)
     check_java()
     for port in settings.ports:
         ports.check(settings.host, port)

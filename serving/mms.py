@@ -38,7 +38,7 @@ LOG_CONFIGURATION = """<?xml version="1.0" encoding="UTF-8"?>
 <Configuration>
   <Appenders>
     <Console name="stdout" target="SYSTEM_OUT">
-      <PatternLayout charset="UTF-8" pattern='{"time":"%d{yyyy-MM-dd&apos;T&apos;HH:mm:ss.SSS&apos;Z&apos;}{UTC}","level":"%level{lowerCase=true}","process":"mms","thread":"%t","message":"%enc{%m}{JSON}"}%n'/>
+      <PatternLayout charset="UTF-8" alwaysWriteExceptions="false" pattern='{"time":"%d{yyyy-MM-dd&apos;T&apos;HH:mm:ss.SSS&apos;Z&apos;}{UTC}","level":"%level{lowerCase=true}","process":"mms","thread":"%t","message":"%enc{%m%notEmpty{: %throwable{short.message}}}{JSON}"}%n'/>
     </Console>
   </Appenders>
   <Loggers>
