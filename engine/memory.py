@@ -5,26 +5,18 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from pathlib import Path
 
+from engine.container import container_memory
 from engine.errors import NeverFits, OutOfMemory
 
 MIB = 1 << 20
-CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),  # version 2
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),  # version 1
-)
 
 
 def memory_limit_bytes() -> int:
     """What this process may use at most: the container's limit, or the machine's memory."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in CGROUP_LIMITS:
-        try:
-            total = min(total, int(path.read_text()))
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-    return total
+    container = container_memory()
+    return total if container is None else min(total, container.limit_bytes)
 
 
 def default_budget_bytes() -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.container import container_memory
 from engine.errors import NeverFits, OutOfMemory
 from engine.memory import MIB, memory_limit_bytes
 
-CGROUP_V2 = Path("/sys/fs/cgroup")
-CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 MEMINFO = Path("/proc/meminfo")
 # What the others shall keep: the gateway's buffers, the JVM's heap as it fills.
 RESERVE_BYTES = 128 * MIB
@@ -27,22 +26,9 @@ def check_room(size_bytes: int, what: str) -> None:
 
 
 def available_bytes() -> int:
-    """What is left of the container's limit, and of the machine's memory.
-
-    File pages that the kernel can drop count as left.
-    """
-    left = _meminfo("MemAvailable")
-    for folder, limit, used, dropped in (
-        (CGROUP_V2, "memory.max", "memory.current", "inactive_file"),
-        (CGROUP_V1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            room = int((folder / limit).read_text()) - int((folder / used).read_text())
-            pages = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-        left = min(left, room + int(pages.get(dropped, 0)))
-    return left
+    """What is left of the container's limit, and of the machine's memory."""
+    left, container = _meminfo("MemAvailable"), container_memory()
+    return left if container is None else min(left, container.free_bytes)
 
 
 def _meminfo(field: str) -> int:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from onnx import TensorProto, helper
 
+from engine.container import Memory
 from engine.errors import ArtifactError, DeadlineExceeded, InvalidRequest, NeverFits, OutOfMemory
 from handlers import onnx_model, room
 from handlers.choose import choose
@@ -243,21 +244,12 @@ def test_many_requests_at_once_get_their_own_answers(tmp_path: Path) -> None:
 # Memory
 
 
-def cgroup(folder: Path, limit: int, used: int, inactive: int) -> Path:
-    folder.mkdir()
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\nactive_file 7\n")
-    return folder
-
-
-def test_file_pages_that_can_go_count_as_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_container_and_the_machine_both_limit_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(room, "CGROUP_V2", cgroup(tmp_path / "v2", 1 << 30, 700 << 20, 200 << 20))
-    assert room.available_bytes() == (1024 - 700 + 200) << 20
-    monkeypatch.setattr(room, "CGROUP_V2", tmp_path / "none")
-    monkeypatch.setattr(room, "CGROUP_V1", tmp_path / "none")
+    monkeypatch.setattr(room, "container_memory", lambda: Memory(1 << 30, 700 << 20))
+    assert room.available_bytes() == (1024 - 700) << 20
+    monkeypatch.setattr(room, "container_memory", lambda: None)
     assert 0 < room.available_bytes() < psutil.virtual_memory().total
 
 
@@ -265,8 +257,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     GPT2.save(tmp_path / "model" / "model.onnx")
-    folder = cgroup(tmp_path / "v2", 1 << 30, 1000 << 20, 20 << 20)
-    monkeypatch.setattr(room, "CGROUP_V2", folder)
+    monkeypatch.setattr(room, "container_memory", lambda: Memory(1 << 30, 980 << 20))
     with pytest.raises(OutOfMemory, match=r"needs about 6\d MiB, .* only 0 are left") as caught:
         onnx_model.model_fn(str(tmp_path / "model"))
     assert not isinstance(caught.value, NeverFits)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.container import Memory, container_memory
+from engine.memory import MIB
 from serving.errors import NoRoom
-from serving.memory import MIB, Memory, check_room, container_memory
+from serving.memory import check_room
 
 LIMIT = 1024 * MIB
 
