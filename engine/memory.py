@@ -33,6 +33,24 @@ def default_budget_bytes() -> int:
     return limit - max(512 * MIB, limit // 4)
 
 
+# What onnxruntime, its arena, MXNet, CUDA and cuBLAS say when memory is short. A mere "alloc" or
+# "memory" would not do: sources' names hold them, and so does "an illegal memory access".
+OUT_OF_MEMORY = (
+    "out of memory",
+    "failed to allocate",
+    "smaller than requested bytes",
+    "status_alloc_failed",
+    "bad_alloc",
+    "bad allocation",
+    "mmap",
+)
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Whether a library's error message says that it had no memory."""
+    return any(said in text.lower() for said in OUT_OF_MEMORY)
+
+
 def return_freed_memory() -> None:
     """Gives freed heap pages back to the operating system (glibc keeps them otherwise)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any, Protocol
 
 from engine.errors import ArtifactError
+from handlers import tensor_files
 
 USER_SCRIPTS = ("code/inference.py", "inference.py")
 
@@ -37,4 +39,8 @@ def choose(model_dir: str) -> Handler:
     for script in USER_SCRIPTS:
         if (Path(model_dir) / script).exists():
             raise ArtifactError(f"the model brings {script}; own scripts are not supported yet")
+    if tensor_files.is_symbol(model_dir):
+        return importlib.import_module("handlers.symbol")
+    if tensor_files.is_graph(model_dir):
+        return importlib.import_module("handlers.onnx_model")
     return kogpt2

@@ -60,7 +60,10 @@ class HandlerService(DefaultHandlerService):  # type: ignore[misc]
     def _outcome(self) -> dict[str, Any]:
         if self.load_error is None:
             handler = self._service.handler
-            return {"status": 200, "in_engine": handler is not None and handler.IN_ENGINE}
+            outcome = {"status": 200, "in_engine": handler is not None and handler.IN_ENGINE}
+            if hasattr(handler, "describe"):  # what /v2 tells of the model
+                outcome["metadata"] = handler.describe(self._service._model)
+            return outcome
         body = self.load_error.to_body()
         return {"status": body["code"], "type": body["type"], "message": body["message"]}
 

@@ -122,7 +122,7 @@ def test_the_random_model_is_tokenized_into_what_it_wrote(tmp_path: Path) -> Non
     folder = random_model.make(tmp_path, config, seed=0)
     artifact = open_artifact(folder)
     assert artifact.config == config
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.spiece_file))
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.tokenizer_file))
     ids = np.random.default_rng(1).integers(len(random_model.SPECIAL), len(tokenizer), 50).tolist()
     text = "".join(tokenizer.id_to_piece(i) for i in ids)
     assert tokenizer.encode(text) == ids
