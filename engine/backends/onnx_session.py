@@ -58,7 +58,7 @@ def open_graph(path: Path) -> Any:
     does, and `OutOfMemory`."""
     with out_of_memory(path.name):
         return onnxruntime.InferenceSession(
-            str(path), _options(), providers=["CPUExecutionProvider"]
+            str(path), session_options(), providers=["CPUExecutionProvider"]
         )
 
 
