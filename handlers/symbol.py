@@ -22,10 +22,10 @@ from engine.errors import ArtifactError, DeadlineExceeded, InvalidRequest
 from engine.memory import return_freed_memory
 from engine.mxnet_compat import mx
 from engine.params_file import read_params
+from handlers import symbol_module
 from handlers.checkpoint import Shapes, data_shapes, load_symbol, reason
 from handlers.names import client_name
 from handlers.room import check_room
-from handlers.symbol_module import default_module
 from handlers.tensor_files import PARAMS, SHAPES, SYMBOL, symbol_folder
 from handlers.tensor_model import answer
 from handlers.tensors import NAMES, Array, TensorSpec
@@ -34,6 +34,7 @@ from handlers.v2 import Metadata
 logger = logging.getLogger(__name__)
 
 IN_ENGINE = False
+FOR_SCRIPTS = symbol_module  # which expect MXNet's own module
 MXNET_BYTES = 200 << 20
 # What a training graph takes beside its data, and what answers do not depend on.
 LABEL = "label"
@@ -229,6 +230,3 @@ def _padded(rows: Array, count: int) -> Array:
     if len(rows) == count:
         return rows
     return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])
-
-
-__all__ = ["IN_ENGINE", "SymbolModel", "default_module", "describe", "model_fn", "transform_fn"]

@@ -1,8 +1,7 @@
 """What the SageMaker MXNet serving container does around a script that leaves functions out.
 
-`default_module` is its model_fn for a symbol checkpoint; the three others are its defaults around a
-`mx.mod.Module`. Unlike there, wrong requests are errors that say what is right, and NPY is never
-unpickled.
+`model_fn` loads a symbol checkpoint; the three others are the defaults around a `mx.mod.Module`.
+Unlike there, wrong requests are errors that say what is right, and NPY is never unpickled.
 
 https://github.com/aws/sagemaker-mxnet-inference-toolkit, default_inference_handler.py
 """
@@ -24,8 +23,10 @@ from handlers.tensors import NAMES, TensorSpec
 
 os.environ.setdefault("MXNET_SUBGRAPH_VERBOSE", "0")  # a line on stderr for each bind
 
+IN_ENGINE = False
 
-def default_module(model_dir: str) -> Any:
+
+def model_fn(model_dir: str, name: str | None = None) -> Any:
     """A `mx.mod.Module`, bound for prediction, one row at a time as in that container, or as many
     as `model-shapes.json` says where the graph takes no others. Raises `ArtifactError`."""
     folder = symbol_folder(model_dir)
@@ -57,7 +58,7 @@ def _bound(symbol: Any, shapes: dict[str, tuple[int, ...]], parts: dict[str, Any
     return module
 
 
-def default_input_fn(input_data: Any, content_type: str, model: Any) -> Any:
+def input_fn(input_data: Any, content_type: str, model: Any) -> Any:
     """JSON, CSV or NPY as the `mx.io.NDArrayIter` that `Module.predict` takes.
 
     Raises `InvalidRequest` or `UnsupportedMediaType`.
@@ -69,14 +70,14 @@ def default_input_fn(input_data: Any, content_type: str, model: Any) -> Any:
     return _batches(mx.nd.array(tensors.decode(body, media_type, spec)), model)
 
 
-def default_predict_fn(data: Any, model: Any) -> Any:
+def predict_fn(data: Any, model: Any) -> Any:
     """What the module gives for an iterator, an NDArray or a numpy array of rows."""
     if not isinstance(data, mx.io.DataIter):
         data = _batches(data if isinstance(data, mx.nd.NDArray) else mx.nd.array(data), model)
     return model.predict(data)
 
 
-def default_output_fn(prediction: Any, accept: str) -> tuple[bytes, str]:
+def output_fn(prediction: Any, accept: str) -> tuple[bytes, str]:
     """The body and its content type. Raises `NotAcceptable`."""
     media_type = tensors.answer_type(accept)
     several = prediction if isinstance(prediction, list) else [prediction]

@@ -3,7 +3,8 @@
 MMS's own worker (mms/model_service_worker.py, 1.1.11) forks a process per connection, each with its
 own numpy and scipy: 39 MB a model and as much for each further worker. The built-in handler only
 waits for the engine, so threads serve it as well: 20 MB a model, however many requests MMS may pass
-on at once. The protocol and the service are MMS's own.
+on at once. So does the handler for a model's own script, which has a process of its own for each
+connection (handlers.scripts). The protocol and the service are MMS's own.
 
 The process that MMS starts only watches a fork of itself that does the work: MMS connects again to
 a worker that crashed, but never starts that first process again.
@@ -77,6 +78,7 @@ class Worker:
         from mms.protocol.otf_message_handler import create_load_model_response, retrieve_msg
 
         service: Any = None
+        handler: Any = None
         pipes = contextlib.ExitStack()
         try:
             while True:
@@ -86,6 +88,9 @@ class Worker:
                     return
                 if command == LOAD:
                     service = self._service(message)
+                    if handler is None:
+                        handler = service._entry_point.__self__
+                        handler.connected()
                     name = message["modelName"].decode()
                     paths = self._make_pipes(message["ioFileDescriptor"].decode())
                     answer = create_load_model_response(
@@ -98,6 +103,8 @@ class Worker:
         except Exception:
             logging.exception("a connection of Multi Model Server ended")
         finally:
+            if handler is not None:
+                handler.disconnected()
             connection.close()
             pipes.close()
             with self._lock:

@@ -49,6 +49,7 @@ from serving.mms_client import MMSClient
 from serving.models import Registry
 from serving.on_demand import OnDemand
 from serving.ports import listen
+from serving.privacy import close_to_others
 from serving.recovery import Recovery
 from serving.saved import SavedModels
 from serving.settings import Settings
@@ -274,6 +275,7 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
 
 
 def main() -> int:
+    close_to_others()
     log_as_json("gateway")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # uvicorn raises the signal again when it is done; the exit status shall be 0.

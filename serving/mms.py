@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -61,7 +62,7 @@ def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
 
     Keys for AWS and our own tokens stay out of it: a model's own code runs there.
     """
-    kept = {k: v for k, v in os.environ.items() if not _is_secret(k)}
+    kept = without_secrets(os.environ)
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
     address = f"unix:{mms_socket(run_dir)}"
     return {
@@ -92,6 +93,10 @@ def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
         "MMS_DECODE_INPUT_REQUEST": "false",
         "MODEL_SERVER_HOME": str(REPOSITORY / "handlers" / "mms_home"),
     }
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in environment.items() if not _is_secret(k)}
 
 
 def _is_secret(variable: str) -> bool:

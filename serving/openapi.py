@@ -170,7 +170,10 @@ def _schemas() -> dict[str, Any]:
             "properties": {
                 "model_name": text,
                 "url": text,
+                "handler": text,
                 "initial_workers": integer,
+                "batch_size": integer,
+                "max_batch_delay": integer,
                 "response_timeout": integer,
                 "synchronous": {"type": "boolean"},
             },

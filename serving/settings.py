@@ -80,6 +80,11 @@ class Settings:
     workers_per_model: int = _setting(
         "WORKERS_PER_MODEL", 8, "requests to one model that MMS passes on at the same time"
     )
+    script_workers: int = _setting(
+        "SCRIPT_WORKERS",
+        1,
+        "processes of a model that brings its own script, each with the model loaded",
+    )
     request_timeout_s: int = _setting(
         "REQUEST_TIMEOUT_S", 60, "an answer that takes longer is given up with 504"
     )
@@ -101,7 +106,7 @@ class Settings:
                 raise SettingError(
                     f"{_variable(name)} is {getattr(self, name)}, must be from 1 to {MAX_PORT}"
                 )
-        for name in ("workers_per_model", "request_timeout_s", "start_timeout_s"):
+        for name in ("workers_per_model", "script_workers", "request_timeout_s", "start_timeout_s"):
             if getattr(self, name) < 1:
                 raise SettingError(f"{_variable(name)} must be at least 1")
 

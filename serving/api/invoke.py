@@ -52,10 +52,11 @@ async def invoke(
         counted = resources.enter_context(_Counted(gateway))
         headers = {**forwarded_headers(request), **(headers or {})}
         body = await read_body(request, gateway.settings.max_request_bytes)
-        stream = wanted(body, headers)
         model = await resources.enter_async_context(gateway.use(name))
         counted.model = name
-        if stream is not None and model.in_engine:
+        # Elsewhere a body's "stream" is the model's own matter.
+        stream = wanted(body, headers) if model.in_engine else None
+        if stream is not None:
             return await open_stream(gateway, model, stream, headers.get("accept", ""), resources)
         headers[REQUEST_HEADER] = secrets.token_hex(8)
         async with _cancelled_when_gone(gateway, request, headers[REQUEST_HEADER]):

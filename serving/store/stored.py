@@ -11,10 +11,11 @@ from typing import Literal, Protocol
 
 from serving.errors import UrlNotAllowed
 
-SUFFIX = ".tar.gz"
+# What archives end with; the first one counts where a name has several.
+SUFFIXES = (".tar.gz", ".mar")
 MAX_NAME_BYTES = 1000  # S3's keys end at 1,024
 # A folder is a model if one of these is in it, or a file that ends with one of WEIGHTS.
-SCRIPTS = ("code/inference.py", "inference.py")
+SCRIPTS = ("code/inference.py", "inference.py", "MAR-INF/MANIFEST.json")
 WEIGHTS = (
     ".params",
     "model.safetensors",
@@ -56,7 +57,7 @@ class Store(Protocol):
         """All of them, by name. Raises `StoreUnavailable`, `StoreAccessDenied`."""
 
     def find(self, name: str) -> StoredModel:
-        """One, with or without `.tar.gz`, without listing the store.
+        """One, with or without `.tar.gz` or `.mar`, without listing the store.
 
         Raises `ModelNotInStore`, `UrlNotAllowed` for what cannot be a name, and what `models`
         raises.
@@ -83,14 +84,21 @@ class Remote(Protocol):
 
 
 def clean_name(name: str) -> str:
-    """The name of a model without `.tar.gz`. Raises `UrlNotAllowed` if it cannot be one."""
-    bare = name.removesuffix(SUFFIX)
+    """A model's name without `.tar.gz` or `.mar`. Raises `UrlNotAllowed` if it cannot be one."""
+    bare = without_suffix(name)
     if not is_clean(bare):
         raise UrlNotAllowed(
             f"{name[:200]!r} is no model name: a name like sowol or team/sowol is, without"
             " empty or hidden parts, `..`, backslashes or control characters"
         )
     return bare
+
+
+def without_suffix(name: str) -> str:
+    for suffix in SUFFIXES:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix)
+    return name
 
 
 def is_clean(path: str) -> bool:
@@ -144,10 +152,11 @@ def models_among(files: Iterable[StoredFile], url: Callable[[str], str]) -> list
         if root is not None:
             path = file.path.removeprefix(root + "/")
             folders[root].append(StoredFile(path, file.address, file.size_bytes, file.version))
-        elif file.path.endswith(SUFFIX):
-            name = unicodedata.normalize("NFC", file.path.removesuffix(SUFFIX))
-            address = url(file.path)
-            found[name] = StoredModel(name, address, file.version, file.size_bytes, "archive")
+        elif file.path.endswith(SUFFIXES):
+            name = unicodedata.normalize("NFC", without_suffix(file.path))
+            if name not in found or file.path.endswith(SUFFIXES[0]):
+                address = url(file.path)
+                found[name] = StoredModel(name, address, file.version, file.size_bytes, "archive")
     for root, content in folders.items():
         name = unicodedata.normalize("NFC", root)
         found.setdefault(name, folder_model(name, url(root + "/"), content))

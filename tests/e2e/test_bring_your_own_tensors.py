@@ -189,6 +189,61 @@ def test_a_worker_that_dies_is_started_again(server: Server) -> None:
     assert server.predict("sums", body).json() == [[3.0, -1.0]]
 
 
+SCRIPTS = {
+    "own-input": """
+def input_fn(body, content_type):
+    import numpy
+    return numpy.array([[float(n) for n in body.split()]])
+""",
+    "own-predict": """
+import mxnet as mx
+
+def predict_fn(data, model):
+    assert isinstance(model, mx.mod.Module) and isinstance(data, mx.io.NDArrayIter)
+    return model.predict(data) * 2
+""",
+    "own-output": """
+def output_fn(prediction, accept):
+    return "합 " + str(prediction.asnumpy()[0, 0]), "text/plain; charset=utf-8"
+""",
+    "own-transform": """
+import mxnet as mx
+
+def transform_fn(model, body, content_type, accept):
+    model.forward(mx.io.DataBatch([mx.nd.array([[1, 2]])]), is_train=False)
+    return str(model.get_outputs()[0].asnumpy().tolist()), "text/plain"
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "kind", "wanted"),
+    [
+        ("own-input", b"1 2", "text/plain", "[[3.0,-1.0]]"),
+        ("own-predict", b"1,2", "text/csv", "[[6.0,-2.0]]"),
+        ("own-predict", b"[[1,2],[3,4.5]]", "application/json", "[[6.0,-2.0],[15.0,-3.0]]"),
+        ("own-output", b"[[1,2]]", "application/json", "합 3.0"),
+        ("own-transform", b"", "text/plain", "[[3.0, -1.0]]"),
+    ],
+)
+def test_a_script_around_a_checkpoint_may_leave_functions_out(
+    server: Server, name: str, body: bytes, kind: str, wanted: str
+) -> None:
+    folder = server.run_dir.parent / "store" / name
+    if not folder.exists():
+        sums(folder)
+        (folder / "code").mkdir()
+        (folder / "code" / "inference.py").write_text(SCRIPTS[name], encoding="utf-8")
+    answer = server.predict(name, body, **{"Content-Type": kind})
+    assert (answer.status_code, answer.text) == (200, wanted)
+    if name == "own-predict":
+        assert error(server.predict(name, [[1, 2, 3]]))[0] == 400
+        told = requests.get(server.url(f"/v2/models/{name}"), timeout=60).json()
+        assert told == {
+            "name": name, "versions": ["1"], "platform": "", "inputs": [], "outputs": [],
+        }  # fmt: skip
+
+
 def test_an_unloaded_model_has_given_its_memory_back(
     server: Server, direct: dict[str, Any]
 ) -> None:

@@ -278,7 +278,7 @@ def test_a_missing_weight_is_named(copy: Path) -> None:
 
 @pytest.fixture(scope="module")
 def module(folder: Path, direct: Any) -> Any:
-    return symbol.default_module(str(folder))
+    return symbol_module.model_fn(str(folder))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -289,17 +289,17 @@ def test_the_default_functions_chain(
     module: Any, direct: Any, rows: int, encode: Any, kind: str
 ) -> None:
     x = images(rows)
-    given = symbol_module.default_input_fn(encode(x), kind, module)
+    given = symbol_module.input_fn(encode(x), kind, module)
     assert isinstance(given, mx.io.NDArrayIter)  # what a script's own predict_fn gets
-    prediction = symbol_module.default_predict_fn(given, module)
-    body, told = symbol_module.default_output_fn(prediction, "application/json")
+    prediction = symbol_module.predict_fn(given, module)
+    body, told = symbol_module.output_fn(prediction, "application/json")
     assert told == JSON
     np.testing.assert_allclose(json.loads(body), direct(x), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [np.asarray, mx.nd.array])
 def test_a_scripts_own_input_fn_may_give_an_array(module: Any, direct: Any, kind: Any) -> None:
-    prediction = symbol_module.default_predict_fn(kind(images(4)), module)
+    prediction = symbol_module.predict_fn(kind(images(4)), module)
     np.testing.assert_allclose(prediction.asnumpy(), direct(images(4)), atol=1e-6)
 
 
@@ -308,7 +308,7 @@ def test_a_scripts_own_predict_fn_may_forward_by_itself(module: Any, direct: Any
     module.forward(mx.io.DataBatch([mx.nd.array(x)]), is_train=False)
     output = module.get_outputs()[0]
     np.testing.assert_allclose(output.asnumpy(), direct(x), atol=1e-6)
-    body, _ = symbol_module.default_output_fn(output, NPY)
+    body, _ = symbol_module.output_fn(output, NPY)
     np.testing.assert_allclose(np.load(io.BytesIO(body)), direct(x), atol=1e-6)
 
 
@@ -317,21 +317,21 @@ def test_a_module_is_bound_to_one_row_or_as_the_file_says(tmp_path: Path, module
     x = mx.sym.reshape(mx.sym.Variable("data"), shape=(2, 6))
     net = mx.sym.FullyConnected(x, num_hidden=3, name="fc")
     bound = save_checkpoint(tmp_path, net, {"data": (2, 2, 3)})
-    fixed = symbol.default_module(str(tmp_path))
+    fixed = symbol_module.model_fn(str(tmp_path))
     assert fixed.data_shapes[0].shape == (2, 2, 3)
     rows = np.random.default_rng(0).random((3, 2, 3), np.float32)
     for count in (1, 2):
-        given = symbol_module.default_input_fn(npy(rows[:count]), NPY, fixed)
-        answer = symbol_module.default_predict_fn(given, fixed).asnumpy()
+        given = symbol_module.input_fn(npy(rows[:count]), NPY, fixed)
+        answer = symbol_module.predict_fn(given, fixed).asnumpy()
         wanted = bound(data=np.resize(rows[:count], (2, 2, 3)))[0][:count]
         np.testing.assert_allclose(answer, wanted, atol=1e-6)
 
 
 def test_wrong_requests_and_artifacts_are_told_as_without_a_script(module: Any, copy: Path) -> None:
     with pytest.raises(InvalidRequest, match="must be FP32"):
-        symbol_module.default_input_fn("[[1, 2]]", JSON, module)
+        symbol_module.input_fn("[[1, 2]]", JSON, module)
     with pytest.raises(UnsupportedMediaType):
-        symbol_module.default_input_fn(b"", "image/png", module)
+        symbol_module.input_fn(b"", "image/png", module)
     (copy / "model-0000.params").write_bytes(b"garbage")
     with pytest.raises(ArtifactError, match="does not hold"):
-        symbol.default_module(str(copy))
+        symbol_module.model_fn(str(copy))
