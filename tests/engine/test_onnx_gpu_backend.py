@@ -29,6 +29,7 @@ from engine.params_file import read_params
 from engine.settings import Settings
 from engine.tokenizers import SentencePieceTokenizer
 from tests.engine.engines import Request
+from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact, write_params
 from tests.engine.test_onnx_backend import greedy, single, some_ids, status_bytes
 
@@ -67,6 +68,19 @@ def test_fp16_is_close_to_fp32(tmp_path: Path, sizes: dict[str, Any]) -> None:
     for ours, theirs in zip(single(fp16, calls), single(fp32, calls), strict=True):
         assert 0 < (ours - theirs).std() < 0.005 * theirs.std()
     assert fp16.weight_bytes < 0.6 * 4 * artifact.config.num_parameters  # padding, LayerNorms
+    fp16.close()
+    fp32.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_hugging_face_model_in_bfloat16_is_close_to_fp32(tmp_path: Path, tied: bool) -> None:
+    config = {"tie_word_embeddings": tied}
+    artifact = open_artifact(make_hugging_face(tmp_path, dtype="bfloat16", config=config))
+    assert artifact.config.tie_word_embeddings is tied
+    fp16, fp32 = onnx_gpu_backend.load(artifact, CPU), onnx_backend.load(artifact, "fp32")
+    calls = [some_ids(70).tolist(), [7], [8]]
+    for ours, theirs in zip(single(fp16, calls), single(fp32, calls), strict=True):
+        assert 0 < (ours - theirs).std() < 0.005 * theirs.std()
     fp16.close()
     fp32.close()
 
