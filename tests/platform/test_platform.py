@@ -63,6 +63,19 @@ def test_thirty_fine_tunes_on_two_instances_with_room_for_six_answer_as_each_doe
     assert MODELS <= sum(agent.disk.downloads for agent in agents) <= 2 * MODELS
 
 
+def test_a_popular_model_is_loaded_on_both_instances_and_another_one_is_not(
+    pair: list[Container], texts: dict[str, str]
+) -> None:
+    popular, other = list(texts)[20:22]
+    endpoint = Endpoint("poets", [container.agent for container in pair], spill_at=2)
+    with client_of(endpoint) as client:
+        assert invoke(client, "poets", other) == texts[other]
+        crowd = {popular: texts[popular]}
+        assert invoke_all(client, "poets", crowd, calls=40, clients=8) == {"right": 40}
+    assert sorted(endpoint.homes(popular)) == [0, 1]
+    assert len(endpoint.homes(other)) == 1
+
+
 def test_a_replaced_container_gets_its_models_again(
     pair: list[Container], texts: dict[str, str]
 ) -> None:
