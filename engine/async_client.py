@@ -69,7 +69,11 @@ class AsyncEngineClient:
         return True
 
     async def generate(
-        self, name: str, inputs: str, parameters: Mapping[str, Any], timeout_s: float = 60.0
+        self,
+        name: str,
+        inputs: str | Mapping[str, str],
+        parameters: Mapping[str, Any],
+        timeout_s: float = 60.0,
     ) -> dict[str, Any]:
         """The whole answer. A caller that is cancelled frees the request's place in the batch."""
         body = {"inputs": inputs, "parameters": parameters, "timeout_s": timeout_s}
@@ -82,7 +86,11 @@ class AsyncEngineClient:
         await self._call("DELETE", f"/requests/{request_id}", None, 10.0)
 
     async def stream(
-        self, name: str, inputs: str, parameters: Mapping[str, Any], timeout_s: float = 60.0
+        self,
+        name: str,
+        inputs: str | Mapping[str, str],
+        parameters: Mapping[str, Any],
+        timeout_s: float = 60.0,
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Each token as it is made: `{"index", "token", "text", "logprobs"?, "finish_reason"?}`.
 

@@ -160,7 +160,7 @@ class ModelHandle:
 
     def generate(
         self,
-        inputs: str,
+        inputs: str | Mapping[str, str],
         parameters: Mapping[str, Any],
         timeout_s: float = 60.0,
         request_id: str | None = None,

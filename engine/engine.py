@@ -18,22 +18,20 @@ import numpy as np
 from engine import backends
 from engine.artifacts import open_artifact
 from engine.errors import (
-    ArtifactError,
     EngineError,
     InvalidRequest,
     ModelAlreadyLoaded,
     ModelNotFound,
     Overloaded,
-    PromptTooLong,
 )
 from engine.histogram import Histogram
 from engine.memory import MIB, Budget, return_freed_memory
 from engine.parameters import Parameters
+from engine.prompts import Inputs, Prompts
 from engine.prune import prune
 from engine.scheduler import Batch
 from engine.sequence import Sequence, State, Token
 from engine.settings import Settings
-from engine.tokenizers import SentencePieceTokenizer
 
 IDLE_S = 0.005
 
@@ -56,14 +54,14 @@ class Statistics:
 
 @dataclass
 class Model:
-    """A loaded model: its weights on a backend, its tokenizer, its batch."""
+    """A loaded model: its weights on a backend, its way with text, its batch."""
 
     name: str
     path: Path
     backend: str
     precision: str
     compute: backends.BackendModel
-    tokenizer: SentencePieceTokenizer
+    prompts: Prompts
     batch: Batch
     reserved_bytes: int
     load_s: float
@@ -181,14 +179,8 @@ class Engine:
     def _load(self, name: str, path: Path, backend: str, precision: str) -> Model:
         started = time.monotonic()
         artifact = open_artifact(path)
-        tokenizer = SentencePieceTokenizer(artifact.spiece_file)
-        config = artifact.config
-        if tokenizer.vocab_size > config.vocab_size:
-            raise ArtifactError(
-                f"{artifact.spiece_file.name} has {tokenizer.vocab_size} pieces,"
-                f" but the model's vocabulary has {config.vocab_size}"
-            )
-        needed = backends.weight_bytes(config, backend, precision)
+        prompts = Prompts(artifact)
+        needed = backends.weight_bytes(artifact.config, backend, precision)
         self.budget.reserve_weights(needed, name)
         try:
             cache_dir = Path(self.settings.cache_dir) if self.settings.cache_dir else None
@@ -204,7 +196,7 @@ class Engine:
             raise
         batch = Batch(compute, self.settings.max_rows, self.budget)
         took = time.monotonic() - started
-        return Model(name, path, backend, precision, compute, tokenizer, batch, needed, took)
+        return Model(name, path, backend, precision, compute, prompts, batch, needed, took)
 
     def unload(self, name: str) -> None:
         """Frees a model and gives its memory back; its running requests fail with 404.
@@ -242,43 +234,38 @@ class Engine:
 
     # Requests
 
+    def parameters(self, name: str, given: Any) -> Parameters:
+        """A request's parameters over the model's own. Raises `ModelNotFound`, `InvalidRequest`."""
+        return self._find(name).prompts.parameters(given)
+
     def submit(
         self,
         name: str,
-        prompt: str,
+        inputs: Inputs,
         parameters: Parameters,
         emit: Callable[[Token | EngineError], None],
         timeout_s: float | None = None,
     ) -> list[Sequence]:
-        """Queues a prompt. `emit` is called on the engine's thread and must not block.
+        """Queues a prompt: a text, or the fields of the model's template.
+
+        `emit` is called on the engine's thread and must not block.
 
         Raises `ModelNotFound`, `InvalidRequest`, `PromptTooLong`, `Overloaded`.
         """
         model = self._find(name)
-        if not prompt:
-            raise InvalidRequest("inputs is empty, must be text")
         longest = model.compute.config.max_length
-        most = longest * model.tokenizer.longest_piece
-        if len(prompt) > most:  # known without tokenizing megabytes
-            raise PromptTooLong(
-                f"inputs has {len(prompt)} characters, more than {most} cannot fit into the"
-                f" model's context of {longest} tokens"
-            )
-        ids = model.tokenizer.encode(prompt)
-        if len(ids) >= longest:
-            raise PromptTooLong(
-                f"inputs has {len(ids)} tokens, at most {longest - 1} fit into the model's context"
-            )
+        ids = model.prompts.encode(inputs)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         sequences = [
             Sequence(
                 prompt=ids,
                 parameters=parameters,
                 max_length=longest,
-                eos_id=model.tokenizer.eos_id,
-                detokenizer=model.tokenizer.detokenizer(),
+                stop_ids=model.prompts.stop_ids,
+                detokenizer=model.prompts.detokenizer(ids),
                 emit=emit,
                 index=i,
+                strip=model.prompts.strip,
                 deadline=deadline,
             )
             for i in range(parameters.num_return_sequences)

@@ -5,7 +5,7 @@ A cache folder is flat, and nothing in it is ever changed in place:
     <sha256>.bin, <sha256>.onnx   files named by their content: a graph, its large tensors (each in
                                   a file of its own), its small ones, and the embeddings as fp32
     <key>.json                    one prepared model: the files it consists of; written last
-    <path hash>.source.json       what was found in a `.params` file of this size, time and inode
+    <path hash>.source.json       what was found in weight files of these sizes, times and inodes
 
 So what two models share byte for byte is stored once and shares its pages in memory; whoever
 builds writes each file under another name and renames it, so several may build at once; and an
@@ -122,18 +122,21 @@ def _cpu_model() -> str:
 
 
 def _content(artifact: Artifact, folder: Path) -> str:
-    """The hash of the artifact's weights; read again only if the file was touched since."""
-    path = artifact.params_file.resolve()
-    stat = path.stat()
-    now = [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino]
-    index = folder / f"{sha256(str(path).encode())}.source.json"
+    """The hash of the artifact's weights; read again only if a file was touched since."""
+    paths = [file.resolve() for file in artifact.weight_files]
+    stats = [path.stat() for path in paths]
+    now = [
+        [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        for path, stat in zip(paths, stats, strict=True)
+    ]
+    index = folder / f"{sha256(str(paths[0]).encode())}.source.json"
     known = _read_json(index)
-    if known.get("file") == now and isinstance(known.get("content"), str):
+    if known.get("files") == now and isinstance(known.get("content"), str):
         return str(known["content"])
     content = _hash_weights(artifact.weights)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_json(index, {"file": now, "content": content})
+        _write_json(index, {"files": now, "content": content})
     except OSError:
         logger.info("cannot write %s: the weights are hashed at every load", index)
     return content
@@ -142,12 +145,17 @@ def _content(artifact: Artifact, folder: Path) -> str:
 def _hash_weights(weights: Weights) -> str:
     names = sorted(weights)
     with ThreadPoolExecutor(THREADS) as pool:
-        digests = pool.map(lambda name: sha256(np.ascontiguousarray(weights[name])), names)
+        digests = pool.map(lambda name: sha256(_bytes(weights[name])), names)
         parts = [
             [name, weights[name].dtype.str, weights[name].shape, digest]
             for name, digest in zip(names, digests, strict=True)
         ]
     return sha256(json.dumps(parts).encode())
+
+
+def _bytes(weight: NDArray[Any]) -> NDArray[np.uint8]:
+    """Those of a contiguous array: hashlib knows no bfloat16."""
+    return np.ascontiguousarray(weight).reshape(-1).view(np.uint8)
 
 
 # Reading an entry

@@ -73,8 +73,8 @@ def _files(entry: Path) -> set[str]:
 
 
 def _is_there(source: Path) -> bool:
-    """Whether the file that `source` speaks of still exists."""
+    """Whether the (first) file that `source` speaks of still exists."""
     try:
-        return os.path.exists(json.loads(source.read_bytes())["file"][0])
+        return os.path.exists(json.loads(source.read_bytes())["files"][0][0])
     except (ValueError, KeyError, TypeError, IndexError):
         return False

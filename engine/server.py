@@ -4,7 +4,8 @@
     GET    /models
     DELETE /models/{name}
     POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?,
-                                     "request_id"?}
+                                     "request_id"?}; inputs are a text, or an object with the
+                                     fields of the model's template
     DELETE /requests/{request_id}   for one who knows that nobody waits any more
     POST   /room                    {"name", "model_dir", "backend"?, "precision"?}: whether a load
                                     would find room now
@@ -46,6 +47,7 @@ from engine.answer import Answer, logprobs_body
 from engine.engine import Engine
 from engine.errors import Cancelled, EngineError, InvalidRequest, ModelNotFound
 from engine.parameters import Parameters
+from engine.prompts import Inputs
 from engine.sequence import Token
 from engine.settings import Settings
 
@@ -146,8 +148,8 @@ class EngineApp:
 
     async def _generate(self, request: Request) -> Response:
         body = await _json_object(request)
-        name, inputs = request.path_params["name"], _text(body, "inputs")
-        parameters = Parameters.parse(body.get("parameters"))
+        name, inputs = request.path_params["name"], _inputs(body)
+        parameters = self._engine.parameters(name, body.get("parameters"))
         timeout_s = body.get("timeout_s")
         if timeout_s is not None and (
             not isinstance(timeout_s, int | float)
@@ -202,7 +204,7 @@ class EngineApp:
         return Response(status_code=204)
 
     def _stream(
-        self, name: str, inputs: str, parameters: Parameters, timeout_s: float | None
+        self, name: str, inputs: Inputs, parameters: Parameters, timeout_s: float | None
     ) -> Response:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Token | EngineError] = asyncio.Queue()
@@ -277,6 +279,17 @@ def _text(body: dict[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise InvalidRequest(f"{name} must be text that is not empty, without NUL")
     return value
+
+
+def _inputs(body: dict[str, Any]) -> Inputs:
+    """A text, or an object of texts: the fields of the model's template."""
+    fields = body.get("inputs")
+    if not isinstance(fields, dict):
+        return _text(body, "inputs")
+    for name, value in fields.items():
+        if not isinstance(value, str) or "\0" in value:
+            raise InvalidRequest(f"inputs.{name} must be text without NUL")
+    return fields
 
 
 async def _disconnected(receive: Receive) -> None:

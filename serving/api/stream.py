@@ -117,7 +117,9 @@ async def _encoded(
     items: AsyncIterator[Item],
     encode: Callable[[Item], bytes],
 ) -> AsyncIterator[bytes]:
-    full = request.inputs if request.parameters.get("return_full_text") else ""
+    full = ""
+    if isinstance(request.inputs, str) and request.parameters.get("return_full_text"):
+        full = request.inputs
     texts: dict[int, list[str]] = {}
 
     def events(item: Item) -> bytes:

@@ -39,7 +39,8 @@ from tests.engine.engines import (
     settle,
     until,
 )
-from tests.engine.models import SENTENCES, make_artifact
+from tests.engine.models import make_artifact
+from tests.engine.sentences import SENTENCES
 
 CONTEXT = 448  # longer than a prefill chunk
 PROMPT = "오늘은 날씨가"
@@ -63,7 +64,7 @@ def model(engine: Engine, model_dir: Path) -> Model:
 
 
 def prompt(model: Model, length: int) -> str:
-    return prompt_of(model.tokenizer.encode, length)
+    return prompt_of(model.prompts.tokenizer.encode, length)
 
 
 class Pause:

@@ -89,7 +89,7 @@ def test_the_same_weights_under_another_name_or_time_are_the_same_entry(
 ) -> None:
     answer(artifact, cache)
     found = entries(cache)
-    os.utime(open_artifact(artifact).params_file)
+    os.utime(open_artifact(artifact).weight_files[0])
     answer(artifact, cache)
     answer(make_artifact(tmp_path / "again", vocab=20_000, prefix="kogpt2."), cache)
     assert entries(cache) == found

@@ -94,7 +94,7 @@ def test_what_is_being_prepared_is_left_alone(tmp_path: Path, cache: Path) -> No
 def test_files_that_belong_to_no_model_go(tmp_path: Path, cache: Path) -> None:
     cache.mkdir()
     (cache / "0123.bin").write_bytes(b"left by a kill")
-    (cache / "4567.source.json").write_text('{"file": ["/없는/파일.params"], "content": ""}')
+    (cache / "4567.source.json").write_text('{"files": [["/없는/파일.params"]], "content": ""}')
     prune(cache, 1 << 30)
     assert list(cache.iterdir()) == []
 

@@ -27,7 +27,7 @@ from tests.engine.engines import (
     make_talkative,
     until,
 )
-from tests.engine.models import SENTENCES
+from tests.engine.sentences import SENTENCES
 
 NAME = "시/소월 #1?.tar.gz"  # of a model: Korean, a slash, a space, what URLs are made of
 PROMPT = "오늘은 날씨가"
