@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from engine.errors import OutOfMemory
 VERSION: str = onnxruntime.__version__
 FATAL_ONLY = 4  # a log level: what goes wrong is raised
 
+_sharing = threading.Lock()
+
 
 @functools.cache
 def _share_threads() -> None:
@@ -25,7 +28,8 @@ def _share_threads() -> None:
 
 
 def _options() -> Any:
-    _share_threads()
+    with _sharing:  # two first loads at once: the pool cannot be sized once one has a session
+        _share_threads()
     options = onnxruntime.SessionOptions()
     options.use_per_session_threads = False
     options.log_severity_level = FATAL_ONLY

@@ -142,6 +142,15 @@ def test_an_agent_that_is_started_again_takes_over_what_is_loaded(
     assert after.disk.downloads == 0
 
 
+def test_what_is_prepared_for_a_while_goes_where_a_read_only_container_can_write(
+    pair: list[Container],
+) -> None:
+    """The platform's folder of models and all others may be closed to the container's user."""
+    server = pair[0].server
+    (engine,) = server.descendants("-m engine")
+    assert engine.environ()["TMPDIR"] == str(server.run_dir)
+
+
 def test_errors_reach_the_client_as_the_platform_words_them(
     pair: list[Container], texts: dict[str, str], s3: S3Server
 ) -> None:
