@@ -70,7 +70,12 @@ def serve(settings: Settings) -> int:
         secret = secrets.token_urlsafe()
         shared = {"RUN_DIR": str(run_dir), "PROBE_SECRET": secret}
         python = {**os.environ, "PYTHONPATH": str(REPOSITORY), **shared}
-        engine = {**mms.without_secrets(python), "ENGINE_SOCKET": mms.engine_socket(run_dir)}
+        # RUN_DIR may be the one place that can be written: models are prepared there, if need be.
+        engine = {
+            **mms.without_secrets(python),
+            "ENGINE_SOCKET": mms.engine_socket(run_dir),
+            "TMPDIR": str(run_dir),
+        }
         gateway = {**python, **settings.environment(), **shared}
         workers = {**mms.environment(settings, run_dir), **shared}
         run = [sys.executable, "-m"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ from engine.memory import is_out_of_memory
 VERSION: str = onnxruntime.__version__
 FATAL_ONLY = 4  # a log level: what goes wrong is raised
 
+_sharing = threading.Lock()
+
 
 @functools.cache
 def _share_threads() -> None:
@@ -27,7 +30,8 @@ def _share_threads() -> None:
 
 def session_options() -> Any:
     """Those of every session: threads shared, and no arena of its own on the CPU."""
-    _share_threads()
+    with _sharing:  # two first loads at once: the pool cannot be sized once one has a session
+        _share_threads()
     options = onnxruntime.SessionOptions()
     options.use_per_session_threads = False
     options.log_severity_level = FATAL_ONLY

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -311,3 +313,37 @@ def resident_bytes() -> int:
 def status_bytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name + ":"))
+
+
+FIRST_LOADS = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import engine.backends.onnx_session as session
+from engine.engine import Engine
+from engine.settings import Settings
+
+seen = []
+
+def slow_count():
+    seen.append(1)
+    time.sleep(0.3 if len(seen) == 1 else 1.3)  # the second comes when the first has a session
+    return 1
+
+session.cpu_count = slow_count
+engine = Engine(Settings(backend="onnxruntime", precision="fp32", memory_mib=64))
+with ThreadPoolExecutor(2) as pool:
+    print([m.name for m in pool.map(lambda p: engine.load(p, p), sys.argv[1:])] == sys.argv[1:])
+engine.close()
+"""
+
+
+def test_the_first_two_loads_of_a_process_may_come_at_once(tmp_path: Path) -> None:
+    paths = [str(make_artifact(tmp_path / f"m{seed}", seed=seed)) for seed in range(2)]
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_LOADS, *paths],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "True\n", done.stderr
