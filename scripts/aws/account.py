@@ -11,7 +11,7 @@ import sys
 from functools import cached_property
 from typing import Any
 
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 TAG = "kogpt2-serving"  # its value is the deployment, or `shared` for repositories and buckets
 SHARED = "shared"
@@ -46,8 +46,8 @@ class Account:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        import boto3  # type: ignore[import-untyped]
-        from botocore.exceptions import ProfileNotFound  # type: ignore[import-untyped]
+        import boto3
+        from botocore.exceptions import ProfileNotFound
 
         self.dry_run: bool = getattr(args, "dry_run", False)
         self.yes: bool = getattr(args, "yes", False)
@@ -75,7 +75,7 @@ class Account:
             raise Problem(f"{self.region} is no region that has SageMaker{meant}")
 
     def client(self, service: str) -> Any:
-        from botocore.config import Config  # type: ignore[import-untyped]
+        from botocore.config import Config
 
         if service not in self._clients:
             config = Config(retries={"mode": "standard", "max_attempts": 6})

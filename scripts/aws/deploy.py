@@ -23,7 +23,7 @@ from scripts.aws.report import phase
 from scripts.aws.state import State
 from scripts.aws.steps import Steps
 from scripts.aws.wanted import examine
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 EXAMPLE = """examples:
   scripts/deploy poems --models s3://my-bucket/fine-tunes/ --create-role --budget 0.50

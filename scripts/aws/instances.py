@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.aws.report import table
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 DATA = Path(__file__).with_name("instances.json")
 GIB, MIB = 1 << 30, 1 << 20

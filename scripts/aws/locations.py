@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scripts.aws.account import Account
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def region_of(account: Account, bucket: str) -> str | None:
 
     Any answer tells the region, a refusal too.
     """
-    from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+    from botocore.exceptions import ClientError
 
     try:
         found = account.ask("s3", "head_bucket", Bucket=bucket)["ResponseMetadata"]

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 
 from scripts.aws import resources
 from scripts.aws.account import Account, log_group, parser
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 EXAMPLE = """examples:
   scripts/logs poems

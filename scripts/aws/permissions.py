@@ -10,7 +10,7 @@ from typing import Any
 
 from scripts.aws import locations
 from scripts.aws.account import TAG, Account, key_values, log_group
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 Needed = dict[str, list[str]]  # resource ARN -> actions on it
 
@@ -120,7 +120,7 @@ def find(args: argparse.Namespace, account: Account, wanted: Needed) -> Role:
 
 def check(account: Account, role: dict[str, Any], wanted: Needed) -> str:
     """What was found. Raises `Problem` that names each missing permission."""
-    from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+    from botocore.exceptions import ClientError
 
     name = role["RoleName"]
     if "sagemaker.amazonaws.com" not in json.dumps(role["AssumeRolePolicyDocument"]):

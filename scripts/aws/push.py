@@ -17,7 +17,7 @@ from typing import Any
 
 from scripts.aws.account import SHARED, TAG, Account, can_be_dry, key_values, parser
 from scripts.aws.report import phase
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 EXAMPLE = """examples:
   docker build -f Dockerfile.cpu -t kogpt2-serving:cpu .

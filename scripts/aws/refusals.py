@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 Options = argparse.Namespace
 

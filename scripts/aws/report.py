@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.5, 10.0
 LINE_EVERY_S = 60.0

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import re
 import sys
-from pathlib import Path
 
-from scripts.lib.documents import Problem
+from scripts.lib.environment import use_project_environment
+from scripts.lib.problem import Problem
 
-ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("boto3", "tqdm")
 HINTS = {
     "ExpiredToken": "your AWS session has expired: log in again",
@@ -21,21 +19,11 @@ HINTS = {
 }
 
 
-def use_project_environment() -> None:
-    """Starts again with .venv's Python where this one lacks boto3."""
-    if all(map(importlib.util.find_spec, NEEDED)):
-        return
-    python = ROOT / ".venv" / "bin" / "python"
-    if not python.exists() or Path(sys.prefix) == python.parent.parent:
-        raise Problem("boto3 is missing: run ./scripts/test or ./scripts/serve once first")
-    os.execv(python, [str(python), *sys.argv])  # noqa: S606
-
-
 def explain(error: Exception) -> str | None:
     """One sentence for an error of boto3, None for any other."""
-    from boto3 import exceptions as boto3_errors  # type: ignore[import-untyped]
-    from botocore import exceptions as errors  # type: ignore[import-untyped]
-    from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
+    from boto3 import exceptions as boto3_errors
+    from botocore import exceptions as errors
+    from botocore.parsers import ResponseParserError
 
     if isinstance(error, errors.ClientError):
         found = error.response.get("Error", {})
@@ -61,7 +49,7 @@ def main(command: str, argv: list[str] | None = None) -> int:
     args = module.parse(argv)
     name = re.sub("_", "-", command)
     try:
-        use_project_environment()
+        use_project_environment(*NEEDED)
         module.run(args)
     except Problem as problem:
         print(f"{name}: {problem}", file=sys.stderr)

@@ -8,7 +8,7 @@ from scripts.aws import deployment, resources
 from scripts.aws.account import Account, log_group
 from scripts.aws.deployment import Deployment
 from scripts.aws.permissions import Role
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 LOG_DAYS = 30
 

@@ -9,7 +9,7 @@ from typing import Any
 from scripts.aws import deployment, instances, locations, resources
 from scripts.aws.account import Account, parser
 from scripts.aws.report import mebibytes
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 EXAMPLE = """examples:
   scripts/status

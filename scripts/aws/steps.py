@@ -11,7 +11,7 @@ from scripts.aws.deployment import Deployment
 from scripts.aws.permissions import Role
 from scripts.aws.report import phase, wait
 from scripts.aws.state import LOG_DAYS, State
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 LIMIT_S = 3600.0
 ROLE_LIMIT_S = 60.0  # IAM tells its other servers of a new role within seconds
@@ -59,7 +59,7 @@ class Steps:
                 self._create_model(ROLE_LIMIT_S if role_is_new else 0)
 
     def _create_model(self, patience_s: float) -> None:
-        from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+        from botocore.exceptions import ClientError
 
         end = time.monotonic() + patience_s
         while True:

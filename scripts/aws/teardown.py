@@ -15,7 +15,7 @@ from scripts.aws import locations, permissions, resources, status
 from scripts.aws.account import Account, can_be_dry, parser
 from scripts.aws.report import mebibytes, phase, wait
 from scripts.aws.resources import Resource
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 EXAMPLE = """examples:
   scripts/teardown poems --dry-run

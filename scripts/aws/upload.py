@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import hashlib
-import importlib
 import re
 import tarfile
 import tempfile
@@ -22,7 +21,8 @@ from scripts.aws import locations
 from scripts.aws.account import SHARED, TAG, Account, can_be_dry, key_values, parser
 from scripts.aws.locations import Location
 from scripts.aws.report import mebibytes, phase, table
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
+from serving.store.stored import is_model
 
 EXAMPLE = """examples:
   scripts/upload s3://my-bucket/fine-tunes/ poems.tar.gz model_store/*.tar.gz
@@ -31,7 +31,6 @@ EXAMPLE = """examples:
   scripts/upload s3://my-bucket/fine-tunes/ --delete poems.tar.gz
 """
 SUFFIX = ".tar.gz"
-HAS_ONE_OF = (".params", ".safetensors", "code/inference.py")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -112,9 +111,11 @@ def create_bucket(account: Account, bucket: str) -> None:
 def as_archive(path: Path, work: Path) -> Path:
     """A checked .tar.gz. Raises `Problem`."""
     if path.is_dir():
-        packaging: Any = importlib.import_module("scripts.lib.packaging")
+        # Imports the server's code, which a list of what is there can do without.
+        from scripts.lib.packaging import check, write_archive
+
         target = work / f"{path.resolve().name}{SUFFIX}"
-        packaging.write_archive(packaging.check(path), target)
+        write_archive(check(path), target)
         return target
     if not path.name.endswith(SUFFIX):
         raise Problem(f"{path} is not NAME{SUFFIX} (SageMaker takes nothing else)")
@@ -126,8 +127,8 @@ def as_archive(path: Path, work: Path) -> Path:
                 pass
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise Problem(f"{path} is no gzipped tar archive ({error})") from None
-    if not any(name.endswith(HAS_ONE_OF) for name in names):
-        raise Problem(f"{path} is no model: it holds none of *{', *'.join(HAS_ONE_OF)}")
+    if not is_model(names):
+        raise Problem(f"{path} holds no model (scripts/package FOLDER packs one, or says why not)")
     if not re.fullmatch(r"[\x21-\x7e]+", path.name):
         print(f"note: {path.name} is not ASCII: invoke-endpoint cannot name it (TargetModel is an"
               " HTTP header), but MODEL_STORE=s3://... on a server of your own can")  # fmt: skip
@@ -174,8 +175,8 @@ def is_there(account: Account, location: Location, path: Path, sha256: str) -> b
 
 def send(account: Account, location: Location, path: Path, sha256: str) -> None:
     """In parts where it is large. Whoever comes second finds the name taken."""
-    from botocore.exceptions import ClientError  # type: ignore[import-untyped]
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from botocore.exceptions import ClientError
+    from tqdm import tqdm
 
     client = account.client("s3")
 

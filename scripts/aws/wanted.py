@@ -10,7 +10,7 @@ from scripts.aws.account import Account
 from scripts.aws.deployment import Deployment
 from scripts.aws.permissions import Role
 from scripts.aws.push import REPOSITORY
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 
 def examine(args: argparse.Namespace, account: Account) -> tuple[Deployment, Role]:

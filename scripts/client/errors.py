@@ -1,10 +1,6 @@
-"""What can go wrong for a client, in one sentence for the person who runs a script."""
+"""What can go wrong with a call."""
 
 from __future__ import annotations
-
-
-class Problem(Exception):
-    """Something that the caller gave cannot be used."""
 
 
 class CallFailed(Exception):

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from scripts.client.errors import Problem
+from scripts.lib.problem import Problem
 
 DEFAULT_URL = "http://localhost:8080"
 NUMBERS: dict[str, tuple[Callable[[str], int | float], str]] = {

@@ -17,7 +17,8 @@ import requests
 from botocore.config import Config
 from requests.adapters import HTTPAdapter
 
-from scripts.client.errors import CallFailed, NotReady, Problem
+from scripts.client.errors import CallFailed, NotReady
+from scripts.lib.problem import Problem
 
 SUFFIX = ".tar.gz"
 CONNECT_S = 5.0

@@ -23,9 +23,9 @@ from engine.prepared import FOLDER as PREPARED
 from engine.prepared import prepared
 from engine.prompts import Prompts
 from scripts.lib import spiece_to_tokenizer
-from scripts.lib.documents import Problem
 from scripts.lib.params_writer import write_params
 from scripts.lib.portable_onnx import write_onnx
+from scripts.lib.problem import Problem
 from scripts.lib.safetensors_writer import write_safetensors
 
 TOLERANCE = 1e-4  # in logits: fp32 rounds otherwise when it adds in another order

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from scripts.lib.problem import Problem
+
 Documents = list[list[str]]  # the lines of each
-
-
-class Problem(Exception):
-    """What is wrong with what the caller gave, in one sentence."""
 
 
 def read_documents(path: Path) -> Documents:

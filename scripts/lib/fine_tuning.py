@@ -31,7 +31,8 @@ from engine.config import GPT2Config
 from engine.errors import ArtifactError
 from engine.models.gpt2_mxnet import GPT2
 from engine.mxnet_compat import mx
-from scripts.lib.documents import Documents, Problem, read_documents
+from scripts.lib.documents import Documents, read_documents
+from scripts.lib.problem import Problem
 
 # GluonNLP imports MXNet itself, so it comes after engine.mxnet_compat.
 import gluonnlp  # isort: skip

@@ -17,8 +17,8 @@ from engine.artifacts import open_artifact
 from engine.errors import EngineError
 from engine.prompts import Prompts
 from handlers.choose import choose
-from scripts.lib.documents import Problem
-from serving.store.archive import MAX_BYTES, MAX_FILES
+from scripts.lib.problem import Problem
+from serving.store.rules import MAX_BYTES, MAX_FILES
 
 SUFFIX = ".tar.gz"
 # Weights hardly shrink, and level 6 takes five times as long to find that out.

@@ -26,7 +26,7 @@ from onnx import TensorProto, helper, numpy_helper
 from engine import artifacts
 from engine.artifacts import Weights
 from engine.config import GPT2Config
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 OPSET, IR_VERSION = 17, 9  # what runtimes of 2023 read, too
 MAX_BYTES = (1 << 31) - (1 << 20)  # of a protobuf

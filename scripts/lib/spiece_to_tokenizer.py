@@ -20,7 +20,7 @@ from tokenizers import (
 
 from engine.hugging_face_tokenizer import HuggingFaceTokenizer
 from engine.tokenizers import SPACE, SentencePieceTokenizer
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 
 BPE = 2  # of sentencepiece's model types
 TEXTS = (

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from scripts.client.errors import Problem
 from scripts.client.tables import get, ms, plain, table
+from scripts.lib.problem import Problem
 
 # (what, path in the results, in milliseconds)
 ROWS = (

@@ -13,7 +13,7 @@ import botocore.exceptions
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from scripts.client.errors import Problem
+from scripts.lib.problem import Problem
 
 CLOUDWATCH_DELAY_S = 90.0
 METRICS_S = 2.0

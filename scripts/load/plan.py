@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.client.errors import Problem
 from scripts.client.options import request_body
+from scripts.lib.problem import Problem
 
 PROMPTS = (
     "나는 오늘",

@@ -16,8 +16,8 @@ from locust.runners import STATE_STOPPED, LocalRunner
 from locust.stats import stats_history
 from tqdm import tqdm
 
-from scripts.client.errors import Problem
 from scripts.client.targets import Target
+from scripts.lib.problem import Problem
 from scripts.load import samples
 from scripts.load.loads import Loads
 from scripts.load.plan import Plan

@@ -11,8 +11,9 @@ from locust import User, constant, task
 from locust.env import Environment
 
 from scripts.client import answers
-from scripts.client.errors import CallFailed, Problem
+from scripts.client.errors import CallFailed
 from scripts.client.targets import Call, Target
+from scripts.lib.problem import Problem
 from scripts.load.plan import Chooser, Plan
 from scripts.load.samples import Sample
 

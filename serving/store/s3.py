@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import boto3  # type: ignore[import-untyped]
-from botocore import exceptions  # type: ignore[import-untyped]
-from botocore.config import Config  # type: ignore[import-untyped]
+import boto3
+from botocore import exceptions
+from botocore.config import Config
 from urllib3.exceptions import HTTPError
 
 from serving.errors import (

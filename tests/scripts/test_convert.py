@@ -20,7 +20,7 @@ from engine.params_file import read_params
 from engine.prompts import Prompts
 from engine.settings import Settings
 from scripts.lib import spiece_to_tokenizer
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 from tests.engine.engines import Request, make_talkative, uncached_model
 from tests.engine.hugging_face import TINY, make_hugging_face, write_json
 from tests.engine.models import make_artifact, spiece

@@ -14,8 +14,9 @@ import sentencepiece
 
 from engine.artifacts import Artifact, open_artifact
 from engine.backends import BackendModel, mxnet_backend
-from scripts.lib.documents import Problem, read_documents
+from scripts.lib.documents import read_documents
 from scripts.lib.fine_tuning import open_base, train_tokenizer
+from scripts.lib.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 STORE = ROOT / "model_store"

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from engine.artifacts import open_artifact
-from scripts.lib.documents import Problem
 from scripts.lib.packaging import check, upload, write_archive
+from scripts.lib.problem import Problem
 from serving.store.archive import unpack
 from tests.engine.hugging_face import make_hugging_face, write_json
 from tests.engine.models import make_artifact
@@ -159,7 +159,7 @@ def test_an_archive_is_uploaded_and_never_over_another(folder: Path, s3: S3Serve
 UPLOAD = """
 import sys
 from pathlib import Path
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 from scripts.lib.packaging import upload
 try:
     upload(Path(sys.argv[1]), sys.argv[2])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib.documents import Problem
 from scripts.lib.packaging import check
+from scripts.lib.problem import Problem
 from tests.handlers.graphs import TinyGPT2, classifier
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from scripts.aws import account, deploy
 from scripts.aws.refusals import refuse
-from scripts.lib.documents import Problem
+from scripts.lib.problem import Problem
 from tests.scripts.aws.cloud import MODELS, Cloud
 
 MANY = "x --models s3://b/p/ --role r"
