@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import ArtifactError
+from handlers import tensor_files
 from handlers.scripts.find import find_script
 
 if TYPE_CHECKING:
@@ -15,10 +17,9 @@ if TYPE_CHECKING:
 class Handler(Protocol):
     """A module (or object) that loads one kind of artifact and answers for it.
 
-    One whose models' own scripts expect more than that names, as `SCRIPT_DEFAULTS`, a module with
-    `default_model_fn(model_dir)`, `default_input_fn(body, content_type, model)`,
-    `default_predict_fn(data, model)` and `default_output_fn(prediction, accept)`: a script that
-    brings some of these functions gets the others.
+    One may have `describe(model)`, what `GET /v2/models/{name}` answers, and `FOR_SCRIPTS`: the
+    SageMaker toolkit's `model_fn`, `input_fn` (with the model as third argument), `predict_fn` and
+    `output_fn` for a model's own script that brings only some of them.
     """
 
     # Whether the engine process holds the model; else the worker itself does.
@@ -60,4 +61,8 @@ def built_in(model_dir: str) -> Handler:
     """The handler for a model without a script, by its files. Raises `ArtifactError`."""
     from handlers import kogpt2
 
+    if tensor_files.is_symbol(model_dir):
+        return importlib.import_module("handlers.symbol")
+    if tensor_files.is_graph(model_dir):
+        return importlib.import_module("handlers.onnx_model")
     return kogpt2

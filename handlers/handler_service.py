@@ -66,6 +66,9 @@ class HandlerService(DefaultHandlerService):  # type: ignore[misc]
     def _outcome(self) -> dict[str, Any]:
         if self.load_error is None:
             handler = self._service.handler
-            return {"status": 200, "in_engine": handler is not None and handler.IN_ENGINE}
+            outcome = {"status": 200, "in_engine": handler is not None and handler.IN_ENGINE}
+            if self._service.metadata is not None:
+                outcome["metadata"] = self._service.metadata
+            return outcome
         body = self.load_error.to_body()
         return {"status": body["code"], "type": body["type"], "message": body["message"]}

@@ -35,7 +35,7 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.handler: Handler | ScriptHandler | None = None
-        self._model: Any = None
+        self.metadata: dict[str, Any] | None = None  # what /v2 tells of the model
         self._answer: Callable[[Sequence[Request], float | None], Sequence[Answer | EngineError]]
 
     def load(self, slot: Slot) -> None:
@@ -45,8 +45,10 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
             handler.load(slot)
             self._answer = handler.answer
         else:
-            self._model = handler.model_fn(slot.path, slot.engine_name)
-            self._answer = _one_by_one(handler, self._model)
+            model = handler.model_fn(slot.path, slot.engine_name)
+            self._answer = _one_by_one(handler, model)
+            if hasattr(handler, "describe"):
+                self.metadata = handler.describe(model)
         self.handler = handler
 
     def connected(self) -> None:

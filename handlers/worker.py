@@ -29,6 +29,8 @@ from handlers.deferred import deferred
 # The worker goes when MMS has closed all connections for this long: the model was unregistered, or
 # MMS itself is gone.
 LEFT_ALONE_S = 5.0
+# MMS connects as soon as a worker has started, and to one that crashed within its back-off.
+NEVER_CONNECTED_S = 120.0
 CONNECTIONS_AT_ONCE = 128
 
 LOOK_AROUND_S = 0.25
@@ -68,9 +70,9 @@ class Worker:
     def _left_alone(self) -> bool:
         orphaned = os.getppid() != self._parent
         with self._lock:
-            if self._connections or not (self._had_connections or orphaned):
-                return False
-            return orphaned or time.monotonic() - self._alone_since > LEFT_ALONE_S
+            limit_s = LEFT_ALONE_S if self._had_connections else NEVER_CONNECTED_S
+            alone = orphaned or time.monotonic() - self._alone_since > limit_s
+            return alone and not self._connections
 
     def _serve_connection(self, connection: socket.socket) -> None:
         from mms.protocol.otf_message_handler import create_load_model_response, retrieve_msg
@@ -150,8 +152,6 @@ def _open_pipes(paths: list[Path], pipes: contextlib.ExitStack) -> None:
 
 def main() -> None:
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
-    with deferred("numpy", "scipy", "scipy.sparse"):
-        import sagemaker_inference.default_handler_service  # noqa: F401
     from mms.arg_parser import ArgParser
 
     arguments = ArgParser.model_service_worker_args().parse_args()
@@ -160,9 +160,12 @@ def main() -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     listener.listen(CONNECTIONS_AT_ONCE)
-    # MMS waits for these two lines.
+    # MMS waits for these two lines. A process that ends before them stops all its loads for two
+    # minutes; one that ends after them is noticed at once. So they come before the slow imports.
     print(f"[PID] {os.getpid()}", flush=True)
     print("MMS worker started.", flush=True)
+    with deferred("numpy", "scipy", "scipy.sparse"):
+        import sagemaker_inference.default_handler_service  # noqa: F401
     watcher = os.getpid()
     while True:
         child = os.fork()

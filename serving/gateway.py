@@ -36,6 +36,7 @@ from serving.api.common import Gateway, error_response
 from serving.api.inference import Inference
 from serving.api.management import Management
 from serving.api.metrics import CONTENT_TYPE, Metrics
+from serving.api.v2 import V2
 from serving.errors import (
     HeadersTooLarge,
     MethodNotAllowed,
@@ -79,7 +80,9 @@ class App:
             Route("/", self._openapi, methods=["OPTIONS"]),
         ]
         both = [*health, *documents]
-        self._inference = self._app([*both, *Inference(gateway).routes(), *management])
+        self._inference = self._app(
+            [*both, *Inference(gateway).routes(), *V2(gateway).routes(), *management]
+        )
         self._management = self._app([*both, *management])
 
     @staticmethod

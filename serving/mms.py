@@ -23,6 +23,7 @@ from serving.settings import REPOSITORY, Settings
 
 HANDLER = "handlers.handler_service"
 EXIT_NOT_STARTED = 3
+LAUNCHER_S = 5
 # How much longer than a request may take MMS waits for its worker.
 WORKER_GRACE_S = 15
 QUEUE_SIZE = 1000
@@ -37,7 +38,7 @@ LOG_CONFIGURATION = """<?xml version="1.0" encoding="UTF-8"?>
 <Configuration>
   <Appenders>
     <Console name="stdout" target="SYSTEM_OUT">
-      <PatternLayout charset="UTF-8" pattern='{"time":"%d{yyyy-MM-dd&apos;T&apos;HH:mm:ss.SSS&apos;Z&apos;}{UTC}","level":"%level{lowerCase=true}","process":"mms","thread":"%t","message":"%enc{%m}{JSON}"}%n'/>
+      <PatternLayout charset="UTF-8" alwaysWriteExceptions="false" pattern='{"time":"%d{yyyy-MM-dd&apos;T&apos;HH:mm:ss.SSS&apos;Z&apos;}{UTC}","level":"%level{lowerCase=true}","process":"mms","thread":"%t","message":"%enc{%m%notEmpty{: %throwable{short.message}}}{JSON}"}%n'/>
     </Console>
   </Appenders>
   <Loggers>
@@ -145,6 +146,7 @@ def _wait_for_java(output: JsonOutput, timeout_s: int) -> psutil.Process:
     """In place of the toolkit's own loop, which looks once a second."""
     find = retry(wait_fixed=100, stop_max_delay=timeout_s * 1000)(_find_java)
     process: psutil.Process = find(output)
+    psutil.wait_procs(psutil.Process().children(), LAUNCHER_S)  # the toolkit does not reap it
     return process
 
 

@@ -98,6 +98,7 @@ class Settings:
         60,
         "the server gives up when it has not started after this time, models to preload aside",
     )
+    device: str = _setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
     show_examples: bool = _setting("SHOW_EXAMPLES", False, "print what to type once it is ready")
 
     def __post_init__(self) -> None:

@@ -5,7 +5,6 @@ Such a script changes what goes in or comes out of a model that the server can r
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -19,35 +18,34 @@ JSON = "application/json"
 
 
 class BuiltIn:
-    """The toolkit's functions around a built-in handler.
+    """The toolkit's three functions around a built-in handler.
 
-    `input_fn` gives the JSON value or the text of the body, `predict_fn` takes such a value (text
-    alone is `{"inputs": text}`) and gives the handler's JSON answer as a value. A handler whose
-    scripts expect others names a module with them as its `SCRIPT_DEFAULTS`.
+    Where the handler has them itself, they are its own. Else: `input_fn` gives the JSON value or
+    the text of the body, `predict_fn` takes such a value (text alone is `{"inputs": text}`) and
+    gives the handler's JSON answer as a value.
     """
 
     def __init__(self, orders: Mapping[str, Any]) -> None:
         self._orders = orders
-        self._handler = built_in(orders["root"])
-        named = getattr(self._handler, "SCRIPT_DEFAULTS", None)
-        self._defaults: Any = importlib.import_module(named) if named else None
+        handler = built_in(orders["root"])
+        self._handler: Any = getattr(handler, "FOR_SCRIPTS", handler)
+        self._model: Any = None
 
     def load(self) -> Any:
         """Raises `EngineError`."""
         try:
-            if self._defaults is not None:
-                return self._defaults.default_model_fn(self._orders["root"])
-            return self._handler.model_fn(self._orders["root"], self._orders["engine_name"])
+            self._model = self._handler.model_fn(self._orders["root"], self._orders["engine_name"])
         except ArtifactError as error:
             raise ArtifactError(
                 "Please provide a model_fn implementation: the script has none, and its model is"
                 f" none that the server can run by itself ({error.message})"
             ) from None
+        return self._model
 
-    def input_fn(self, body: bytes | str, content_type: str | None, model: Any) -> Any:
+    def input_fn(self, body: bytes | str, content_type: str | None) -> Any:
         """Raises `InvalidRequest`, or 415."""
-        if self._defaults is not None:
-            return self._defaults.default_input_fn(body, content_type or JSON, model)
+        if (own := getattr(self._handler, "input_fn", None)) is not None:
+            return own(body, content_type, self._model)
         try:
             text = body if isinstance(body, str) else body.decode("utf-8")
             kind = (content_type or JSON).split(";")[0].strip()
@@ -65,8 +63,8 @@ class BuiltIn:
 
     def predict_fn(self, data: Any, model: Any, timeout_s: float) -> Any:
         """Raises `EngineError`."""
-        if self._defaults is not None:
-            return self._defaults.default_predict_fn(data, model)
+        if (own := getattr(self._handler, "predict_fn", None)) is not None:
+            return own(data, model)
         value = {"inputs": data} if isinstance(data, str) else data
         try:
             body = json.dumps(value).encode()
@@ -76,8 +74,8 @@ class BuiltIn:
         return json.loads(answer) if kind.startswith(JSON) else answer
 
     def output_fn(self, prediction: Any, accept: str) -> Any:
-        if self._defaults is not None:
-            return self._defaults.default_output_fn(prediction, accept)
+        if (own := getattr(self._handler, "output_fn", None)) is not None:
+            return own(prediction, accept)
         if isinstance(prediction, str) and accept.split(";")[0] == "text/plain":
             return prediction, "text/plain; charset=utf-8"
         if accept.split(",")[0].split(";")[0].strip() == JSON:

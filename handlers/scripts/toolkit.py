@@ -111,11 +111,7 @@ class SageMakerFunctions:
         if "input_fn" in self._own:
             data = self._call("input_fn", (body, content_type), context)
         else:
-            data = (
-                built_in.input_fn(body, content_type, self._model)
-                if built_in
-                else formats.input_fn(body, content_type)
-            )
+            data = (built_in.input_fn if built_in else formats.input_fn)(body, content_type)
         if "predict_fn" in self._own:
             prediction = self._call("predict_fn", (data, self._model), context)
         else:

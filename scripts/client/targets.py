@@ -102,6 +102,8 @@ class Local:
             raise CallFailed(
                 f"{self._url} is not there: {_root(error)}", kind="no answer"
             ) from None
+        except requests.exceptions.ChunkedEncodingError:
+            raise CallFailed(f"{self._url} broke off its answer", kind="broken answer") from None
         except requests.RequestException as error:
             raise CallFailed(f"the call failed: {error}", kind="broken answer") from None
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 from urllib.parse import quote
@@ -36,8 +36,13 @@ AWS_ACCEPT = "x-amzn-sagemaker-accept"
 RETURNED = ("retry-after", CUSTOM_ATTRIBUTES)
 
 
-async def invoke(gateway: Gateway, request: Request, name: str) -> Response:
-    """Has a model answer a request, loading it first where that is allowed."""
+async def invoke(
+    gateway: Gateway, request: Request, name: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Has a model answer a request, loading it first where that is allowed.
+
+    `headers` are for the worker, in place of the client's.
+    """
     if gateway.draining:
         raise Unavailable("the server is stopping", retry_after_s=5)
     if not gateway.adopted:
@@ -45,7 +50,7 @@ async def invoke(gateway: Gateway, request: Request, name: str) -> Response:
     request.state.model = name
     async with AsyncExitStack() as resources:
         counted = resources.enter_context(_Counted(gateway))
-        headers = forwarded_headers(request)
+        headers = {**forwarded_headers(request), **(headers or {})}
         body = await read_body(request, gateway.settings.max_request_bytes)
         model = await resources.enter_async_context(gateway.use(name))
         counted.model = name

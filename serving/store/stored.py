@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,8 +14,17 @@ from serving.errors import UrlNotAllowed
 # What archives end with; the first one counts where a name has several.
 SUFFIXES = (".tar.gz", ".mar")
 MAX_NAME_BYTES = 1000  # S3's keys end at 1,024
-# A folder is a model if one of these is in it, or any *.params.
+# A folder is a model if one of these is in it, or a file that ends with one of WEIGHTS.
 SCRIPTS = ("code/inference.py", "inference.py", "MAR-INF/MANIFEST.json")
+WEIGHTS = (
+    ".params",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+# Or one of these: tensors in, tensors out (handlers.tensor_files knows which count).
+TENSORS = re.compile(r"(model/)?model-symbol\.json|([0-9]+/)?model\.onnx")
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,12 @@ def spellings(name: str) -> list[str]:
 
 def is_model(paths: Iterable[str]) -> bool:
     """Whether a folder with these files, relative to it, is a model."""
-    return any(path in SCRIPTS or ("/" not in path and path.endswith(".params")) for path in paths)
+    return any(
+        path in SCRIPTS
+        or ("/" not in path and path.endswith(WEIGHTS))
+        or TENSORS.fullmatch(path) is not None
+        for path in paths
+    )
 
 
 def folder_version(files: Iterable[StoredFile]) -> str:
@@ -153,11 +168,17 @@ def _roots(paths: Iterable[str]) -> list[str]:
     roots = set()
     for path in paths:
         parent, _, last = path.rpartition("/")
-        if last.endswith(".params"):
+        if last.endswith(WEIGHTS):
             roots.add(parent)
         for script in SCRIPTS:
             if path.endswith("/" + script):
                 roots.add(path.removesuffix("/" + script))
+        if last == "model.onnx":
+            roots.add(
+                parent.rpartition("/")[0] if parent.rpartition("/")[2].isdecimal() else parent
+            )
+        if last == "model-symbol.json":
+            roots.add(parent.removesuffix("/model"))
     roots.discard("")
     return [root for root in roots if not any(parent in roots for parent in _parents(root))]
 

@@ -93,6 +93,7 @@ def invoke_all(
                 outcome = "right" if invoke(client, endpoint, target) == texts[target] else "wrong"
             except ClientError as error:
                 outcome = str(error.response["Error"]["Code"])
+                print(target, error)  # pytest shows it where this is not expected
         with lock:
             seen[outcome] += 1
 

@@ -63,6 +63,19 @@ def test_thirty_fine_tunes_on_two_instances_with_room_for_six_answer_as_each_doe
     assert MODELS <= sum(agent.disk.downloads for agent in agents) <= 2 * MODELS
 
 
+def test_a_popular_model_is_loaded_on_both_instances_and_another_one_is_not(
+    pair: list[Container], texts: dict[str, str]
+) -> None:
+    popular, other = list(texts)[20:22]
+    endpoint = Endpoint("poets", [container.agent for container in pair], spill_at=2)
+    with client_of(endpoint) as client:
+        assert invoke(client, "poets", other) == texts[other]
+        crowd = {popular: texts[popular]}
+        assert invoke_all(client, "poets", crowd, calls=40, clients=8) == {"right": 40}
+    assert sorted(endpoint.homes(popular)) == [0, 1]
+    assert len(endpoint.homes(other)) == 1
+
+
 def test_a_replaced_container_gets_its_models_again(
     pair: list[Container], texts: dict[str, str]
 ) -> None:
@@ -127,6 +140,15 @@ def test_an_agent_that_is_started_again_takes_over_what_is_loaded(
     after = check_container(before.url, before.disk.folder, s3, some, before.inside)
     assert after.seen.counts["taken over"] == 4
     assert after.disk.downloads == 0
+
+
+def test_what_is_prepared_for_a_while_goes_where_a_read_only_container_can_write(
+    pair: list[Container],
+) -> None:
+    """The platform's folder of models and all others may be closed to the container's user."""
+    server = pair[0].server
+    (engine,) = server.descendants("-m engine")
+    assert engine.environ()["TMPDIR"] == str(server.run_dir)
 
 
 def test_errors_reach_the_client_as_the_platform_words_them(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -134,6 +136,36 @@ def test_an_endpoint_of_one_model_streams(run: Run, served: Server, poets: Poets
     assert found["time_to_first_token_s"] > 0
     for name in ("generated_text", "tokens", "finish_reason"):
         assert found[name] == whole[name]
+
+
+TOKEN = b'{"text": "\xec\x82\xb0", "token": 5, "index": 0}\n'
+HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [(b"", "broke off its answer"), (b"0\r\n\r\n", "the stream broke off before its end")],
+)
+def test_a_stream_that_breaks_off_is_an_error(run: Run, end: bytes, said: str) -> None:
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while b"inputs" not in connection.recv(65_536):
+                pass
+            connection.sendall(HEAD + b"%x\r\n%b\r\n" % (len(TOKEN), TOKEN) + end)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(20)
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        done = run("invoke", "--url", url, "--model", "m0", "--stream", *PROMPT)
+        thread.join(20)
+    assert (done.returncode, done.stdout) == (1, "산")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 NO_SERVER = ("--url", "http://127.0.0.1:9", "--model", "m0", "--text", "가")
