@@ -45,6 +45,8 @@ def main() -> None:
     _belong_to(worker)
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
+    # What the script forks shall not hold it open when the script is gone.
+    os.register_at_fork(after_in_child=connection.close)
     orders, _ = receive(connection)
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
     if orders["memory_mib"]:

@@ -42,6 +42,8 @@ PROGRAM = Path(__file__).with_name("child.py")
 HIDDEN = ("PROBE_SECRET",)
 # What a killed process has to be gone within; memory of many gigabytes takes a while.
 REAP_S = 10.0
+# One that has closed its connection is about to end, unless it is up to something.
+END_S = 1.0
 
 
 @functools.cache
@@ -122,7 +124,7 @@ class ScriptProcess:
     def ask(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
         """An answer or an error for each. Raises what is wrong with all of them."""
         end = time.monotonic() + timeout_s
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or _has_ended(self._process):
             self.start()
         self.wait_until_loaded(timeout_s)
         assert self._connection is not None
@@ -174,11 +176,11 @@ class ScriptProcess:
         """Why the process is gone, for people; it is gone afterwards in any case."""
         process = self._process
         assert process is not None
-        code: int | None = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            # It has closed its connection, so its end is near, unless it is up to something.
-            code = process.wait(1.0)
+        end = time.monotonic() + END_S
+        while not (ended := _has_ended(process)) and time.monotonic() < end:
+            time.sleep(0.005)
         self.stop()
+        code = process.returncode if ended else None
         if self._timed_out:
             verb = "load" if when == "while it was loaded" else "answer"
             return DeadlineExceeded(
@@ -197,6 +199,14 @@ class ScriptProcess:
         return ScriptError(f"the model's script {did} {when}{status}")
 
 
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Leaves it as it is: until it is waited for, its number is that of its group, too."""
+    if process.returncode is not None:
+        return True
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, process.pid, options) is not None
+
+
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """The process and its group, which it leads once it has begun."""
     if process.returncode is not None:
@@ -204,4 +214,5 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(OSError):
         if os.getpgid(process.pid) == process.pid:
             os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
+    with contextlib.suppress(OSError):
+        os.kill(process.pid, signal.SIGKILL)

@@ -208,6 +208,19 @@ def test_what_it_has_started_goes_with_it(server: Server, wild: str) -> None:
     eventually(lambda: not server.descendants("sleep", "987"))
 
 
+def test_what_it_has_forked_does_not_hold_up_the_news_of_its_death(
+    server: Server, wild: str
+) -> None:
+    code = "os.fork() or time.sleep(50)\nctypes.string_at(0)"
+    before = len(server.descendants(CHILD))
+    started = time.monotonic()
+    answer = server.predict(wild, code.encode())
+    assert "killed by SIGSEGV" in message(answer)
+    assert time.monotonic() - started < 2.5  # not the limit of 3 s
+    assert count(server, wild) == 1
+    eventually(lambda: len(server.descendants(CHILD)) == before)
+
+
 def test_requests_that_wait_behind_a_death_are_all_answered(server: Server, wild: str) -> None:
     codes = [b"ctypes.string_at(0)", *[b"pass"] * 5] * 4
     with ThreadPoolExecutor(len(codes)) as pool:

@@ -22,6 +22,7 @@ import requests
 from tests.e2e.scripts import script, transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, statistics, text
+from tests.handlers.graphs import classifier
 
 JSON = {"Content-Type": "application/json"}
 
@@ -206,6 +207,26 @@ def test_a_script_around_the_built_in_model(server: Server, store: Path, name: s
     assert server.load(name).status_code == 200
     answer = post(server, name, SHORT["inputs"].encode(), Content_Type="text/plain")
     assert answer.content.decode() == expected
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "import json\ndef output_fn(p, a): return json.dumps(p.asnumpy().tolist())",
+        "import json, mxnet\ndef input_fn(b, c): return mxnet.nd.array(json.loads(b))",
+        "def predict_fn(data, module): return module.predict(data)",
+    ],
+)
+def test_a_script_around_an_mxnet_module(server: Server, store: Path, name: str, own: str) -> None:
+    script(store / name, own)
+    run = classifier(store / name)
+    images = np.random.default_rng(1).standard_normal((2, 3, 16, 16)).astype(np.float32)
+    loaded = server.load(name)
+    assert loaded.status_code == 200, loaded.text
+    answer = server.predict(name, images.tolist())
+    assert answer.status_code == 200, answer.text
+    expected = run(data=images)[0]
+    np.testing.assert_allclose(np.array(answer.json()).reshape(expected.shape), expected, atol=1e-5)
 
 
 # Where scripts are, and what they import
