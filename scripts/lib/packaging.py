@@ -54,7 +54,10 @@ def check(folder: Path) -> Checked:
         )
     try:
         handler = choose(str(folder))
-        summary = handler.__name__ if not handler.IN_ENGINE else _check_model(folder)
+        if handler.IN_ENGINE:
+            summary = _check_model(folder)
+        else:
+            summary = f"served by {getattr(handler, '__name__', type(handler).__name__)}"
     except EngineError as error:
         raise Problem(f"{folder} cannot be served: {error.message}") from None
     return Checked(folder, summary, files)
