@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -154,7 +155,7 @@ def test_a_vocabulary_that_does_not_fit_the_text_is_explained(text: Path, tmp_pa
 
 
 def test_a_base_that_is_no_model_is_explained(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(Problem, match=r"is no model: .* holds no \*\.params files"):
+    with pytest.raises(Problem, match=r"is no model: .* holds no model"):
         open_base(text.parent, tmp_path)
     with pytest.raises(Problem, match="is no model: not a gzip file"):
         open_base(text, tmp_path)
@@ -224,3 +225,13 @@ def test_a_poem_ends_where_it_ends(demos: dict[str, Demo]) -> None:
 def test_the_demos_answer_differently(demos: dict[str, Demo]) -> None:
     for prompt in ("나 보기가 역겨워", "하늘", "바람이 불어"):
         assert demos["sowol"].continuation(prompt) != demos["dongju"].continuation(prompt)
+
+
+def test_a_base_of_hugging_faces_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    from scripts.lib import fine_tuning
+    from tests.engine.hugging_face import make_hugging_face
+
+    base, text = make_hugging_face(tmp_path / "hf"), tmp_path / "text.txt"
+    text.write_text("나는 오늘\n", encoding="utf-8")
+    with pytest.raises(Problem, match="scripts/convert makes one of it"):
+        fine_tuning.fine_tune(base, text, tmp_path / "out.tar.gz", argparse.Namespace(seed=1))
