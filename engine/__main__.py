@@ -15,7 +15,11 @@ def main() -> int:
     log_as_json("engine")
     try:
         settings = Settings.from_environment()
-        import_backend(settings.backend)
+        try:
+            import_backend(settings.backend)
+        except OSError as error:  # of the CUDA build, without a driver
+            print(f"the {settings.backend} backend cannot run here: {error}", file=sys.stderr)
+            return 2
         serve(settings)
     except EngineError as error:
         print(error.message, file=sys.stderr)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from engine import backends
+from engine import backends, gpu
 from engine.artifacts import open_artifact
 from engine.errors import (
     EngineError,
@@ -34,6 +34,7 @@ from engine.sequence import Sequence, State, Token
 from engine.settings import Settings
 
 IDLE_S = 0.005
+GPU_LOST = 75  # exit status
 
 logger = logging.getLogger(__name__)
 
@@ -162,10 +163,12 @@ class Engine:
         """With the defaults for what is not given. Raises `InvalidRequest`."""
         backend = backend or self.settings.backend
         if backend not in backends.BACKENDS:
-            known = ", ".join(backends.BACKENDS)
-            raise InvalidRequest(f"backend is {backend!r}, must be one of {known}")
+            raise InvalidRequest(
+                f"backend is {backend!r}, must be one of {', '.join(backends.BACKENDS)}"
+            )
         default = self.settings.precision if backend == self.settings.backend else ""
-        return backend, precision or default or backends.PRECISIONS[backend][0]
+        known = backends.precisions(backend, self.settings.device)
+        return backend, precision or default or known[0]
 
     @staticmethod
     def _same(model: Model, wanted: tuple[Path, str, str]) -> Model:
@@ -338,6 +341,8 @@ class Engine:
             return self._step(model)
         except Exception as error:
             logger.exception("a step of %s failed", model.name)
+            if gpu.is_fatal(str(error)):  # no later step can work: the supervisor starts anew
+                os._exit(GPU_LOST)
             known = isinstance(error, EngineError)
             failure = error if known else EngineError(f"a step of {model.name} failed")
             assert isinstance(failure, EngineError)

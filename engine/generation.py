@@ -208,14 +208,16 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
     Left out, with a line in the log: what changes the text and is not done here, such as beams.
     """
     path = folder / HUGGING_FACE_FILE
-    given = _read(path) if path.exists() else {"eos_token_id": config.get("eos_token_id")}
+    given, file = _read(path), path.name
+    if not path.exists():
+        given, file = {"eos_token_id": config.get("eos_token_id")}, "config.json"
     for name, harmless in NOT_DONE.items():
         if given.get(name) is not None and given[name] not in harmless:
-            logger.warning("%s: %s is not done here and is left out", path.name, name)
-    parameters = {n: given[n] for n in ("max_new_tokens", "repetition_penalty") if n in given}
+            logger.warning("%s: %s is not done here and is left out", file, name)
+    names = ["max_new_tokens", "repetition_penalty"]
     if given.get("do_sample"):
-        names = ("do_sample", "temperature", "top_k", "top_p")
-        parameters |= {name: given[name] for name in names if name in given}
+        names += ["do_sample", "temperature", "top_k", "top_p"]
+    parameters: dict[str, Any] = {name: given[name] for name in names if name in given}
     if given.get("stop_strings"):
         parameters["stop"] = given["stop_strings"]
     parameters = {name: value for name, value in parameters.items() if value is not None}
@@ -223,8 +225,8 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
         Parameters.parse(parameters)
     except InvalidRequest as error:
         message = error.message.replace("parameters.", "")
-        raise ArtifactError(f"{path.name}: {message}") from None
-    return Generation(parameters=parameters, end_ids=_end_ids(given.get("eos_token_id"), path.name))
+        raise ArtifactError(f"{file}: {message}") from None
+    return Generation(parameters=parameters, end_ids=_end_ids(given.get("eos_token_id"), file))
 
 
 def _end_ids(value: Any, file: str) -> tuple[int, ...] | None:

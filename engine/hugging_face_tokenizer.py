@@ -51,6 +51,8 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
         self._special = {i for i, token in added.items() if token.special}
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        self._unknown = None if unknown is None else self.token_id(unknown)  # any rare character
         falls_back = '"ByteFallback"' in self._tokenizer.to_str()
         self._byte_ids = {
             i for token, i in vocabulary.items() if falls_back and BYTE_TOKEN.fullmatch(token)
@@ -100,8 +102,8 @@ class HuggingFaceTokenizer:
         its fields are empty."""
         ids = self._encode("".join(part.text for part in parts), False)
         frame = self._encode("".join(part.text for part in parts if not part.is_field), False)
-        wanted = [i for i in frame if i in self._added]
-        kept = self._special.union(wanted)
+        wanted = [i for i in frame if i in self._added and i != self._unknown]
+        kept = self._special.union(wanted) - {self._unknown}
         for found in (i for i in ids if i in kept):
             if not wanted or wanted[0] != found:
                 raise control_in_text(self._added[found])
@@ -136,7 +138,7 @@ class WindowDetokenizer:
     def feed(self, token: int) -> str:
         self._window.append(token)
         text = self._decode(self._window)
-        if token not in self._silent:
+        if token not in self._silent and self._tokenizer.id_to_token(token) is not None:
             self._in_bytes = token in self._byte_ids
         if text.endswith(REPLACEMENT) or self._in_bytes:
             return ""

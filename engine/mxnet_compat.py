@@ -9,21 +9,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import numpy
-
+from engine import numpy_aliases
 from engine.cpus import cpu_count
 
-ALIASES = {
-    "bool": bool,
-    "object": object,
-    "float": float,
-    "int": int,
-    "complex": complex,
-    "str": str,
-}
-for _name, _type in ALIASES.items():
-    if _name not in numpy.__dict__:
-        setattr(numpy, _name, _type)
+numpy_aliases.restore()
 
 # One worker thread of MXNet's engine per core: its fp32 matrix product keeps one core busy, and
 # engine.models.gpt2_mxnet splits each weight so that as many products run side by side.

@@ -90,7 +90,7 @@ class Batch:
                 sequence.state = State.PREFILL
                 self.model.add_row()
                 return sequence
-            least = sequence.max_tokens * self.model.config.kv_bytes_per_token
+            least = sequence.max_tokens * self.model.kv_bytes_per_token
             if self._budget.could_hold_kv(least if self.rows else needed):
                 return None
             self.waiting.popleft()

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from engine.backends import BACKENDS, PRECISIONS
+from engine import gpu
+from engine.backends import BACKENDS, DEVICES, precisions
 from engine.errors import InvalidRequest
 from engine.memory import MIB, default_budget_bytes
 
@@ -31,13 +32,14 @@ class Settings:
     precision: str = _setting(
         "ENGINE_PRECISION",
         "",
-        "`fp32`, or with onnxruntime `int8` (its default)",
+        "`fp32`, or with onnxruntime `int8` (its default), and on a GPU `fp16`",
     )
     device: str = _setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
     memory_mib: int = _setting(
         "ENGINE_MEMORY_MIB",
         0,
-        "memory for weights and K/V caches; 0: the container's limit less a quarter",
+        "memory for weights and K/V caches; 0: the container's limit less a quarter,"
+        " or the GPU's memory less an eighth",
     )
     max_rows: int = _setting("ENGINE_MAX_ROWS", 16, "sequences of one model that share a step")
     max_queue: int = _setting(
@@ -55,20 +57,24 @@ class Settings:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise InvalidRequest(f"ENGINE_BACKEND is {self.backend!r}, must be one of {BACKENDS}")
-        if self.precision and self.precision not in PRECISIONS[self.backend]:
-            raise InvalidRequest(
-                f"ENGINE_PRECISION is {self.precision!r}, must be one of"
-                f" {PRECISIONS[self.backend]} for {self.backend}"
-            )
-        if self.device not in ("cpu", "gpu"):
+        if self.device not in DEVICES:
             raise InvalidRequest(f"ENGINE_DEVICE is {self.device!r}, must be cpu or gpu")
+        known = precisions(self.backend, self.device)
+        if self.precision and self.precision not in known:
+            raise InvalidRequest(
+                f"ENGINE_PRECISION is {self.precision!r}, must be one of {known}"
+                f" for {self.backend} on the {self.device}"
+            )
         for name in ("max_rows", "max_queue"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"ENGINE_{name.upper()} must be at least 1")
 
     @property
     def budget_bytes(self) -> int:
-        return self.memory_mib * MIB if self.memory_mib else default_budget_bytes()
+        """Raises `InvalidRequest` where it is the GPU's and there is none."""
+        if self.memory_mib:
+            return self.memory_mib * MIB
+        return gpu.default_budget_bytes() if self.device == "gpu" else default_budget_bytes()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:

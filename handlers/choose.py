@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Protocol
+import importlib
+import os
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import ArtifactError
+from handlers import tensor_files
+from handlers.scripts.find import find_script
 
-USER_SCRIPTS = ("code/inference.py", "inference.py")
+if TYPE_CHECKING:
+    from handlers.scripts.handler import ScriptHandler
 
 
 class Handler(Protocol):
-    """A module (or object) that loads one kind of artifact and answers for it."""
+    """A module (or object) that loads one kind of artifact and answers for it.
+
+    One may have `describe(model)`, what `GET /v2/models/{name}` answers, and `FOR_SCRIPTS`: the
+    SageMaker toolkit's `model_fn`, `input_fn` (with the model as third argument), `predict_fn` and
+    `output_fn` for a model's own script that brings only some of them.
+    """
 
     # Whether the engine process holds the model; else the worker itself does.
     IN_ENGINE: bool
@@ -30,11 +39,30 @@ class Handler(Protocol):
         """The answer's bytes and content type. Raises `EngineError`."""
 
 
-def choose(model_dir: str) -> Handler:
-    """Raises `ArtifactError` for what no handler serves."""
+def brings_script(model_dir: str | os.PathLike[str], handler: str | None = None) -> bool:
+    """Whether the model's own Python answers for it."""
+    try:
+        return find_script(model_dir, handler) is not None
+    except (ArtifactError, OSError):
+        return True  # a broken one, for `choose` to refuse
+
+
+def choose(model_dir: str, handler: str | None = None) -> Handler | ScriptHandler:
+    """`handler` is what the load request names. Raises `ArtifactError` for what no one serves."""
+    script = find_script(model_dir, handler)
+    if script is not None:
+        from handlers.scripts.handler import ScriptHandler
+
+        return ScriptHandler(script)
+    return built_in(model_dir)
+
+
+def built_in(model_dir: str) -> Handler:
+    """The handler for a model without a script, by its files. Raises `ArtifactError`."""
     from handlers import kogpt2
 
-    for script in USER_SCRIPTS:
-        if (Path(model_dir) / script).exists():
-            raise ArtifactError(f"the model brings {script}; own scripts are not supported yet")
+    if tensor_files.is_symbol(model_dir):
+        return importlib.import_module("handlers.symbol")
+    if tensor_files.is_graph(model_dir):
+        return importlib.import_module("handlers.onnx_model")
     return kogpt2

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from sagemaker_inference.default_handler_service import DefaultHandlerService
 
 from engine.errors import EngineError
 from handlers.settings import Settings
+from handlers.slot import Slot
 from handlers.transformer import ModelTransformer
 
 logger = logging.getLogger(__name__)
@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 PROBE_HEADER = "x-kogpt2-probe"
 # On every answer, for the gateway to tell it from what MMS says in the worker's place.
 WORKER_HEADER = "x-kogpt2-worker"
-# In the folder that MMS knows the model by: where the model itself is, and its names.
-SLOT_FILE = "model.json"
 
 
 class HandlerService(DefaultHandlerService):  # type: ignore[misc]
@@ -36,9 +34,10 @@ class HandlerService(DefaultHandlerService):  # type: ignore[misc]
         self._secret = Settings.from_environment().probe_secret
 
     def initialize(self, context: Any) -> None:
-        name, engine_name, path = _slot(context)
+        slot = Slot.of(context)
+        name = slot.name
         try:
-            self._service.load(path, engine_name)
+            self._service.load(slot)
         except EngineError as error:
             self.load_error = error
             logger.error("model %s did not load: %s", name, error.message)
@@ -57,19 +56,19 @@ class HandlerService(DefaultHandlerService):  # type: ignore[misc]
         answers: list[Any] = self._service.transform(data, context, self.load_error)
         return answers
 
+    def connected(self) -> None:
+        """Multi Model Server has one more connection to the model."""
+        self._service.connected()
+
+    def disconnected(self) -> None:
+        self._service.disconnected()
+
     def _outcome(self) -> dict[str, Any]:
         if self.load_error is None:
             handler = self._service.handler
-            return {"status": 200, "in_engine": handler is not None and handler.IN_ENGINE}
+            outcome = {"status": 200, "in_engine": handler is not None and handler.IN_ENGINE}
+            if self._service.metadata is not None:
+                outcome["metadata"] = self._service.metadata
+            return outcome
         body = self.load_error.to_body()
         return {"status": body["code"], "type": body["type"], "message": body["message"]}
-
-
-def _slot(context: Any) -> tuple[str, str, str]:
-    """The model's name, its name in the engine, and its folder."""
-    folder = Path(context.system_properties["model_dir"])
-    try:
-        slot = json.loads((folder / SLOT_FILE).read_text(encoding="utf-8"))
-        return slot["name"], slot["engine_name"], slot["path"]
-    except FileNotFoundError:
-        return context.model_name, context.model_name, str(folder)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from engine.client import EngineClient, ModelHandle
-from handlers.payload import answer_type, format_answer, parse
+from handlers import text_v2
+from handlers.names import client_name
+from handlers.payload import JSON, answer_type, format_answer, parse
 from handlers.request_id import request_id
 from handlers.settings import Settings
 
@@ -30,6 +33,11 @@ def model_fn(model_dir: str, name: str | None = None) -> ModelHandle:
     return ModelHandle(_client(), name or model_dir, model_dir)
 
 
+def describe(model: ModelHandle) -> dict[str, Any]:
+    """As `GET /v2/models/{name}` answers."""
+    return text_v2.metadata(client_name(model.model["name"]))
+
+
 def transform_fn(
     model: ModelHandle,
     body: bytes | bytearray | str,
@@ -42,6 +50,10 @@ def transform_fn(
     Returns the answer's bytes and content type. Raises `engine.errors.EngineError`.
     """
     timeout_s = timeout_s or _settings().request_timeout_s
+    asked = text_v2.parse(body, content_type)
+    if asked is not None:
+        plain, _ = transform_fn(model, asked.body, JSON, JSON, timeout_s)
+        return text_v2.answer(asked, plain, client_name(model.model["name"]))
     request = parse(body, content_type)
     media_type = answer_type(accept, request.form)
     answer = model.generate(request.inputs, request.parameters, timeout_s, request_id.get())

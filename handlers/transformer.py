@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sagemaker_inference.transformer import Transformer
@@ -16,6 +16,9 @@ from sagemaker_inference.transformer import Transformer
 from engine.errors import EngineError
 from handlers.choose import Handler, choose
 from handlers.request_id import request_id
+from handlers.scripts.handler import ScriptHandler
+from handlers.scripts.messages import Answer, Part, Request
+from handlers.slot import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT_HEADER = "x-kogpt2-timeout"
 # What the gateway cancels the request by when its client goes away.
 REQUEST_HEADER = "x-kogpt2-request"
+INTERNAL_HEADERS = (TIMEOUT_HEADER, REQUEST_HEADER, "x-kogpt2-probe")
 
 
 class ModelTransformer(Transformer):  # type: ignore[misc]
@@ -30,57 +34,111 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.handler: Handler | None = None
-        self._model: Any = None
+        self.handler: Handler | ScriptHandler | None = None
+        self.metadata: dict[str, Any] | None = None  # what /v2 tells of the model
+        self._answer: Callable[[Sequence[Request], float | None], Sequence[Answer | EngineError]]
 
-    def load(self, model_dir: str, name: str) -> None:
-        """Loads the model. Raises what `model_fn` raises."""
-        self.handler = choose(model_dir)
-        self._model = self.handler.model_fn(model_dir, name)
+    def load(self, slot: Slot) -> None:
+        """Loads the model. Raises what its handler raises."""
+        handler = choose(slot.path, slot.handler)
+        if isinstance(handler, ScriptHandler):
+            handler.load(slot)
+            self._answer = handler.answer
+        else:
+            model = handler.model_fn(slot.path, slot.engine_name)
+            self._answer = _one_by_one(handler, model)
+            if hasattr(handler, "describe"):
+                self.metadata = handler.describe(model)
+        self.handler = handler
+
+    def connected(self) -> None:
+        if isinstance(self.handler, ScriptHandler):
+            self.handler.connected()
+
+    def disconnected(self) -> None:
+        if isinstance(self.handler, ScriptHandler):
+            self.handler.disconnected()
 
     def transform(
         self, data: list[Mapping[str, Any]], context: Any, failure: EngineError | None = None
     ) -> list[bytes]:
         """One answer per request; all of them `failure` where the model did not load."""
-        return [self._answer(i, request, context, failure) for i, request in enumerate(data)]
-
-    def _answer(
-        self, i: int, request: Mapping[str, Any], context: Any, load_error: EngineError | None
-    ) -> bytes:
-        headers = {k.lower(): v for k, v in context.get_all_request_header(i).items()}
-        content_type = _header(headers, "content-type")
+        requests, limits = [], []
+        for i, values in enumerate(data):
+            request, limit_s = _request(i, values, context)
+            requests.append(request)
+            limits.append(limit_s)
         try:
-            if load_error is not None or self.handler is None:
-                raise load_error or EngineError("the model is not loaded")
-            request_id.set(_header(headers, REQUEST_HEADER))
-            body, kind = self.handler.transform_fn(
-                self._model,
-                request.get("body", b""),
-                content_type,
-                _header(headers, "accept"),
-                float(_header(headers, TIMEOUT_HEADER) or 0) or None,
+            if failure is not None or self.handler is None:
+                raise failure or EngineError("the model is not loaded")
+            answers = self._answer(requests, max(filter(None, limits), default=None))
+        except Exception as error:
+            answers = [_explained(error, requests)] * len(requests)
+        return [_respond(i, answer, context) for i, answer in enumerate(answers)]
+
+
+def _one_by_one(
+    handler: Handler, model: Any
+) -> Callable[[Sequence[Request], float | None], list[Answer | EngineError]]:
+    """A handler that knows no batches."""
+
+    def answer(request: Request, timeout_s: float | None) -> Answer | EngineError:
+        headers = request.headers
+        request_id.set(request.id)
+        try:
+            return Answer(
+                *handler.transform_fn(
+                    model,
+                    request.body,
+                    headers.get("content-type"),
+                    headers.get("accept"),
+                    timeout_s,
+                )
             )
         except Exception as error:
-            failure = error
-            if not isinstance(error, EngineError):
-                logger.exception("request %s failed", headers.get("x-request-id", ""))
-                failure = EngineError("the model's handler failed; the log says why")
-            assert isinstance(failure, EngineError)
-            context.set_response_status(failure.status, _phrase(failure), i)
-            if failure.retry_after_s is not None:
-                context.set_response_header(i, "retry-after", f"{failure.retry_after_s:.0f}")
-            body = json.dumps(failure.to_body(), ensure_ascii=False).encode("utf-8")
-            kind = "application/json"
-        context.set_response_content_type(i, kind)
-        return body
+            return _explained(error, [request])
+
+    return lambda requests, timeout_s: [answer(request, timeout_s) for request in requests]
 
 
-def _header(headers: Mapping[str, Any], name: str) -> str | None:
-    """A request's header; a parameter of the same name hides it in a dict of its own."""
-    value = headers.get(name)
-    return value if isinstance(value, str) else None
+def _request(i: int, values: Mapping[str, Any], context: Any) -> tuple[Request, float | None]:
+    """The `i`-th of a batch, and how many seconds it has, if the gateway said so."""
+    headers, kinds = {}, {}
+    for name, value in context.get_all_request_header(i).items():
+        if isinstance(value, str):
+            headers[str(name).lower()] = value
+        else:  # of a part; one called like a header hides it
+            kinds[str(name)] = str(value.get("content-type", ""))
+    limit_s = float(headers.get(TIMEOUT_HEADER, 0)) or None
+    id = headers.get(REQUEST_HEADER) or str(context.get_request_id(i))
+    for name in INTERNAL_HEADERS:
+        headers.pop(name, None)
+    parts = [
+        Part(name, kinds.get(name) or headers.get("content-type", ""), bytes(value))
+        for name, value in values.items()
+    ]
+    return Request(id, headers, parts), limit_s
 
 
-def _phrase(error: EngineError) -> str:
-    """A reason phrase in ASCII: Multi Model Server's worker dies of anything else."""
-    return error.type
+def _explained(error: Exception, requests: Sequence[Request]) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    ids = ", ".join(request.headers.get("x-request-id", "") for request in requests)
+    logger.error("request %s failed", ids, exc_info=error)
+    return EngineError("the model's handler failed; the log says why")
+
+
+def _respond(i: int, answer: Answer | EngineError, context: Any) -> bytes:
+    if isinstance(answer, EngineError):
+        # Multi Model Server's worker dies of a phrase that is not ASCII.
+        context.set_response_status(answer.status, answer.type, i)
+        if answer.retry_after_s is not None:
+            context.set_response_header(i, "retry-after", f"{answer.retry_after_s:.0f}")
+        context.set_response_content_type(i, "application/json")
+        return json.dumps(answer.to_body(), ensure_ascii=False).encode("utf-8")
+    if answer.status != 200:
+        context.set_response_status(answer.status, "", i)
+    for name, value in answer.headers.items():
+        context.set_response_header(i, name, value)
+    context.set_response_content_type(i, answer.content_type)
+    return answer.body

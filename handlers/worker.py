@@ -3,7 +3,8 @@
 MMS's own worker (mms/model_service_worker.py, 1.1.11) forks a process per connection, each with its
 own numpy and scipy: 39 MB a model and as much for each further worker. The built-in handler only
 waits for the engine, so threads serve it as well: 20 MB a model, however many requests MMS may pass
-on at once. The protocol and the service are MMS's own.
+on at once. So does the handler for a model's own script, which has a process of its own for each
+connection (handlers.scripts). The protocol and the service are MMS's own.
 
 The process that MMS starts only watches a fork of itself that does the work: MMS connects again to
 a worker that crashed, but never starts that first process again.
@@ -28,6 +29,8 @@ from handlers.deferred import deferred
 # The worker goes when MMS has closed all connections for this long: the model was unregistered, or
 # MMS itself is gone.
 LEFT_ALONE_S = 5.0
+# MMS connects as soon as a worker has started, and to one that crashed within its back-off.
+NEVER_CONNECTED_S = 120.0
 CONNECTIONS_AT_ONCE = 128
 
 LOOK_AROUND_S = 0.25
@@ -67,14 +70,15 @@ class Worker:
     def _left_alone(self) -> bool:
         orphaned = os.getppid() != self._parent
         with self._lock:
-            if self._connections or not (self._had_connections or orphaned):
-                return False
-            return orphaned or time.monotonic() - self._alone_since > LEFT_ALONE_S
+            limit_s = LEFT_ALONE_S if self._had_connections else NEVER_CONNECTED_S
+            alone = orphaned or time.monotonic() - self._alone_since > limit_s
+            return alone and not self._connections
 
     def _serve_connection(self, connection: socket.socket) -> None:
         from mms.protocol.otf_message_handler import create_load_model_response, retrieve_msg
 
         service: Any = None
+        handler: Any = None
         pipes = contextlib.ExitStack()
         try:
             while True:
@@ -84,6 +88,9 @@ class Worker:
                     return
                 if command == LOAD:
                     service = self._service(message)
+                    if handler is None:
+                        handler = service._entry_point.__self__
+                        handler.connected()
                     name = message["modelName"].decode()
                     paths = self._make_pipes(message["ioFileDescriptor"].decode())
                     answer = create_load_model_response(
@@ -96,6 +103,8 @@ class Worker:
         except Exception:
             logging.exception("a connection of Multi Model Server ended")
         finally:
+            if handler is not None:
+                handler.disconnected()
             connection.close()
             pipes.close()
             with self._lock:
@@ -143,8 +152,6 @@ def _open_pipes(paths: list[Path], pipes: contextlib.ExitStack) -> None:
 
 def main() -> None:
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
-    with deferred("numpy", "scipy", "scipy.sparse"):
-        import sagemaker_inference.default_handler_service  # noqa: F401
     from mms.arg_parser import ArgParser
 
     arguments = ArgParser.model_service_worker_args().parse_args()
@@ -153,9 +160,12 @@ def main() -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     listener.listen(CONNECTIONS_AT_ONCE)
-    # MMS waits for these two lines.
+    # MMS waits for these two lines. A process that ends before them stops all its loads for two
+    # minutes; one that ends after them is noticed at once. So they come before the slow imports.
     print(f"[PID] {os.getpid()}", flush=True)
     print("MMS worker started.", flush=True)
+    with deferred("numpy", "scipy", "scipy.sparse"):
+        import sagemaker_inference.default_handler_service  # noqa: F401
     watcher = os.getpid()
     while True:
         child = os.fork()

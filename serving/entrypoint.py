@@ -24,7 +24,9 @@ import requests
 from engine.errors import EngineError
 from engine.logs import log_as_json
 from serving import examples, mms, ports
+from serving.device import check_device
 from serving.errors import ServingError, StartError, StillLoading
+from serving.privacy import close_to_others
 from serving.settings import REPOSITORY, Settings
 from serving.supervisor import Child, Progress, Supervisor
 
@@ -56,6 +58,8 @@ def serve(settings: Settings) -> int:
     Raises `StartError` for what can be known beforehand.
     """
     started = time.monotonic()
+    close_to_others()
+    check_device(settings.device)
     check_java()
     for port in settings.ports:
         ports.check(settings.host, port)
@@ -67,7 +71,11 @@ def serve(settings: Settings) -> int:
         shared = {"RUN_DIR": str(run_dir), "PROBE_SECRET": secret}
         python = {**os.environ, "PYTHONPATH": str(REPOSITORY), **shared}
         # RUN_DIR may be the one place that can be written: models are prepared there, if need be.
-        engine = {**python, "ENGINE_SOCKET": mms.engine_socket(run_dir), "TMPDIR": str(run_dir)}
+        engine = {
+            **mms.without_secrets(python),
+            "ENGINE_SOCKET": mms.engine_socket(run_dir),
+            "TMPDIR": str(run_dir),
+        }
         gateway = {**python, **settings.environment(), **shared}
         workers = {**mms.environment(settings, run_dir), **shared}
         run = [sys.executable, "-m"]

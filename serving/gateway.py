@@ -36,6 +36,7 @@ from serving.api.common import Gateway, error_response
 from serving.api.inference import Inference
 from serving.api.management import Management
 from serving.api.metrics import CONTENT_TYPE, Metrics
+from serving.api.v2 import V2
 from serving.errors import (
     HeadersTooLarge,
     MethodNotAllowed,
@@ -48,6 +49,7 @@ from serving.mms_client import MMSClient
 from serving.models import Registry
 from serving.on_demand import OnDemand
 from serving.ports import listen
+from serving.privacy import close_to_others
 from serving.recovery import Recovery
 from serving.saved import SavedModels
 from serving.settings import Settings
@@ -78,7 +80,9 @@ class App:
             Route("/", self._openapi, methods=["OPTIONS"]),
         ]
         both = [*health, *documents]
-        self._inference = self._app([*both, *Inference(gateway).routes(), *management])
+        self._inference = self._app(
+            [*both, *Inference(gateway).routes(), *V2(gateway).routes(), *management]
+        )
         self._management = self._app([*both, *management])
 
     @staticmethod
@@ -271,6 +275,7 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
 
 
 def main() -> int:
+    close_to_others()
     log_as_json("gateway")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # uvicorn raises the signal again when it is done; the exit status shall be 0.

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ from serving.settings import REPOSITORY, Settings
 
 HANDLER = "handlers.handler_service"
 EXIT_NOT_STARTED = 3
+LAUNCHER_S = 5
 # How much longer than a request may take MMS waits for its worker.
 WORKER_GRACE_S = 15
 QUEUE_SIZE = 1000
@@ -36,7 +38,7 @@ LOG_CONFIGURATION = """<?xml version="1.0" encoding="UTF-8"?>
 <Configuration>
   <Appenders>
     <Console name="stdout" target="SYSTEM_OUT">
-      <PatternLayout charset="UTF-8" pattern='{"time":"%d{yyyy-MM-dd&apos;T&apos;HH:mm:ss.SSS&apos;Z&apos;}{UTC}","level":"%level{lowerCase=true}","process":"mms","thread":"%t","message":"%enc{%m}{JSON}"}%n'/>
+      <PatternLayout charset="UTF-8" alwaysWriteExceptions="false" pattern='{"time":"%d{yyyy-MM-dd&apos;T&apos;HH:mm:ss.SSS&apos;Z&apos;}{UTC}","level":"%level{lowerCase=true}","process":"mms","thread":"%t","message":"%enc{%m%notEmpty{: %throwable{short.message}}}{JSON}"}%n'/>
     </Console>
   </Appenders>
   <Loggers>
@@ -60,7 +62,7 @@ def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
 
     Keys for AWS and our own tokens stay out of it: a model's own code runs there.
     """
-    kept = {k: v for k, v in os.environ.items() if not _is_secret(k)}
+    kept = without_secrets(os.environ)
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
     address = f"unix:{mms_socket(run_dir)}"
     return {
@@ -91,6 +93,10 @@ def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
         "MMS_DECODE_INPUT_REQUEST": "false",
         "MODEL_SERVER_HOME": str(REPOSITORY / "handlers" / "mms_home"),
     }
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in environment.items() if not _is_secret(k)}
 
 
 def _is_secret(variable: str) -> bool:
@@ -140,6 +146,7 @@ def _wait_for_java(output: JsonOutput, timeout_s: int) -> psutil.Process:
     """In place of the toolkit's own loop, which looks once a second."""
     find = retry(wait_fixed=100, stop_max_delay=timeout_s * 1000)(_find_java)
     process: psutil.Process = find(output)
+    psutil.wait_procs(psutil.Process().children(), LAUNCHER_S)  # the toolkit does not reap it
     return process
 
 

@@ -27,7 +27,7 @@ class Model:
     url: str
     id: str  # MMS's name for it
     stored: StoredModel
-    options: Mapping[str, Any]  # `initial_workers`, `response_timeout`
+    options: Mapping[str, Any]  # those of a load request for its worker
     state: State = State.FETCHING
     fetched: Fetched | None = None
     in_flight: int = 0

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any
 
 from serving.errors import Conflict, ModelNotFound, Timeout, Unavailable
+from serving.memory import check_room
 from serving.model import Model, State
 from serving.settings import Settings
 from serving.store import Cache, Fetched, StoredModel
@@ -126,6 +127,7 @@ class Registry:
             self._observe("fetched", model, time.monotonic() - started)
         async with self._workers.turn:
             model.set(State.LOADING)
+            check_room(model.name)
             started = time.monotonic()
             await self._workers.start(model)
             self._observe("loaded", model, time.monotonic() - started)

@@ -70,7 +70,7 @@ class OnDemand:
 
         Raises what `ensure` does, and `NoRoom` or `OutOfMemory`.
         """
-        stored = await asyncio.to_thread(self._find, name)
+        stored = await asyncio.to_thread(self.find, name)
         with contextlib.suppress(Conflict):  # somebody has asked for it already
             await self._registry.load(name, stored.name, stored)
 
@@ -78,7 +78,8 @@ class OnDemand:
         model = self._registry.find(name)
         return model is not None and model.state is State.READY
 
-    def _find(self, name: str) -> StoredModel:
+    def find(self, name: str) -> StoredModel:
+        """What the store has. Raises `ModelNotFound`."""
         if self._store is None:
             raise ModelNotFound(f"Model not found: {name}")
         try:
@@ -92,7 +93,7 @@ class OnDemand:
             if model is not None:  # someone loads it by its url, or it is being unloaded
                 await model.change()
                 continue
-            stored = await asyncio.to_thread(self._find, name)
+            stored = await asyncio.to_thread(self.find, name)
             if self._registry.find(name) is not None:
                 continue
             unloads = self._registry.unloads

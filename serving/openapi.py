@@ -9,6 +9,7 @@ from typing import Any
 from engine.parameters import Parameters
 
 ERROR = {"$ref": "#/components/schemas/Error"}
+V2_ERROR = {"type": "object", "properties": {"error": {"type": "string"}}}
 
 
 def document() -> dict[str, Any]:
@@ -66,6 +67,7 @@ def document() -> dict[str, Any]:
             "/models/{name}/invoke": {"post": _generation("SageMaker multi-model", [name])},
             "/predictions/{name}": {"post": _generation("Multi Model Server", [name])},
             "/invocations": {"post": _generation("SageMaker", [target])},
+            **_v2(name),
         },
         "components": {"schemas": _schemas()},
     }
@@ -108,6 +110,40 @@ def _generation(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any
     return described
 
 
+def _v2(name: dict[str, Any]) -> dict[str, Any]:
+    """The routes of the Open Inference Protocol."""
+    tag = "Open Inference Protocol"
+    infer = _operation(
+        tag,
+        "Tensors in, tensors out",
+        [name],
+        {"$ref": "#/components/schemas/Infer"},
+        (400, 401, 404, 413, 500, 503, 504, 507),
+    )
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    infer["requestBody"]["content"]["application/octet-stream"] = binary
+    infer["responses"]["200"]["content"] = {
+        "application/json": {"schema": {"$ref": "#/components/schemas/Inferred"}},
+        "application/octet-stream": binary,
+    }
+    described = _operation(tag, "The model's inputs and outputs", [name], errors=(401, 404, 507))
+    ready = _operation(tag, "200 when the model is loaded", [name], errors=(401, 404, 503))
+    paths = {
+        "/v2": {"get": _operation(tag, "The server's name and extensions")},
+        "/v2/health/live": {"get": _operation(tag, "200 as long as the server answers")},
+        "/v2/health/ready": {"get": _operation(tag, "As /ping", errors=(503,))},
+        "/v2/models/{name}": {"get": described},
+        "/v2/models/{name}/ready": {"get": ready},
+        "/v2/models/{name}/infer": {"post": infer},
+    }
+    for methods in paths.values():
+        for operation in methods.values():
+            for status, response in operation["responses"].items():
+                if int(status) >= 400:
+                    response["content"]["application/json"]["schema"] = V2_ERROR
+    return paths
+
+
 def _query(name: str, kind: str) -> dict[str, Any]:
     return {"name": name, "in": "query", "schema": {"type": kind}}
 
@@ -134,7 +170,10 @@ def _schemas() -> dict[str, Any]:
             "properties": {
                 "model_name": text,
                 "url": text,
+                "handler": text,
                 "initial_workers": integer,
+                "batch_size": integer,
+                "max_batch_delay": integer,
                 "response_timeout": integer,
                 "synchronous": {"type": "boolean"},
             },
@@ -162,12 +201,44 @@ def _schemas() -> dict[str, Any]:
                 "seconds": number,
             },
         },
+        "Infer": {
+            "type": "object",
+            "required": ["inputs"],
+            "additionalProperties": False,
+            "properties": {
+                "id": text,
+                "parameters": {"type": "object"},
+                "inputs": {"type": "array", "items": _tensor("name", "shape", "datatype", "data")},
+                "outputs": {"type": "array", "items": _tensor("name")},
+            },
+        },
+        "Inferred": {
+            "type": "object",
+            "properties": {
+                "model_name": text,
+                "model_version": text,
+                "id": text,
+                "outputs": {"type": "array", "items": _tensor("name", "shape", "datatype", "data")},
+            },
+        },
         "Error": {
             "type": "object",
             "required": ["code", "type", "message"],
             "properties": {"code": integer, "type": text, "message": text},
         },
     }
+
+
+def _tensor(*fields: str) -> dict[str, Any]:
+    known = {
+        "name": {"type": "string"},
+        "shape": {"type": "array", "items": {"type": "integer"}},
+        "datatype": {"type": "string"},
+        "parameters": {"type": "object"},
+        "data": {"type": "array"},
+    }
+    kept = {name: schema for name, schema in known.items() if name in (*fields, "parameters")}
+    return {"type": "object", "required": ["name"], "properties": kept}
 
 
 def page() -> str:

@@ -80,6 +80,11 @@ class Settings:
     workers_per_model: int = _setting(
         "WORKERS_PER_MODEL", 8, "requests to one model that MMS passes on at the same time"
     )
+    script_workers: int = _setting(
+        "SCRIPT_WORKERS",
+        1,
+        "processes of a model that brings its own script, each with the model loaded",
+    )
     request_timeout_s: int = _setting(
         "REQUEST_TIMEOUT_S", 60, "an answer that takes longer is given up with 504"
     )
@@ -93,6 +98,7 @@ class Settings:
         60,
         "the server gives up when it has not started after this time, models to preload aside",
     )
+    device: str = _setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
     show_examples: bool = _setting("SHOW_EXAMPLES", False, "print what to type once it is ready")
 
     def __post_init__(self) -> None:
@@ -101,7 +107,7 @@ class Settings:
                 raise SettingError(
                     f"{_variable(name)} is {getattr(self, name)}, must be from 1 to {MAX_PORT}"
                 )
-        for name in ("workers_per_model", "request_timeout_s", "start_timeout_s"):
+        for name in ("workers_per_model", "script_workers", "request_timeout_s", "start_timeout_s"):
             if getattr(self, name) < 1:
                 raise SettingError(f"{_variable(name)} must be at least 1")
 

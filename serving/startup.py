@@ -48,10 +48,9 @@ async def _preload(gateway: Gateway) -> None:
     if not settings.sagemaker_multi_model and single.is_dir() and any(single.iterdir()):
         gateway.single_model = SINGLE_MODEL
         place = (str(single), gateway.store, gateway.store_settings)
-        options = {"initial_workers": settings.workers_per_model}
         try:
             stored = await asyncio.to_thread(locate, *place)
-            await gateway.registry.load(SINGLE_MODEL, str(single), stored, **options)
+            await gateway.registry.load(SINGLE_MODEL, str(single), stored)
         except Conflict:  # the gateway before this one has loaded it
             pass
         except (ServingError, EngineError) as error:

@@ -13,11 +13,12 @@ from typing import Any
 from engine import errors as engine_errors
 from engine.async_client import AsyncEngineClient
 from engine.errors import ArtifactError, EngineError, EngineUnavailable
+from handlers.choose import brings_script
 from serving.errors import ServingError, WorkerFailed
 from serving.mms_client import MMSClient
 from serving.model import Model
 from serving.settings import Settings
-from serving.store.stored import SCRIPTS
+from serving.worker_options import worker_options
 
 LOADS_AT_ONCE = 2
 # MMS is given this much longer than the request itself has.
@@ -43,18 +44,22 @@ class Workers:
         Raises that: `EngineError`, `NoRoom`, `WorkerFailed`. Then `end` is due.
         """
         assert model.fetched is not None
-        await self._check_room(model.name, model.fetched.path)
+        path = model.fetched.path
+        options, handler = worker_options(path, model.options, self._settings)
+        await self._check_room(model.name, path, handler)
         slot = self._slots / model.id
         slot.mkdir(exist_ok=True)
         # MMS puts the folder it is told on the worker's import path, before Python's own modules;
         # so it is told an empty one, and the worker reads here where the model is.
         described = {"name": model.name, "engine_name": model.engine_name}
-        described["path"] = str(model.fetched.path)
+        described["path"] = str(path)
+        if handler is not None:
+            described["handler"] = handler
         (slot / "model.json").write_text(json.dumps(described), encoding="utf-8")
         timeout_s = self._settings.load_timeout_s
         # MMS has one limit for loads and requests; the gateway and the engine keep the requests'.
         limit_s = max(timeout_s, model.request_timeout_s + MMS_GRACE_S)
-        options = {**model.options, "response_timeout": int(limit_s)}
+        options["response_timeout"] = int(limit_s)
         await self._mms.register(model.id, slot, options, timeout_s)
         outcome = await self._mms.probe(model.id, timeout_s)
         if outcome["status"] != 200:
@@ -62,9 +67,9 @@ class Workers:
         model.in_engine = bool(outcome["in_engine"])
         model.socket = str(self._run_dir / f".mms.sock.{await self._mms.socket_number(model.id)}")
 
-    async def _check_room(self, name: str, path: Path) -> None:
+    async def _check_room(self, name: str, path: Path, handler: str | None) -> None:
         """Raises `OutOfMemory` before a worker is started in vain, if it can be known."""
-        if any((path / script).exists() for script in SCRIPTS):  # need not use the engine
+        if brings_script(path, handler):  # which need not use the engine
             return
         with contextlib.suppress(ArtifactError, EngineUnavailable):  # its worker knows more
             await self._engine.check(name, str(path))

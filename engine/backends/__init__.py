@@ -24,7 +24,7 @@ Logits = NDArray[np.float32]
 
 BACKENDS = ("mxnet", "onnxruntime")
 _MODULES = {"mxnet": "mxnet_backend", "onnxruntime": "onnx_backend"}
-PRECISIONS = {"mxnet": ("fp32",), "onnxruntime": ("int8", "fp32")}
+DEVICES = ("cpu", "gpu")
 
 
 class BackendModel(Protocol):
@@ -32,6 +32,7 @@ class BackendModel(Protocol):
 
     config: GPT2Config
     weight_bytes: int  # resident bytes of the weights
+    kv_bytes_per_token: int  # of the cache
     max_rows: int
 
     def add_row(self) -> int:
@@ -66,17 +67,33 @@ class BackendModel(Protocol):
         """Frees everything; the model cannot be used afterwards."""
 
 
+def precisions(backend: str, device: str) -> tuple[str, ...]:
+    """What a backend can compute in on a device, its default first."""
+    if backend == "mxnet":
+        return ("fp32",)
+    return ("fp16",) if device == "gpu" else ("int8", "fp32")
+
+
 def weight_bytes(config: GPT2Config, backend: str, precision: str) -> int:
     """What a model's weights will take, for admission before anything is allocated."""
     if precision == "int8":
         # A byte each, a scale for 64, and the packed form's own; the fp32 tables are page cache.
         return config.num_parameters * 6 // 5
-    return 4 * config.num_parameters
+    return (2 if precision == "fp16" else 4) * config.num_parameters
 
 
 def import_backend(backend: str) -> None:
-    """Imports a backend's library ahead of its first use: MXNet costs 1.2 s and 276 MB."""
-    importlib.import_module(f"engine.backends.{_MODULES[backend]}")
+    """Imports a backend's library ahead of its first use: MXNet costs 1.2 s and 276 MB.
+
+    Raises `InvalidRequest` where a library that it needs is missing.
+    """
+    try:
+        importlib.import_module(f"engine.backends.{_MODULES[backend]}")
+    except OSError as error:  # a shared library; MXNet's GPU build wants the driver on a CPU, too
+        raise InvalidRequest(
+            f"backend {backend} cannot be used here: {error}; where it is a build for GPUs, is"
+            " NVIDIA's driver there (docker run --gpus all)?"
+        ) from None
 
 
 def load(
@@ -90,15 +107,19 @@ def load(
     """Loads a model. Raises `ArtifactError`, `OutOfMemory`, `InvalidRequest` (wrong names)."""
     if backend not in BACKENDS:
         raise InvalidRequest(f"backend is {backend!r}, must be one of {', '.join(BACKENDS)}")
-    if precision not in PRECISIONS[backend]:
+    if precision not in precisions(backend, device):
         raise InvalidRequest(
-            f"precision is {precision!r}, must be one of {', '.join(PRECISIONS[backend])}"
-            f" for backend {backend}"
+            f"precision is {precision!r}, must be one of {', '.join(precisions(backend, device))}"
+            f" for backend {backend} on the {device}"
         )
     if backend == "mxnet":
         from engine.backends import mxnet_backend
 
         return mxnet_backend.load(artifact, device=device)
+    if device == "gpu":
+        from engine.backends import onnx_gpu_backend
+
+        return onnx_gpu_backend.load(artifact)
     from engine.backends import onnx_backend
 
-    return onnx_backend.load(artifact, precision, cache_dir=cache_dir, device=device)
+    return onnx_backend.load(artifact, precision, cache_dir=cache_dir)

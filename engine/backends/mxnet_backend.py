@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from engine import gpu
 from engine.artifacts import Artifact
 from engine.backends import Ids, Logits
-from engine.errors import OutOfMemory
+from engine.errors import InvalidRequest, OutOfMemory
+from engine.memory import is_out_of_memory
 from engine.models.gpt2_mxnet import GPT2, KVCache
 from engine.mxnet_compat import CPU_WORKERS, mx
 
@@ -18,19 +21,32 @@ class MXNetModel:
 
     max_rows = MAX_ROWS
 
-    def __init__(self, artifact: Artifact, ctx: mx.Context) -> None:
+    def __init__(self, artifact: Artifact, ctx: mx.Context, shards: int = 0) -> None:
+        """`shards` side by side, see `GPT2.shard`; 0: the weights as they are, as a GPU wants."""
         self.config = artifact.config
         self.weight_bytes = artifact.fp32_bytes
+        self.kv_bytes_per_token = artifact.config.kv_bytes_per_token
         self._ctx = ctx
         self._model = GPT2(artifact.config)
+        try:
+            self._fill(artifact, shards)
+        except BaseException:
+            self._model.free()
+            ctx.empty_cache()
+            raise
+        self._cache = KVCache(artifact.config, ctx, self._model.num_shards)
+
+    def _fill(self, artifact: Artifact, shards: int) -> None:
         self._model.collect_params().setattr("grad_req", "null")  # no room for gradients
         for name, parameter in self._model._collect_params_with_prefix().items():
             if name in artifact.weights:  # the tied projection is the embedding itself
-                parameter.initialize(mx.init.Zero(), ctx=ctx)
-                parameter.set_data(mx.nd.array(artifact.weights[name], dtype="float32", ctx=ctx))
-        if ctx.device_type == "cpu":
-            self._model.shard(_shards(artifact.config.num_heads, CPU_WORKERS))
-        self._cache = KVCache(artifact.config, ctx, self._model.num_shards)
+                parameter.initialize(mx.init.Zero(), ctx=self._ctx)
+                weight = mx.nd.array(artifact.weights[name], dtype="float32", ctx=self._ctx)
+                parameter.set_data(weight)
+        if shards:
+            self._model.shard(shards)
+        for array in self._model.arrays():  # now, not at the first request, it fails if it does
+            array.wait_to_read()
 
     def add_row(self) -> int:
         return self._cache.add_row()
@@ -44,17 +60,14 @@ class MXNetModel:
 
     def _run(self, begin: int, end: int, ids: Ids) -> Logits:
         self._cache.select(begin, end)
-        try:
+        with out_of_memory(self._ctx, f"{ids.size} more tokens"):
             logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache, True)
             result: Logits = logits.asnumpy()
-        except mx.MXNetError as error:
-            if "memory" not in str(error).lower():
-                raise
-            raise OutOfMemory(f"{self._ctx} has no room for {end - begin} more rows") from error
         return result
 
     def move_row(self, source: int, target: int) -> None:
-        self._cache.move_row(source, target)
+        with out_of_memory(self._ctx, "moving a row"):
+            self._cache.move_row(source, target)
 
     def remove_last_row(self) -> None:
         self._cache.remove_last_row()
@@ -70,8 +83,9 @@ class MXNetModel:
         return self._cache.num_bytes
 
     def close(self) -> None:
+        self._model.free()
         del self._model, self._cache
-        self._ctx.empty_cache()
+        self._ctx.empty_cache()  # MXNet keeps a GPU's freed memory, for itself
 
 
 def _shards(heads: int, cores: int) -> int:
@@ -79,13 +93,41 @@ def _shards(heads: int, cores: int) -> int:
     return max(n for n in range(1, min(heads, cores) + 1) if heads % n == 0)
 
 
-def load(artifact: Artifact, *, device: str = "cpu") -> MXNetModel:
-    """Loads the weights onto `device`, `cpu` or `gpu`. Raises `OutOfMemory`."""
+@contextmanager
+def out_of_memory(ctx: mx.Context, what: str) -> Iterator[None]:
+    """Turns MXNet's allocation failures into `OutOfMemory`.
+
+    Operators run later, on MXNet's threads; what fails there is raised by whoever waits for the
+    result, so waiting belongs inside.
+    """
     try:
-        return MXNetModel(artifact, mx.gpu(0) if device == "gpu" else mx.cpu())
+        yield
+    except MemoryError as error:
+        raise OutOfMemory(f"{ctx} has no room for {what}") from error
     except mx.MXNetError as error:
-        if "memory" not in str(error).lower():
+        if not is_out_of_memory(str(error)):
             raise
-        raise OutOfMemory(
-            f"{device} has no room for {artifact.fp32_bytes} bytes of weights"
-        ) from error
+        raise OutOfMemory(f"{ctx} has no room for {what}") from error
+
+
+def _first_gpu() -> mx.Context:
+    """Raises `InvalidRequest` that says what is missing."""
+    if not mx.runtime.Features().is_enabled("CUDA"):
+        raise InvalidRequest(
+            f"the mxnet {mx.__version__} that is installed cannot use a GPU: pip uninstall mxnet,"
+            f" then pip install mxnet-cu117=={mx.__version__}"
+        )
+    gpu.memory_bytes()
+    return mx.gpu(0)
+
+
+def load(artifact: Artifact, *, device: str = "cpu") -> MXNetModel:
+    """Loads the weights onto `device`, `cpu` or `gpu`.
+
+    Raises `OutOfMemory`, and `InvalidRequest` where there is no GPU or no MXNet that can use it.
+    """
+    on_cpu = device == "cpu"
+    ctx = mx.cpu() if on_cpu else _first_gpu()
+    shards = _shards(artifact.config.num_heads, CPU_WORKERS) if on_cpu else 0
+    with out_of_memory(ctx, f"{artifact.fp32_bytes} bytes of weights"):
+        return MXNetModel(artifact, ctx, shards)

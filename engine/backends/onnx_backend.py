@@ -34,6 +34,7 @@ class OnnxModel:
     def __init__(self, config: GPT2Config, found: Prepared) -> None:
         self.config = config
         self.weight_bytes = found.weight_bytes
+        self.kv_bytes_per_token = config.kv_bytes_per_token
         self._embedding, self._positions = found.embedding, found.positions
         self._session = onnx_session.open_packed(found.graph)
         past = [i for i in self._session.get_inputs() if i.name.startswith("past_")]
@@ -54,7 +55,7 @@ class OnnxModel:
         """Any number of ids after any number of cached ones: exact, since the row is alone."""
         begin = self._cache.lengths[row]
         end = begin + len(ids)
-        self._check(ids, end)
+        check_ids(self.config, ids, end)
         last, total = np.array([end - 1], dtype=np.int32), np.array([end], dtype=np.int32)
         logits = np.empty((1, self.config.vocab_size), dtype=np.float32)
         with onnx_session.out_of_memory(f"{len(ids)} more tokens"):
@@ -69,7 +70,7 @@ class OnnxModel:
     def decode(self, ids: Ids) -> Logits:
         rows = len(ids)
         lengths = np.array(self._cache.lengths[:rows], dtype=np.int32)
-        self._check(ids, int(lengths.max()) + 1)
+        check_ids(self.config, ids, int(lengths.max()) + 1)
         np.add(self._embedding[ids], self._positions[lengths], out=self._x[:rows, 0])
         self._last[:rows] = lengths
         self._total[0] = lengths.max() + 1
@@ -92,7 +93,7 @@ class OnnxModel:
         return self._cache.lengths[row]
 
     def kv_bytes_for(self, lengths: Sequence[int]) -> int:
-        return sum(lengths) * self.config.kv_bytes_per_token
+        return sum(lengths) * self.kv_bytes_per_token
 
     @property
     def kv_bytes(self) -> int:
@@ -101,15 +102,6 @@ class OnnxModel:
     def close(self) -> None:
         del self._bindings, self._session, self._cache, self._embedding, self._positions
         return_freed_memory()
-
-    def _check(self, ids: Ids, end: int) -> None:
-        if end > self.config.max_length:
-            raise PromptTooLong(
-                f"{end} tokens do not fit the {self.config.max_length} of the model"
-            )
-        # numpy would take a negative id from the end of the table.
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            raise InvalidRequest(f"token ids must be from 0 to {self.config.vocab_size - 1}")
 
     def _bind(
         self,
@@ -130,6 +122,15 @@ class OnnxModel:
             binding.bind_ortvalue_input(f"past_{name}", value)
             binding.bind_ortvalue_output(f"present_{name}", value)
         return binding
+
+
+def check_ids(config: GPT2Config, ids: Ids, end: int) -> None:
+    """Raises unless the model has these ids, and room for a row of `end` tokens."""
+    if end > config.max_length:
+        raise PromptTooLong(f"{end} tokens do not fit the {config.max_length} of the model")
+    # numpy would take a negative id from the end of the table.
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        raise InvalidRequest(f"token ids must be from 0 to {config.vocab_size - 1}")
 
 
 class KVCache:
@@ -197,18 +198,11 @@ class KVCache:
         return -(-length * self._token_bytes // PAGE) * PAGE
 
 
-def load(
-    artifact: Artifact, precision: str, *, cache_dir: Path | None = None, device: str = "cpu"
-) -> OnnxModel:
+def load(artifact: Artifact, precision: str, *, cache_dir: Path | None = None) -> OnnxModel:
     """Loads a model, `precision` `fp32` or `int8`, from the cache of prepared models.
 
     The cache (see `engine.prepared`) is `cache_dir` or a folder in the artifact's own. Raises
-    `OutOfMemory`, and `InvalidRequest` for a device other than `cpu`: on CUDA, GroupQueryAttention
-    has no fp32 kernel, so the GPU would need another graph than the one tested here.
+    `OutOfMemory`.
     """
-    if device != "cpu":
-        raise InvalidRequest(
-            f"the onnxruntime backend runs on the cpu, not on {device}: use the mxnet backend"
-        )
     with prepared(artifact, precision, cache_dir) as found:
         return OnnxModel(artifact.config, found)

@@ -14,6 +14,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from engine.cpus import cpu_count
 from engine.errors import OutOfMemory
+from engine.memory import is_out_of_memory
 
 VERSION: str = onnxruntime.__version__
 FATAL_ONLY = 4  # a log level: what goes wrong is raised
@@ -27,7 +28,8 @@ def _share_threads() -> None:
     onnxruntime.set_global_thread_pool_sizes(cpu_count(), 1)
 
 
-def _options() -> Any:
+def session_options() -> Any:
+    """Those of every session: threads shared, and no arena of its own on the CPU."""
     with _sharing:  # two first loads at once: the pool cannot be sized once one has a session
         _share_threads()
     options = onnxruntime.SessionOptions()
@@ -47,12 +49,28 @@ def open_packed(path: Path, profile: Path | None = None) -> Any:
     With `profile`, onnxruntime writes each operator's times to a file whose name begins so
     (`end_profiling` returns it).
     """
-    options = _options()
+    options = session_options()
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     with out_of_memory(path.name):
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def open_graph(path: Path) -> Any:
+    """Opens any graph, with the tensors that it keeps in files beside it. Raises what onnxruntime
+    does, and `OutOfMemory`."""
+    with out_of_memory(path.name):
+        return onnxruntime.InferenceSession(
+            str(path), session_options(), providers=["CPUExecutionProvider"]
+        )
+
+
+def run_options() -> Any:
+    """Of one run; setting `terminate` ends it."""
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = FATAL_ONLY
+    return options
 
 
 def pack(graph: bytes, tensors: dict[str, Any], path: Path) -> Path:
@@ -61,7 +79,7 @@ def pack(graph: bytes, tensors: dict[str, Any], path: Path) -> Path:
     That file holds each tensor twice: as given, and in the layout that this CPU's kernels want, so
     that opening it neither computes nor copies. `tensors` are the graph's external initializers.
     """
-    options = _options()
+    options = session_options()
     weights = path.with_suffix(".bin")
     options.optimized_model_filepath = str(path)
     for key, value in {
@@ -85,7 +103,6 @@ def out_of_memory(what: str) -> Iterator[None]:
     except MemoryError as error:
         raise OutOfMemory(f"there is no memory for {what}") from error
     except (ort_errors.RuntimeException, ort_errors.Fail, RuntimeError) as error:
-        text = str(error).lower()
-        if "alloc" not in text and "mmap" not in text:
+        if not is_out_of_memory(str(error)):
             raise
         raise OutOfMemory(f"there is no memory for {what}") from error

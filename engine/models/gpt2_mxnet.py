@@ -10,12 +10,13 @@ In shapes: B rows, T new tokens, P cached tokens, C units, nh heads, hs head siz
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from engine.config import GPT2Config
+from engine.kv_shape import grown
 from engine.mxnet_compat import mx
 
 nd, gluon, nn = mx.nd, mx.gluon, mx.gluon.nn
@@ -199,6 +200,25 @@ class GPT2(gluon.Block):  # type: ignore[misc, name-defined]
         self._logits_blocks = [weight[cut] for cut in _cuts(weight.shape[0], n)]
         self.num_shards = n
 
+    def arrays(self) -> Iterator[Any]:
+        """Every weight, as it lies in memory."""
+        for parameter in self.collect_params().values():
+            if parameter._data is not None:
+                yield parameter.data()
+        yield from self._logits_blocks
+        for layer in (*self._self_attention_layers, *self._ffn_layers):
+            for shard in layer._shards:
+                yield from (array for array in shard if array is not None)
+
+    def free(self) -> None:
+        """Frees the weights now: a block is part of a reference cycle, and Python's collector does
+        not see how much memory, perhaps a GPU's, hangs on it."""
+        for parameter in self.collect_params().values():
+            parameter._data = None
+        self._logits_blocks = []
+        for layer in (*self._self_attention_layers, *self._ffn_layers):
+            layer._shards = []
+
     def forward(self, ids: Any, cache: KVCache | None = None, last_only: bool = False) -> Any:
         """Logits (B, T, V) of the tokens that follow `ids` (B, T); (B, V) with `last_only`.
 
@@ -233,11 +253,9 @@ class GPT2(gluon.Block):  # type: ignore[misc, name-defined]
 class KVCache:
     """Keys and values of the rows of one batch, each row with its own length.
 
-    Per layer and shard two arrays (rows, heads, capacity, hs), grown in blocks of `BLOCK` positions
-    and to the next power of two of rows. What lies beyond a row's length is masked, not cleared.
+    Per layer and shard two arrays (rows, heads, capacity, hs), that grow as `engine.kv_shape` says.
+    What lies beyond a row's length is masked, not cleared.
     """
-
-    BLOCK = 64
 
     def __init__(self, config: GPT2Config, ctx: Any, num_shards: int = 1):
         self.config, self._ctx = config, ctx
@@ -264,9 +282,7 @@ class KVCache:
         return rows * capacity * self.config.kv_bytes_per_token
 
     def _shape_for(self, rows: int, length: int) -> tuple[int, int]:
-        blocks = -(-length // self.BLOCK)
-        capacity = min(max(self._capacity, blocks * self.BLOCK), self.config.max_length)
-        return max(self._rows, 1 << (rows - 1).bit_length()), capacity
+        return grown((self._rows, self._capacity), rows, length, self.config.max_length)
 
     def add_row(self) -> int:
         """Opens an empty row behind the others and returns its index."""
@@ -274,9 +290,12 @@ class KVCache:
         return len(self.lengths) - 1
 
     def move_row(self, source: int, target: int) -> None:
-        """Row `target` becomes what row `source` is."""
-        for array in itertools.chain.from_iterable(self._arrays.values()):
+        """Row `target` becomes what row `source` is. Waits for it: a failure is raised here."""
+        arrays = list(itertools.chain.from_iterable(self._arrays.values()))
+        for array in arrays:
             array[target] = array[source]
+        for array in arrays:
+            array.wait_to_read()
         self.lengths[target] = self.lengths[source]
 
     def remove_last_row(self) -> None:

@@ -1,7 +1,8 @@
 """GPT-2 as an ONNX graph, made in code from an artifact's weights: one file, read top to bottom.
 
 The graph computes everything between the embedding lookup and the logits; keys and values live in
-buffers of the caller's that GroupQueryAttention reads and appends to in place.
+buffers of the caller's that GroupQueryAttention reads and appends to in place. With `fp16`, for a
+GPU, it looks up the embeddings, too: the table is the output projection, which is on the device.
 
 In shapes: B rows, T new tokens, M longest row a buffer has room for, C units, nh heads, hs head
 size, V vocabulary.
@@ -12,6 +13,14 @@ size, V vocabulary.
             past_i_k, past_i_v        (B, nh, M, hs) of each layer i
     output  logits     (B, V)         after the last of the T tokens
             present_i_k, present_i_v  the same buffers as past_i_k and past_i_v
+
+With `fp16`, instead of `x` and `seqlens_k`:
+
+    input   ids        (B, T) int32   tokens
+            positions  (B, T) int32   their places in their rows
+
+fp16 are the weights, the matrix products, keys and values; the sums that run through all layers
+and the LayerNorms stay fp32.
 
 Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """
@@ -28,6 +37,7 @@ from onnx import TensorProto, helper
 from engine import artifacts, quantize
 from engine.artifacts import Weights
 from engine.config import GPT2Config
+from engine.errors import ArtifactError
 
 Array = NDArray[Any]
 
@@ -57,6 +67,7 @@ class GPT2Graph:
     def __init__(self, config: GPT2Config, weights: Weights, precision: str) -> None:
         self.config, self.weights, self.precision = config, weights, precision
         self.external: dict[str, Array] = {}
+        self._half = precision == "fp16"
         self._initializers: list[Any] = []
         self._nodes: list[Any] = []
         self._last_token = self._tensor("last_token", np.array(-1, dtype=np.int64))
@@ -64,17 +75,32 @@ class GPT2Graph:
 
     def _build(self) -> Any:
         c = self.config
-        x = "x"  # (B, T, C)
+        x = self._embed() if self._half else "x"  # (B, T, C)
         for i in range(c.num_layers):
             h = self._norm(x, artifacts.ATTENTION_NORM.format(i))
-            x = self._op("Add", [x, self._attention(h, i)])
+            x = self._op("Add", [x, self._widen(self._attention(h, i))])
             h = self._norm(x, artifacts.FFN_NORM.format(i))
-            x = self._op("Add", [x, self._feed_forward(h, i)])
+            x = self._op("Add", [x, self._widen(self._feed_forward(h, i))])
         x = self._op("Gather", [x, self._last_token], axis=1)  # (B, C): the head is the widest part
         x = self._norm(x, artifacts.FINAL_NORM)
         head = artifacts.EMBEDDING if c.tie_word_embeddings else artifacts.OUTPUT
-        self._dense(x, self.weights[head], None, head, "logits")
+        w = self.weights[head]
+        if self._half:
+            self._op("Cast", [self._dense(x, w, None, head)], "logits", to=TensorProto.FLOAT)
+        else:
+            self._dense(x, w, None, head, "logits")
         return self._model()
+
+    def _embed(self) -> str:  # (B, T), (B, T) -> (B, T, C)
+        self._op("Gather", ["positions", self._last_token], "seqlens_k", axis=1)  # (B,)
+        found = []
+        for name, ids in ((artifacts.EMBEDDING, "ids"), (artifacts.POSITIONS, "positions")):
+            table = self._tensor(f"{name}.weight", self.weights[name], np.float16)
+            found.append(self._widen(self._op("Gather", [table, ids])))
+        return self._op("Add", found)
+
+    def _widen(self, x: str) -> str:
+        return self._op("Cast", [x], to=TensorProto.FLOAT) if self._half else x
 
     def _attention(self, x: str, i: int) -> str:  # (B, T, C) -> (B, T, C)
         c, name, out = self.config, artifacts.QKV.format(i), artifacts.ATTENTION_OUT.format(i)
@@ -109,12 +135,14 @@ class GPT2Graph:
         gamma = self._tensor(name + ".gamma", self.weights[name + ".gamma"])
         beta = self._tensor(name + ".beta", self.weights[name + ".beta"])
         eps = self.config.layer_norm_eps
-        return self._op("LayerNormalization", [x, gamma, beta], axis=-1, epsilon=eps)
+        y = self._op("LayerNormalization", [x, gamma, beta], axis=-1, epsilon=eps)
+        return self._op("Cast", [y], to=TensorProto.FLOAT16) if self._half else y
 
     def _dense(self, x: str, w: Array, b: Array | None, name: str, output: str = "") -> str:
         """x W^T + b with W (out, in), b (out,)."""
         output = output or f"{name}.out"
-        bias = "" if b is None else self._tensor(f"{name}.bias", b)
+        dtype = np.float16 if self._half else np.float32
+        bias = "" if b is None else self._tensor(f"{name}.bias", b, dtype)
         if self.precision == "int8":
             block = quantize.block_size(w.shape[1])
             q, scales = quantize.quantize(w, block)  # (out, in / block, block), (out * in / block,)
@@ -131,15 +159,27 @@ class GPT2Graph:
                 block_size=block,
                 accuracy_level=4,
             )
-        inputs = [x, self._tensor(f"{name}.weight", w)]
+        inputs = [x, self._tensor(f"{name}.weight", w, dtype)]
         product = self._op(
             "FusedMatMul", inputs, "" if bias else output, domain="com.microsoft", transB=1
         )
         return self._op("Add", [product, bias], output) if bias else product
 
-    def _tensor(self, name: str, value: Array) -> str:
-        if value.dtype.name in ("float16", "bfloat16"):
+    def _tensor(self, name: str, value: Array, dtype: type[np.floating[Any]] = np.float32) -> str:
+        """An initializer; floats as `dtype`, of the same name once."""
+        if name in self.external:
+            return name
+        if value.dtype.name == "bfloat16":
             value = value.astype(np.float32)
+        if value.dtype.kind == "f":
+            try:
+                with np.errstate(over="raise"):
+                    value = value.astype(dtype, copy=False)
+            except FloatingPointError:
+                raise ArtifactError(
+                    f"{name} has values beyond {np.finfo(dtype).max:.0f}, which fp16 cannot hold:"
+                    " use the mxnet backend"
+                ) from None
         tensor = TensorProto(name=name, dims=value.shape)
         tensor.data_type = helper.np_dtype_to_tensor_dtype(value.dtype)
         if value.nbytes < INLINE_BYTES:
@@ -161,19 +201,23 @@ class GPT2Graph:
     def _model(self) -> Any:
         c, info = self.config, helper.make_tensor_value_info
         F, I32 = TensorProto.FLOAT, TensorProto.INT32
+        kv_type = TensorProto.FLOAT16 if self._half else F
         kv: list[str | int | None] = ["B", c.num_heads, "M", padded_head_size(c)]
+        if self._half:
+            tokens = [info(name, I32, ["B", "T"]) for name in ("ids", "positions")]
+        else:
+            tokens = [info("x", F, ["B", "T", c.units]), info("seqlens_k", I32, ["B"])]
         graph = helper.make_graph(
             self._nodes,
             "gpt2",
             [
-                info("x", F, ["B", "T", c.units]),
-                info("seqlens_k", I32, ["B"]),
+                *tokens,
                 info("total", I32, [1]),
-                *(info(name, F, kv) for name in kv_names(c, "past")),
+                *(info(name, kv_type, kv) for name in kv_names(c, "past")),
             ],
             [
                 info("logits", F, ["B", c.vocab_size]),
-                *(info(name, F, kv) for name in kv_names(c, "present")),
+                *(info(name, kv_type, kv) for name in kv_names(c, "present")),
             ],
             self._initializers,
         )

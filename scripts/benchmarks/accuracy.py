@@ -44,10 +44,25 @@ def log_softmax(logits: Logits) -> NDArray[np.float64]:
 
 
 def compare(folder: str, prompts: list[list[int]] | list[str], new_tokens: int) -> dict[str, Any]:
-    """`prompts` are ids or texts."""
+    """int8 against fp32. `prompts` are ids or texts."""
     artifact = open_artifact(folder)
     tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
     exact, fast = (backends.load(artifact, "onnxruntime", p) for p in ("fp32", "int8"))
+    try:
+        return compare_models(exact, fast, tokenizer, prompts, new_tokens)
+    finally:
+        exact.close()
+        fast.close()
+
+
+def compare_models(
+    exact: BackendModel,
+    fast: BackendModel,
+    tokenizer: SentencePieceTokenizer,
+    prompts: list[list[int]] | list[str],
+    new_tokens: int,
+) -> dict[str, Any]:
+    """How far `fast` is from `exact`, which writes the texts."""
     same = positions = agreed = 0
     worst = squares = power = divergence = 0.0
     for prompt in prompts:
@@ -62,8 +77,6 @@ def compare(folder: str, prompts: list[list[int]] | list[str], new_tokens: int) 
         power += float(a.var(axis=-1, dtype=np.float64).sum())
         p, q = log_softmax(a), log_softmax(b)
         divergence += float((np.exp(p) * (p - q)).sum())
-    exact.close()
-    fast.close()
     return {
         "texts": len(prompts),
         "same_texts": same,

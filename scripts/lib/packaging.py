@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from engine.artifacts import open_artifact
@@ -54,7 +54,7 @@ def check(folder: Path) -> Checked:
         )
     try:
         handler = choose(str(folder))
-        summary = handler.__name__ if not handler.IN_ENGINE else _check_model(folder)
+        summary = _check_model(folder) if handler.IN_ENGINE else _check_tensors(handler, folder)
     except EngineError as error:
         raise Problem(f"{folder} cannot be served: {error.message}") from None
     return Checked(folder, summary, files)
@@ -71,6 +71,18 @@ def _check_model(folder: Path) -> str:
         f" {prompts.tokenizer.vocab_size} pieces), {c.num_parameters:,} parameters in"
         f" {', '.join(file.name for file in artifact.weight_files)}{template}"
     )
+
+
+def _check_tensors(handler: Any, folder: Path) -> str:
+    """Loads it, as its worker would, but runs nobody's script."""
+    if not hasattr(handler, "describe"):
+        return "the model's own script"
+    told = handler.describe(handler.model_fn(str(folder)))
+    sides = [
+        ", ".join(f"{t['name']} {t['datatype']} {t['shape']}" for t in told[side])
+        for side in ("inputs", "outputs")
+    ]
+    return f"{told['platform']}, {' -> '.join(sides)}"
 
 
 def _files(folder: Path) -> Iterator[Path]:

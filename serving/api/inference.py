@@ -22,8 +22,8 @@ from serving.api.common import TARGET_MODEL, Gateway, check_token, header_text
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.invoke import invoke
 from serving.errors import BadRequest, ServingError
+from serving.store.stored import without_suffix
 
-SUFFIX = ".tar.gz"
 # Names the model where AWS has no TargetModel: in calls for a stream.
 INFERENCE_COMPONENT = "x-amzn-sagemaker-inference-component"
 
@@ -57,7 +57,7 @@ class Inference:
         said = (request.headers.get(name) for name in (TARGET_MODEL, INFERENCE_COMPONENT))
         target = next(filter(None, said), request.query_params.get("model_name"))
         if target:
-            return header_text(target).removesuffix(SUFFIX).lstrip("/")
+            return without_suffix(header_text(target)).lstrip("/")
         if self._gateway.single_model is not None:
             return self._gateway.single_model
         raise BadRequest(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 from urllib.parse import quote
@@ -36,8 +36,13 @@ AWS_ACCEPT = "x-amzn-sagemaker-accept"
 RETURNED = ("retry-after", CUSTOM_ATTRIBUTES)
 
 
-async def invoke(gateway: Gateway, request: Request, name: str) -> Response:
-    """Has a model answer a request, loading it first where that is allowed."""
+async def invoke(
+    gateway: Gateway, request: Request, name: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Has a model answer a request, loading it first where that is allowed.
+
+    `headers` are for the worker, in place of the client's.
+    """
     if gateway.draining:
         raise Unavailable("the server is stopping", retry_after_s=5)
     if not gateway.adopted:
@@ -45,12 +50,13 @@ async def invoke(gateway: Gateway, request: Request, name: str) -> Response:
     request.state.model = name
     async with AsyncExitStack() as resources:
         counted = resources.enter_context(_Counted(gateway))
-        headers = forwarded_headers(request)
+        headers = {**forwarded_headers(request), **(headers or {})}
         body = await read_body(request, gateway.settings.max_request_bytes)
-        stream = wanted(body, headers)
         model = await resources.enter_async_context(gateway.use(name))
         counted.model = name
-        if stream is not None and model.in_engine:
+        # Elsewhere a body's "stream" is the model's own matter.
+        stream = wanted(body, headers) if model.in_engine else None
+        if stream is not None:
             return await open_stream(gateway, model, stream, headers.get("accept", ""), resources)
         headers[REQUEST_HEADER] = secrets.token_hex(8)
         async with _cancelled_when_gone(gateway, request, headers[REQUEST_HEADER]):

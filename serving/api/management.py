@@ -27,6 +27,7 @@ PAGE = 100
 MAX_WORKERS = 64
 MAX_TEXT = 1024
 INTEGER = re.compile(r"-?[0-9]{1,18}")
+OWN_HANDLER = re.compile(r"(?:[\w-]+/){0,8}[\w-]+(?:\.py)?(?::[A-Za-z_]\w*)?", re.ASCII)
 LOAD_PARAMETERS = {
     "model_name", "url", "handler", "runtime", "batch_size", "max_batch_delay", "initial_workers",
     "synchronous", "response_timeout", "preload_model",
@@ -63,20 +64,22 @@ class Management:
         url, name = _text(given, "url"), _text(given, "model_name")
         if not url:
             raise BadRequest("Parameter url is required.")
-        if given.get("handler") not in (None, HANDLER):
-            raise BadRequest(f"handler can only be {HANDLER}")
-        options = {
-            "initial_workers": _integer(
-                given, "initial_workers", 1, MAX_WORKERS, gateway.settings.workers_per_model
-            ),
-            # MMS's own batching would have a lone request wait and a batch end with its longest
-            # answer; the engine batches better, so MMS is never told to.
-            "response_timeout": _integer(
-                given, "response_timeout", 1, 3600, gateway.settings.request_timeout_s
-            ),
+        # Of these only what is given: the rest follows from what the model holds.
+        limits = {
+            "initial_workers": (1, MAX_WORKERS),
+            "batch_size": (1, 1024),
+            "max_batch_delay": (0, 600_000),
         }
-        _integer(given, "batch_size", 1, 1024, 1)
-        _integer(given, "max_batch_delay", 0, 600_000, 0)
+        options: dict[str, Any] = {
+            option: _integer(given, option, *limit, limit[0])
+            for option, limit in limits.items()
+            if option in given
+        }
+        options["response_timeout"] = _integer(
+            given, "response_timeout", 1, 3600, gateway.settings.request_timeout_s
+        )
+        if given.get("handler") not in (None, "", HANDLER):
+            options["handler"] = _handler(_text(given, "handler"))
         try:
             stored = await asyncio.to_thread(locate, url, gateway.store, gateway.store_settings)
         except OSError as error:  # a name that the file system cannot have
@@ -171,6 +174,16 @@ def _text(given: Mapping[str, Any], name: str) -> str:
         raise BadRequest(f"{name} must be text")
     if len(value) > MAX_TEXT or any(unicodedata.category(c) in ("Cc", "Cs") for c in value):
         raise BadRequest(f"{name} must have at most {MAX_TEXT} characters and no control ones")
+    return value
+
+
+def _handler(value: str) -> str:
+    """`module` or `module:function`, a file of the model's own."""
+    if not OWN_HANDLER.fullmatch(value):
+        raise BadRequest(
+            f"handler is {value!r:.100}, must be a Python file of the model and what in it answers:"
+            " service:handle, service.py or path/service.py:Class"
+        )
     return value
 
 

@@ -1,4 +1,4 @@
-"""Unpacks a model's `.tar.gz`: nothing outside its folder, all of it or nothing."""
+"""Unpacks a model's `.tar.gz` or `.mar`: nothing outside its folder, all of it or nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import posixpath
 import shutil
 import tarfile
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +16,22 @@ from typing import IO, Protocol, cast
 
 from serving.errors import ArchiveError
 from serving.store.disk import full_disk_is_an_error_of_ours
+from serving.store.rules import CHUNK_BYTES, MAX_BYTES, MAX_FILES, inside
+from serving.store.zipped import MAGIC, extract_zip
 
-MAX_BYTES = 8 << 30
-MAX_FILES = 10_000
 # tarfile reads a header (long names, extended attributes) at once, whatever size it claims.
 MAX_READ_BYTES = 1 << 20
 MAX_PADDING_BYTES = 16 << 20
-CHUNK_BYTES = 256 << 10
 
 
 class Readable(Protocol):
+    """A file, or one that is being downloaded; reading waits for what is not there yet."""
+
     def read(self, size: int, /) -> bytes: ...
+
+    def seek(self, offset: int, whence: int = 0, /) -> int: ...
+
+    def tell(self) -> int: ...
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -46,28 +52,44 @@ def unpack(archive: Path, folder: Path) -> None:
 def extract(
     stream: Readable, folder: Path, name: str, reserve: Callable[[int], None] = lambda size: None
 ) -> None:
-    """Unpacks a tar.gz into `folder`, which is empty and there; reads `stream` once, forwards.
+    """Unpacks a tar.gz or a zip into `folder`, which is empty and there.
 
-    Each member is checked before it is written. Refused, with `ArchiveError`: absolute paths,
-    `..`, links to anything but a file of the archive before them, devices and pipes, a name twice
-    or not in UTF-8, more than `MAX_FILES` members or `MAX_BYTES` bytes, and damaged archives.
+    A tar.gz is read once, forwards; a zip has its list of members at the end. Each member is
+    checked before it is written. Refused, with `ArchiveError`: absolute paths, `..`, links to
+    anything but a file of the archive before them, devices and pipes, a name twice or not in UTF-8,
+    more than `MAX_FILES` members or `MAX_BYTES` bytes, and damaged archives.
     `reserve` is called with a member's size in bytes before it is written and may raise. Raises
     `DiskFull`, too. What was written by then stays for the caller to remove.
     """
     try:
-        with (
-            full_disk_is_an_error_of_ours(name),
-            gzip.GzipFile("", "rb", fileobj=cast(IO[bytes], stream)) as plain,
-        ):
-            forward = _Forward(plain)
-            # No `with`: nothing is left open, and a stream that broke off is not to be read again.
-            tar = tarfile.open(fileobj=cast(IO[bytes], forward), mode="r:")  # noqa: SIM115
-            _Extraction(tar, folder, reserve).run()
-            forward.finish()
+        with full_disk_is_an_error_of_ours(name):
+            start = stream.read(len(MAGIC))
+            stream.seek(0)
+            if start == MAGIC:
+                extract_zip(cast(IO[bytes], stream), folder, reserve)
+            else:
+                _extract_tar(stream, folder, reserve)
     except ArchiveError as error:
         raise ArchiveError(f"{name} cannot be unpacked: {error.message}") from error
-    except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError) as error:
+    except (
+        tarfile.TarError,
+        zipfile.BadZipFile,
+        NotImplementedError,  # zipfile's, for parts of the format that it does not know
+        EOFError,
+        zlib.error,
+        OSError,
+        ValueError,
+    ) as error:
         raise ArchiveError(f"{name} cannot be unpacked, it is damaged: {error}") from error
+
+
+def _extract_tar(stream: Readable, folder: Path, reserve: Callable[[int], None]) -> None:
+    with gzip.GzipFile("", "rb", fileobj=cast(IO[bytes], stream)) as plain:
+        forward = _Forward(plain)
+        # No `with`: nothing is left open, and a stream that broke off is not to be read again.
+        tar = tarfile.open(fileobj=cast(IO[bytes], forward), mode="r:")  # noqa: SIM115
+        _Extraction(tar, folder, reserve).run()
+        forward.finish()
 
 
 class _Forward:
@@ -113,7 +135,7 @@ class _Extraction:
             raise ArchiveError(f"it has more than {MAX_FILES} files or {MAX_BYTES >> 30} GiB")
 
     def _write(self, member: tarfile.TarInfo) -> None:
-        path = _inside(member.name, member.name)
+        path = inside(member.name, member.name)
         target = self._folder / path
         if member.isdir():
             target.mkdir(parents=True, exist_ok=True)
@@ -135,23 +157,10 @@ class _Extraction:
             # Links are made as hard links, and only to what is known to be a file: however links
             # are combined, none leads out.
             base = posixpath.dirname(path) if member.issym() else ""
-            linked = _inside(posixpath.join(base, member.linkname), member.name)
+            linked = inside(posixpath.join(base, member.linkname), member.name)
             if linked not in self._files:
                 raise ArchiveError(f"{member.name!r} links to what is no file before it")
             os.link(self._files[linked], target)
             self._files[path] = target
         else:
             raise ArchiveError(f"{member.name!r} is no file, folder or link")
-
-
-def _inside(path: str, member: str) -> str:
-    """`path` without `.` and inner `..`. Raises `ArchiveError` if it leads out of the folder."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise ArchiveError(f"a name in it is not UTF-8: {path!a}") from None
-    normal = posixpath.normpath(path)
-    leads_out = path.startswith("/") or normal == ".." or normal.startswith("../")
-    if leads_out or "\0" in path or (path == member and ".." in path.split("/")):
-        raise ArchiveError(f"{member!r} leads out of its folder")
-    return normal

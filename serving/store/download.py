@@ -202,14 +202,30 @@ class Download:
 
 
 class Reader:
-    """A file that grows, read forwards."""
+    """A file that grows; reading waits for the bytes that are not there yet."""
 
     def __init__(self, download: Download, data: FileIO) -> None:
         self._download, self._data = download, data
 
-    def read(self, size: int, /) -> bytes:
-        there = self._download.wait_for(self._data.tell())
-        return self._data.read(min(size, there))
+    def read(self, size: int = -1, /) -> bytes:
+        """All that is asked for, less at the end only, as zipfile needs it."""
+        pieces = []
+        while size and (there := self._download.wait_for(self._data.tell())):
+            piece = self._data.read(there if size < 0 else min(size, there))
+            if not piece:
+                break
+            pieces.append(piece)
+            size -= len(piece) if size > 0 else 0
+        return b"".join(pieces)
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return self._data.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._data.tell()
+
+    def seekable(self) -> bool:
+        return True
 
 
 def _boot() -> str:

@@ -1,4 +1,4 @@
-"""A folder as model store: one folder or `.tar.gz` per model."""
+"""A folder as model store: one folder or archive per model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from serving.errors import ModelNotInStore, StartError, UrlNotAllowed
 from serving.store.stored import (
-    SUFFIX,
+    SUFFIXES,
     StoredFile,
     StoredModel,
     clean_name,
@@ -17,11 +17,12 @@ from serving.store.stored import (
     is_model,
     models_among,
     spellings,
+    without_suffix,
 )
 
 
 class FolderStore:
-    """Models in a folder of this machine: `<name>.tar.gz`, or folders, which are used in place.
+    """Models in a folder of this machine: `<name>.tar.gz` or `.mar`, or folders, used in place.
 
     Links that lead out of the folder are not followed; links are not listed. Raises `StartError`
     if there is no such folder.
@@ -39,9 +40,9 @@ class FolderStore:
     def find(self, name: str) -> StoredModel:
         name = clean_name(name)
         for path in (self.root / spelling for spelling in spellings(name)):
-            archive = path.with_name(path.name + SUFFIX)
-            if archive.is_file() and _resolved(archive, (self.root,)) is not None:
-                return local_model(archive.resolve(), name)
+            for archive in (path.with_name(path.name + suffix) for suffix in SUFFIXES):
+                if archive.is_file() and _resolved(archive, (self.root,)) is not None:
+                    return local_model(archive.resolve(), name)
             if path.is_dir() and (folder := _resolved(path, (self.root,))) is not None:
                 files = list(_files(folder))
                 if is_model(file.path for file in files):
@@ -58,7 +59,7 @@ def find_path(path: Path, roots: tuple[Path, ...]) -> StoredModel:
     found = _resolved(path, roots)
     if found is None:
         raise UrlNotAllowed(f"{path} is outside of {', '.join(map(str, roots)) or 'what is known'}")
-    return local_model(found, found.name.removesuffix(SUFFIX))
+    return local_model(found, without_suffix(found.name))
 
 
 def local_model(path: Path, name: str) -> StoredModel:

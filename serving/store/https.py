@@ -17,7 +17,7 @@ from serving.errors import (
     StoreUnavailable,
     UrlNotAllowed,
 )
-from serving.store.stored import SUFFIX, StoredFile, StoredModel
+from serving.store.stored import StoredFile, StoredModel, without_suffix
 
 TIMEOUT_S = (3.0, 20.0)  # to connect, to the next byte
 MAX_BYTES = 8 << 30
@@ -46,7 +46,7 @@ class Https:
             version = _version(answer, size)
         if size > MAX_BYTES:
             raise UrlNotAllowed(f"{_public(url)} has more than {MAX_BYTES >> 30} GiB")
-        name = basename(unquote(urlsplit(url).path)).removesuffix(SUFFIX)
+        name = without_suffix(basename(unquote(urlsplit(url).path)))
         return StoredModel(name or "model", url, version, size, "archive")
 
     def files(self, model: StoredModel) -> list[StoredFile]:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from serving.errors import ArtifactChanged, ModelNotInStore, UrlNotAllowed
-from serving.store.archive import MAX_FILES
+from serving.store.rules import MAX_FILES
 from serving.store.stored import (
-    SUFFIX,
+    SUFFIXES,
     StoredFile,
     StoredModel,
     clean_name,
@@ -39,7 +39,7 @@ class Bucket(Protocol):
 
 
 class ObjectStore:
-    """Models under a prefix: `<name>.tar.gz`, or unpacked below `<name>/`.
+    """Models under a prefix: `<name>.tar.gz` or `.mar`, or unpacked below `<name>/`.
 
     `address` is the part of `location` before the keys, for example `s3://bucket/`.
     """
@@ -56,8 +56,8 @@ class ObjectStore:
 
     def find(self, name: str) -> StoredModel:
         name = clean_name(name)
-        for spelling in spellings(name):
-            file = self._bucket.head(self._prefix + spelling + SUFFIX)
+        for spelling, suffix in itertools.product(spellings(name), SUFFIXES):
+            file = self._bucket.head(self._prefix + spelling + suffix)
             if file is not None:
                 url = self._address + file.path
                 return StoredModel(name, url, file.version, file.size_bytes, "archive")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,10 +11,20 @@ from typing import Literal, Protocol
 
 from serving.errors import UrlNotAllowed
 
-SUFFIX = ".tar.gz"
+# What archives end with; the first one counts where a name has several.
+SUFFIXES = (".tar.gz", ".mar")
 MAX_NAME_BYTES = 1000  # S3's keys end at 1,024
-# A folder is a model if one of these is in it, or any *.params.
-SCRIPTS = ("code/inference.py", "inference.py")
+# A folder is a model if one of these is in it, or a file that ends with one of WEIGHTS.
+SCRIPTS = ("code/inference.py", "inference.py", "MAR-INF/MANIFEST.json")
+WEIGHTS = (
+    ".params",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+# Or one of these: tensors in, tensors out (handlers.tensor_files knows which count).
+TENSORS = re.compile(r"(model/)?model-symbol\.json|([0-9]+/)?model\.onnx")
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class Store(Protocol):
         """All of them, by name. Raises `StoreUnavailable`, `StoreAccessDenied`."""
 
     def find(self, name: str) -> StoredModel:
-        """One, with or without `.tar.gz`, without listing the store.
+        """One, with or without `.tar.gz` or `.mar`, without listing the store.
 
         Raises `ModelNotInStore`, `UrlNotAllowed` for what cannot be a name, and what `models`
         raises.
@@ -73,14 +84,21 @@ class Remote(Protocol):
 
 
 def clean_name(name: str) -> str:
-    """The name of a model without `.tar.gz`. Raises `UrlNotAllowed` if it cannot be one."""
-    bare = name.removesuffix(SUFFIX)
+    """A model's name without `.tar.gz` or `.mar`. Raises `UrlNotAllowed` if it cannot be one."""
+    bare = without_suffix(name)
     if not is_clean(bare):
         raise UrlNotAllowed(
             f"{name[:200]!r} is no model name: a name like sowol or team/sowol is, without"
             " empty or hidden parts, `..`, backslashes or control characters"
         )
     return bare
+
+
+def without_suffix(name: str) -> str:
+    for suffix in SUFFIXES:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix)
+    return name
 
 
 def is_clean(path: str) -> bool:
@@ -100,7 +118,12 @@ def spellings(name: str) -> list[str]:
 
 def is_model(paths: Iterable[str]) -> bool:
     """Whether a folder with these files, relative to it, is a model."""
-    return any(path in SCRIPTS or ("/" not in path and path.endswith(".params")) for path in paths)
+    return any(
+        path in SCRIPTS
+        or ("/" not in path and path.endswith(WEIGHTS))
+        or TENSORS.fullmatch(path) is not None
+        for path in paths
+    )
 
 
 def folder_version(files: Iterable[StoredFile]) -> str:
@@ -129,10 +152,11 @@ def models_among(files: Iterable[StoredFile], url: Callable[[str], str]) -> list
         if root is not None:
             path = file.path.removeprefix(root + "/")
             folders[root].append(StoredFile(path, file.address, file.size_bytes, file.version))
-        elif file.path.endswith(SUFFIX):
-            name = unicodedata.normalize("NFC", file.path.removesuffix(SUFFIX))
-            address = url(file.path)
-            found[name] = StoredModel(name, address, file.version, file.size_bytes, "archive")
+        elif file.path.endswith(SUFFIXES):
+            name = unicodedata.normalize("NFC", without_suffix(file.path))
+            if name not in found or file.path.endswith(SUFFIXES[0]):
+                address = url(file.path)
+                found[name] = StoredModel(name, address, file.version, file.size_bytes, "archive")
     for root, content in folders.items():
         name = unicodedata.normalize("NFC", root)
         found.setdefault(name, folder_model(name, url(root + "/"), content))
@@ -144,11 +168,17 @@ def _roots(paths: Iterable[str]) -> list[str]:
     roots = set()
     for path in paths:
         parent, _, last = path.rpartition("/")
-        if last.endswith(".params"):
+        if last.endswith(WEIGHTS):
             roots.add(parent)
         for script in SCRIPTS:
             if path.endswith("/" + script):
                 roots.add(path.removesuffix("/" + script))
+        if last == "model.onnx":
+            roots.add(
+                parent.rpartition("/")[0] if parent.rpartition("/")[2].isdecimal() else parent
+            )
+        if last == "model-symbol.json":
+            roots.add(parent.removesuffix("/model"))
     roots.discard("")
     return [root for root in roots if not any(parent in roots for parent in _parents(root))]
 

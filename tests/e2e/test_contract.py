@@ -529,10 +529,14 @@ def test_an_artifact_can_hold_more_than_a_model(server: Server) -> None:
     try:
         small(folder)
         (folder / "json.py").write_text("raise SystemExit('an artifact ran')")
-        (folder / "MAR-INF").mkdir()
-        (folder / "MAR-INF" / "MANIFEST.json").write_text('{"model": {"handler": "evil"}}')
         (folder / "README").write_bytes(spiece())
         assert server.load("more").status_code == 200
         assert text(server.predict("more", SHORT))
+        assert server.unload("more").status_code == 200
+        (folder / "MAR-INF").mkdir()
+        (folder / "MAR-INF" / "MANIFEST.json").write_text('{"model": {"handler": "evil"}}')
+        refused = server.load("more")
+        assert error(refused)[0] == 400
+        assert "the model has no file evil" in refused.json()["message"]
     finally:
         shutil.rmtree(folder)

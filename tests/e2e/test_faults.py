@@ -340,6 +340,24 @@ def test_what_is_in_flight_when_all_workers_are_killed_is_answered_soon(
         assert unload is None or unload.result().status_code == 200
 
 
+def test_a_worker_that_is_killed_during_its_load_fails_it_soon_and_leaves_nothing(
+    own: Server,
+) -> None:
+    before = workers(own)
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(own.load, "봄")
+        eventually(lambda: len(workers(own) - before) == 2)
+        kill([p for p in own.descendants(WORKER) if p.pid not in before])
+        answer = load.result(WORKER_BACK_S)
+    if answer.status_code == 200:  # it was loaded already
+        own.unload("봄")
+    else:
+        assert error(answer) == (500, "WorkerFailedException")
+    eventually(lambda: workers(own) == before)
+    assert len(statistics(own)["models"]) == 2
+    assert text(own.predict("봄", SHORT))
+
+
 def test_a_gateway_that_is_killed_under_load_comes_back(own: Server) -> None:
     with Load(own, ["a", "b"], 6) as load:
         own.descendants("serving.gateway")[0].kill()

@@ -38,6 +38,16 @@ EOS = SPECIAL.index("</s>")
 MORE = ("🙂 안녕 😤", "가족 👩‍👩‍👧 사진", "漢字 café naïve", "ㅋㅋㅋ ^^ :)")
 TOKENIZER_SIZE = 420
 
+# The model whose weights `pytorch_model.bin` beside this file has, written by torch itself.
+TINY: dict[str, Any] = {
+    "layers": 1,
+    "units": 16,
+    "heads": 2,
+    "vocab": 440,
+    "max_length": 64,
+    "seed": 9,
+}
+
 # Standard deviations that make logits of some units, and attention that looks around.
 LOGITS_STD = 3.0
 GAIN = 1.5

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from engine.artifacts import Artifact, open_artifact
-from engine.backends import BackendModel, onnx_backend
-from engine.backends.onnx_backend import MAX_ROWS, PAGE, KVCache, OnnxModel
+from engine.backends import BackendModel, onnx_backend, onnx_gpu_backend
+from engine.backends.onnx_backend import MAX_ROWS, PAGE, KVCache
+from engine.backends.onnx_device import CPU
 from engine.errors import InvalidRequest, OutOfMemory, PromptTooLong
 from tests.engine.models import make_artifact
 
 VOCAB = 500
-PRECISIONS = ("fp32", "int8")
+PRECISIONS = ("fp32", "int8", "fp16")
 SIZES: tuple[dict[str, Any], ...] = (
     {},
     {"activation": "gelu_new"},
@@ -36,15 +37,19 @@ class Models:
     """Small models made once for each size; all that were loaded are closed at the end."""
 
     folder: Path
-    loaded: list[OnnxModel] = field(default_factory=list)
+    loaded: list[BackendModel] = field(default_factory=list)
 
     def artifact(self, **sizes: Any) -> Artifact:
         path = self.folder / "-".join(["model", *(f"{k}{v}" for k, v in sizes.items())])
         return open_artifact(path if path.exists() else make_artifact(path, **sizes))
 
-    def load(self, precision: str, **sizes: Any) -> OnnxModel:
+    def load(self, precision: str, **sizes: Any) -> BackendModel:
         artifact = self.artifact(**sizes)
-        model = onnx_backend.load(artifact, precision, cache_dir=self.folder / "cache")
+        model: BackendModel
+        if precision == "fp16":  # what runs on a GPU, on the CPU
+            model = onnx_gpu_backend.load(artifact, CPU)
+        else:
+            model = onnx_backend.load(artifact, precision, cache_dir=self.folder / "cache")
         self.loaded.append(model)
         return model
 
@@ -55,6 +60,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     yield made
     for model in made.loaded:
         model.close()
+
+
+def assert_same(now: Any, then: Any, precision: str) -> None:
+    """Bit for bit; in fp16 but for roundings, of logits that differ by units: neither cuBLAS nor
+    onnxruntime's CPU adds up the same way for every number of rows there."""
+    if precision == "fp16":
+        np.testing.assert_allclose(now, then, atol=5e-3, rtol=0)
+    else:
+        np.testing.assert_array_equal(now, then)
 
 
 def some_ids(count: int, seed: int = 0) -> Any:
@@ -129,11 +143,11 @@ def test_a_row_does_not_depend_on_who_shares_its_batch(
     ]
     for row, prompt in enumerate(prompts):
         assert model.add_row() == row
-        np.testing.assert_array_equal(model.extend(row, np.array(prompt)), alone[row][0])
+        assert_same(model.extend(row, np.array(prompt)), alone[row][0], precision)
     for i, ids in enumerate(steps):
         together = model.decode(ids)
         for row in range(len(prompts)):
-            np.testing.assert_array_equal(together[row], alone[row][i + 1])
+            assert_same(together[row], alone[row][i + 1], precision)
     for _ in prompts:
         model.remove_last_row()
 
@@ -148,10 +162,11 @@ def test_prefill_in_chunks_equals_prefill_at_once(models: Models, precision: str
         model.add_row()
         for begin, end in itertools.pairwise(edges):
             logits = model.extend(0, np.array(ids[begin:end]))
-        np.testing.assert_allclose(logits, whole[0], atol=1e-5, rtol=0)
+        atol = 5e-3 if precision == "fp16" else 1e-5
+        np.testing.assert_allclose(logits, whole[0], atol=atol, rtol=0)
         for i, token in enumerate((1, 2)):
             np.testing.assert_allclose(
-                model.decode(np.array([token]))[0], whole[i + 1], atol=1e-5, rtol=0
+                model.decode(np.array([token]))[0], whole[i + 1], atol=atol, rtol=0
             )
         assert model.length(0) == len(ids) + 2
         model.remove_last_row()
@@ -160,7 +175,7 @@ def test_prefill_in_chunks_equals_prefill_at_once(models: Models, precision: str
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_rows_join_leave_and_move_in_any_order(models: Models, precision: str, seed: int) -> None:
-    """What each row answered is, bit for bit, what a fresh batch of one answers."""
+    """What each row answered is what a fresh batch of one answers."""
     rng = np.random.default_rng(seed)
     model, fresh = models.load(precision), models.load(precision)
     calls: list[list[list[int]]] = []  # of each row
@@ -196,7 +211,7 @@ def test_rows_join_leave_and_move_in_any_order(models: Models, precision: str, s
     assert len(left) > 5
     for row_calls, row_answers in [*left, *zip(calls, answers, strict=True)]:
         for now, then in zip(single(fresh, row_calls), row_answers, strict=True):
-            np.testing.assert_array_equal(now, then)
+            assert_same(now, then, precision)
 
 
 def test_memory_of_keys_and_values_follows_the_lengths_and_is_given_back() -> None:
@@ -269,8 +284,6 @@ def test_what_cannot_be_computed_is_refused(models: Models) -> None:
         model.add_row()
     for _ in range(MAX_ROWS):
         model.remove_last_row()
-    with pytest.raises(InvalidRequest, match="cpu"):
-        onnx_backend.load(models.artifact(), "fp32", device="gpu")
 
 
 def test_a_failed_allocation_is_out_of_memory_and_the_model_lives_on(models: Models) -> None:

@@ -147,3 +147,35 @@ def test_every_error_has_a_client_status() -> None:
     for error in (UnsupportedMediaType("가"), NotAcceptable("나"), InvalidRequest("다")):
         assert isinstance(error, EngineError)
         assert 400 <= error.status < 500
+
+
+def test_inputs_may_be_the_fields_of_a_template() -> None:
+    body = {"inputs": {"text": "안녕", "sentiment": ""}, "parameters": {"max_new_tokens": 3}}
+    request = parse(json.dumps(body).encode(), "application/json")
+    assert request.inputs == body["inputs"]
+    answer, _ = format_answer(request, ANSWER, "application/json")
+    assert json.loads(answer)["generated_text"] == " 가실 때에는"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"text": 1}, "inputs.text must be a string"),
+        ({"text": ["가"]}, "inputs.text must be a string"),
+        ({"text": " ", "기분": ""}, "inputs is empty"),
+        ({}, "inputs is empty"),
+        ({"text": "\ud83d"}, "inputs.text holds half a surrogate pair"),
+        ({"\ud83d": "가"}, "holds half a surrogate pair"),
+        (["가"], "inputs must be a string, or an object"),
+    ],
+)
+def test_fields_that_are_no_text_are_refused(inputs: object, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        parse(json.dumps({"inputs": inputs}), "application/json")
+    caught.value.message.encode("utf-8")
+
+
+def test_fields_have_no_full_text() -> None:
+    body = {"inputs": {"text": "안녕"}, "parameters": {"return_full_text": True}}
+    with pytest.raises(InvalidRequest, match="return_full_text needs inputs to be a string"):
+        parse(json.dumps(body), "application/json")

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from engine.backends import BACKENDS
 from engine.engine import Engine
 from engine.parameters import Parameters
 from engine.settings import Settings
-from tests.engine.engines import Request
+from tests.engine.engines import Request, make_talkative
 from tests.engine.hugging_face import KINDS
 from tests.oracle.comparison import TOLERANCE
 from tests.oracle.directories import DIRECTORIES, PROMPTS, Directory
@@ -121,6 +122,42 @@ def test_texts_agree_with_transformers_on_directories_chosen_afresh(
             agrees(engine, folder, answers)
         finally:
             engine.close()
+
+
+@pytest.mark.oracle
+def test_a_converted_v1_model_says_the_same_in_transformers(tmp_path: Path) -> None:
+    v1 = make_talkative(tmp_path / "v1", vocab=160, end_like=60)
+    command = [sys.executable, "scripts/convert", str(v1), str(tmp_path / "hf"), "--to", "hf"]
+    subprocess.run(command, cwd=HERE.parents[1], check=True, timeout=120, capture_output=True)
+    prompts = [prompt for prompt in PROMPTS if not prompt.startswith("<")]
+
+    answers = ask_oracle(tmp_path / "hf", prompts, tmp_path)
+
+    for backend in BACKENDS:
+        engine = Engine(Settings(backend=backend, precision="fp32", memory_mib=512))
+        try:
+            agrees(engine, v1, answers)
+        finally:
+            engine.close()
+
+
+@pytest.mark.oracle
+def test_what_torch_saves_of_a_model_of_transformers_is_read(tmp_path: Path) -> None:
+    folder = Directory("torch", {"seed": 11}).make(tmp_path)
+    save = (
+        "import sys, torch; from transformers import AutoModelForCausalLM as M;"
+        "m = M.from_pretrained(sys.argv[1]); torch.save(m.state_dict(), sys.argv[2])"
+    )
+    path = folder / "pytorch_model.bin"
+    command = [os.environ["ORACLE_PYTHON"], "-c", save, str(folder), str(path)]
+    subprocess.run(command, check=True, timeout=ORACLE_TIMEOUT_S, capture_output=True)
+    answers = ask_oracle(folder, list(PROMPTS), tmp_path)
+    (folder / "model.safetensors").unlink()
+    engine = Engine(Settings(backend="mxnet", memory_mib=512))
+    try:
+        agrees(engine, folder, answers)
+    finally:
+        engine.close()
 
 
 def ask_oracle(folder: Path, prompts: list[str], work: Path, new_tokens: int = 40) -> Any:

@@ -42,6 +42,22 @@ def test_a_folder_offers_archives_and_unpacked_models_nested_ones_too(tmp_path: 
             store.find(missing)
 
 
+def test_models_of_tensors_are_models_whatever_folders_they_have_inside(tmp_path: Path) -> None:
+    for path in (
+        "a/model.onnx", "팀/b/1/model.onnx", "팀/b/2/model.onnx", "c/model-symbol.json",
+        "d/model/model-symbol.json", "d/model/model-0000.params", "e/notes/model.onnx.txt",
+    ):  # fmt: skip
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    store = FolderStore(tmp_path)
+    assert [m.name for m in store.models()] == ["a", "c", "d", "팀/b"]
+    for model in store.models():
+        assert store.find(model.name) == model
+    for missing in ("e", "팀"):
+        with pytest.raises(ModelNotInStore, match=missing):
+            store.find(missing)
+
+
 def test_a_name_is_found_however_its_syllables_are_spelled(tmp_path: Path) -> None:
     archive(tmp_path / (unicodedata.normalize("NFD", "소월") + ".tar.gz"), "y")
     assert [m.name for m in FolderStore(tmp_path).models()] == ["소월"]
@@ -77,3 +93,15 @@ def test_a_folders_version_changes_with_its_files_but_not_with_hidden_ones(tmp_p
     assert FolderStore(tmp_path).find("m").version == first
     (tmp_path / "m" / "a.params").write_text("xy")
     assert FolderStore(tmp_path).find("m").version != first
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "a.params"],
+)
+def test_a_folder_is_a_model_by_its_weights(tmp_path: Path, name: str) -> None:
+    (tmp_path / "시" / "v2").mkdir(parents=True)
+    (tmp_path / "시" / "v2" / name).touch()
+    (tmp_path / "시" / "tokenizer.json").touch()
+    assert [model.name for model in FolderStore(tmp_path).models()] == ["시/v2"]
+    assert FolderStore(tmp_path).find("시/v2").name == "시/v2"

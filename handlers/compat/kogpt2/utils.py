@@ -1,0 +1,41 @@
+"""Finds the files that the original package downloads, in the model's own folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+tokenizer = {
+    "url": "",
+    "fname": "kogpt2_news_wiki_ko_cased_818bfa919d.spiece",
+    "chksum": "818bfa919d",
+}
+
+
+def get_tokenizer(cachedir: str = "~/kogpt2/") -> str:
+    """The path of the model's `*.spiece`. Raises `FileNotFoundError`."""
+    return str(find(tokenizer["fname"], "*.spiece", cachedir))
+
+
+def download(url: str, filename: str, chksum: str = "", cachedir: str = "~/kogpt2/") -> str:
+    """The path of a file of the model's with this name. Raises `FileNotFoundError`."""
+    return str(find(filename, filename, cachedir))
+
+
+def find(name: str, pattern: str, cachedir: str) -> Path:
+    """The file `name` in the model's folder or `cachedir`, or the only one that fits `pattern`."""
+    model = Path(os.environ.get("SM_MODEL_DIR", "."))
+    folders = [model, Path(cachedir).expanduser()]
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder / name
+        found = sorted(folder.glob(pattern)) or sorted(folder.rglob(pattern))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(path.name for path in found)
+            raise FileNotFoundError(f"{folder} holds several {pattern}: {names}")
+    raise FileNotFoundError(
+        f"there is no {pattern} in the model's folder; nothing is downloaded here, so put it into"
+        " the artifact"
+    )

@@ -1,0 +1,117 @@
+"""The process that runs one model's own script: `python child.py <socket> <worker's pid>`.
+
+Started by `handlers.scripts.process`. It loads what it is told to and then answers one batch after
+the other, until its worker is gone.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    del sys.path[0]  # the folder of this file: its modules would stand in for Python's own
+
+import contextlib
+import ctypes
+import logging
+import os
+import resource
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from engine.errors import EngineError
+from handlers.scripts import hooks
+from handlers.scripts.failures import explained
+from handlers.scripts.messages import (
+    Answer,
+    Request,
+    ScriptError,
+    error_row,
+    receive,
+    requests_of,
+    send,
+    send_answers,
+)
+from handlers.scripts.module import import_script, set_path
+from handlers.scripts.styles import Service, service_of
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    descriptor, worker = int(sys.argv[1]), int(sys.argv[2])
+    _belong_to(worker)
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    orders, _ = receive(connection)
+    logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
+    if orders["memory_mib"]:
+        limit = orders["memory_mib"] << 20
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    sys.argv = [orders["file"]]
+    try:
+        service = _load(orders)
+    except BaseException as error:  # SystemExit, too
+        send(connection, {"error": error_row(explained(error))})
+        return
+    send(connection, {})
+    with contextlib.suppress(EOFError):
+        while True:
+            message, bodies = receive(connection)
+            requests = requests_of(message, bodies)
+            answers = _answer(service, requests, message["timeout_s"])
+            send_answers(connection, _checked(answers, orders["max_answer_bytes"]))
+
+
+def _belong_to(worker: int) -> None:
+    """Ends with the worker, leads a group of its own, and is the first to go without memory."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != worker:
+        os._exit(0)
+    os.setpgrp()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    # As in Multi Model Server's own workers.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("MXNET_USE_OPERATOR_TUNING", "0")
+
+
+def _load(orders: dict[str, Any]) -> Service:
+    hooks.install()
+    os.environ["SM_MODEL_DIR"] = orders["root"]
+    set_path(orders["folders"], orders["packages"])
+    module = import_script(orders["file"])
+    service = service_of(module, orders)
+    service.load()
+    return service
+
+
+def _answer(
+    service: Service, requests: list[Request], timeout_s: float
+) -> Sequence[Answer | EngineError]:
+    try:
+        return service.answer(requests, timeout_s)
+    except BaseException as error:
+        return [explained(error)] * len(requests)
+    finally:
+        sys.stdout.flush()
+
+
+def _checked(answers: Sequence[Answer | EngineError], max_bytes: int) -> list[Answer | EngineError]:
+    """Multi Model Server ends a worker that answers more than it takes."""
+    limit = max_bytes // max(len(answers), 1) - 65_536
+    return [
+        ScriptError(f"the answer has {len(answer.body)} bytes, at most {limit} can be sent")
+        if isinstance(answer, Answer) and len(answer.body) > limit
+        else answer
+        for answer in answers
+    ]
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # not held up by the script's threads

@@ -1,0 +1,130 @@
+"""Multi Model Server's context, as scripts know it, and a request's values.
+
+Its classes are MMS's own; what differs is that headers are found whatever their case (the gateway
+writes them small) and that metrics are made when they are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mms.context import Context, RequestProcessor
+
+from engine.errors import InvalidRequest
+from handlers.scripts.messages import Answer, Request, ScriptError
+
+JSON, TEXT, BYTES = "application/json", "text/plain; charset=utf-8", "application/octet-stream"
+
+
+class Headers(dict[str, Any]):
+    """A request's headers under names as in `Content-Type`, found in any case."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        super().__init__({_titled(name): value for name, value in headers.items()})
+        self._names = {name.lower(): name for name in self}
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(self._names.get(name.lower(), name))
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.lower() in self._names
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(self._names.get(name.lower(), name), default)
+
+
+def _titled(name: str) -> str:
+    return "-".join(part.capitalize() for part in name.split("-"))
+
+
+class ScriptContext(Context):  # type: ignore[misc]
+    """`requests` of the batch are at their indices; none while the model is loaded."""
+
+    _metrics: Any
+
+    def __init__(self, orders: Mapping[str, Any], requests: Sequence[Request] = ()) -> None:
+        super().__init__(
+            orders["name"],
+            orders["root"],
+            orders["manifest"],
+            orders["batch_size"],
+            orders["gpu_id"],
+            "1.1.11",
+        )
+        self.request_ids = {i: request.id for i, request in enumerate(requests)}
+        self.request_processor = [
+            RequestProcessor(Headers(request.headers)) for request in requests
+        ]
+
+    @property
+    def metrics(self) -> Any:
+        if self._metrics is None:
+            from mms.metrics.metrics_store import MetricsStore
+
+            self._metrics = MetricsStore(self.request_ids, self.model_name)
+        return self._metrics
+
+    @metrics.setter
+    def metrics(self, metrics: Any) -> None:
+        self._metrics = metrics
+
+
+def answer_of(value: Any, kind: str | None, processor: RequestProcessor, what: str) -> Answer:
+    """What a script returned for a request, with the status and headers that it has set.
+
+    Bytes and text go out as they are, anything else as JSON. Raises `ScriptError` for what cannot
+    be sent; Multi Model Server's worker would die of it.
+    """
+    if value is None:
+        raise ScriptError(f"{what} returned nothing (None), must return bytes, text or JSON values")
+    if isinstance(value, bytes | bytearray | memoryview):
+        body, own = bytes(value), BYTES
+    elif isinstance(value, str):
+        body, own = value.encode("utf-8", "replace"), TEXT
+    else:
+        try:
+            body = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+        except (TypeError, ValueError, RecursionError):
+            name = type(value).__name__
+            raise ScriptError(
+                f"{what} returned a {name}, must return bytes, text or JSON values"
+            ) from None
+        own = JSON
+    headers = {}
+    for name, header in processor.get_response_headers().items():
+        headers[_printable(name, what).lower()] = _printable(header, what)
+    status = processor.get_response_status_code()
+    if not isinstance(status, int) or not 200 <= status <= 599:
+        raise ScriptError(f"{what} set the status {status!r:.40}, must be from 200 to 599")
+    if status in (204, 304):
+        body = b""
+    kind = headers.pop("content-type", None) or kind or own
+    return Answer(body, _printable(kind, what), status, headers)
+
+
+def _printable(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value.isascii() or not value.isprintable():
+        raise ScriptError(f"{what} gave {value!r:.80} as a header, must be printable ASCII")
+    return value
+
+
+def decoded(request: Request) -> dict[str, Any]:
+    """The values as Multi Model Server gives them to a service: JSON and text decoded.
+
+    Raises `InvalidRequest`.
+    """
+    values: dict[str, Any] = {}
+    for part in request.parts:
+        try:
+            if part.content_type == "application/json":
+                values[part.name] = json.loads(part.value.decode("utf-8"))
+            elif part.content_type.startswith("text"):
+                values[part.name] = part.value.decode("utf-8")
+            else:
+                values[part.name] = bytearray(part.value)
+        except (ValueError, RecursionError) as error:
+            kind = "JSON" if part.content_type == "application/json" else "UTF-8"
+            raise InvalidRequest(f"{part.name} is not {kind}: {error}") from None
+    return values

@@ -1,0 +1,139 @@
+"""Which Python file of a model's folder answers for it.
+
+In this order: what the load request names, a Multi Model Server archive's manifest, the program
+that `SAGEMAKER_PROGRAM` names, `inference.py`; each in `code/` first, then beside the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ArtifactError
+
+MANIFEST = "MAR-INF/MANIFEST.json"
+DEFAULT_PROGRAM = "inference.py"
+
+
+@dataclass(frozen=True)
+class Script:
+    """`root` is the model's folder, `file` the script in it; `manifest` is an archive's.
+
+    `entry` is the function or class that the manifest or the load request names, if any.
+    """
+
+    root: Path
+    file: Path
+    entry: str | None = None
+    manifest: dict[str, Any] | None = None
+    # Whether Multi Model Server's own conventions hold, rather than SageMaker's.
+    is_service: bool = False
+
+    @property
+    def folders(self) -> list[Path]:
+        """Where its modules are looked for, the script's own folder first."""
+        return list(dict.fromkeys((self.file.parent, self.root)))
+
+    @property
+    def requirements(self) -> Path | None:
+        """`requirements.txt` beside the script or in `code/`."""
+        for folder in (self.file.parent, self.root / "code"):
+            if (folder / "requirements.txt").is_file():
+                return folder / "requirements.txt"
+        return None
+
+    def orders(self, name: str, max_answer_bytes: int) -> dict[str, Any]:
+        """What a process is told that runs it alone; `handlers.scripts.handler` knows more."""
+        return {
+            "root": str(self.root),
+            "file": str(self.file),
+            "entry": self.entry,
+            "manifest": self.manifest,
+            "is_service": self.is_service,
+            "folders": [str(folder) for folder in self.folders],
+            "packages": None,
+            "name": name,
+            "engine_name": name,
+            "gpu_id": None,
+            "batch_size": 1,
+            "memory_mib": 0,
+            "max_answer_bytes": max_answer_bytes,
+        }
+
+
+def find_script(
+    model_dir: str | os.PathLike[str],
+    handler: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Script | None:
+    """None where the model brings no script. Raises `ArtifactError` for one that is not there."""
+    root = _root(Path(model_dir))
+    manifest = _manifest(root)
+    named = handler or _handler_of(manifest)
+    if named is not None:
+        module, _, entry = named.partition(":")
+        # `a.py`, `a` or, as the archiver takes it, a path to it.
+        candidates = [module, module.rpartition("/")[2]]
+        for name in candidates:
+            file = _in(root, _folders(root, environment), name.removesuffix(".py") + ".py")
+            if file is not None:
+                return Script(root, file, entry or None, manifest, is_service=manifest is not None)
+        raise ArtifactError(f"the handler is {named}, but the model has no file {module} in it")
+    for program in filter(None, (environment.get("SAGEMAKER_PROGRAM"), DEFAULT_PROGRAM)):
+        name = program.removesuffix(".py") + ".py"
+        file = _in(root, _folders(root, environment), name)
+        if file is not None:
+            return Script(root, file)
+    return None
+
+
+def _root(folder: Path) -> Path:
+    """The model's folder; `model-archiver --archive-format tgz` puts all of it one folder down."""
+    if not (folder / MANIFEST).is_file() and folder.is_dir():
+        inside = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        if len(inside) == 1 and (inside[0] / MANIFEST).is_file():
+            return inside[0]
+    return folder
+
+
+def _folders(root: Path, environment: Mapping[str, str]) -> list[Path]:
+    submitted = environment.get("SAGEMAKER_SUBMIT_DIRECTORY", "").removeprefix("file://")
+    folders = [root / "code", root]
+    if submitted and "://" not in submitted:
+        folders.insert(0, root / submitted)
+    return folders
+
+
+def _in(root: Path, folders: list[Path], name: str) -> Path | None:
+    """The file of this name, if it is in the model's folder."""
+    for folder in folders:
+        file = Path(os.path.normpath(folder / name))
+        if file.is_relative_to(root) and file.is_file():
+            return file
+    return None
+
+
+def _manifest(root: Path) -> dict[str, Any] | None:
+    path = root / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ArtifactError(f"{MANIFEST} is not JSON: {error}") from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("model"), dict):
+        raise ArtifactError(f'{MANIFEST} must be an object with "model" in it')
+    return manifest
+
+
+def _handler_of(manifest: dict[str, Any] | None) -> str | None:
+    if manifest is None:
+        return None
+    named = manifest["model"].get("handler")
+    if not isinstance(named, str) or not named:
+        raise ArtifactError(f'{MANIFEST} names no handler: {{"model": {{"handler": "service"}}}}')
+    return named

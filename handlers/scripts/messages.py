@@ -1,0 +1,148 @@
+"""What a worker and its script processes say to each other.
+
+A message is a JSON object and the bytes that go with it, over a socket pair. Nothing is pickled:
+what a script writes is only data here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from engine import errors
+from engine.errors import EngineError
+
+MAX_MESSAGE_BYTES = 1 << 30
+MAX_BODIES = 100_000
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named value of a request: `body`, or a field of a form."""
+
+    name: str
+    content_type: str
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Request:
+    id: str
+    headers: dict[str, str]  # names in lower case
+    parts: list[Part]
+
+    @property
+    def body(self) -> bytes:
+        return next((part.value for part in self.parts if part.name == "body"), b"")
+
+
+@dataclass(frozen=True)
+class Answer:
+    body: bytes
+    content_type: str
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class ScriptError(EngineError):
+    """A model's own script did something wrong; the message says what, in a sentence."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 500,
+        kind: str = "ScriptError",
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.status = status
+        self._kind = kind
+
+    @property
+    def type(self) -> str:
+        return self._kind
+
+
+def out_of_memory(message: str) -> ScriptError:
+    """Not the engine's `OutOfMemory`: other models do not make room for this one."""
+    return ScriptError(message, 507, "ScriptOutOfMemory")
+
+
+def send(connection: Connection, message: dict[str, Any], bodies: Sequence[bytes] = ()) -> None:
+    connection.send_bytes(json.dumps({**message, "bodies": len(bodies)}).encode())
+    for body in bodies:
+        connection.send_bytes(body)
+
+
+def receive(connection: Connection) -> tuple[dict[str, Any], list[bytes]]:
+    """Raises `EOFError` or `OSError` when the other side is gone, `ValueError` for nonsense."""
+    message = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
+    count = message.pop("bodies")
+    if not 0 <= count <= MAX_BODIES:
+        raise ValueError(f"a message with {count} bodies")
+    return message, [connection.recv_bytes(MAX_MESSAGE_BYTES) for _ in range(count)]
+
+
+def send_requests(connection: Connection, requests: Sequence[Request], timeout_s: float) -> None:
+    rows = [
+        {"id": r.id, "headers": r.headers, "parts": [[p.name, p.content_type] for p in r.parts]}
+        for r in requests
+    ]
+    bodies = [part.value for request in requests for part in request.parts]
+    send(connection, {"requests": rows, "timeout_s": timeout_s}, bodies)
+
+
+def requests_of(message: dict[str, Any], bodies: list[bytes]) -> list[Request]:
+    values = iter(bodies)
+    return [
+        Request(
+            row["id"],
+            row["headers"],
+            [Part(name, kind, next(values)) for name, kind in row["parts"]],
+        )
+        for row in message["requests"]
+    ]
+
+
+def send_answers(connection: Connection, answers: Sequence[Answer | EngineError]) -> None:
+    rows: list[dict[str, Any]] = []
+    bodies: list[bytes] = []
+    for answer in answers:
+        if isinstance(answer, EngineError):
+            rows.append({"error": error_row(answer)})
+        else:
+            row = {"content_type": answer.content_type, "headers": answer.headers}
+            rows.append({**row, "status": answer.status})
+            bodies.append(answer.body)
+    send(connection, {"answers": rows}, bodies)
+
+
+def answers_of(message: dict[str, Any], bodies: list[bytes]) -> list[Answer | EngineError]:
+    values = iter(bodies)
+    return [
+        error_of(row["error"])
+        if "error" in row
+        else Answer(next(values), row["content_type"], row["status"], row["headers"])
+        for row in message["answers"]
+    ]
+
+
+def error_row(error: EngineError) -> dict[str, Any]:
+    return {
+        "status": error.status,
+        "type": error.type,
+        "message": error.message,
+        "retry_after_s": error.retry_after_s,
+    }
+
+
+def error_of(row: dict[str, Any]) -> EngineError:
+    """The error as it was there: the engine's own type where it is one."""
+    kind = getattr(errors, str(row["type"]), None)
+    retry_after_s = row.get("retry_after_s")
+    if isinstance(kind, type) and issubclass(kind, EngineError) and kind is not EngineError:
+        return kind(row["message"], retry_after_s=retry_after_s)
+    return ScriptError(row["message"], int(row["status"]), str(row["type"]), retry_after_s)

@@ -1,0 +1,207 @@
+"""One process that runs a model's own script, as its worker sees it.
+
+The worker answers in the place of a script that dies or hangs, so Multi Model Server never notices
+and never makes clients wait for its own repair of a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from engine.errors import DeadlineExceeded, EngineError, EngineUnavailable
+from handlers.scripts.messages import (
+    Answer,
+    Request,
+    ScriptError,
+    answers_of,
+    error_of,
+    out_of_memory,
+    receive,
+    send,
+    send_requests,
+)
+from handlers.scripts.output import relay
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = Path(__file__).with_name("child.py")
+HIDDEN = ("PROBE_SECRET",)
+# What a killed process has to be gone within; memory of many gigabytes takes a while.
+REAP_S = 10.0
+
+
+@functools.cache
+def _spawner() -> ThreadPoolExecutor:
+    """A thread as old as the worker: the kernel ends a script with the thread that started it."""
+    return ThreadPoolExecutor(1, thread_name_prefix="spawner")
+
+
+class ScriptProcess:
+    """Started by `start`, again by `ask` where it has ended. Used by one thread at a time."""
+
+    def __init__(self, name: str, orders: Mapping[str, Any], load_timeout_s: float) -> None:
+        """`orders` is what `handlers.scripts.child` is told to load."""
+        self._name, self._orders, self._load_timeout_s = name, orders, load_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._loaded = False
+        self._give_up_loading_at = 0.0
+        self._timed_out = False
+
+    def start(self) -> None:
+        """Begins to load the model; `wait_until_loaded` tells how that went."""
+        self.stop()
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, str(PROGRAM), str(theirs.fileno()), str(os.getpid())]
+        environment = {k: v for k, v in os.environ.items() if k not in HIDDEN}
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # the model's folder may be the store's
+
+        def spawn() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                command,
+                env=environment,
+                cwd=self._orders["root"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+            )
+
+        try:
+            process = self._process = _spawner().submit(spawn).result()
+        except OSError as error:
+            ours.close()
+            raise ScriptError(f"the model's script cannot be started: {error.strerror}") from None
+        finally:
+            theirs.close()
+        self._connection = Connection(ours.detach())
+        self._loaded = False
+        self._give_up_loading_at = time.monotonic() + self._load_timeout_s
+        assert process.stdout is not None
+        relay(process.stdout, self._name)
+        with contextlib.suppress(OSError):  # it has ended already: seen when its answer is read
+            send(self._connection, dict(self._orders))
+
+    def wait_until_loaded(self, timeout_s: float | None = None) -> None:
+        """Raises the reason why the script is not loaded.
+
+        Without `timeout_s` it has the whole time that a load may take, and is stopped after that.
+        """
+        if self._loaded:
+            return
+        left_s = self._give_up_loading_at - time.monotonic()
+        connection = self._connection
+        if connection is None:
+            raise ScriptError("the model's script is not running")
+        if timeout_s is not None and timeout_s < left_s and not connection.poll(timeout_s):
+            raise EngineUnavailable("the model's script is being loaded again", retry_after_s=1)
+        try:
+            with self._at_most(left_s):
+                outcome, _ = receive(connection)
+        except (EOFError, OSError, ValueError, KeyError, TypeError):
+            raise self._ended("while it was loaded", self._load_timeout_s) from None
+        if "error" in outcome:
+            self.stop()
+            raise error_of(outcome["error"])
+        self._loaded = True
+
+    def ask(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
+        """An answer or an error for each. Raises what is wrong with all of them."""
+        end = time.monotonic() + timeout_s
+        if self._process is None or self._process.poll() is not None:
+            self.start()
+        self.wait_until_loaded(timeout_s)
+        assert self._connection is not None
+        left_s = max(end - time.monotonic(), 0.1)
+        try:
+            with self._at_most(left_s):
+                send_requests(self._connection, requests, left_s)
+                answers = answers_of(*receive(self._connection))
+        except (EOFError, OSError, ValueError, KeyError, TypeError, StopIteration):
+            error = self._ended("while it answered", timeout_s)
+            with contextlib.suppress(ScriptError):
+                self.start()  # for the next request
+            raise error from None
+        if len(answers) != len(requests):
+            raise ScriptError("the model's script gave another number of answers than of requests")
+        return answers
+
+    def stop(self) -> None:
+        """Ends the process and what it has started, and waits until it is gone."""
+        process, self._process = self._process, None
+        if process is not None:
+            _kill(process)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(REAP_S)
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    @contextlib.contextmanager
+    def _at_most(self, seconds: float) -> Iterator[None]:
+        """Kills the process when the time is over: what waits for it then sees its end."""
+        process = self._process
+        assert process is not None
+
+        def give_up() -> None:
+            self._timed_out = True
+            _kill(process)
+
+        self._timed_out = False
+        timer = threading.Timer(max(seconds, 0.0), give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _ended(self, when: str, timeout_s: float) -> EngineError:
+        """Why the process is gone, for people; it is gone afterwards in any case."""
+        process = self._process
+        assert process is not None
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # It has closed its connection, so its end is near, unless it is up to something.
+            code = process.wait(1.0)
+        self.stop()
+        if self._timed_out:
+            verb = "load" if when == "while it was loaded" else "answer"
+            return DeadlineExceeded(
+                f"the model's script did not {verb} within {timeout_s:g} s; it was stopped"
+            )
+        if code == -signal.SIGKILL:
+            return out_of_memory(
+                f"the model's script was killed {when} (SIGKILL), most likely for want of memory"
+            )
+        if code is not None and code < 0:
+            return ScriptError(
+                f"the model's script was killed by {signal.Signals(-code).name} {when}"
+            )
+        did = "closed its connection" if code is None else "ended its process"
+        status = "" if code is None else f" (status {code})"
+        return ScriptError(f"the model's script {did} {when}{status}")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """The process and its group, which it leads once it has begun."""
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(OSError):
+        if os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()

@@ -1,0 +1,69 @@
+"""The packages that a model asks for in `requirements.txt`, in a folder of the model's own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.errors import ArtifactError, DeadlineExceeded
+from handlers.scripts.find import Script
+from handlers.settings import Settings
+from handlers.slot import Slot
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "packages"
+DONE = ".installed"
+
+
+def install(script: Script, slot: Slot, settings: Settings) -> str | None:
+    """The folder with the packages, None where none are asked for.
+
+    Raises `ArtifactError` where models may not ask for any, and with pip's reason.
+    """
+    file = script.requirements
+    if file is None:
+        return None
+    shown = file.relative_to(script.root)
+    if not settings.allow_model_requirements:
+        raise ArtifactError(
+            f"the model brings {shown}, and this server installs no packages for models: set"
+            " ALLOW_MODEL_REQUIREMENTS=true, or build an image with these packages and remove the"
+            " file"
+        )
+    folder = Path(slot.folder) / FOLDER
+    if not (folder / DONE).exists():
+        _pip(file, str(shown), folder, settings.load_timeout_s)
+        (folder / DONE).touch()
+    return str(folder)
+
+
+def _pip(file: Path, shown: str, folder: Path, timeout_s: float) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--no-input", "--quiet"]
+    command += ["--disable-pip-version-check", "--target", str(folder), "-r", str(file)]
+    process = subprocess.Popen(
+        command,
+        cwd=file.parent,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output = process.communicate(timeout=timeout_s)[0].decode("utf-8", "replace")
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise DeadlineExceeded(f"{shown} was not installed within {timeout_s:g} s") from None
+    if process.returncode != 0:
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        for line in lines:
+            logger.error("pip: %s", line)
+        reason = next((line for line in reversed(lines) if "ERROR" in line), "pip failed")
+        raise ArtifactError(f"{shown} could not be installed: {reason[:300]}")

@@ -1,0 +1,43 @@
+"""What a worker is told of its model: the file that the gateway leaves in the model's slot."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SLOT_FILE = "model.json"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """`path` is the model's folder, `folder` the slot itself, which goes when the model does."""
+
+    name: str
+    engine_name: str
+    path: str
+    folder: str
+    handler: str | None = None  # `module:function`, where the load request named one
+    batch_size: int = 1
+    gpu_id: int | None = None
+
+    @classmethod
+    def of(cls, context: Any) -> Slot:
+        """From the context that Multi Model Server gives to `initialize`."""
+        properties = context.system_properties
+        folder = Path(properties["model_dir"])
+        sizes = {"batch_size": properties["batch_size"], "gpu_id": properties["gpu_id"]}
+        try:
+            said = json.loads((folder / SLOT_FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            name = context.model_name
+            return cls(name, name, str(folder), str(folder), **sizes)
+        return cls(
+            said["name"],
+            said["engine_name"],
+            said["path"],
+            str(folder),
+            said.get("handler"),
+            **sizes,
+        )

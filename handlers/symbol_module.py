@@ -1,0 +1,112 @@
+"""What the SageMaker MXNet serving container does around a script that leaves functions out.
+
+`model_fn` loads a symbol checkpoint; the three others are the defaults around a `mx.mod.Module`.
+Unlike there, wrong requests are errors that say what is right, and NPY is never unpickled.
+
+https://github.com/aws/sagemaker-mxnet-inference-toolkit, default_inference_handler.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import numpy as np
+
+from engine.errors import ArtifactError
+from engine.mxnet_compat import mx
+from handlers import tensors
+from handlers.checkpoint import data_shapes, load_symbol, reason
+from handlers.tensor_files import PARAMS, symbol_folder
+from handlers.tensors import NAMES, TensorSpec
+
+os.environ.setdefault("MXNET_SUBGRAPH_VERBOSE", "0")  # a line on stderr for each bind
+
+IN_ENGINE = False
+
+
+def model_fn(model_dir: str, name: str | None = None) -> Any:
+    """A `mx.mod.Module`, bound for prediction, one row at a time as in that container, or as many
+    as `model-shapes.json` says where the graph takes no others. Raises `ArtifactError`."""
+    folder = symbol_folder(model_dir)
+    shapes = data_shapes(folder)
+    symbol = load_symbol(folder, shapes)
+    try:
+        saved = mx.nd.load(str(folder / PARAMS))
+        parts: dict[str, dict[str, Any]] = {"arg": {}, "aux": {}}
+        for key, array in saved.items():
+            kind, _, name = key.partition(":")
+            parts[kind][name] = array
+    except (mx.MXNetError, KeyError, AttributeError):
+        raise ArtifactError(f"{PARAMS} does not hold the arrays of a checkpoint") from None
+    one_row = {name: (1, *shape[1:]) for name, shape in shapes.items()}
+    with contextlib.suppress(mx.MXNetError):
+        _, outputs, _ = symbol.infer_shape(**one_row)
+        if outputs and all(shape[:1] == (1,) for shape in outputs):
+            return _bound(symbol, one_row, parts)
+    try:
+        return _bound(symbol, shapes, parts)
+    except mx.MXNetError as error:
+        raise ArtifactError(f"the model cannot compute {shapes}: {reason(error)}") from None
+
+
+def _bound(symbol: Any, shapes: dict[str, tuple[int, ...]], parts: dict[str, Any]) -> Any:
+    module = mx.mod.Module(symbol, data_names=list(shapes), label_names=None, context=mx.cpu())
+    module.bind(data_shapes=list(shapes.items()), for_training=False)
+    module.set_params(parts["arg"], parts["aux"], allow_missing=True)
+    return module
+
+
+def input_fn(input_data: Any, content_type: str, model: Any) -> Any:
+    """JSON, CSV or NPY as the `mx.io.NDArrayIter` that `Module.predict` takes.
+
+    Raises `InvalidRequest` or `UnsupportedMediaType`.
+    """
+    name, shape = _only_input(model)
+    body = input_data.encode("utf-8") if isinstance(input_data, str) else bytes(input_data)
+    media_type = content_type.split(";")[0].strip().lower()
+    spec = TensorSpec(name, "FP32", ("batch", *shape[1:]))
+    return _batches(mx.nd.array(tensors.decode(body, media_type, spec)), model)
+
+
+def predict_fn(data: Any, model: Any) -> Any:
+    """What the module gives for an iterator, an NDArray or a numpy array of rows."""
+    if not isinstance(data, mx.io.DataIter):
+        data = _batches(data if isinstance(data, mx.nd.NDArray) else mx.nd.array(data), model)
+    return model.predict(data)
+
+
+def output_fn(prediction: Any, accept: str) -> tuple[bytes, str]:
+    """The body and its content type. Raises `NotAcceptable`."""
+    media_type = tensors.answer_type(accept)
+    several = prediction if isinstance(prediction, list) else [prediction]
+    outputs = {
+        f"output{i}": a.asnumpy() if isinstance(a, mx.nd.NDArray) else np.asarray(a)
+        for i, a in enumerate(several)
+    }
+    for name, array in outputs.items():
+        if array.dtype not in NAMES:
+            raise TypeError(f"{name} is of {array.dtype}, which cannot be sent")
+    return tensors.encode(outputs, media_type), media_type
+
+
+def _only_input(model: Any) -> tuple[str, tuple[int, ...]]:
+    """Its name and shape; that container's defaults know no more than one, too."""
+    if len(model.data_shapes) != 1:
+        names = ", ".join(shape.name for shape in model.data_shapes)
+        raise ArtifactError(f"the model takes {names}: its script must define input_fn")
+    name, shape = model.data_shapes[0][:2]
+    return name, tuple(shape)
+
+
+def _batches(rows: Any, model: Any) -> Any:
+    """In batches as large as the module is bound to, the last one filled with zeros."""
+    size = _only_input(model)[1][0]
+    padding = max(0, size - rows.shape[0])
+    if padding:
+        rows = mx.nd.concat(rows, mx.nd.zeros((padding, *rows.shape[1:])), dim=0)
+    batches = mx.io.NDArrayIter(rows, batch_size=size, last_batch_handle="pad")
+    if padding:  # so that predict leaves these rows out
+        batches.getpad = lambda: padding
+    return batches

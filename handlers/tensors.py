@@ -1,0 +1,286 @@
+"""Tensors as bytes: JSON, CSV and NPY in and out, checked against what a model takes.
+
+Values must fit exactly: nothing is cut, rounded to an integer, or read as NaN.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from engine.errors import InvalidRequest
+from handlers.payload import JSON, NotAcceptable, UnsupportedMediaType
+
+Array = NDArray[Any]
+npy: Any = np.lib.format
+
+CSV = "text/csv"
+NPY = "application/x-npy"
+MEDIA_TYPES = (JSON, CSV, NPY)
+
+# The datatypes of the Open Inference Protocol. BYTES are texts, in arrays of Python objects.
+DATATYPES = {
+    "BOOL": np.dtype(bool),
+    **{f"UINT{bits}": np.dtype(f"u{bits // 8}") for bits in (8, 16, 32, 64)},
+    **{f"INT{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 16, 32, 64)},
+    **{f"FP{bits}": np.dtype(f"f{bits // 8}") for bits in (16, 32, 64)},
+    "BYTES": np.dtype(object),
+}
+NAMES = {dtype: name for name, dtype in DATATYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a model takes or gives. A dimension that may be anything is its name, or None."""
+
+    name: str
+    datatype: str
+    shape: tuple[int | str | None, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return DATATYPES[self.datatype]
+
+    @property
+    def v2_shape(self) -> list[int]:
+        """-1 for what may be anything."""
+        return [size if isinstance(size, int) else -1 for size in self.shape]
+
+    def __str__(self) -> str:
+        sizes = ", ".join("any" if size is None else str(size) for size in self.shape)
+        return f"{self.datatype} [{sizes}]"
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        """Raises `InvalidRequest` that says which shape is right."""
+        fits = len(shape) == len(self.shape) and all(
+            not isinstance(wanted, int) or size == wanted
+            for size, wanted in zip(shape, self.shape, strict=True)
+        )
+        if not fits:
+            raise InvalidRequest(f"{self.name} has shape {list(shape)}, must be {self}")
+
+
+def listed(specs: Sequence[TensorSpec]) -> str:
+    """For people: `input_ids INT64 [batch, sequence], ...`."""
+    return ", ".join(f"{spec.name} {spec}" for spec in specs)
+
+
+# From values
+
+
+def from_values(value: Any, spec: TensorSpec) -> Array:
+    """Nested lists as an array of the spec's type, of whatever shape they have."""
+    if spec.datatype == "BYTES":
+        return _texts(value, spec)
+    try:
+        array = np.array(value)
+    except ValueError:
+        raise InvalidRequest(f"{spec.name} has rows of different lengths, must be {spec}") from None
+    if array.dtype.kind in "fO" and spec.dtype.kind in "iu":
+        array = _exact_integers(value, array)
+    return cast(array, spec)
+
+
+def _exact_integers(value: Any, array: Array) -> Array:
+    """numpy makes floats of integers that are beyond int64 together with others."""
+    exact = np.array(value, dtype=object)
+    if not all(type(number) is int for number in exact.ravel()):
+        return array
+    try:
+        return exact.astype(np.uint64)
+    except OverflowError:
+        return array
+
+
+def _texts(value: Any, spec: TensorSpec) -> Array:
+    array = np.array(value, dtype=object)
+    for text in array.ravel():
+        if not isinstance(text, str):
+            what = "rows of different lengths" if isinstance(text, list) else repr(text)[:50]
+            raise InvalidRequest(f"{spec.name} holds {what}, must be texts: {spec}")
+    return array
+
+
+def cast(array: Array, spec: TensorSpec) -> Array:
+    """The array in the spec's type, its values unchanged. Raises `InvalidRequest`."""
+    wanted, kind = spec.dtype, array.dtype.kind
+    if array.dtype == wanted:
+        return array
+    if array.size == 0 and kind in "iuf":  # an empty list says nothing about its type
+        return array.astype(wanted)
+    if spec.datatype == "BOOL" and kind in "iu" and not ((array != 0) & (array != 1)).any():
+        return array.astype(bool)
+    if kind not in {"f": "iuf", "i": "iu", "u": "iu"}.get(wanted.kind, ""):
+        raise InvalidRequest(f"{spec.name} holds {_kind(array)}, must be {spec}")
+    if wanted.kind in "iu":
+        limits = np.iinfo(wanted)
+        low, high = int(array.min()), int(array.max())
+        if low < limits.min or high > limits.max:
+            bad = low if low < limits.min else high
+            raise InvalidRequest(f"{spec.name} holds {bad}, which is no {spec.datatype}")
+        return array.astype(wanted)
+    with np.errstate(over="ignore"):
+        converted = array.astype(wanted)
+    lost = np.isinf(converted) & np.isfinite(array)
+    if lost.any():
+        raise InvalidRequest(f"{spec.name} holds {array[lost][0]}, which is no {spec.datatype}")
+    return converted
+
+
+def _kind(array: Array) -> str:
+    kinds = {"b": "true and false", "i": "integers", "u": "integers", "f": "fractions"}
+    return kinds.get(array.dtype.kind, "what are no numbers")
+
+
+# From bytes
+
+
+def parse_json(body: bytes | str) -> Any:
+    """Raises `InvalidRequest`; NaN and Infinity are not JSON."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+
+
+def decode(body: bytes, media_type: str, spec: TensorSpec) -> Array:
+    """The one tensor that the body holds. Raises `InvalidRequest`, `UnsupportedMediaType`."""
+    if media_type == JSON:
+        array = from_values(parse_json(body), spec)
+    elif media_type == CSV:
+        array = _from_csv(body, spec)
+    elif media_type == NPY:
+        array = cast(from_npy(body), spec)
+    else:
+        raise UnsupportedMediaType(
+            f"Content-Type is {media_type}, must be one of {', '.join(MEDIA_TYPES)}"
+        )
+    spec.check_shape(array.shape)
+    return array
+
+
+def _from_csv(body: bytes, spec: TensorSpec) -> Array:
+    """A line a row; lines may also be rows of one larger row, such as an image's."""
+    try:
+        text = body.decode("utf-8-sig")
+        lines = [line for line in csv.reader(io.StringIO(text, newline=""), strict=True) if line]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InvalidRequest(f"the body is not CSV in UTF-8: {error}") from None
+    if not lines:
+        raise InvalidRequest(f"the body is empty, must be {spec} as lines of numbers")
+    rows = [[_cell(c, i, j, spec) for j, c in enumerate(r, 1)] for i, r in enumerate(lines, 1)]
+    fixed = [size for size in spec.shape[1:] if isinstance(size, int)]
+    if len(fixed) < len(spec.shape) - 1:
+        return from_values(rows, spec)
+    values = [value for row in rows for value in row]
+    per_row = math.prod(fixed)
+    if len(values) % max(per_row, 1):
+        raise InvalidRequest(
+            f"{spec.name} has {len(values)} values, must be a multiple of {per_row}: {spec}"
+        )
+    return from_values(values, spec).reshape(-1, *fixed)
+
+
+def _cell(cell: str, line: int, column: int, spec: TensorSpec) -> int | float | str:
+    if spec.datatype == "BYTES":
+        return cell
+    try:
+        value = int(cell) if spec.dtype.kind in "iub" else float(cell)
+        if math.isfinite(value):
+            return value
+    except (ValueError, OverflowError):
+        pass
+    what = "a number" if spec.dtype.kind == "f" else "an integer"
+    raise InvalidRequest(f"line {line}, value {column} is {cell[:50]!r}, must be {what}")
+
+
+def from_npy(body: bytes) -> Array:
+    """Arrays of numbers only: nothing is unpickled, and no more is allocated than was sent."""
+    file = io.BytesIO(body)
+    try:
+        version = npy.read_magic(file)
+        if version not in ((1, 0), (2, 0)):
+            raise InvalidRequest(f"the body is NPY of version {version}, must be 1.0 or 2.0")
+        one = version == (1, 0)
+        read = npy.read_array_header_1_0 if one else npy.read_array_header_2_0
+        shape, fortran, dtype = read(file)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not NPY: {str(error).splitlines()[0]}") from None
+    if dtype.kind not in "biuf":
+        raise InvalidRequest(f"the body is NPY of {dtype}, must be of numbers")
+    count, rest = math.prod(shape), len(body) - file.tell()
+    if min(shape, default=0) < 0 or count * dtype.itemsize != rest:
+        raise InvalidRequest(
+            f"the body announces {list(shape)} of {dtype}, {count * dtype.itemsize} bytes, but"
+            f" holds {rest}"
+        )
+    array = np.frombuffer(body, dtype, count, file.tell())
+    native: Array = array.reshape(shape, order="F" if fortran else "C").astype(
+        dtype.newbyteorder("="), order="C", copy=False
+    )
+    return native
+
+
+# To bytes
+
+
+def answer_type(accept: str | None) -> str:
+    """Which of `MEDIA_TYPES` the client takes, JSON if it can. Raises `NotAcceptable`."""
+    ranges = {part.split(";")[0].strip().lower() for part in (accept or "*/*").split(",")}
+    for candidate in MEDIA_TYPES:
+        if {candidate, f"{candidate.split('/')[0]}/*", "*/*", "*"} & ranges:
+            return candidate
+    raise NotAcceptable(f"Accept is {accept}, can be {', '.join(MEDIA_TYPES)}")
+
+
+def encode(outputs: Mapping[str, Array], media_type: str) -> bytes:
+    """One output as it is; several as a JSON object by their names. Raises `NotAcceptable`."""
+    if media_type == JSON:
+        single = len(outputs) == 1
+        return to_json(next(iter(outputs.values())) if single else dict(outputs))
+    if len(outputs) != 1:
+        raise NotAcceptable(
+            f"Accept is {media_type}, which holds one tensor, but the model gives"
+            f" {', '.join(outputs)}; {JSON} holds them all"
+        )
+    (array,) = outputs.values()
+    if media_type == NPY:
+        if array.dtype == object:
+            array = array.astype(str)
+        file = io.BytesIO()
+        npy.write_array(file, array, allow_pickle=False)
+        return file.getvalue()
+    text = io.StringIO()
+    rows = array.reshape(len(array) if array.ndim else 1, -1)
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode("utf-8")
+
+
+def to_json(value: Any) -> bytes:
+    """Arrays may stand anywhere in it. NaN and Infinity are written by these names, as Python's
+    `json` and Triton do, where there are any: JSON itself has no word for them."""
+    if _all_finite(value):
+        return orjson.dumps(value, default=_to_list, option=orjson.OPT_SERIALIZE_NUMPY)
+    return json.dumps(value, default=_to_list, ensure_ascii=False).encode("utf-8")
+
+
+def _all_finite(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind != "f" or bool(np.isfinite(value).all())
+    if isinstance(value, Mapping):
+        return all(map(_all_finite, value.values()))
+    return not isinstance(value, list) or all(map(_all_finite, value))
+
+
+def _to_list(array: Any) -> Any:
+    """What orjson and json do not write by themselves: texts, arrays that are not contiguous."""
+    return array.tolist()

@@ -1,0 +1,135 @@
+"""scripts/gpu_check's results as Markdown, and what of them is wrong."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+Found = dict[str, Any]
+
+# Of the logits' standard deviation. fp16 rounds by 2^-12 on average, some fifty times on the way;
+# fp32 on a GPU may be TF32 in MXNet's products, with fp16's mantissa.
+MOST_ERROR = {"fp32": 2e-3, "fp16": 5e-3}
+# Of a row in a batch against the row alone, the largest of all logits.
+MOST_ROW_DIFFERENCE = {"fp32": 1e-2, "fp16": 5e-2}
+
+
+def lines(results: Found) -> Iterator[str]:
+    plan, found = results["plan"], results["backends"]
+    config = plan["config"]
+    yield f"{_device(results['device'])}; {_packages()}"
+    yield (
+        f"Random models of {config['num_layers']} layers x {config['units']} units, vocabulary"
+        f" {config['vocab_size']:,}; {plan['prompt_tokens']}-token prompts,"
+        f" {plan['new_tokens']} new tokens; medians of {plan['rounds']} rounds"
+    )
+    yield ""
+    yield "| | " + " | ".join(f"{name} {f['precision']}" for name, f in found.items()) + " |"
+    yield "|---" * (len(found) + 1) + "|"
+    for title, cell in _rows(plan):
+        yield f"| {title} | " + " | ".join(cell(f) for f in found.values()) + " |"
+    for name, reason in results["skipped"].items():
+        yield f"\nnot measured: {name} ({reason})"
+
+
+def _rows(plan: Found) -> Iterator[tuple[str, Callable[[Found], str]]]:
+    rows, models = plan["rows"], plan["models"]
+    yield "logits against fp32 on the CPU, relative error", lambda f: f"{_error(f):.1e}"
+    yield "greedy texts of the demo models that are the same", _texts
+    yield (
+        f"a row among {rows} against alone, largest difference of a logit",
+        lambda f: f"{f['rows']['max_difference']:.1e}",
+    )
+    yield "B=1, tokens/s (a decode step, ms)", lambda f: _speed(f["B=1"], 1)
+    yield f"B={rows}, tokens/s (a decode step, ms)", lambda f: _speed(f[f"B={rows}"], rows)
+    yield f"{models} models in turn, tokens/s", lambda f: f"{f['turns_tokens_per_s']:,.0f}"
+    yield (
+        "load, s: the first model, a further one",
+        lambda f: (
+            f"{f['loads'][0]['seconds']:.2f},"
+            f" {statistics.median(load['seconds'] for load in f['loads'][1:]):.2f}"
+        ),
+    )
+    yield "a model's weights, MB", lambda f: _mb(f["loads"][0]["weight_bytes"])
+    yield "memory of a further model, MB", _further
+    yield (
+        "memory in use with none, before and after, MB",
+        lambda f: f"{_mb(f['empty_bytes'])}, {_mb(f['unloaded_bytes'])}",
+    )
+    yield "memory that runs out", _exhausted
+
+
+def failures(results: Found) -> Iterator[str]:
+    for name, f in results["backends"].items():
+        precision = f["precision"]
+        if _error(f) > MOST_ERROR[precision]:
+            yield f"{name}: logits are off by {_error(f):.1e}, must be {MOST_ERROR[precision]:.0e}"
+        for model, a in f["accuracy"].items():
+            if model != "random" and a["same_texts"] != a["texts"]:
+                yield f"{name}: {a['same_texts']} of {a['texts']} texts of {model} are the same"
+        rows = f["rows"]
+        if rows["max_difference"] > MOST_ROW_DIFFERENCE[precision] * rows["logits_std"]:
+            yield f"{name}: a row depends on its batch by {rows['max_difference']:.1e}"
+        for what, good in f.get("exhausted", {}).items():
+            if not good:
+                yield f"{name}: when memory ran out, it was not {what}"
+
+
+def _error(f: Found) -> float:
+    return max(a["relative_logit_error"] for a in f["accuracy"].values())
+
+
+def _texts(f: Found) -> str:
+    demo = [a for name, a in f["accuracy"].items() if name != "random"]
+    return f"{sum(a['same_texts'] for a in demo)} of {sum(a['texts'] for a in demo)}"
+
+
+def _speed(rounds: list[list[float]], rows: int) -> str:
+    tokens_per_s = statistics.median(rows * len(steps) / sum(steps) for steps in rounds)
+    step_ms = statistics.median(1e3 * statistics.median(steps[1:]) for steps in rounds)
+    return f"{tokens_per_s:,.0f} ({step_ms:.2f})"
+
+
+def _further(f: Found) -> str:
+    used = [load["memory_bytes"] for load in f["loads"]]
+    return "?" if None in used else _mb((used[-1] - used[0]) / (len(used) - 1))
+
+
+def _exhausted(f: Found) -> str:
+    if "exhausted" not in f:
+        return "not tried"
+    refused = "refused" if f["exhausted"]["refused"] else "**not refused**"
+    return refused + (
+        ", then the same text" if f["exhausted"]["same"] else ", **then another text**"
+    )
+
+
+def _mb(size: float | None) -> str:
+    return "?" if size is None else f"{size / 1e6:,.0f}"
+
+
+def _device(device: str) -> str:
+    if device == "cpu":
+        return f"**The CPU in place of a GPU**, {len(os.sched_getaffinity(0))} cores"
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "a GPU (nvidia-smi does not say which)"
+    return answer.stdout.splitlines()[0]
+
+
+def _packages() -> str:
+    """MXNet and onnxruntime have another name where they are built for a GPU."""
+    names = ("mxnet", "mxnet-cu117", "mxnet-cu112", "onnxruntime", "onnxruntime-gpu")
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)

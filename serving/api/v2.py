@@ -1,0 +1,155 @@
+"""The Open Inference Protocol (V2), for models of tensors.
+
+GET  /v2, /v2/health/live, /v2/health/ready
+GET  /v2/models/{name}                 what goes in and what comes out; loads the model
+GET  /v2/models/{name}/ready
+POST /v2/models/{name}/infer
+     /v2/models/{name}/versions/{version}/...    the same of the version that is loaded
+
+A worker speaks the protocol itself (`handlers.v2`). Here are its routes, its errors and the header
+that says where the JSON in front of binary tensors ends, which a worker is told by content type.
+
+https://github.com/kserve/open-inference-protocol
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from engine.errors import EngineError
+from serving.api.common import Gateway, check_token, error_response
+from serving.api.invoke import invoke
+from serving.errors import BadRequest, ModelNotFound, ResourceNotFound, ServingError, Unavailable
+from serving.model import State
+
+NAME, VERSION = "kogpt2-serving", "0.1.0"
+HEADER_LENGTH = "inference-header-content-length"
+BINARY = "application/vnd.sagemaker-triton.binary+json"
+HEADER_SIZE = "json-header-size"
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class V2:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def routes(self) -> list[Route]:
+        def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
+            return Route(path, self._in_its_shape(endpoint), methods=[method])
+
+        model = "/v2/models/{name:path}"
+        version = model + "/versions/{version}"
+        return [
+            route("/v2", self.server),
+            route("/v2/health/live", self.live),
+            route("/v2/health/ready", self.ready),
+            *(route(f"{path}/infer", self.infer, "POST") for path in (version, model)),
+            *(route(f"{path}/ready", self.model_ready) for path in (version, model)),
+            *(route(path, self.model) for path in (version, model)),
+            Route("/v2/{rest:path}", self._in_its_shape(self.unknown)),
+        ]
+
+    @staticmethod
+    def _in_its_shape(endpoint: Endpoint) -> Endpoint:
+        """Errors become `{"error": ...}`, whoever tells them."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                response = await endpoint(request)
+            except (ServingError, EngineError) as error:
+                response = error_response(request, error)
+            if response.status_code >= 400:
+                return _as_error(response)
+            return response
+
+        return answer
+
+    async def server(self, request: Request) -> Response:
+        extensions = ["binary_tensor_data"]
+        return JSONResponse({"name": NAME, "version": VERSION, "extensions": extensions})
+
+    async def live(self, request: Request) -> Response:
+        return JSONResponse({"live": True})
+
+    async def ready(self, request: Request) -> Response:
+        gateway = self._gateway
+        if gateway.draining or not (gateway.healthy and gateway.started):
+            raise Unavailable("the server is not ready; /ping says why", retry_after_s=1)
+        return JSONResponse({"ready": True})
+
+    async def model_ready(self, request: Request) -> Response:
+        """Whether the model is loaded; asking loads nothing."""
+        check_token(request, self._gateway.settings.inference_token)
+        name = request.path_params["name"]
+        model = self._gateway.registry.find(name)
+        if model is None:
+            if self._gateway.settings.sagemaker_multi_model:
+                raise ModelNotFound(f"Model not found: {name}")
+            await asyncio.to_thread(self._gateway.on_demand.find, name)
+            raise Unavailable(f"Model {name} is not loaded yet; a request to it loads it")
+        if model.state is not State.READY:
+            raise Unavailable(f"Model {name} is {model.state.value}", retry_after_s=1)
+        await self._check_version(request)
+        return JSONResponse({"name": name, "ready": True})
+
+    async def model(self, request: Request) -> Response:
+        check_token(request, self._gateway.settings.inference_token)
+        await self._check_version(request)
+        return JSONResponse(await self._metadata(request))
+
+    async def infer(self, request: Request) -> Response:
+        check_token(request, self._gateway.settings.inference_token)
+        await self._check_version(request)
+        headers = {"content-type": "application/json", "accept": "*/*"}
+        length = request.headers.get(HEADER_LENGTH)
+        if length is not None:
+            if not (length.isascii() and length.isdecimal() and len(length) < 16):
+                raise BadRequest(f"{HEADER_LENGTH} must be a number of bytes")
+            headers["content-type"] = f"{BINARY};{HEADER_SIZE}={length}"
+        response = await invoke(self._gateway, request, request.path_params["name"], headers)
+        kind, _, size = response.headers["content-type"].partition(f";{HEADER_SIZE}=")
+        if kind == BINARY:
+            response.headers["content-type"] = "application/octet-stream"
+            response.headers[HEADER_LENGTH] = size
+        return response
+
+    async def unknown(self, request: Request) -> Response:
+        raise ResourceNotFound("Requested resource is not found.")
+
+    async def _check_version(self, request: Request) -> None:
+        """Raises `ModelNotFound` for another version than the one that is loaded."""
+        version = request.path_params.get("version")
+        if version is None:
+            return
+        name = request.path_params["name"]
+        (own,) = (await self._metadata(request))["versions"]
+        if version != own:
+            raise ModelNotFound(f"Model {name} has version {own}, not {version[:50]}")
+
+    async def _metadata(self, request: Request) -> dict[str, Any]:
+        """What the model's worker tells of it. Own scripts tell nothing."""
+        gateway, name = self._gateway, request.path_params["name"]
+        request.state.model = name
+        async with gateway.use(name) as model:
+            outcome = await gateway.mms.probe(model.id, model.request_timeout_s)
+        known = {"name": name, "versions": ["1"], "platform": "", "inputs": [], "outputs": []}
+        return {**known, **outcome.get("metadata", {}), "name": name}
+
+
+def _as_error(response: Response) -> Response:
+    """`{"code", "type", "message"}` as `{"error": message}`; the status and headers stay."""
+    try:
+        message = json.loads(bytes(response.body))["message"]
+    except (ValueError, KeyError, TypeError):  # a script's own words
+        message = bytes(response.body).decode("utf-8", "replace")
+    kept = {k: v for k, v in response.headers.items() if not k.startswith("content-")}
+    text = json.dumps({"error": message}, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    return Response(text, response.status_code, kept, media_type="application/json")

@@ -1,0 +1,28 @@
+"""Whether the container has room for another worker.
+
+The engine admits weights and K/V caches against a budget of its own. What the other processes take
+is not in it: with many small models, their workers are what fills the container.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.container import CGROUP, container_memory
+from engine.memory import MIB
+from serving.errors import NoRoom
+
+# A worker that has answered requests (it shares little), and some for what all others grow by.
+# Two loads at the same time may look at the same free memory.
+NEEDED_BYTES = 64 * MIB
+
+
+def check_room(model: str, cgroup: Path = CGROUP) -> None:
+    """Raises `NoRoom` unless another worker fits into the container."""
+    memory = container_memory(cgroup)
+    if memory is not None and memory.free_bytes < NEEDED_BYTES:
+        raise NoRoom(
+            f"model {model} needs a worker and {NEEDED_BYTES // MIB} MiB for it, but of the"
+            f" container's {memory.limit_bytes // MIB} MiB"
+            f" {max(memory.free_bytes, 0) // MIB} are free"
+        )

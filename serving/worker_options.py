@@ -1,0 +1,30 @@
+"""What Multi Model Server is told of a model's worker, by what the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from handlers.choose import brings_script
+from serving.settings import Settings
+
+BATCHING = ("batch_size", "max_batch_delay")
+
+
+def worker_options(
+    path: Path, asked: Mapping[str, Any], settings: Settings
+) -> tuple[dict[str, Any], str | None]:
+    """The options for MMS and the `handler` for the worker, from those of the load request.
+
+    A model's own script gets the batches that were asked for, and one process unless more were.
+    The built-in handlers only pass requests on: many at once, and never in MMS's batches, where a
+    lone request waits and each ends with the longest.
+    """
+    options = dict(asked)
+    handler: str | None = options.pop("handler", None)
+    if brings_script(path, handler):
+        options.setdefault("initial_workers", settings.script_workers)
+        return options, handler
+    options.setdefault("initial_workers", settings.workers_per_model)
+    return {k: v for k, v in options.items() if k not in BATCHING}, handler

@@ -1,0 +1,127 @@
+"""Containers as a person starts them, on free ports of loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from tests.e2e.server import REPOSITORY, eventually, free_port
+
+IMAGE = os.environ.get("TEST_IMAGE", "kogpt2-serving:test")
+START_S = 60.0
+# Also as a user that the image does not know.
+HARDENED = [
+    *("--read-only", "--tmpfs", "/run/kogpt2:mode=1777"),
+    *("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "65534:65534"),
+]
+# As scripts/run gives it: on disk, what is fetched and prepared.
+CACHE = [
+    *("-v", "/var/cache/kogpt2", "-e", "MODEL_CACHE=/var/cache/kogpt2/models"),
+    *("-e", "ENGINE_CACHE_DIR=/var/cache/kogpt2/prepared"),
+]
+PROMPT = {"inputs": "나 보기가 역겨워", "parameters": {"max_new_tokens": 12}}
+TEXT = " 가실 때에는 말없이 고이 보내 드리우리다."
+
+# Run inside: sends a signal to the processes whose command line has some words, and lists them.
+SIGNAL = """
+import psutil, sys
+lines = {p: " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])}
+ours = (1, psutil.Process().pid)
+found = [p for p, line in lines.items() if sys.argv[2] in line and p.pid not in ours]
+for process in found:
+    process.send_signal(int(sys.argv[1]))
+print(len(found))
+"""
+
+
+def docker(*arguments: str, timeout_s: float = 60, check: bool = True) -> str:
+    """What it prints, on either stream."""
+    done = subprocess.run(
+        ["docker", *arguments],
+        cwd=REPOSITORY,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert not check or done.returncode == 0, done.stdout
+    return done.stdout
+
+
+class Container:
+    """A running server. Whoever makes one removes it."""
+
+    def __init__(self, *options: str, command: tuple[str, ...] = (), **environment: str) -> None:
+        self.port, self.management_port = free_port(), free_port()
+        inside = environment.get("SAGEMAKER_BIND_TO_PORT", "8080")
+        run = ["run", "-d", "-p", f"127.0.0.1:{self.port}:{inside}"]
+        run += ["-p", f"127.0.0.1:{self.management_port}:8081", *options]
+        for name, value in environment.items():
+            run += ["-e", f"{name}={value}"]
+        self.id = docker(*run, IMAGE, *command).split()[-1]
+
+    def wait_until_ready(self) -> Container:
+        try:
+            eventually(lambda: self.is_ready() or not self.state()["Running"], START_S)
+            assert self.state()["Running"]
+        except AssertionError:
+            print(self.log())
+            raise
+        return self
+
+    def is_ready(self) -> bool:
+        try:
+            return requests.get(self.url("/ping"), timeout=5).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def management(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.management_port}{path}"
+
+    def load(self, name: str, url: str | None = None) -> requests.Response:
+        body = {"model_name": name, "url": url or name}
+        return requests.post(self.management("/models"), json=body, timeout=120)
+
+    def unload(self, name: str) -> requests.Response:
+        return requests.delete(self.management(f"/models/{name}"), timeout=60)
+
+    def predict(self, name: str, body: Any = PROMPT) -> requests.Response:
+        return requests.post(self.url(f"/predictions/{name}"), json=body, timeout=90)
+
+    def running(self) -> int:
+        """Sequences that the engine works on."""
+        rows = requests.get(self.url("/metrics"), timeout=10).text.splitlines()
+        return int(sum(float(r.split()[-1]) for r in rows if r.startswith("kogpt2_model_running{")))
+
+    def signal(self, number: int, words: str) -> None:
+        """To the processes inside whose command line has `words`."""
+        done = docker("exec", self.id, "python", "-c", SIGNAL, str(int(number)), words)
+        assert int(done) > 0, f"no process has {words!r}"
+
+    def log(self) -> str:
+        return docker("logs", self.id)
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(docker("inspect", self.id))[0]["State"]
+        return found
+
+    def health(self) -> str:
+        status: str = self.state()["Health"]["Status"]
+        return status
+
+    def remove(self) -> None:
+        docker("rm", "-f", "-v", self.id, check=False)
+
+
+def mount(folder: Path, place: str) -> list[str]:
+    return ["-v", f"{folder}:{place}:ro"]

@@ -1,0 +1,87 @@
+"""The contracts of `docker run`, curl and SageMaker against running containers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import requests
+
+from tests.container.conftest import Start
+from tests.container.containers import CACHE, HARDENED, PROMPT, TEXT, Container, mount
+from tests.e2e import test_readme
+from tests.e2e.stores import SHORT, small, text
+from tests.engine.models import make_artifact
+
+pytestmark = pytest.mark.container
+
+HASH = "7f3e" * 16
+
+
+@pytest.mark.parametrize("readme", test_readme.READMES)
+def test_the_session_of_the_readme_answers_as_it_is_shown(shared: Container, readme: str) -> None:
+    test_readme.test_the_session_answers_as_it_is_shown(shared, readme)  # type: ignore[arg-type]
+
+
+def test_korean_names_work_on_both_ports(shared: Container) -> None:
+    assert shared.load("소월", "sowol").ok
+    assert shared.predict("소월").json()["generated_text"].startswith(TEXT)
+    listed = requests.get(shared.url("/models"), timeout=10).json()["models"]
+    assert listed == [{"modelName": "소월", "modelUrl": "sowol"}]
+    assert shared.unload("소월").ok
+
+
+def test_the_fast_backend_runs_hardened_on_a_store_that_cannot_be_written(
+    start: Start, tmp_path: Path
+) -> None:
+    make_artifact(tmp_path / "store" / "봄", units=64)
+    options = [*HARDENED, *CACHE, *mount(tmp_path / "store", "/models")]
+    container = start(*options, ENGINE_BACKEND="onnxruntime", MODEL_STORE="/models")
+    assert text(container.predict("봄", SHORT))
+
+
+def test_sagemaker_loads_invokes_and_unloads_models(start: Start, tmp_path: Path) -> None:
+    small(tmp_path / "models" / HASH / "model")
+    container = start(
+        *mount(tmp_path / "models", "/opt/ml/models"),
+        command=("serve",),
+        SAGEMAKER_MULTI_MODEL="true",
+        SAGEMAKER_BIND_TO_PORT="9123",
+    )
+    target = {"X-Amzn-SageMaker-Target-Model": "시/봄.tar.gz".encode()}
+    models, model = container.url("/models"), container.url(f"/models/{HASH}")
+    place = f"/opt/ml/models/{HASH}/model"
+
+    def status(method: str, url: str, body: object = None) -> int:
+        return requests.request(method, url, json=body, headers=target, timeout=60).status_code
+
+    assert status("POST", f"{model}/invoke", SHORT) == 404
+    assert status("POST", models, {"model_name": HASH, "url": place}) == 200
+    assert status("POST", models, {"model_name": HASH, "url": place}) == 409
+    described = {"modelName": HASH, "modelUrl": place}
+    assert requests.get(models, timeout=10).json() == {"models": [described]}
+    assert requests.get(model, timeout=10).json().items() >= described.items()
+    assert text(requests.post(f"{model}/invoke", json=SHORT, headers=target, timeout=60))
+    assert "시/봄.tar.gz" in container.log()
+    assert status("DELETE", model) == 200
+    assert status("DELETE", model) == 404
+    assert requests.get(models, timeout=10).json() == {"models": []}
+
+
+def test_a_single_model_answers_on_the_port_that_sagemaker_names(
+    start: Start, tmp_path: Path
+) -> None:
+    small(tmp_path / "model")
+    container = start(
+        *mount(tmp_path / "model", "/opt/ml/model"),
+        command=("serve",),
+        SAGEMAKER_BIND_TO_PORT="9123",
+    )
+    assert text(requests.post(container.url("/invocations"), json=SHORT, timeout=60))
+
+
+def test_a_target_model_is_loaded_from_the_images_store(start: Start) -> None:
+    container = start(SAGEMAKER_BIND_TO_PORT="9123")
+    headers = {"X-Amzn-SageMaker-Target-Model": "sowol.tar.gz"}
+    answer = requests.post(container.url("/invocations"), json=PROMPT, headers=headers, timeout=60)
+    assert answer.json()["generated_text"].startswith(TEXT)

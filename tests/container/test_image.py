@@ -1,0 +1,63 @@
+"""What is in the image, and what it says about itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.container.containers import docker
+
+pytestmark = pytest.mark.container
+
+MAX_BYTES = 900_000_000
+# Strip could have broken one.
+OPEN_ALL = """
+import ctypes, pathlib, sysconfig
+libraries = sorted(pathlib.Path(sysconfig.get_path("purelib")).rglob("*.so*"))
+assert len(libraries) > 150, len(libraries)
+import mxnet
+for library in libraries:
+    ctypes.CDLL(str(library), ctypes.RTLD_LOCAL)
+"""
+
+
+def inside(image: str, *command: str) -> str:
+    return docker("run", "--rm", image, *command)
+
+
+def test_it_says_what_it_can_do(image: str) -> None:
+    said = json.loads(docker("inspect", image))[0]
+    config = said["Config"]
+    for name in ("multi-models", "accept-bind-to-port"):
+        assert config["Labels"][f"com.amazonaws.sagemaker.capabilities.{name}"] == "true"
+    for name in ("title", "description", "created", "revision"):
+        assert config["Labels"][f"org.opencontainers.image.{name}"]
+    assert set(config["ExposedPorts"]) == {"8080/tcp", "8081/tcp"}
+    assert config["User"] not in ("", "0", "root")
+    assert config["Entrypoint"] == ["dockerd-entrypoint.py"]
+    assert config["Cmd"] == ["serve"]
+
+
+def test_it_stays_small(image: str) -> None:
+    assert json.loads(docker("inspect", image))[0]["Size"] < MAX_BYTES
+
+
+def test_another_command_is_run_as_it_is(image: str) -> None:
+    out = inside(image, "bash", "-c", "id -u; ls /opt/kogpt2/model_store; exit 0")
+    assert out.split() == ["10001", "dongju.tar.gz", "sowol.tar.gz"]
+    out = docker("run", image, "bash", "-c", "exit 7; echo no", check=False)
+    assert out == ""
+
+
+def test_what_was_left_out_is_not_missed(image: str) -> None:
+    assert "No broken requirements" in inside(image, "pip", "check")
+    inside(image, "python", "-W", "ignore", "-c", "import engine.mxnet_compat" + OPEN_ALL)
+    out = inside(image, "bash", "-c", "command -v gcc javac docker; java -version")
+    assert out.startswith("openjdk version")
+
+
+def test_no_secret_or_test_of_the_checkout_is_in_it(image: str) -> None:
+    found = inside(image, "find", "/opt/kogpt2", "-type", "f", "-not", "-name", "*.pyc")
+    tops = {line.split("/")[3] for line in found.split()}
+    assert tops == {"bin", "engine", "handlers", "model_store", "serving"}

@@ -1,0 +1,91 @@
+"""Starting, stopping, dying and coming back."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.container.conftest import Start
+from tests.container.containers import PROMPT, START_S, TEXT, Container, docker
+from tests.e2e.server import eventually
+
+pytestmark = pytest.mark.container
+
+STOP_S = 10
+LONG = {"inputs": "나 보기가", "parameters": {"max_new_tokens": 200, "temperature": 1.0}}
+WATCHED = ["--health-interval", "1s", "--health-retries", "2", "--health-start-period", "0s"]
+
+
+@pytest.fixture(scope="module")
+def own(image: str) -> Iterator[Container]:
+    """A container that the tests below break; each leaves it running."""
+    container = Container(*WATCHED)
+    try:
+        yield container.wait_until_ready()
+    finally:
+        container.remove()
+
+
+def answers(container: Container) -> bool:
+    answer = container.predict("sowol", PROMPT)
+    return answer.status_code == 200 and answer.json()["generated_text"].startswith(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("com.amazonaws.ml.mms.ModelServer", "Multi Model Server ended"),
+        ("model_service_worker", "Backend worker error: Failed to connect to worker"),
+        ("-m engine", "the engine was killed by SIGKILL; it is started again"),
+        ("-m serving.gateway", "the gateway was killed by SIGKILL; it is started again"),
+    ],
+    ids=["the JVM", "a worker", "the engine", "the gateway"],
+)
+def test_what_is_killed_inside_comes_back_and_the_log_says_so(
+    own: Container, words: str, said: str
+) -> None:
+    assert answers(own)
+    before = own.log()
+    own.signal(signal.SIGKILL, words)
+    eventually(lambda: said in own.log()[len(before) :], 10)
+    eventually(lambda: own.is_ready() and answers(own), 30)
+    assert own.state()["Running"]
+
+
+def test_the_healthcheck_tells_when_it_is_ill_and_when_it_is_well(own: Container) -> None:
+    eventually(lambda: own.health() == "healthy", 30)
+    own.signal(signal.SIGSTOP, "-m engine")
+    eventually(lambda: own.health() == "unhealthy", 30)
+    own.signal(signal.SIGCONT, "-m engine")
+    eventually(lambda: own.health() == "healthy", 30)
+    assert answers(own)
+
+
+@pytest.mark.parametrize("end", [("stop",), ("kill", "-s", "KILL")], ids=["stopped", "killed"])
+def test_a_container_that_ended_starts_again(own: Container, end: tuple[str, ...]) -> None:
+    docker(*end, own.id)
+    assert not own.state()["Running"]
+    docker("start", own.id)
+    eventually(own.is_ready, START_S)
+    eventually(lambda: own.health() == "healthy", 30)
+    assert answers(own)
+
+
+def test_a_stop_lets_requests_in_flight_finish(start: Start) -> None:
+    container = start()
+    assert answers(container)
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(container.predict, "sowol", LONG) for _ in range(4)]
+        eventually(lambda: container.running() == 4)
+        started = time.monotonic()
+        docker("stop", container.id)
+        assert time.monotonic() - started < STOP_S
+        done = [future.result() for future in asked]
+    assert [answer.status_code for answer in done] == [200] * 4
+    assert all(answer.json()["generated_text"] for answer in done)
+    state = container.state()
+    assert (state["ExitCode"], state["OOMKilled"]) == (0, False)

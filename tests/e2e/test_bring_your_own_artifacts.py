@@ -1,0 +1,98 @@
+"""docs/bring-your-own/artifacts.md is true: its commands are run, and answer as it is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import REPOSITORY, Server
+from tests.e2e.stores import serving
+
+PAGES = ("artifacts.md", "artifacts.ko.md")
+ANYTHING = "…"
+
+
+def commands(page: str) -> list[tuple[str, str]]:
+    """(command, shown output) of every `$ ` line in the console blocks."""
+    text = (REPOSITORY / "docs" / "bring-your-own" / page).read_text(encoding="utf-8")
+    found = []
+    for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
+        for part in ("\n" + block).split("\n$ ")[1:]:
+            command, _, output = part.partition("\n")
+            found.append((command, output))
+    return found
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """A folder that looks like the repository, but may be written to."""
+    for name in ("scripts", "model_store"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / "my-models").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def server(workplace: Path) -> Iterator[Server]:
+    with serving(workplace / "server", workplace / "my-models") as running:
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_answer_as_they_are_shown(page: str, workplace: Path, server: Server) -> None:
+    python = Path(sys.executable).parent
+    for command, shown in commands(page):
+        line = command.replace("localhost:8080", f"127.0.0.1:{server.port}")
+        line = line.replace("curl ", "curl --silent --max-time 60 ")
+        done = subprocess.run(
+            ["bash", "-c", f"PATH={python}:$PATH; {line}"],
+            cwd=workplace,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, (command, done.stderr)
+        if shown.startswith("{"):
+            answer, expected = json.loads(done.stdout), json.loads(shown)
+            answer.pop("seconds", None)
+            expected.pop("seconds", None)
+            assert answer == expected, command
+        else:
+            pattern = ".*".join(map(re.escape, shown.strip().split(ANYTHING)))
+            assert re.fullmatch(pattern, done.stdout.strip()), (command, done.stdout)
+
+
+def test_the_pages_show_the_same_commands() -> None:
+    english, korean = map(commands, PAGES)
+    assert english == korean
+    assert len(english) > 12
+
+
+def test_a_template_of_the_page_is_one_that_the_server_reads(tmp_path: Path) -> None:
+    from engine.artifacts import open_artifact
+    from engine.prompts import Prompts
+    from tests.engine.hugging_face import make_hugging_face
+    from tests.engine.models import make_artifact
+
+    for page in PAGES:
+        text = (REPOSITORY / "docs" / "bring-your-own" / page).read_text(encoding="utf-8")
+        [shown] = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+        [other] = re.findall(r"`(<usr>\{text\}</s>[^`]*)`", text)
+        for make, template in ((make_hugging_face, None), (make_artifact, other)):
+            folder = make(tmp_path / f"{make.__name__}-{page}")
+            said = json.loads(shown)
+            said["template"] = template or said["template"]
+            (folder / "generation.json").write_text(json.dumps(said), encoding="utf-8")
+            prompts = Prompts(open_artifact(folder))
+            ids = prompts.encode("오늘은")
+            assert ids[0] == prompts.tokenizer.token_id("<usr>")
+            assert ids[-1] == prompts.tokenizer.token_id("<sys>")
+            assert prompts.tokenizer.token_id("<unused1>") in ids

@@ -1,0 +1,277 @@
+"""docs/bring-your-own/tensors.md is true: its artifacts are made and its examples are run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import requests
+import sentencepiece
+
+from engine.mxnet_compat import mx
+from tests.e2e.server import REPOSITORY, Server, eventually
+from tests.e2e.stores import SHORT, error, packed, serving, small, text
+from tests.handlers.graphs import TinyGPT2, classifier
+
+GPT2 = TinyGPT2(vocab=50_000)
+CLASSIFIERS = 2
+PAGES = ("tensors.md", "tensors.ko.md")
+
+
+def sums(folder: Path) -> Path:
+    """(a, b) -> (a + b, a - b)"""
+    net = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=2, name="fc")
+    args = {"fc_weight": mx.nd.array([[1, 1], [1, -1]]), "fc_bias": mx.nd.zeros(2)}
+    folder.mkdir(parents=True)
+    mx.model.save_checkpoint(str(folder / "model"), 0, net, args, {})
+    (folder / "model-shapes.json").write_text('[{"shape": [1, 2], "name": "data"}]')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def direct() -> dict[str, Any]:
+    """What each classifier computes, by a direct bind."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, direct: dict[str, Any]) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("tensors")
+    store = folder / "store"
+    GPT2.save(folder / "gpt2" / "1" / "model.onnx")
+    packed(folder / "gpt2", store / "gpt2.tar.gz")
+    packed(sums(folder / "sums"), store / "sums.tar.gz")
+    for seed in range(CLASSIFIERS):
+        direct[f"분류{seed}"] = classifier(store / f"분류{seed}", seed)
+    small(store / "text")
+    with serving(folder, store) as running:
+        yield running
+
+
+def page(name: str) -> str:
+    return (REPOSITORY / "docs" / "bring-your-own" / name).read_text(encoding="utf-8")
+
+
+def here(server: Server, example: str) -> str:
+    return example.replace("localhost:8080", f"127.0.0.1:{server.port}")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_pages_commands_answer_as_it_shows(server: Server, name: str) -> None:
+    commands = [
+        part.partition("\n")[::2]
+        for block in re.findall(r"```console\n(.*?)```", page(name), re.DOTALL)
+        for part in ("\n" + block).split("\n$ ")[1:]
+    ]
+    assert len(commands) == 8
+    for command, shown in commands:
+        line = [*shlex.split(here(server, command)), "--silent"]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
+        shown, cut, _ = shown.strip().partition("...")
+        answer = done.stdout.strip()
+        assert (answer[: len(shown)] if cut else answer) == shown, command
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_pages_programs_run(server: Server, name: str) -> None:
+    programs = re.findall(r"```python\n(.*?)```", page(name), re.DOTALL)
+    programs = [here(server, program) for program in programs if "requests" in program]
+    printed = []
+    for program in programs:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(program, name, "exec"), {})  # noqa: S102 -- our own page
+        printed.append(json.loads(out.getvalue()))
+    ids = np.array([[5, 6, 7]])
+    for _ in range(8):
+        ids = np.append(ids, GPT2.logits(ids)[:, -1].argmax(-1)[:, None], axis=1)
+    assert printed == [ids.tolist(), [[3.0, -1.0], [7.5, -1.5]]]
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_a_model_that_scripts_convert_exported_writes_the_text_of_the_original(
+    server: Server, tmp_path: Path, past: bool
+) -> None:
+    """The client tokenizes by itself; with `past` it sends back the keys and values, too."""
+    store = server.run_dir.parent / "store"
+    name = "exported-past" if past else "exported"
+    command = [sys.executable, "scripts/convert", str(store / "text"), str(store / name)]
+    command += ["--to", "onnx", *(["--past"] if past else [])]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    url = server.url(f"/v2/models/{name}/infer")
+    told = requests.get(url.removesuffix("/infer"), timeout=60).json()
+    kept = {
+        t["name"]: {**t, "shape": [1, t["shape"][1], 0, t["shape"][3]], "data": []}
+        for t in told["inputs"]
+        if t["name"].startswith("past_key_values")
+    }
+    assert bool(kept) == past
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(store / "text/kogpt2.spiece"))
+    prompt = [tokenizer.bos_id(), *tokenizer.encode(SHORT["inputs"])]
+    ids, new = list(prompt), list(prompt)
+    for _ in range(16):
+        given = new if past else ids
+        tensors = [("input_ids", given), ("attention_mask", [1] * len(ids))]
+        inputs = [
+            {"name": n, "shape": [1, len(v)], "datatype": "INT64", "data": v} for n, v in tensors
+        ]
+        answer = requests.post(url, json={"inputs": [*inputs, *kept.values()]}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        outputs = {output["name"]: output for output in answer.json()["outputs"]}
+        logits = np.reshape(outputs["logits"]["data"], outputs["logits"]["shape"])
+        new = [int(logits[0, -1].argmax())]
+        ids += new
+        for tensor in kept.values():
+            present = outputs[tensor["name"].replace("past_key_values", "present")]
+            tensor.update(shape=present["shape"], data=present["data"])
+    written = tokenizer.decode(ids).removeprefix(tokenizer.decode(prompt))
+    assert written == text(server.predict("text", SHORT))
+
+
+def test_several_classifiers_answer_many_at_once_each_by_itself(
+    server: Server, direct: dict[str, Any]
+) -> None:
+    rng = np.random.default_rng(0)
+    calls = [
+        (name, rng.standard_normal((1 + i % 3, 3, 16, 16)).astype(np.float32))
+        for i in range(20)
+        for name in direct
+    ]
+    wanted = [direct[name](data=images)[0] for name, images in calls]
+
+    def ask(call: tuple[str, Any]) -> Any:
+        answer = server.predict(call[0], call[1].tolist())
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    with ThreadPoolExecutor(12) as pool:
+        for answer, expected in zip(pool.map(ask, calls), wanted, strict=True):
+            np.testing.assert_allclose(answer, expected, atol=1e-6)
+
+
+def workers(server: Server, *libraries: str, without: bool = False) -> list[psutil.Process]:
+    """Those that do a model's work and have one of these mapped, or none of them."""
+    found = []
+    for process in server.descendants("model_service_worker"):
+        with contextlib.suppress(psutil.Error):
+            maps = " ".join(m.path for m in process.memory_maps())
+            if not process.children() and without != any(name in maps for name in libraries):
+                found.append(process)
+    return found
+
+
+def test_a_text_model_beside_them_is_as_before(server: Server) -> None:
+    assert text(server.predict("text", SHORT))
+    (worker,) = workers(server, "libmxnet.so", "onnxruntime", without=True)
+    assert "_multiarray_umath" not in " ".join(m.path for m in worker.memory_maps())
+    assert worker.memory_full_info().uss < 30 << 20
+
+
+def test_a_worker_that_dies_is_started_again(server: Server) -> None:
+    body = [[1, 2]]
+    assert server.predict("sums", body).json() == [[3.0, -1.0]]
+
+    for process in workers(server, "libmxnet.so"):
+        process.kill()
+    eventually(lambda: server.predict("sums", body).status_code == 200, 30)
+    assert server.predict("sums", body).json() == [[3.0, -1.0]]
+
+
+SCRIPTS = {
+    "own-input": """
+def input_fn(body, content_type):
+    import numpy
+    return numpy.array([[float(n) for n in body.split()]])
+""",
+    "own-predict": """
+import mxnet as mx
+
+def predict_fn(data, model):
+    assert isinstance(model, mx.mod.Module) and isinstance(data, mx.io.NDArrayIter)
+    return model.predict(data) * 2
+""",
+    "own-output": """
+def output_fn(prediction, accept):
+    return "합 " + str(prediction.asnumpy()[0, 0]), "text/plain; charset=utf-8"
+""",
+    "own-transform": """
+import mxnet as mx
+
+def transform_fn(model, body, content_type, accept):
+    model.forward(mx.io.DataBatch([mx.nd.array([[1, 2]])]), is_train=False)
+    return str(model.get_outputs()[0].asnumpy().tolist()), "text/plain"
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "kind", "wanted"),
+    [
+        ("own-input", b"1 2", "text/plain", "[[3.0,-1.0]]"),
+        ("own-predict", b"1,2", "text/csv", "[[6.0,-2.0]]"),
+        ("own-predict", b"[[1,2],[3,4.5]]", "application/json", "[[6.0,-2.0],[15.0,-3.0]]"),
+        ("own-output", b"[[1,2]]", "application/json", "합 3.0"),
+        ("own-transform", b"", "text/plain", "[[3.0, -1.0]]"),
+    ],
+)
+def test_a_script_around_a_checkpoint_may_leave_functions_out(
+    server: Server, name: str, body: bytes, kind: str, wanted: str
+) -> None:
+    folder = server.run_dir.parent / "store" / name
+    if not folder.exists():
+        sums(folder)
+        (folder / "code").mkdir()
+        (folder / "code" / "inference.py").write_text(SCRIPTS[name], encoding="utf-8")
+    answer = server.predict(name, body, **{"Content-Type": kind})
+    assert (answer.status_code, answer.text) == (200, wanted)
+    if name == "own-predict":
+        assert error(server.predict(name, [[1, 2, 3]]))[0] == 400
+        told = requests.get(server.url(f"/v2/models/{name}"), timeout=60).json()
+        assert told == {
+            "name": name, "versions": ["1"], "platform": "", "inputs": [], "outputs": [],
+        }  # fmt: skip
+
+
+def test_an_unloaded_model_has_given_its_memory_back(
+    server: Server, direct: dict[str, Any]
+) -> None:
+    for name in direct:
+        server.predict(name, np.zeros((1, 3, 16, 16)).tolist())
+    before = len(workers(server, "libmxnet.so"))
+    assert server.unload("분류0").status_code == 200
+    assert len(workers(server, "libmxnet.so")) == before - 1
+
+
+def test_a_model_that_does_not_fit_is_507_with_the_numbers(server: Server) -> None:
+    folder = server.run_dir.parent / "store" / "huge"
+    GPT2.save(folder / "model.onnx")
+    with (folder / "weights.bin").open("wb") as file:
+        file.truncate(1 << 42)  # takes no room on disk
+    answer = server.load("huge")
+    assert error(answer) == (507, "NeverFits")
+    assert re.search(r"needs about \d+ MiB, but of the container's \d+ MiB", answer.text)
+
+
+def test_what_is_broken_is_told_at_the_load_and_leaves_nothing(server: Server) -> None:
+    store = server.run_dir.parent / "store"
+    (store / "broken").mkdir()
+    (store / "broken" / "model.onnx").write_bytes(b"no graph")
+    sums(store / "half")
+    (store / "half" / "model-shapes.json").unlink()
+    for name, said in (("broken", "model.onnx cannot be loaded"), ("half", "missing")):
+        answer = server.load(name)
+        assert error(answer) == (400, "ArtifactError")
+        assert said in answer.json()["message"]
+        assert error(server.predict(name, [[1, 2]]))[0] == 400

@@ -1,0 +1,296 @@
+"""A model's own script can do anything and hurts only its own model; who asks learns why."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import requests
+
+from tests.e2e.scripts import script, transform
+from tests.e2e.server import Server, eventually
+from tests.e2e.stores import SHORT, error, serving, small, text
+
+SECRETS = {"AWS_SECRET_ACCESS_KEY": "SECRET-1", "MANAGEMENT_TOKEN": "", "HF_TOKEN": "SECRET-2"}
+MEMORY_MIB = 512
+WORKER, CHILD = "model_service_worker", "scripts/child.py"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("isolation") / "store"
+    small(folder / "good")
+    transform(folder / "echo", "return body, content_type")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    environment = {**SECRETS, "SCRIPT_MEMORY_MIB": str(MEMORY_MIB)}
+    with serving(tmp_path_factory.mktemp("server"), store, **environment) as running:
+        for name in ("good", "echo"):
+            assert running.load(name).status_code == 200
+        yield running
+
+
+@pytest.fixture(scope="module")
+def good(server: Server) -> tuple[set[int], str]:
+    """The workers of the models beside, and what one of them says."""
+    pids = {p.pid for p in server.descendants(WORKER) + server.descendants("ModelServer")}
+    return pids, text(server.predict("good", SHORT))
+
+
+@pytest.fixture(autouse=True)
+def others(server: Server, good: tuple[set[int], str]) -> Iterator[None]:
+    """The models beside keep their workers, and answer as before."""
+    yield
+    pids, expected = good
+    assert pids <= {p.pid for p in server.descendants()}
+    assert text(server.predict("good", SHORT)) == expected
+    assert server.predict("echo", "봄").json() == "봄"
+    assert server.is_ready()
+
+
+def message(answer: requests.Response) -> str:
+    """An error's one sentence: a line without a trace of how the server is made."""
+    error(answer)
+    said: str = answer.json()["message"]
+    assert "\n" not in said
+    assert "File " not in said
+    return said
+
+
+# Loads
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "reason"),
+    [
+        ("raise RuntimeError('가중치가 없습니다')", 500, "raised RuntimeError: 가중치가 없습니다"),
+        ("import nothing_like_it", 500, "ModuleNotFoundError: No module named 'nothing_like_it'"),
+        ("def model_fn(:", 500, "is not Python"),
+        ("import sys; sys.exit(3)", 500, "called sys.exit(3)"),
+        ("import os; os._exit(3)", 500, "ended its process while it was loaded (status 3)"),
+        ("import ctypes; ctypes.string_at(0)", 500, "killed by SIGSEGV while it was loaded"),
+        ("import os; os.abort()", 500, "killed by SIGABRT while it was loaded"),
+        ("import os; os.kill(os.getpid(), 9)", 507, "most likely for want of memory"),
+        ("kept = [bytearray(1 << 20) for _ in range(5000)]", 507, "ran out of memory"),
+        ("x = 1", 400, "defines nothing that can be served: it must define model_fn"),
+        (
+            "def transform_fn(m, b, c, a): return b\ndef input_fn(b, c): return b\n",
+            400,
+            "Cannot use transform_fn implementation in conjunction with input_fn",
+        ),
+        ("def model_fn(d): return 0", 400, "Please provide a predict_fn implementation"),
+        ("def predict_fn(d, m): return d", 400, "Please provide a model_fn implementation"),
+        ("def model_fn(a, b, c): return 0\ndef predict_fn(d, m): 0", 400, "takes 3 arguments"),
+        ("def load_model(d): return 0", 400, "load_model without predict"),
+    ],
+)
+def test_a_load_that_fails_says_why_and_leaves_nothing(
+    server: Server, store: Path, source: str, status: int, reason: str
+) -> None:
+    script(store / "bad", source)
+    before = len(server.descendants(CHILD))
+    answer = server.load("bad")
+    assert error(answer)[0] == status, answer.text
+    assert reason in message(answer)
+    # A call that may load it says the same, and no other model had to make room.
+    assert reason in message(server.predict("bad", SHORT))
+    names = {
+        m["modelName"] for m in requests.get(server.url("/models"), timeout=10).json()["models"]
+    }
+    assert names == {"good", "echo"}
+    eventually(lambda: len(server.descendants(CHILD)) == before)
+    transform(store / "bad", "return 'well'")
+    assert server.load("bad").status_code == 200
+    assert server.predict("bad", SHORT).text == "well"
+    assert server.unload("bad").status_code == 200
+
+
+def test_a_load_that_never_ends_is_given_up(store: Path, tmp_path: Path) -> None:
+    script(store / "endless", "import time\ntime.sleep(1000)")
+    with serving(tmp_path / "own", store, LOAD_TIMEOUT_S="2") as server:
+        started = time.monotonic()
+        assert error(server.load("endless"))[0] == 504
+        assert time.monotonic() - started < 8
+        eventually(lambda: not server.descendants(CHILD))
+        assert server.load("echo").status_code == 200
+
+
+# Requests
+
+
+@pytest.fixture(scope="module")
+def wild(server: Server, store: Path) -> str:
+    """A model that does what its request says; it counts how many requests it has had."""
+    transform(
+        store / "wild",
+        """
+        state["count"] += 1
+        exec(body, globals())
+        return json.dumps(state), accept
+        """,
+        top="import ctypes, json, locale, os, sys, time\nstate = {'count': 0}",
+    )
+    assert server.load("wild", response_timeout=3).status_code == 200
+    return "wild"
+
+
+def count(server: Server, name: str) -> int:
+    answer = server.predict(name, b"pass")
+    assert answer.status_code == 200, answer.text
+    found: int = answer.json()["count"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("raise ValueError('값이 틀림')", 500, "raised ValueError: 값이 틀림"),
+        ("raise Exception('첫째 줄\\n둘째 줄')", 500, "raised Exception: 첫째 줄 둘째 줄"),
+        ("sys.exit('그만')", 500, "called sys.exit('그만')"),
+        ("raise KeyboardInterrupt", 500, "raised KeyboardInterrupt"),
+        ("x = [bytearray(1 << 20) for _ in range(5000)]", 507, "ran out of memory"),
+        ("x = bytearray(1 << 40)", 507, "ran out of memory"),
+        ("def f(): f()\nf()", 500, "RecursionError"),
+    ],
+)
+def test_an_exception_ends_the_request_and_not_the_process(
+    server: Server, wild: str, code: str, status: int, reason: str
+) -> None:
+    before = count(server, wild)
+    answer = server.predict(wild, code.encode())
+    assert error(answer)[0] == status, answer.text
+    assert reason in message(answer)
+    assert count(server, wild) == before + 2
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("ctypes.string_at(0)", 500, "killed by SIGSEGV while it answered"),
+        ("os.abort()", 500, "killed by SIGABRT while it answered"),
+        ("os.kill(os.getpid(), 9)", 507, "most likely for want of memory"),
+        ("os._exit(0)", 500, "ended its process while it answered (status 0)"),
+        ("os.closerange(3, 64); time.sleep(60)", 500, "closed its connection while it answered"),
+        ("time.sleep(1000)", 504, "did not answer within 3 s; it was stopped"),
+        ("while True: pass", 504, "did not answer within 3 s; it was stopped"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_is_started_again_at_once(
+    server: Server, wild: str, code: str, status: int, reason: str
+) -> None:
+    count(server, wild)
+    started = time.monotonic()
+    answer = server.predict(wild, code.encode())
+    assert error(answer)[0] == status, answer.text
+    assert reason in message(answer)
+    assert count(server, wild) == 1  # a new process, without the back-off of MMS
+    assert time.monotonic() - started < (8 if status == 504 else 5)
+
+
+def test_one_that_dies_while_nobody_asks_is_not_noticed(server: Server, wild: str) -> None:
+    code = "import threading; threading.Timer(0.1, lambda: os._exit(1)).start()"
+    before = {p.pid for p in server.descendants(CHILD)}
+    assert server.predict(wild, code.encode()).status_code == 200
+    eventually(lambda: not before <= {p.pid for p in server.descendants(CHILD)})
+    assert count(server, wild) == 1
+
+
+def test_what_it_has_started_goes_with_it(server: Server, wild: str) -> None:
+    code = "import subprocess; subprocess.Popen(['sleep', '987']); time.sleep(1000)"
+    assert error(server.predict(wild, code.encode()))[0] == 504
+    eventually(lambda: not server.descendants("sleep", "987"))
+
+
+def test_requests_that_wait_behind_a_death_are_all_answered(server: Server, wild: str) -> None:
+    codes = [b"ctypes.string_at(0)", *[b"pass"] * 5] * 4
+    with ThreadPoolExecutor(len(codes)) as pool:
+        answers = list(pool.map(lambda code: server.predict(wild, code), codes))
+    found = [answer.status_code for answer in answers]
+    assert found.count(500) == 4
+    assert found.count(200) == 20
+
+
+def test_megabytes_of_output_stop_nothing_and_flood_no_log(server: Server, wild: str) -> None:
+    before = len(server.text())
+    for code in ("print('가' * 10_000_000)", "for i in range(60_000): print('줄', i)"):
+        assert server.predict(wild, code.encode()).status_code == 200
+    assert server.predict(wild, "print('안녕하세요')".encode()).status_code == 200
+    eventually(lambda: "were left out: too much at once" in server.text())
+    assert len(server.text()) - before < 10_000_000
+    server.predict(wild, b"sys.stdout.buffer.write(b'\\xff\\xfe\\n')")
+
+
+def test_a_locale_is_its_own(server: Server, wild: str) -> None:
+    code = "locale.setlocale(locale.LC_ALL, 'C'); os.environ['LC_ALL'] = 'C'; os.chdir('/')"
+    assert server.predict(wild, code.encode()).status_code == 200
+    number = {"inputs": "나는", "parameters": {"temperature": 0.5, "seed": 1, "max_new_tokens": 2}}
+    assert server.predict("good", number).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("None", "returned nothing (None)"),
+        ("object()", "returned a object, must return bytes, text or JSON values"),
+        ("{1, 2}", "returned a set"),
+        ("(b'a', 'b', 'c')", "returned a tuple of 3"),
+        ("(b'a', 7)", "gave 7 as a header"),
+        ("(b'a', 'text/시')", "gave 'text/시' as a header"),
+        ("(b'a', 'text/plain\\nx-y: 1')", "as a header, must be printable ASCII"),
+        ("b'x' * 120_000_000", "the answer has 120000000 bytes, at most"),
+    ],
+)
+def test_nonsense_is_refused_with_a_reason(
+    server: Server, store: Path, value: str, reason: str
+) -> None:
+    transform(store / "nonsense", f"return {value}")
+    try:
+        assert server.load("nonsense").status_code == 200
+        answer = server.predict("nonsense", SHORT)
+        assert error(answer)[0] == 500
+        assert reason in message(answer)
+    finally:
+        server.unload("nonsense")
+
+
+def test_a_script_finds_no_credentials(server: Server, wild: str) -> None:
+    code = "state['environment'] = dict(os.environ)"
+    found = json.dumps(server.predict(wild, code.encode()).json()["environment"])
+    assert "SECRET" not in found.replace("PROBE_SECRET", "SECRET")
+    assert "SM_MODEL_DIR" in found
+
+
+def test_memory_is_free_again_when_the_unload_answers(server: Server, store: Path) -> None:
+    transform(store / "large", "return 'x'", load="return bytearray(b'1') * (200 << 20)")
+    assert server.load("large").status_code == 200
+    largest = max(p.memory_info().rss for p in server.descendants(CHILD))
+    assert largest > 200 << 20
+    assert server.unload("large").status_code == 200
+    left = [p.memory_info().rss for p in server.descendants(CHILD) if p.is_running()]
+    assert max(left) < 200 << 20
+
+
+def test_the_worker_of_a_script_comes_back_when_it_is_killed(server: Server, store: Path) -> None:
+    transform(store / "killed", "return str(os.getpid())", top="import os")
+    assert server.load("killed").status_code == 200
+    before = int(server.predict("killed", SHORT).text)
+    child = next(p for p in server.descendants(CHILD) if p.pid == before)
+    parent = child.parent()
+    assert parent is not None
+    parent.kill()
+    eventually(lambda: not child.is_running())  # not left behind
+    answer = eventually(lambda: _answered(server, "killed"))
+    assert int(answer) != before
+    server.unload("killed")
+
+
+def _answered(server: Server, name: str) -> str | None:
+    answer = server.predict(name, SHORT)
+    return answer.text if answer.status_code == 200 else None

@@ -1,0 +1,589 @@
+"""The conventions that a model's own script may follow: SageMaker's, Multi Model Server's, and
+`load_model` with `predict`; where scripts are found, what they can import, batches, processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+
+from tests.e2e.scripts import script, transform
+from tests.e2e.server import Server, eventually
+from tests.e2e.stores import SHORT, error, serving, small, statistics, text
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("styles") / "store"
+    small(folder / "plain")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), store) as running:
+        yield running
+
+
+@pytest.fixture
+def name(server: Server, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A model's name for this test, unloaded afterwards."""
+    found = f"m{abs(hash(request.node.nodeid)) % 10**8}"
+    yield found
+    server.unload(found)
+
+
+def post(server: Server, name: str, body: bytes, **headers: str) -> requests.Response:
+    sent = {key.replace("_", "-"): value for key, value in headers.items()}
+    return requests.post(server.url(f"/predictions/{name}"), data=body, headers=sent, timeout=60)
+
+
+# SageMaker's functions
+
+
+def test_the_toolkits_functions_and_its_formats(server: Server, store: Path, name: str) -> None:
+    script(
+        store / name,
+        """
+        import numpy as np
+
+        def model_fn(model_dir):
+            return np.array([2.0, 3.0])
+
+        def predict_fn(data, model):
+            return data * model
+        """,
+    )
+    assert server.load(name).status_code == 200
+    assert post(server, name, b"[[1, 2]]", **JSON).json() == [[2.0, 6.0]]
+    for kind in ("application/json; charset=utf-8", "application/json;charset=UTF-8"):
+        assert post(server, name, b"[1, 2]", Content_Type=kind).json() == [2.0, 6.0]
+    csv = post(server, name, b"1,2\n3,4", Content_Type="text/csv", Accept="text/csv")
+    assert (csv.text, csv.headers["content-type"]) == ("2.0,6.0\n6.0,12.0\n", "text/csv")
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([1.0, 1.0]))
+    npy = post(
+        server,
+        name,
+        buffer.getvalue(),
+        Content_Type="application/x-npy",
+        Accept="application/x-npy",
+    )
+    assert np.load(io.BytesIO(npy.content)).tolist() == [2.0, 3.0]
+    assert npy.headers["content-type"] == "application/x-npy"
+
+
+def test_what_a_client_gets_wrong_is_a_4xx(server: Server, store: Path, name: str) -> None:
+    script(
+        store / name,
+        "def model_fn(model_dir):\n    return 1\ndef predict_fn(data, model):\n    return data\n",
+    )
+    server.load(name)
+    assert error(post(server, name, b"{", **JSON)) == (400, "InvalidRequest")
+    assert error(post(server, name, b"\xff", **JSON)) == (400, "InvalidRequest")
+    assert error(post(server, name, b"a", Content_Type="image/png"))[0] == 415
+    assert error(post(server, name, b"1", Content_Type="text/csv; charset=what"))[0] == 415
+    refused = post(server, name, b"1", Accept="image/png", **JSON)
+    assert error(refused) == (406, "UnsupportedFormatError")
+    assert "image/png is not supported" in refused.json()["message"]
+
+
+def test_npy_is_read_without_pickle(server: Server, store: Path, name: str) -> None:
+    marker = store.parent / f"{name}-ran"
+    for own in (False, True):
+        decode = "from sagemaker_inference import decoder\n" if own else ""
+        body = "def input_fn(b, c):\n    return decoder.decode(b, c)\n" if own else ""
+        script(
+            store / name, f"{decode}{body}def model_fn(d): return 0\ndef predict_fn(d, m): return 1"
+        )
+        assert server.load(name).status_code == 200
+
+        class Harmful:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return os.mkdir, (str(marker),)
+
+        buffer = io.BytesIO()
+        np.save(buffer, np.array([Harmful()], dtype=object), allow_pickle=True)
+        answer = post(server, name, buffer.getvalue(), Content_Type="application/x-npy")
+        assert error(answer)[0] == (500 if own else 400)
+        assert "pickle" in answer.json()["message"].lower()
+        assert not marker.exists()
+        server.unload(name)
+
+
+def test_functions_may_take_the_context_as_one_more(server: Server, store: Path, name: str) -> None:
+    script(
+        store / name,
+        """
+        def pre_model_fn(model_dir):
+            global before
+            before = "pre"
+
+        def model_fn(model_dir, context):
+            return [before, context.system_properties["model_dir"] == model_dir]
+
+        def model_warmup_fn(model_dir, model, context=None):
+            model.append("warm")
+
+        def transform_fn(model, body, content_type, accept, context):
+            properties = context.get_all_request_header(0)
+            context.set_response_status(201, "Created", 0)
+            context.set_response_header(0, "X-Amzn-SageMaker-Custom-Attributes", "a=1")
+            return [*model, properties["X-Amzn-SageMaker-Custom-Attributes"], properties["accept"]]
+        """,
+    )
+    assert server.load(name).status_code == 200
+    header = {"X-Amzn-SageMaker-Custom-Attributes": "tag"}
+    answer = requests.post(server.url(f"/predictions/{name}"), json=1, headers=header, timeout=10)
+    assert answer.status_code == 201
+    assert answer.json() == ["pre", True, "warm", "tag", "*/*"]
+    assert answer.headers["x-amzn-sagemaker-custom-attributes"] == "a=1"
+
+
+def test_the_toolkits_errors_carry_status_and_message(
+    server: Server, store: Path, name: str
+) -> None:
+    transform(
+        store / name,
+        "raise BaseInferenceToolkitError(422, '문장이 너무 깁니다', 'Too long')",
+        top="from sagemaker_inference.errors import BaseInferenceToolkitError",
+    )
+    server.load(name)
+    answer = server.predict(name, SHORT)
+    assert error(answer) == (422, "BaseInferenceToolkitError")
+    assert answer.json()["message"] == "문장이 너무 깁니다"
+
+
+def test_a_script_around_the_built_in_model(server: Server, store: Path, name: str) -> None:
+    small(store / name)
+    assert server.load("plain").status_code in (200, 409)
+    expected = text(server.predict("plain", SHORT))
+    script(
+        store / name,
+        """
+        import json
+
+        def input_fn(body, content_type):
+            return {"inputs": json.loads(body)["질문"], "parameters": {"max_new_tokens": 16}}
+
+        def output_fn(prediction, accept):
+            return json.dumps({"답": prediction["generated_text"]}), "application/json"
+        """,
+        "code/inference.py",
+    )
+    assert server.load(name, initial_workers=2).status_code == 200
+    with ThreadPoolExecutor(4) as pool:
+        asked = list(pool.map(lambda _: server.predict(name, {"질문": SHORT["inputs"]}), range(8)))
+    assert [answer.json() for answer in asked] == [{"답": expected}] * 8
+    # A stream of the engine would go past the script.
+    assert server.predict(name, {"질문": SHORT["inputs"], "stream": True}).json() == {
+        "답": expected
+    }
+    assert error(server.predict(name, {"질문": ""}))[0] == 400  # the built-in model's own error
+    # The handle of the built-in model, in a transform_fn.
+    server.unload(name)
+    assert statistics(server)["models"][0]["name"].startswith("plain")
+    assert len(statistics(server)["models"]) == 1
+    (store / name / "code" / "inference.py").write_text(
+        "def transform_fn(model, body, content_type, accept):\n"
+        "    answer = model.generate(body.decode(), {'max_new_tokens': 16}, 10)\n"
+        "    return answer['completions'][0]['text']\n"
+    )
+    assert server.load(name).status_code == 200
+    answer = post(server, name, SHORT["inputs"].encode(), Content_Type="text/plain")
+    assert answer.content.decode() == expected
+
+
+# Where scripts are, and what they import
+
+
+def test_each_model_has_its_own_modules(server: Server, store: Path) -> None:
+    for own, word in (("left", "왼쪽"), ("right", "오른쪽")):
+        folder = store / own
+        transform(
+            folder, "return deep.words.WORD + handlers.WORD", top="import deep.words, handlers"
+        )
+        (folder / "inference.py").rename(folder / "code.py")
+        (folder / "code").mkdir()
+        (folder / "code.py").rename(folder / "code" / "inference.py")
+        script(folder, f"WORD = {word!r}", "code/deep/words.py")
+        script(folder, "", "code/deep/__init__.py")
+        script(folder, f"WORD = {own!r}", "handlers.py")  # beside the model, called like ours
+        script(folder, "raise SystemExit('not Python's own')", "code/json.py")
+        script(folder, "raise SystemExit('not the one in code')", "inference.py")
+        assert server.load(own).status_code == 200, server.load(own).text
+    assert server.predict("left", 1).text == "왼쪽left"
+    assert server.predict("right", 1).text == "오른쪽right"
+    assert "json.py is hidden by Python's own module" in server.text()
+    for own in ("left", "right"):
+        server.unload(own)
+        assert not list((store / own).rglob("__pycache__"))
+
+
+def test_the_environment_may_name_the_program(store: Path, tmp_path: Path) -> None:
+    transform(store / "named", "return 'serve'")
+    (store / "named" / "inference.py").rename(store / "named" / "serve.py")
+    script(
+        store / "submitted",
+        "def model_fn(d): 0\ndef transform_fn(m, b, c, a): return 'src'",
+        "src/serve.py",
+    )
+    transform(store / "other", "return 'inference'")
+    environment = {"SAGEMAKER_PROGRAM": "serve.py", "SAGEMAKER_SUBMIT_DIRECTORY": "src"}
+    with serving(tmp_path / "own", store, **environment) as server:
+        for own, expected in (("named", "serve"), ("submitted", "src"), ("other", "inference")):
+            url = str(store / own)
+            assert server.load(own, url).status_code == 200, own
+            assert server.predict(own, 1).text == expected
+        assert server.load("plain").status_code == 200  # brings none: the built-in handler
+        assert text(server.predict("plain", SHORT))
+
+
+def wheel(folder: Path) -> None:
+    """A package that no index has."""
+    with zipfile.ZipFile(folder / "rhymes-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr("rhymes.py", "WORD = '꽃'\n")
+        archive.writestr(
+            "rhymes-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: rhymes\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            "rhymes-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr("rhymes-1.0.dist-info/RECORD", "")
+
+
+def test_requirements_are_refused_unless_they_are_allowed(
+    server: Server, store: Path, tmp_path: Path
+) -> None:
+    source = "import rhymes\ndef model_fn(d): 0\ndef transform_fn(m, b, c, a): return rhymes.WORD"
+    folder = script(store / "packages", source, "code/inference.py")
+    wheel(folder / "code")
+    (folder / "code" / "requirements.txt").write_text("--no-index\n./rhymes-1.0-py3-none-any.whl\n")
+    refused = server.load("packages")
+    assert error(refused)[0] == 400
+    assert "code/requirements.txt" in refused.json()["message"]
+    assert "ALLOW_MODEL_REQUIREMENTS=true" in refused.json()["message"]
+    with serving(tmp_path / "own", store, ALLOW_MODEL_REQUIREMENTS="true") as allowing:
+        assert allowing.load("packages").status_code == 200
+        assert allowing.predict("packages", 1).text == "꽃"
+        transform(store / "without", "return 'x'", top="import rhymes")
+        assert "No module named 'rhymes'" in allowing.load("without").json()["message"]
+        assert list(allowing.run_dir.rglob("rhymes.py"))
+        assert allowing.unload("packages").status_code == 200
+        assert not list(allowing.run_dir.rglob("rhymes.py"))
+        (folder / "code" / "requirements.txt").write_text("--no-index\nno-such-package==1\n")
+        failed = allowing.load("packages")
+        assert error(failed)[0] == 400
+        assert "no-such-package" in failed.json()["message"]
+    done = subprocess.run([sys.executable, "-c", "import rhymes"], capture_output=True, check=False)
+    assert done.returncode != 0
+
+
+# load_model and predict
+
+
+def test_load_model_and_predict(server: Server, store: Path, name: str) -> None:
+    script(
+        store / name,
+        """
+        import json
+        import os
+        import numpy as np
+
+        def load_model(model_dir):
+            return np.load(os.path.join(model_dir, "weights.npy"))
+
+        def predict(model, payload):
+            body = payload[0]["body"]
+            assert type(body) is bytes
+            values = json.loads(body.decode("utf-8"))["inputs"]
+            return [(np.array(values) @ model).tolist()]
+        """,
+    )
+    np.save(store / name / "weights.npy", np.array([1.0, 10.0]))
+    assert server.load(name).status_code == 200
+    answer = server.predict(name, {"inputs": [2, 3]})
+    assert (answer.json(), answer.headers["content-type"]) == (32.0, "application/json")
+    wrong = server.predict(name, {"other": 1})
+    assert error(wrong)[0] == 500
+    assert "raised KeyError: 'inputs'" in wrong.json()["message"]
+
+
+# Multi Model Server's services
+
+FUNCTION = """
+    class Model:
+        def __init__(self):
+            self.initialized = False
+
+        def initialize(self, context):
+            assert context.system_properties["model_dir"].endswith({name!r})
+            self.batch_size = context.system_properties["batch_size"]
+            self.initialized = True
+
+        def preprocess(self, data):
+            return [row["body"]["값"] for row in data]
+
+        def inference(self, values):
+            return [[value * 2, len(values)] for value in values]
+
+        def postprocess(self, values):
+            return values
+
+        def handle(self, data, context):
+            context.metrics.add_counter("requests", len(data))
+            return self.postprocess(self.inference(self.preprocess(data)))
+
+    _service = Model()
+
+    def handle(data, context):
+        if not _service.initialized:
+            _service.initialize(context)
+        if data is None:
+            return None
+        return _service.handle(data, context)
+"""
+
+
+def archived(folder: Path, store: Path, name: str, handler: str, *options: str) -> None:
+    """As `model-archiver` packs a folder."""
+    command = [str(Path(sys.executable).with_name("model-archiver")), "--model-name", name]
+    command += ["--model-path", str(folder), "--handler", handler, "--export-path", str(store)]
+    subprocess.run([*command, *options], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("form", ["default", "tgz", "no-archive"])
+def test_archives_of_the_model_archiver(
+    server: Server, store: Path, tmp_path: Path, name: str, form: str
+) -> None:
+    source = FUNCTION.format(name="").replace("assert context", "context")
+    archived(script(tmp_path / "model", source, "service.py"), store, name, "service:handle",
+             "--archive-format", form, "--runtime", "python3")  # fmt: skip
+    assert server.load(name).status_code == 200, server.text()[-2000:]
+    answer = server.predict(name, {"값": 21})
+    assert (answer.status_code, answer.json()) == (200, [42, 1])
+    bad = post(server, name, b"{", **JSON)
+    assert error(bad)[0] == 400
+    assert "body is not JSON" in bad.json()["message"]
+
+
+@pytest.mark.parametrize("handler", ["service:Service", "service.py", "service"])
+def test_a_class_with_initialize_and_handle(
+    server: Server, store: Path, tmp_path: Path, name: str, handler: str
+) -> None:
+    source = """
+        class Service:
+            def initialize(self, context):
+                self.manifest = context.manifest
+
+            def handle(self, data, context):
+                kind = context.get_request_header(0, "Content-Type")
+                context.set_response_content_type(0, "text/plain")
+                return [f"{self.manifest['model']['modelName']} {kind} {data[0]['body']}"]
+    """
+    archived(script(tmp_path / "model", source, "service.py"), store, name, handler)
+    assert server.load(name).status_code == 200
+    answer = post(server, name, "봄".encode(), Content_Type="text/plain; charset=utf-8")
+    assert answer.content.decode() == f"{name} text/plain; charset=utf-8 봄"
+    assert answer.headers["content-type"] == "text/plain"
+
+
+def test_a_load_request_may_name_the_handler(server: Server, store: Path, name: str) -> None:
+    script(store / name, FUNCTION.format(name=name), "src/service.py")
+    script(store / name, "raise SystemExit")
+    for wrong, reason in (
+        ("nothing:handle", "no file nothing"),
+        ("src/service:nothing", "is not in service.py"),
+        ("../service:handle", "handler is"),
+        ("service;handle", "handler is"),
+    ):
+        refused = server.load(name, handler=wrong)
+        assert error(refused)[0] == 400
+        assert reason in refused.json()["message"]
+    assert server.load(name, handler="src/service.py:handle").status_code == 200
+    assert server.predict(name, {"값": 2}).json() == [4, 1]
+
+
+def test_a_class_without_handle_has_the_three_steps(server: Server, store: Path, name: str) -> None:
+    script(
+        store / name,
+        """
+        class Base:
+            def initialize(self, context):
+                self.factor = 3
+
+            def preprocess(self, data):
+                return [row["body"] for row in data]
+
+            def postprocess(self, values):
+                return values
+
+        class Triple(Base):
+            def inference(self, values):
+                return [value * self.factor for value in values]
+        """,
+    )
+    assert server.load(name).status_code == 200
+    assert server.predict(name, 5).json() == 15
+
+
+def test_an_error_of_initialize_is_told(server: Server, store: Path, name: str) -> None:
+    script(
+        store / name,
+        "class S:\n    def initialize(self, c): raise OSError('가중치 없음')\n"
+        "    def handle(self, d, c): return d\n",
+    )
+    refused = server.load(name)
+    assert error(refused)[0] == 500
+    assert "raised OSError: 가중치 없음" in refused.json()["message"]
+
+
+def test_prediction_exceptions_carry_their_status(server: Server, store: Path, name: str) -> None:
+    script(
+        store / name,
+        "from mms.service import PredictionException\n"
+        "def handle(data, context):\n"
+        "    if data: raise PredictionException('값이 없습니다', 422)\n",
+    )
+    assert server.load(name).status_code == 200
+    answer = server.predict(name, SHORT)
+    assert error(answer) == (422, "PredictionException")
+    assert answer.json()["message"] == "값이 없습니다"
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        ("'text'", "handle returned a str, must return a list"),
+        ("[1, 2]", "returned 2 answers, must return one for each request (1)"),
+        ("[None]", "returned nothing (None)"),
+    ],
+)
+def test_lists_that_do_not_fit_are_told(
+    server: Server, store: Path, name: str, returned: str, reason: str
+) -> None:
+    script(store / name, f"def handle(data, context):\n    return {returned}\n")
+    assert server.load(name).status_code == 200
+    answer = server.predict(name, SHORT)
+    assert error(answer)[0] == 500
+    assert reason in answer.json()["message"]
+
+
+# Batches and processes
+
+
+def test_batches_keep_each_requests_own_headers_and_errors(
+    server: Server, store: Path, name: str
+) -> None:
+    script(
+        store / name,
+        """
+        import time
+
+        def handle(data, context):
+            if data is None:
+                return
+            time.sleep(0.3)
+            answers = []
+            for i, row in enumerate(data):
+                context.set_response_content_type(i, context.get_request_header(i, "Accept"))
+                if row["body"] % 5 == 0:
+                    context.set_response_status(418, "teapot", i)
+                answers.append([row["body"], len(data)] if row["body"] % 7 else None)
+            return answers
+        """,
+    )
+    assert server.load(name, batch_size=4, max_batch_delay=500).status_code == 200
+
+    def ask(i: int) -> tuple[int, Any, str]:
+        body = b"{" if i == 3 else str(i).encode()
+        answer = post(server, name, body, Accept=f"application/x-{i}", **JSON)
+        content = answer.json() if answer.content else None
+        return answer.status_code, content, answer.headers["content-type"]
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(16)))
+    for i, (status, content, kind) in enumerate(answers):
+        if i == 3:
+            assert status == 400
+        elif i % 7 == 0:
+            assert (status, content["type"]) == (500, "ScriptError")
+        else:
+            assert status == (418 if i % 5 == 0 else 200)
+            assert content[0] == i
+            assert kind == f"application/x-{i}"
+    assert max(content[1] for status, content, _ in answers if status == 200) > 1
+
+
+def test_an_error_of_a_whole_batch_is_told_to_each(server: Server, store: Path, name: str) -> None:
+    script(store / name, "def handle(data, context):\n    if data: raise ValueError('묶음')\n")
+    assert server.load(name, batch_size=4, max_batch_delay=300).status_code == 200
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: server.predict(name, i), range(8)))
+    assert {error(answer) for answer in answers} == {(500, "ScriptError")}
+    assert {a.json()["message"] for a in answers} == {"the model's script raised ValueError: 묶음"}
+
+
+def test_a_script_has_one_process_unless_more_are_asked_for(
+    server: Server, store: Path, name: str
+) -> None:
+    transform(
+        store / name,
+        "time.sleep(0.2)\nreturn str(os.getpid())",
+        top="import os, time",
+    )
+    assert server.load(name).status_code == 200
+
+    def pids() -> set[str]:
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda i: server.predict(name, i), range(12)))
+        assert {answer.status_code for answer in answers} == {200}
+        return {answer.text for answer in answers}
+
+    assert len(pids()) == 1
+    scaled = requests.put(
+        server.management(f"/models/{name}"), params={"min_worker": 3, "max_worker": 3}, timeout=30
+    )
+    assert scaled.status_code == 200
+    eventually(lambda: len(pids()) == 3)
+    requests.put(server.management(f"/models/{name}"), params={"min_worker": 1}, timeout=30)
+    eventually(lambda: len(pids()) == 1)
+    server.unload(name)
+    eventually(lambda: not server.descendants(f"{store / name}"))
+    assert server.load(name, initial_workers=2).status_code == 200
+    assert len(pids()) == 2
+
+
+def test_a_load_of_several_processes_waits_for_all_of_them(
+    server: Server, store: Path, name: str
+) -> None:
+    transform(store / name, "return 'x'", load="time.sleep(1)", top="import time")
+    started = time.monotonic()
+    assert server.load(name, initial_workers=3).status_code == 200
+    assert time.monotonic() - started < 6
+    with ThreadPoolExecutor(3) as pool:
+        started = time.monotonic()
+        assert {a.text for a in pool.map(lambda i: server.predict(name, i), range(9))} == {"x"}
+    assert time.monotonic() - started < 1
+
+
+def test_json_answers_are_utf_8(server: Server, store: Path, name: str) -> None:
+    transform(store / name, "return {'시': body}")
+    server.load(name)
+    answer = post(server, name, "봄".encode(), Content_Type="text/csv")
+    assert answer.content == json.dumps({"시": "봄"}, ensure_ascii=False).encode()

@@ -1,0 +1,300 @@
+"""The Open Inference Protocol's routes, over a graph that tokens go into and logits come out of."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+import requests
+from onnx import TensorProto
+
+from tests.e2e.server import Server
+from tests.e2e.stores import SHORT, serving, small, text
+from tests.handlers.graphs import TinyGPT2, identity
+
+GPT2 = TinyGPT2()
+IDS = np.array([[3, 14, 15, 9, 2]])
+GREEDY = 12
+TOKEN = {"INFERENCE_TOKEN": "비밀"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("v2")
+    store = folder / "store"
+    GPT2.save(store / "봄" / "1" / "model.onnx")
+    TinyGPT2(seed=1).save(store / "two" / "1" / "model.onnx")
+    GPT2.save(store / "two" / "10" / "model.onnx")
+    identity(store / "texts" / "model.onnx", TensorProto.STRING, ["n"])
+    (store / "broken").mkdir()
+    (store / "broken" / "model.onnx").write_bytes(b"no graph")
+    small(store / "text-model")
+    with serving(folder, store) as running:
+        yield running
+
+
+def tensor(name: str, array: Any, **more: Any) -> dict[str, Any]:
+    values = np.asarray(array)
+    datatype = {"i": "INT64", "U": "BYTES"}[values.dtype.kind]
+    shape = list(values.shape)
+    return {"name": name, "shape": shape, "datatype": datatype, "data": values.tolist(), **more}
+
+
+def feed(ids: Any = IDS, **more: Any) -> dict[str, Any]:
+    mask = np.ones_like(np.asarray(ids))
+    return {"inputs": [tensor("input_ids", ids), tensor("attention_mask", mask)], **more}
+
+
+def infer(server: Server, name: str, body: Any, **headers: str) -> requests.Response:
+    url = server.url(f"/v2/models/{quote(name)}/infer")
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return requests.post(url, data=data, headers=headers, timeout=30)
+
+
+def get(server: Server, path: str) -> requests.Response:
+    return requests.get(server.url(path), timeout=30)
+
+
+def error(answer: requests.Response) -> tuple[int, str]:
+    """An error in the protocol's shape."""
+    assert set(answer.json()) == {"error"}, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert "Traceback" not in answer.text
+    return answer.status_code, answer.json()["error"]
+
+
+def test_the_server_tells_that_it_lives_and_is_ready(server: Server) -> None:
+    told = get(server, "/v2").json()
+    assert (told["name"], told["extensions"]) == ("kogpt2-serving", ["binary_tensor_data"])
+    assert get(server, "/v2/health/live").json() == {"live": True}
+    assert get(server, "/v2/health/ready").json() == {"ready": True}
+
+
+def test_a_model_is_ready_once_a_request_has_loaded_it(server: Server) -> None:
+    server.unload(quote("봄"))
+    path = f"/v2/models/{quote('봄')}"
+    status, message = error(get(server, f"{path}/ready"))
+    assert (status, "a request to it loads it" in message) == (503, True)
+    assert get(server, path).json() == {
+        "name": "봄",
+        "versions": ["1"],
+        "platform": "onnxruntime_onnx",
+        "inputs": [
+            {"name": "input_ids", "datatype": "INT64", "shape": [-1, -1]},
+            {"name": "attention_mask", "datatype": "INT64", "shape": [-1, -1]},
+        ],
+        "outputs": [{"name": "logits", "datatype": "FP32", "shape": [-1, -1, GPT2.vocab]}],
+    }
+    assert get(server, f"{path}/ready").json() == {"name": "봄", "ready": True}
+
+
+def test_logits_are_what_the_model_computes(server: Server) -> None:
+    answer = infer(server, "봄", feed(id="요청 1", outputs=[{"name": "logits"}]))
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert (body["model_name"], body["model_version"], body["id"]) == ("봄", "1", "요청 1")
+    (logits,) = body["outputs"]
+    assert (logits["name"], logits["datatype"]) == ("logits", "FP32")
+    found = np.array(logits["data"], np.float32).reshape(logits["shape"])
+    np.testing.assert_allclose(found, GPT2.logits(IDS), atol=1e-4)
+
+
+@pytest.mark.parametrize("route", ["/v2/models/{}/infer", "/models/{}/invoke", "/predictions/{}"])
+def test_a_client_that_takes_the_argmax_writes_the_same_text(server: Server, route: str) -> None:
+    """As clients do who tokenize by themselves: a request for each token."""
+    url = server.url(route.format(quote("봄")))
+    ids, wanted = IDS, IDS
+    for _ in range(GREEDY):
+        (logits,) = requests.post(url, json=feed(ids), timeout=30).json()["outputs"]
+        last = np.array(logits["data"]).reshape(logits["shape"])[:, -1]
+        ids = np.append(ids, last.argmax(-1)[:, None], axis=1)
+        best = GPT2.logits(wanted)[:, -1].argmax(-1)
+        wanted = np.append(wanted, best[:, None], axis=1)
+    assert ids.tolist() == wanted.tolist()
+    assert len(set(ids[0, IDS.shape[1] :].tolist())) > 2  # a text, not one token for ever
+
+
+def binary(*, ask: bool = True) -> tuple[bytes, int]:
+    """The request of `feed` with its tensors as bytes, and how long its JSON is."""
+    described = [
+        {"name": name, "shape": list(IDS.shape), "datatype": "INT64"}
+        | {"parameters": {"binary_data_size": IDS.nbytes}}
+        for name in ("input_ids", "attention_mask")
+    ]
+    outputs = [{"name": "logits", "parameters": {"binary_data": ask}}]
+    header = json.dumps({"inputs": described, "outputs": outputs}).encode()
+    return header + IDS.tobytes() + np.ones_like(IDS).tobytes(), len(header)
+
+
+def test_tensors_may_be_sent_as_bytes(server: Server) -> None:
+    body, header = binary()
+    sent = {"Inference-Header-Content-Length": str(header)}
+    answer = infer(server, "봄", body, **sent, **{"Content-Type": "application/octet-stream"})
+    assert answer.headers["content-type"] == "application/octet-stream"
+    length = int(answer.headers["Inference-Header-Content-Length"])
+    (logits,) = json.loads(answer.content[:length])["outputs"]
+    found = np.frombuffer(answer.content[length:], np.float32).reshape(logits["shape"])
+    assert logits["parameters"] == {"binary_data_size": found.nbytes}
+    np.testing.assert_allclose(found, GPT2.logits(IDS), atol=1e-4)
+    body, header = binary(ask=False)
+    answer = infer(server, "봄", body, **{"Inference-Header-Content-Length": str(header)})
+    np.testing.assert_allclose(
+        answer.json()["outputs"][0]["data"], GPT2.logits(IDS).ravel(), atol=1e-4
+    )
+
+
+def test_tensors_may_be_sent_as_bytes_the_way_sagemaker_does(server: Server) -> None:
+    body, header = binary()
+    kind = "application/vnd.sagemaker-triton.binary+json;json-header-size="
+    headers = {"Content-Type": f"{kind}{header}"}
+    headers["X-Amzn-SageMaker-Target-Model"] = "two.tar.gz"
+    answer = requests.post(server.url("/invocations"), body, headers=headers, timeout=30)
+    told, _, length = answer.headers["content-type"].rpartition("=")
+    assert told + "=" == kind
+    found = np.frombuffer(answer.content[int(length) :], np.float32)
+    np.testing.assert_allclose(found, GPT2.logits(IDS).ravel(), atol=1e-4)
+
+
+def test_the_highest_version_is_served_and_no_other(server: Server) -> None:
+    assert get(server, "/v2/models/two").json()["versions"] == ["10"]
+    assert get(server, "/v2/models/two/versions/10").status_code == 200
+    assert get(server, "/v2/models/two/versions/10/ready").status_code == 200
+    url = server.url("/v2/models/two/versions/10/infer")
+    answer = requests.post(url, json=feed(), timeout=30).json()
+    assert answer["model_version"] == "10"
+    np.testing.assert_allclose(answer["outputs"][0]["data"], GPT2.logits(IDS).ravel(), atol=1e-4)
+    for path in ("", "/ready"):
+        status, message = error(get(server, f"/v2/models/two/versions/1{path}"))
+        assert (status, message) == (404, "Model two has version 10, not 1")
+    url = server.url("/v2/models/two/versions/1/infer")
+    assert error(requests.post(url, json=feed(), timeout=30))[0] == 404
+
+
+def test_texts_go_in_and_out(server: Server) -> None:
+    texts = ["산에는 꽃 피네", "", "🌸"]
+    answer = infer(server, "texts", {"inputs": [tensor("x", texts)]}).json()
+    assert answer["outputs"] == [{"name": "y", "datatype": "BYTES", "shape": [3], "data": texts}]
+    pieces = [text.encode() for text in texts]
+    packed = b"".join(struct.pack("<I", len(piece)) + piece for piece in pieces)
+    described = {"name": "x", "shape": [3], "datatype": "BYTES"}
+    described["parameters"] = {"binary_data_size": len(packed)}
+    header = json.dumps({"inputs": [described], "parameters": {"binary_data_output": True}})
+    sent = {"Inference-Header-Content-Length": str(len(header))}
+    answer = infer(server, "texts", header.encode() + packed, **sent)
+    assert answer.content[int(answer.headers["Inference-Header-Content-Length"]) :] == packed
+
+
+def test_a_text_model_takes_a_text(server: Server) -> None:
+    said = tensor("text", ["나는 오늘"])
+    wanted = text(server.predict("text-model", SHORT))
+    answer = infer(server, "text-model", {"inputs": [said], "parameters": SHORT["parameters"]})
+    body = answer.json()
+    assert (body["model_name"], body["model_version"]) == ("text-model", "1")
+    outputs = {output["name"]: output["data"] for output in body["outputs"]}
+    assert outputs == {"generated_text": [wanted], "tokens": [16], "finish_reason": ["length"]}
+    several = {"num_return_sequences": 3, "seed": 1, "max_new_tokens": 4}
+    asked = {"inputs": [said], "parameters": several, "outputs": [{"name": "tokens"}], "id": "둘"}
+    body = infer(server, "text-model", asked).json()
+    assert body["id"] == "둘"
+    (tokens,) = body["outputs"]
+    assert (tokens["shape"], len(tokens["data"])) == ([3], 3)
+    piece = "나는 오늘".encode()
+    packed = struct.pack("<I", len(piece)) + piece
+    described = {"name": "text", "shape": [1], "datatype": "BYTES"}
+    described["parameters"] = {"binary_data_size": len(packed)}
+    asks = {**SHORT["parameters"], "binary_data_output": True}
+    header = json.dumps({"inputs": [described], "parameters": asks}).encode()
+    sent = {"Inference-Header-Content-Length": str(len(header))}
+    answer = infer(server, "text-model", header + packed, **sent)
+    end = int(answer.headers["Inference-Header-Content-Length"])
+    first = json.loads(answer.content[:end])["outputs"][0]["parameters"]["binary_data_size"]
+    assert answer.content[end + 4 : end + first].decode() == wanted
+    assert answer.content[end + first : end + first + 8] == struct.pack("<q", 16)
+    told = get(server, "/v2/models/text-model").json()
+    assert told["inputs"] == [{"name": "text", "datatype": "BYTES", "shape": [1]}]
+    assert [output["name"] for output in told["outputs"]] == list(outputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"inputs": [tensor("x", ["가"])]}, "inputs must be one text"),
+        ({"inputs": [tensor("text", ["가", "나"])]}, "inputs must be one text"),
+        ({"inputs": [tensor("text", [1])]}, "inputs must be one text"),
+        ({"inputs": [tensor("text", [" "])]}, "inputs is empty"),
+        ({"outputs": [{"name": "모름"}]}, "known are generated_text, tokens, finish_reason"),
+        ({"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES"}]}, "must be one text"),
+        ({"parameters": [1]}, "parameters must be a JSON object"),
+        ({"outputs": [{"name": "tokens", "parameters": [1]}]}, "must be a JSON object"),
+        ({"inputs": [tensor("text", ["가"], parameters=[1])], "id": 5}, "id must be a string"),
+        ({"parameters": {"온도": 1}}, "parameters.온도 is not known"),
+        ({"모름": 1}, "모름 is not known"),
+    ],
+)
+def test_a_text_model_tells_what_is_wrong(
+    server: Server, change: dict[str, Any], said: str
+) -> None:
+    body = {"inputs": [tensor("text", ["가"])], **change}
+    status, message = error(infer(server, "text-model", body))
+    assert (status, said in message) == (400, True), message
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "status", "said"),
+    [
+        ("없음", feed(), 404, "없음"),
+        ("broken", feed(), 400, "model.onnx cannot be loaded"),
+        ("봄", b"{", 400, "not JSON"),
+        ("봄", {"inputs": []}, 400, "missing: input_ids INT64 [batch, sequence], attention_mask"),
+        ("봄", feed(outputs=[{"name": "모름"}]), 400, "output 모름 is not known; known are logits"),
+        ("봄", feed(IDS[0]), 400, "shape [5], must be INT64 [batch, sequence]"),
+        ("봄", feed(np.array([[1, 4_000]])), 400, "input_ids [1, 2]"),
+    ],
+)
+def test_errors_say_what_is_right(
+    server: Server, name: str, body: Any, status: int, said: str
+) -> None:
+    answer = infer(server, name, body)
+    assert error(answer)[0] == status
+    assert said in error(answer)[1]
+
+
+@pytest.mark.parametrize("length", ["x", "-1", "99999", "9" * 30])
+def test_a_wrong_length_of_the_json_is_an_error(server: Server, length: str) -> None:
+    body, _ = binary()
+    answer = infer(server, "봄", body, **{"Inference-Header-Content-Length": length})
+    assert error(answer)[0] == 400
+
+
+@pytest.mark.parametrize("path", ["/v2/nothing", "/v2/models/없음", "/v2/models/없음/ready"])
+def test_what_is_not_there_is_404(server: Server, path: str) -> None:
+    assert error(get(server, path))[0] == 404
+
+
+def test_the_routes_are_described(server: Server) -> None:
+    paths = get(server, "/openapi.json").json()["paths"]
+    assert {path for path in paths if path.startswith("/v2")} == {
+        "/v2", "/v2/health/live", "/v2/health/ready",
+        "/v2/models/{name}", "/v2/models/{name}/ready", "/v2/models/{name}/infer",
+    }  # fmt: skip
+
+
+def test_a_token_is_asked_for(tmp_path: Path) -> None:
+    identity(tmp_path / "store" / "x" / "model.onnx", TensorProto.STRING, ["n"])
+    with serving(tmp_path / "server", tmp_path / "store", **TOKEN) as server:
+        body = {"inputs": [tensor("x", ["가"])]}
+        assert error(infer(server, "x", body))[0] == 401
+        assert error(get(server, "/v2/models/x"))[0] == 401
+        assert error(get(server, "/v2/models/x/ready"))[0] == 401
+        sent = {"Authorization": "Bearer 비밀".encode().decode("latin-1")}
+        url = server.url("/v2/models/x/infer")
+        answer = requests.post(url, json=body, headers=sent, timeout=30)
+        assert answer.json()["outputs"][0]["data"] == ["가"]
+        shutil.rmtree(tmp_path / "store" / "x")

@@ -1,0 +1,73 @@
+"""A worker's processes: none outlives its use, however Multi Model Server treats them."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.server import REPOSITORY, eventually
+
+PROGRAM = """
+import sys
+import handlers.worker as worker
+worker.NEVER_CONNECTED_S = float(sys.argv.pop(1))
+worker.main()
+"""
+
+
+class Worker:
+    """Started as Multi Model Server does."""
+
+    def __init__(self, folder: Path, never_connected_s: float) -> None:
+        self.socket = folder / ".mms.sock.9000"
+        command = [sys.executable, "-c", PROGRAM, str(never_connected_s), "--sock-type", "unix"]
+        command += ["--sock-name", str(self.socket), "--handler", "handlers.handler_service"]
+        command += ["--model-path", str(folder), "--model-name", "m", "--preload-model", "false"]
+        self.process = subprocess.Popen(
+            [*command, "--tmp-dir", str(folder)],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == f"[PID] {self.process.pid}\n"
+        assert self.process.stdout.readline() == "MMS worker started.\n"
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    started: list[Worker] = []
+    yield started
+    for worker in started:
+        worker.process.kill()
+        worker.process.communicate()
+
+
+def test_one_that_nobody_connects_to_ends_by_itself(tmp_path: Path, workers: list[Worker]) -> None:
+    worker = Worker(tmp_path, never_connected_s=0.5)
+    workers.append(worker)
+    assert worker.process.wait(20) == 0
+    assert not worker.socket.exists()
+
+
+def test_it_ends_with_its_watcher_although_a_connection_is_open(
+    tmp_path: Path, workers: list[Worker]
+) -> None:
+    worker = Worker(tmp_path, never_connected_s=60)
+    workers.append(worker)
+    (child,) = eventually(worker.children)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(worker.socket))
+        eventually(lambda: child.num_threads() == 2)  # it serves the connection
+        worker.process.kill()
+        eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 2)

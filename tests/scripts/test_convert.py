@@ -1,0 +1,272 @@
+"""scripts/convert: what comes out computes the same, wherever it is loaded."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from engine.artifacts import EMBEDDING, OUTPUT, open_artifact
+from engine.engine import Engine
+from engine.params_file import read_params
+from engine.prompts import Prompts
+from engine.settings import Settings
+from scripts.lib import spiece_to_tokenizer
+from scripts.lib.documents import Problem
+from tests.engine.engines import Request, make_talkative, uncached_model
+from tests.engine.hugging_face import TINY, make_hugging_face, write_json
+from tests.engine.models import make_artifact, spiece
+from tests.engine.sentences import SENTENCES
+from tests.engine.test_hugging_face import TORCH_FILE
+
+ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "model_store" / "corpus" / "sowol.txt"
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "scripts/convert", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def convert(*arguments: str | Path) -> str:
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(*arguments: str | Path) -> str:
+    done = run(*arguments)
+    assert done.returncode == 2, done.stdout
+    assert "Traceback" not in done.stderr
+    target = Path(arguments[1])
+    assert not [p for p in target.parent.iterdir() if p.name.startswith(f".{target.name}")]
+    return done.stderr
+
+
+def texts(*folders: Path) -> list[list[str]]:
+    """What the engine answers to some sentences, for each folder."""
+    engine = Engine(Settings(backend="onnxruntime", precision="fp32", memory_mib=256))
+    try:
+        found = []
+        for i, folder in enumerate(folders):
+            engine.load(str(i), str(folder))
+            requests = [Request(engine, str(i), s, max_new_tokens=16) for s in SENTENCES]
+            found.append([request.wait().text() for request in requests])
+        return found
+    finally:
+        engine.close()
+
+
+def test_v1_becomes_a_hugging_face_directory_and_comes_back(tmp_path: Path) -> None:
+    v1 = make_talkative(tmp_path / "v1", vocab=160)
+    said = convert(v1, tmp_path / "hf", "--to", "hf", "--text", TEXT)
+    assert "logits: 0 apart" in said
+    assert "the same ids for" in said
+    said = convert(tmp_path / "hf", tmp_path / "back", "--to", "v1")
+    assert "logits: 0 apart" in said
+
+    one, two, three = texts(v1, tmp_path / "hf", tmp_path / "back")
+    assert one == two == three
+    assert len(set(one)) > 1
+    weights = read_params(tmp_path / "back" / "kogpt2.params")
+    np.testing.assert_array_equal(weights[OUTPUT], weights[EMBEDDING])
+    assert (tmp_path / "back" / "kogpt2.spiece").read_bytes() == spiece()
+
+
+def test_half_precision_stays_half(tmp_path: Path) -> None:
+    v1 = make_artifact(tmp_path / "v1", dtype="float16")
+    convert(v1, tmp_path / "hf", "--to", "hf")
+    convert(tmp_path / "hf", tmp_path / "back", "--to", "v1")
+    for folder in (tmp_path / "hf", tmp_path / "back"):
+        assert open_artifact(folder).weights[EMBEDDING].dtype == np.float16
+
+
+def test_what_torch_saved_becomes_safetensors(tmp_path: Path) -> None:
+    folder = make_hugging_face(tmp_path / "torch", **TINY, tokenizer_config={"eos_token": "</s>"})
+    (folder / "model.safetensors").rename(tmp_path / "expected")
+    (folder / "pytorch_model.bin").write_bytes(TORCH_FILE.read_bytes())
+    convert(folder, tmp_path / "hf", "--to", "hf")
+    made = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert made == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    before, after = open_artifact(folder).weights, open_artifact(tmp_path / "hf").weights
+    for name, weight in before.items():
+        np.testing.assert_array_equal(after[name], weight)
+
+
+def test_a_prepared_model_is_found_by_its_first_load(tmp_path: Path) -> None:
+    said = convert(make_artifact(tmp_path / "v1"), tmp_path / "ready", "--to", "prepared")
+    assert "the likeliest token is the same" in said
+    files = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "ready" / ".prepared").iterdir()}
+    engine = Engine(Settings(backend="onnxruntime", precision="int8", memory_mib=256))
+    try:
+        engine.load("m", str(tmp_path / "ready"))
+        assert Request(engine, "m", SENTENCES[0], max_new_tokens=4).wait().error is None
+    finally:
+        engine.close()
+    after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "ready" / ".prepared").iterdir()}
+    blobs = {n: t for n, t in files.items() if not n.endswith(".json")}
+    assert blobs.items() <= after.items()
+    assert after.keys() == files.keys()
+
+
+ONNX_MODELS: dict[str, dict[str, Any]] = {
+    "plain": {"activation": "gelu"},
+    "odd": {
+        "units": 40,
+        "heads": 5,
+        "layers": 3,
+        "hidden": 96,
+        "config": {"tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True},
+    },
+}
+
+
+@pytest.mark.parametrize("model", ONNX_MODELS)
+@pytest.mark.parametrize("past", [False, True])
+def test_a_portable_graph_gives_the_logits_of_every_token(
+    tmp_path: Path, model: str, past: bool
+) -> None:
+    from engine.mxnet_compat import mx
+
+    source = make_hugging_face(tmp_path / "m", **ONNX_MODELS[model])
+    target = tmp_path / "이름"
+    said = convert(source, target, "--to", "onnx", *(["--past"] if past else []))
+    assert "apart at most" in said
+    path = target / "1" / "model.onnx"
+    graph = onnx.load(path)
+    assert {node.domain for node in graph.graph.node} == {""}
+    assert (graph.ir_version, graph.opset_import[0].version) == (9, 17)
+    session = session_of(path)
+    ids = np.random.default_rng(1).integers(0, 700, (2, 12))
+    whole = uncached_model(source)(mx.nd.array(ids)).asnumpy()  # (B, T, V)
+
+    given = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    cache = empty_cache(session, rows=2)
+    logits = session.run(["logits"], {**given, **cache})[0]
+    np.testing.assert_allclose(logits, whole, rtol=0, atol=1e-4)
+
+    # Padding, on either side, changes nothing.
+    for pad in (slice(0, 4), slice(12, 16)):
+        padded, mask = np.zeros((2, 16), np.int64), np.ones((2, 16), np.int64)
+        mask[:, pad] = 0
+        padded[mask == 1] = ids.ravel()
+        given = {"input_ids": padded, "attention_mask": mask}
+        logits = session.run(["logits"], {**given, **cache})[0]
+        np.testing.assert_allclose(logits[mask == 1].reshape(whole.shape), whole, atol=1e-4)
+
+
+def test_a_portable_graph_goes_on_from_its_past(tmp_path: Path) -> None:
+    from engine.mxnet_compat import mx
+
+    source = make_hugging_face(tmp_path / "m")
+    convert(source, tmp_path / "out", "--to", "onnx", "--past")
+    session = session_of(tmp_path / "out" / "1" / "model.onnx")
+    ids = np.random.default_rng(2).integers(0, 700, (3, 10))
+    whole = uncached_model(source)(mx.nd.array(ids)).asnumpy()
+    cache = empty_cache(session, rows=3)
+    for begin, end in itertools.pairwise([0, 4, 5, 6, 10]):
+        given = {"input_ids": ids[:, begin:end], "attention_mask": np.ones((3, end), np.int64)}
+        answers = session.run(None, {**given, **cache})
+        names = [
+            output.name.replace("present", "past_key_values") for output in session.get_outputs()
+        ]
+        cache = dict(zip(names[1:], answers[1:], strict=True))
+        np.testing.assert_allclose(answers[0], whole[:, begin:end], rtol=0, atol=1e-4)
+
+
+def session_of(path: Path) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.use_per_session_threads = False  # whether or not the engine's pool is there already
+    try:
+        return onnxruntime.InferenceSession(str(path), options)
+    except RuntimeError:
+        return onnxruntime.InferenceSession(str(path))
+
+
+def empty_cache(session: Any, rows: int) -> dict[str, Any]:
+    past = [i for i in session.get_inputs() if i.name.startswith("past")]
+    return {i.name: np.zeros((rows, i.shape[1], 0, i.shape[3]), np.float32) for i in past}
+
+
+# Refusals
+
+
+def test_a_tokenizer_json_cannot_become_a_spiece(tmp_path: Path) -> None:
+    folder = make_hugging_face(tmp_path / "m")
+    assert "--spiece" in refused(folder, tmp_path / "v1", "--to", "v1")
+    path = tmp_path / "other.spiece"
+    path.write_bytes(spiece())
+    said = refused(folder, tmp_path / "v1", "--to", "v1", "--spiece", path)
+    assert "is cut into" in said
+    assert not (tmp_path / "v1").exists()
+
+
+def test_what_v1_cannot_say_is_refused(tmp_path: Path) -> None:
+    folder = make_hugging_face(tmp_path / "m", config={"tie_word_embeddings": False})
+    assert "cannot become a v1 model" in refused(folder, tmp_path / "v1", "--to", "v1")
+
+
+def test_a_target_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "m")
+    (tmp_path / "there").mkdir()
+    assert "is there already" in refused(folder, tmp_path / "there", "--to", "hf")
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_a_source_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "빈 폴더").mkdir()
+    said = refused(tmp_path / "빈 폴더", tmp_path / "hf", "--to", "hf")
+    assert "cannot be converted" in said
+    assert "holds no model" in said
+
+
+def test_a_template_goes_along_only_if_it_is_cut_the_same(tmp_path: Path) -> None:
+    v1 = make_artifact(tmp_path / "v1")
+    write_json(v1 / "generation.json", {"template": "<usr>{text}<sys>", "strip": [" "]})
+    said = convert(v1, tmp_path / "hf", "--to", "hf")
+    assert "generation.json is left out" in said
+    assert not (tmp_path / "hf" / "generation.json").exists()
+    write_json(v1 / "generation.json", {"template": "{text}", "strip": [" "]})
+    convert(v1, tmp_path / "hf2", "--to", "hf")
+    kept, own = (Prompts(open_artifact(f)).encode("안녕") for f in (tmp_path / "hf2", v1))
+    assert kept == own
+
+
+def test_a_unigram_model_is_refused(tmp_path: Path) -> None:
+    import io
+
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES * 4),
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=103,
+        minloglevel=2,
+    )
+    path = tmp_path / "unigram.spiece"
+    path.write_bytes(model.getvalue())
+    with pytest.raises(Problem, match="is no BPE model"):
+        spiece_to_tokenizer.convert(path)
+
+
+def test_it_says_how_it_is_used() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert "examples:" in done.stdout
+    assert os.access(ROOT / "scripts" / "convert", os.X_OK)

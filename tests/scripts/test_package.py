@@ -1,0 +1,182 @@
+"""scripts/package: what the server would refuse is refused; the rest is packed, always the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.artifacts import open_artifact
+from scripts.lib.documents import Problem
+from scripts.lib.packaging import check, upload, write_archive
+from serving.store.archive import unpack
+from tests.engine.hugging_face import make_hugging_face, write_json
+from tests.engine.models import make_artifact
+from tests.serving.s3 import BUCKET, S3Server, s3_server
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_artifact(tmp_path / "시 모음")
+
+
+def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "scripts/package", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_folder_becomes_an_archive_that_the_server_unpacks(folder: Path, tmp_path: Path) -> None:
+    done = run(folder)
+    assert done.returncode == 0, done.stderr
+    assert "2 layers, 64 units, 2 heads" in done.stdout
+    unpack(folder.with_name("시 모음.tar.gz"), tmp_path / "unpacked")
+    files = {p.name: p.read_bytes() for p in (tmp_path / "unpacked").iterdir()}
+    assert files == {p.name: p.read_bytes() for p in folder.iterdir()}
+    open_artifact(tmp_path / "unpacked")
+
+
+@pytest.mark.parametrize("make", [make_artifact, make_hugging_face])
+def test_the_same_files_give_the_same_bytes(make: object, tmp_path: Path) -> None:
+    assert callable(make)
+    made = []
+    for name in ("one", "two"):
+        folder = make(tmp_path / name / "model")
+        (folder / "extra").mkdir()
+        (folder / "extra" / "읽어 보기.txt").write_text("가", encoding="utf-8")
+        write_archive(check(folder), tmp_path / f"{name}.tar.gz")
+        made.append((tmp_path / f"{name}.tar.gz").read_bytes())
+        os.utime(folder / "config.json", (1, 1))
+        time.sleep(1.1)  # another second, were it in there
+    assert made[0] == made[1]
+
+
+def test_what_tools_leave_behind_is_left_out(folder: Path, tmp_path: Path) -> None:
+    for name in (".prepared", ".git", "__pycache__"):
+        (folder / name).mkdir()
+        (folder / name / "file").write_text("x")
+    (folder / ".DS_Store").write_text("x")
+    names = {path.name for path in check(folder).files}
+    assert names == {"config.json", "kogpt2.params", "kogpt2.spiece"}
+
+
+def test_progress_counts_every_byte(folder: Path, tmp_path: Path) -> None:
+    seen: list[int] = []
+    checked = check(folder)
+    write_archive(checked, tmp_path / "a.tar.gz", seen.append)
+    assert sum(seen) == checked.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda f: (f / "kogpt2.spiece").unlink(), "no *.spiece files"),
+        (lambda f: write_json(f / "generation.json", {"온도": 1}), "온도 is not known"),
+        (lambda f: (f / "kogpt2.spiece").write_bytes(b"x"), "is not a sentencepiece model"),
+        (lambda f: os.mkfifo(f / "pipe"), "pipe is no file"),
+        (lambda f: (f / "broken").symlink_to("nowhere"), "broken cannot be read"),
+        (shutil.rmtree, "there is no folder"),
+    ],
+)
+def test_what_would_not_be_served_is_refused_with_the_reason(
+    folder: Path, damage: object, said: str
+) -> None:
+    assert callable(damage)
+    damage(folder)
+    done = run(folder)
+    assert done.returncode == 2
+    assert done.stderr.startswith("package: ")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not folder.with_name("시 모음.tar.gz").exists()
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_nothing_is_overwritten_and_nothing_half_written_stays(
+    folder: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "a.tar.gz"
+    target.write_bytes(b"mine")
+    with pytest.raises(Problem, match="is there already"):
+        write_archive(check(folder), target)
+    assert target.read_bytes() == b"mine"
+    with pytest.raises(Problem, match=r"must be called NAME\.tar\.gz"):
+        write_archive(check(folder), tmp_path / "a.zip")
+    with pytest.raises(Problem, match="cannot write"):
+        write_archive(check(folder), tmp_path / "없는 곳" / "a.tar.gz")
+    assert {p.name for p in tmp_path.iterdir()} == {"a.tar.gz", folder.name}
+
+
+def test_check_writes_nothing(folder: Path) -> None:
+    done = run(folder, "--check")
+    assert done.returncode == 0
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+def test_an_archive_is_uploaded_and_never_over_another(folder: Path, s3: S3Server) -> None:
+    url = f"s3://{BUCKET}/fine-tunes/"
+    done = run(folder, "--out", folder.with_name("시.tar.gz"), "--upload", url, **s3.environment)
+    assert done.returncode == 0, done.stderr
+    assert f"s3://{BUCKET}/fine-tunes/시.tar.gz" in done.stdout
+    found = s3.client.get_object(Bucket=BUCKET, Key="fine-tunes/시.tar.gz")["Body"].read()
+    assert found == folder.with_name("시.tar.gz").read_bytes()
+
+    folder.with_name("시.tar.gz").write_bytes(b"another")
+    again = subprocess.run(
+        [sys.executable, "-c", UPLOAD, str(folder.with_name("시.tar.gz")), url],
+        cwd=ROOT,
+        env={**os.environ, **s3.environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "is there already; it is never overwritten" in again.stdout
+    kept = s3.client.get_object(Bucket=BUCKET, Key="fine-tunes/시.tar.gz")["Body"].read()
+    assert kept == found
+
+
+UPLOAD = """
+import sys
+from pathlib import Path
+from scripts.lib.documents import Problem
+from scripts.lib.packaging import upload
+try:
+    upload(Path(sys.argv[1]), sys.argv[2])
+except Problem as problem:
+    print(problem)
+"""
+
+
+@pytest.mark.parametrize("url", ["https://x/y", "s3://", "models", "s3://b/k?versionId=1"])
+def test_a_place_that_is_none_is_refused(tmp_path: Path, url: str) -> None:
+    (tmp_path / "a.tar.gz").write_bytes(b"x")
+    with pytest.raises(Problem, match="must be s3://bucket/prefix/"):
+        upload(tmp_path / "a.tar.gz", url)
+
+
+def test_a_bucket_that_is_not_there_is_one_sentence(folder: Path, s3: S3Server) -> None:
+    done = run(folder, "--upload", "s3://nowhere-to-be-found/", **s3.environment)
+    assert done.returncode == 2
+    assert "cannot upload to s3://nowhere-to-be-found/" in done.stderr
+    assert "Traceback" not in done.stderr
