@@ -187,12 +187,12 @@ def test_with_the_cache_disabled_a_model_goes_after_each_call(
     with containers(tmp_path, s3, 1, cached=False) as (container,):
         agent = container.agent
         with client_of(Endpoint("poets", [agent])) as client:
-            assert invoke_all(client, "poets", some, calls=9, clients=1) == {"right": 9}
+            assert invoke_all(client, "poets", some, calls=5, clients=1) == {"right": 5}
             assert agent.loaded() == []
             assert statistics(container.server)["weight_bytes"] == 0
             assert agent.disk.bytes() == 0
-            assert agent.seen.counts["unloads"] == agent.disk.downloads == 9
-            assert invoke_all(client, "poets", some, calls=12, clients=4) == {"right": 12}
+            assert agent.seen.counts["unloads"] == agent.disk.downloads == 5
+            assert invoke_all(client, "poets", some, calls=8, clients=4) == {"right": 8}
             eventually(lambda: agent.disk.bytes() == 0 and agent.loaded() == [])
 
 
@@ -203,7 +203,7 @@ def test_a_full_disk_loses_what_is_not_loaded(
     with containers(tmp_path, s3, 1, disk_bytes=16 << 20) as (container,):
         agent = container.agent
         with client_of(Endpoint("poets", [agent])) as client:
-            assert invoke_all(client, "poets", some, calls=36, clients=2) == {"right": 36}
+            assert invoke_all(client, "poets", some, calls=26, clients=2) == {"right": 26}
         assert agent.disk.downloads > len(some)
         assert agent.seen.counts["deletions"] > 0
 
