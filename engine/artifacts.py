@@ -1,6 +1,7 @@
 """A model's folder: what is in it, and its weights under one set of names.
 
-The names are those of KoGPT2 v1, Dense weights [out, in], whatever the folder holds.
+The names are those of KoGPT2 v1, Dense weights [out, in], whatever the folder holds:
+`engine.gluon_artifact` reads v1's `.params`, `engine.hugging_face` directories of transformers.
 """
 
 from __future__ import annotations
@@ -9,16 +10,15 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import ACTIVATIONS, GPT2Config
 from engine.errors import ArtifactError
-from engine.params_file import read_params
+from engine.generation import Generation, read_generation
 
 Weights = dict[str, NDArray[Any]]
 
@@ -33,7 +33,8 @@ ATTENTION_NORM = "_attn_ln.{}"
 FFN_NORM = "_ffn_ln.{}"
 FINAL_NORM = "_final_ln"
 
-DEFAULT_HEAD_SIZE = 64
+DTYPES = ("float32", "float16", "bfloat16")
+CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,10 @@ class Artifact:
 
     path: Path
     config: GPT2Config
-    params_file: Path
-    spiece_file: Path
     weights: Weights
+    weight_files: tuple[Path, ...]
+    tokenizer_file: Path  # `*.spiece` or `tokenizer.json`
+    generation: Generation = field(default_factory=Generation)
 
     @property
     def fp32_bytes(self) -> int:
@@ -52,7 +54,7 @@ class Artifact:
 
 
 def shapes(config: GPT2Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every parameter of a model with its shape; the tied output projection is not among them."""
+    """Every parameter of a model with its shape; a tied output projection is not among them."""
     c = config
     yield EMBEDDING, (c.vocab_size, c.units)
     yield POSITIONS, (c.max_length, c.units)
@@ -70,39 +72,35 @@ def shapes(config: GPT2Config) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{name.format(i)}.beta", (c.units,)
     yield f"{FINAL_NORM}.gamma", (c.units,)
     yield f"{FINAL_NORM}.beta", (c.units,)
+    if not c.tie_word_embeddings:
+        yield OUTPUT, (c.vocab_size, c.units)
 
 
 def open_artifact(path: str | os.PathLike[str]) -> Artifact:
-    """Checks a KoGPT2 v1 folder: `*.params`, `*.spiece` and optionally `config.json`.
+    """Checks a folder with a KoGPT2 v1 model or one of Hugging Face's GPT-2.
 
     Raises `ArtifactError` that says what is missing or does not fit.
     """
+    from engine import gluon_artifact, hugging_face
+
     folder = Path(path)
     try:
         if not folder.is_dir():
             raise ArtifactError(f"there is no model folder {folder}")
-        params_file = _only(folder, "*.params")
-        spiece_file = _only(folder, "*.spiece")
+        generation = read_generation(folder)
+        if hugging_face.is_in(folder):
+            return hugging_face.read(folder, generation)
+        return gluon_artifact.read(folder, generation)
     except OSError as error:
         raise ArtifactError(f"{folder} cannot be read: {error.strerror}") from None
-    weights = _canonical(read_params(params_file), params_file.name)
-    config = _config(weights, _read_json(folder / "config.json"), params_file.name)
-    _check(weights, config, params_file.name)
-    return Artifact(folder, config, params_file, spiece_file, weights)
 
 
-def _only(folder: Path, pattern: str) -> Path:
-    found = sorted(folder.glob(pattern))
-    if len(found) != 1:
-        files = ", ".join(sorted(p.name for p in folder.iterdir())[:20]) or "nothing"
-        count = "no" if not found else f"{len(found)}"
-        raise ArtifactError(
-            f"{folder.name} holds {count} {pattern} files, must hold exactly one (found: {files})"
-        )
-    return found[0]
+def list_files(folder: Path) -> str:
+    return ", ".join(sorted(p.name for p in folder.iterdir())[:20]) or "nothing"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a file, nothing if there is no file. Raises `ArtifactError`."""
     if not path.exists():
         return {}
     try:
@@ -116,65 +114,76 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _canonical(weights: Weights, file: str) -> Weights:
-    """Strips the prefix that all keys share (a fine-tune saved from a wrapper block)."""
-    prefixes = [n.removesuffix(POSITIONS) for n in weights if n.endswith(POSITIONS)]
-    fitting = [prefix for prefix in prefixes if prefix + EMBEDDING in weights]
-    if not fitting:
-        keys = ", ".join(list(weights)[:3]) or "none"
-        raise ArtifactError(
-            f"{file} has no {EMBEDDING} beside a {POSITIONS}: it is not a KoGPT2 model"
-            f" (keys: {keys}, ...)"
-        )
-    prefix = min(fitting, key=len)
-    return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+class ConfigFile:
+    """What a `config.json` says, each thing under one of several names."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        return next((self._given[n] for n in names if self._given.get(n) is not None), default)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default=default)
+        if not isinstance(value, bool):
+            raise ArtifactError(f"{CONFIG_FILE}: {name} is {value!r}, must be true or false")
+        return value
+
+    def heads(self, units: int, default: int) -> int:
+        value = self.get("num_heads", "n_head", default=default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1 or units % value:
+            raise ArtifactError(
+                f"{CONFIG_FILE}: num_heads is {value!r}, must divide the {units} units"
+            )
+        return value
+
+    def activation(self, default: str, aliases: Mapping[str, str]) -> str:
+        value = self.get("activation", "activation_function", default=default)
+        found = aliases.get(value, value) if isinstance(value, str) else value
+        if found not in ACTIVATIONS:
+            raise ArtifactError(
+                f"{CONFIG_FILE}: activation is {value!r}, must be one of {', '.join(ACTIVATIONS)}"
+            )
+        return str(found)
+
+    def layer_norm_eps(self) -> float:
+        value = self.get("layer_norm_eps", "layer_norm_epsilon", default=1e-5)
+        if not isinstance(value, float) or not 0 < value < 1:
+            raise ArtifactError(
+                f"{CONFIG_FILE}: layer_norm_eps is {value!r}, must be a small number above 0"
+            )
+        return value
+
+    def must_agree(self, config: GPT2Config, file: str) -> None:
+        """The sizes that it names are those of the weights in `file`."""
+        for field_name, names in {
+            "vocab_size": ("vocab_size",),
+            "units": ("units", "n_embd"),
+            "num_layers": ("num_layers", "n_layer"),
+            "max_length": ("max_length", "n_positions"),
+            "hidden_size": ("hidden_size", "n_inner"),
+        }.items():
+            found = getattr(config, field_name)
+            said = self.get(*names, default=found)
+            if said != found:
+                raise ArtifactError(
+                    f"{CONFIG_FILE} says {names[0]} {said!r}, but {file} has {found}"
+                )
 
 
-def _config(weights: Weights, given: Mapping[str, Any], file: str) -> GPT2Config:
-    """Sizes from the parameters; what they cannot say (heads, activation) from config.json."""
-
-    def first(*names: str, default: Any) -> Any:
-        return next((given[n] for n in names if given.get(n) is not None), default)
-
+def sizes(weights: Weights, file: str) -> dict[str, Any]:
+    """The sizes of a `GPT2Config` that weights under our names have."""
     for name in (EMBEDDING, POSITIONS, FFN_HIDDEN.format(0) + ".weight"):
         if name not in weights or weights[name].ndim != 2 or not weights[name].size:
             raise ArtifactError(f"{file} has no matrix {name}")
     vocab_size, units = weights[EMBEDDING].shape
-    heads = first("num_heads", "n_head", default=max(units // DEFAULT_HEAD_SIZE, 1))
-    eps = first("layer_norm_eps", "layer_norm_epsilon", default=1e-5)
-    activation = first("activation", "activation_function", default="gelu")
-    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or units % heads:
-        raise ArtifactError(f"config.json: num_heads is {heads!r}, must divide the {units} units")
-    if activation not in ACTIVATIONS:
-        raise ArtifactError(
-            f"config.json: activation is {activation!r}, must be one of {', '.join(ACTIVATIONS)}"
-        )
-    if not isinstance(eps, float) or not 0 < eps < 1:
-        raise ArtifactError(
-            f"config.json: layer_norm_eps is {eps!r}, must be a small number above 0"
-        )
-    config = GPT2Config(
-        vocab_size=vocab_size,
-        units=units,
-        num_layers=_count_layers(weights),
-        num_heads=heads,
-        hidden_size=weights[FFN_HIDDEN.format(0) + ".weight"].shape[0],
-        max_length=weights[POSITIONS].shape[0],
-        activation=activation,
-        layer_norm_eps=eps,
-    )
-    for field, names in {
-        "vocab_size": ("vocab_size",),
-        "units": ("units", "n_embd"),
-        "num_layers": ("num_layers", "n_layer"),
-        "max_length": ("max_length", "n_positions"),
-    }.items():
-        said = first(*names, default=getattr(config, field))
-        if said != getattr(config, field):
-            raise ArtifactError(
-                f"config.json says {names[0]} {said!r}, but {file} has {getattr(config, field)}"
-            )
-    return config
+    return {
+        "vocab_size": vocab_size,
+        "units": units,
+        "num_layers": _count_layers(weights),
+        "hidden_size": weights[FFN_HIDDEN.format(0) + ".weight"].shape[0],
+        "max_length": weights[POSITIONS].shape[0],
+    }
 
 
 def _count_layers(weights: Weights) -> int:
@@ -185,21 +194,16 @@ def _count_layers(weights: Weights) -> int:
     return 1 + max(int(m[m.lastindex or 0]) for m in found if m)
 
 
-def _check(weights: Weights, config: GPT2Config, file: str) -> None:
+def check_weights(weights: Weights, config: GPT2Config, file: str) -> None:
+    """Each parameter is there in its shape, as floats. Others are left out of `weights`."""
     expected = dict(shapes(config))
     for name, shape in expected.items():
         if name not in weights:
             raise ArtifactError(f"{file} lacks {name}")
         if weights[name].shape != shape:
             raise ArtifactError(f"{file}: {name} is {weights[name].shape}, must be {shape}")
-        if weights[name].dtype not in (np.float16, np.float32):
-            raise ArtifactError(
-                f"{file}: {name} is {weights[name].dtype}, must be float16 or float32"
-            )
-    # v1 files carry the tied output projection a second time.
-    if OUTPUT in weights and weights[OUTPUT].shape != expected[EMBEDDING]:
-        raise ArtifactError(
-            f"{file}: {OUTPUT} does not have the shape of the embedding it is tied to"
-        )
+        if weights[name].dtype.name not in DTYPES:
+            allowed = "float16, bfloat16 or float32"
+            raise ArtifactError(f"{file}: {name} is {weights[name].dtype}, must be {allowed}")
     for name in set(weights) - set(expected):
         del weights[name]

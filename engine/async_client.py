@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -14,6 +14,8 @@ from yarl import URL
 
 from engine.client import GRACE_S, LOAD_TIMEOUT_S, error_of
 from engine.errors import EngineError, EngineUnavailable
+
+CHECK_TIMEOUT_S = 10.0
 
 
 class AsyncEngineClient:
@@ -46,6 +48,11 @@ class AsyncEngineClient:
         loaded: dict[str, Any] = await self._call("POST", "/models", body, LOAD_TIMEOUT_S)
         return loaded
 
+    async def check(self, name: str, model_dir: str) -> None:
+        """Raises what `load` would for want of room, or for an artifact that is none."""
+        body = {"name": name, "model_dir": model_dir}
+        await self._call("POST", "/room", body, CHECK_TIMEOUT_S)
+
     async def unload(self, name: str) -> None:
         """Returns once the memory is free again."""
         await self._call("DELETE", _url(name), None, LOAD_TIMEOUT_S)
@@ -62,7 +69,11 @@ class AsyncEngineClient:
         return True
 
     async def generate(
-        self, name: str, inputs: str, parameters: Mapping[str, Any], timeout_s: float = 60.0
+        self,
+        name: str,
+        inputs: str | Mapping[str, str],
+        parameters: Mapping[str, Any],
+        timeout_s: float = 60.0,
     ) -> dict[str, Any]:
         """The whole answer. A caller that is cancelled frees the request's place in the batch."""
         body = {"inputs": inputs, "parameters": parameters, "timeout_s": timeout_s}
@@ -70,9 +81,17 @@ class AsyncEngineClient:
         answer: dict[str, Any] = await self._call("POST", url, body, timeout_s + GRACE_S)
         return answer
 
+    async def cancel(self, request_id: str) -> None:
+        """Frees the place of the request that a worker sent under this id, now or later."""
+        await self._call("DELETE", f"/requests/{request_id}", None, 10.0)
+
     async def stream(
-        self, name: str, inputs: str, parameters: Mapping[str, Any], timeout_s: float = 60.0
-    ) -> AsyncIterator[dict[str, Any]]:
+        self,
+        name: str,
+        inputs: str | Mapping[str, str],
+        parameters: Mapping[str, Any],
+        timeout_s: float = 60.0,
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Each token as it is made: `{"index", "token", "text", "logprobs"?, "finish_reason"?}`.
 
         Leaving the loop frees the request's place in the batch.

@@ -159,25 +159,33 @@ class ModelHandle:
         return self._lease.model
 
     def generate(
-        self, inputs: str, parameters: Mapping[str, Any], timeout_s: float = 60.0
+        self,
+        inputs: str | Mapping[str, str],
+        parameters: Mapping[str, Any],
+        timeout_s: float = 60.0,
+        request_id: str | None = None,
     ) -> dict[str, Any]:
         """The engine's answer, see `engine.answer.Answer.result`.
 
         If the engine has been restarted the model is loaded again; a request that was under way is
-        sent once more. Raises the engine's errors; `EngineUnavailable` when it does not come back.
+        sent once more. By `request_id` others may cancel it (`AsyncEngineClient.cancel`). Raises
+        the engine's errors; `EngineUnavailable` when it does not come back.
         """
         lease = self._lease
         deadline = time.monotonic() + timeout_s
+        body = {"inputs": inputs, "parameters": parameters}
+        if request_id:
+            body["request_id"] = request_id
         try:
-            return self._send(inputs, parameters, timeout_s)
+            return self._send(body, timeout_s)
         except (EngineUnavailable, ModelNotFound):
             if time.monotonic() >= deadline:
                 raise
         self._renew(lease, min(deadline, time.monotonic() + RECONNECT_S))
-        return self._send(inputs, parameters, max(deadline - time.monotonic(), 0.1))
+        return self._send(body, max(deadline - time.monotonic(), 0.1))
 
-    def _send(self, inputs: str, parameters: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        body = {"inputs": inputs, "parameters": parameters, "timeout_s": timeout_s}
+    def _send(self, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        body = {**body, "timeout_s": timeout_s}
         url = f"/models/{quote(self._name, safe='')}/generate"
         answer: dict[str, Any] = self._client.request("POST", url, body, timeout_s + GRACE_S)
         return answer

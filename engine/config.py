@@ -9,9 +9,11 @@ ACTIVATIONS = ("gelu", "gelu_new")
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes of a pre-LayerNorm GPT-2 whose output projection is its embedding.
+    """Sizes of a pre-LayerNorm GPT-2.
 
     `activation` is `gelu` (erf) for KoGPT2 v1 and often `gelu_new` (tanh) for Hugging Face models.
+    The flags are those of Hugging Face's GPT2Config; KoGPT2 has their defaults. Where
+    `tie_word_embeddings` is true the output projection is the embedding.
     """
 
     vocab_size: int
@@ -22,10 +24,18 @@ class GPT2Config:
     max_length: int = 1024
     activation: str = "gelu"
     layer_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
 
     @property
     def head_size(self) -> int:
         return self.units // self.num_heads
+
+    def attention_scale(self, layer: int) -> float:
+        """What the products of queries and keys are multiplied by before the softmax."""
+        scale = self.head_size**-0.5 if self.scale_attn_weights else 1.0
+        return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -41,5 +51,5 @@ class GPT2Config:
             + self.hidden_size * (self.units + 1)
             + self.units * (self.hidden_size + 1)
         )
-        embeddings = (self.vocab_size + self.max_length) * self.units
-        return embeddings + self.num_layers * per_layer + 2 * self.units
+        tables = self.vocab_size * (1 if self.tie_word_embeddings else 2) + self.max_length
+        return tables * self.units + self.num_layers * per_layer + 2 * self.units

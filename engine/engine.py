@@ -18,21 +18,20 @@ import numpy as np
 from engine import backends
 from engine.artifacts import open_artifact
 from engine.errors import (
-    ArtifactError,
     EngineError,
     InvalidRequest,
     ModelAlreadyLoaded,
     ModelNotFound,
-    OutOfMemory,
     Overloaded,
-    PromptTooLong,
 )
-from engine.memory import Budget, return_freed_memory
+from engine.histogram import Histogram
+from engine.memory import MIB, Budget, return_freed_memory
 from engine.parameters import Parameters
+from engine.prompts import Inputs, Prompts
+from engine.prune import prune
 from engine.scheduler import Batch
 from engine.sequence import Sequence, State, Token
 from engine.settings import Settings
-from engine.tokenizers import SentencePieceTokenizer
 
 IDLE_S = 0.005
 
@@ -44,25 +43,25 @@ class Statistics:
     """Counters of one model since it was loaded."""
 
     requests: int = 0
-    failed: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
     steps: int = 0
     rows: int = 0  # summed over steps: rows / steps is the mean batch size
-    queue_s: float = 0.0
+    queue_s: Histogram = field(default_factory=Histogram)  # until its prompt is begun
+    time_to_first_token_s: Histogram = field(default_factory=Histogram)
     seconds_per_request: float = 0.0  # moving average
 
 
 @dataclass
 class Model:
-    """A loaded model: its weights on a backend, its tokenizer, its batch."""
+    """A loaded model: its weights on a backend, its way with text, its batch."""
 
     name: str
     path: Path
     backend: str
     precision: str
     compute: backends.BackendModel
-    tokenizer: SentencePieceTokenizer
+    prompts: Prompts
     batch: Batch
     reserved_bytes: int
     load_s: float
@@ -83,6 +82,8 @@ class Model:
             "running": len(self.batch.rows),
             "waiting": len(self.batch.waiting),
             **vars(counters),
+            "queue_s": counters.queue_s.describe(),
+            "time_to_first_token_s": counters.time_to_first_token_s.describe(),
         }
 
 
@@ -119,12 +120,7 @@ class Engine:
         Raises `ArtifactError`, `OutOfMemory`, `InvalidRequest`; `ModelAlreadyLoaded` if the name
         stands for another folder, backend or precision. A failed load leaves nothing behind.
         """
-        backend = backend or self.settings.backend
-        if backend not in backends.BACKENDS:
-            known = ", ".join(backends.BACKENDS)
-            raise InvalidRequest(f"backend is {backend!r}, must be one of {known}")
-        default = self.settings.precision if backend == self.settings.backend else ""
-        precision = precision or default or backends.PRECISIONS[backend][0]
+        backend, precision = self._resolve(backend, precision)
         wanted = (Path(model_dir).resolve(), backend, precision)
         with self._changed:
             future = self._loading.get(name)
@@ -149,6 +145,28 @@ class Engine:
         logger.info("loaded %s from %s in %.2f s", name, model.path, model.load_s)
         return model
 
+    def check(
+        self, name: str, model_dir: str, backend: str | None = None, precision: str | None = None
+    ) -> int:
+        """What the weights of the model in `model_dir` will take, in bytes, if there is room now.
+
+        Reads nothing but the artifact's index. Raises what `load` would for want of room or for an
+        artifact that is none.
+        """
+        config = open_artifact(model_dir).config
+        needed = backends.weight_bytes(config, *self._resolve(backend, precision))
+        self.budget.check_weights(needed, name)
+        return needed
+
+    def _resolve(self, backend: str | None, precision: str | None) -> tuple[str, str]:
+        """With the defaults for what is not given. Raises `InvalidRequest`."""
+        backend = backend or self.settings.backend
+        if backend not in backends.BACKENDS:
+            known = ", ".join(backends.BACKENDS)
+            raise InvalidRequest(f"backend is {backend!r}, must be one of {known}")
+        default = self.settings.precision if backend == self.settings.backend else ""
+        return backend, precision or default or backends.PRECISIONS[backend][0]
+
     @staticmethod
     def _same(model: Model, wanted: tuple[Path, str, str]) -> Model:
         if (model.path, model.backend, model.precision) != wanted:
@@ -161,32 +179,24 @@ class Engine:
     def _load(self, name: str, path: Path, backend: str, precision: str) -> Model:
         started = time.monotonic()
         artifact = open_artifact(path)
-        tokenizer = SentencePieceTokenizer(artifact.spiece_file)
-        config = artifact.config
-        if tokenizer.vocab_size > config.vocab_size:
-            raise ArtifactError(
-                f"{artifact.spiece_file.name} has {tokenizer.vocab_size} pieces,"
-                f" but the model's vocabulary has {config.vocab_size}"
-            )
-        needed = backends.weight_bytes(config, backend, precision)
-        if not self.budget.reserve_weights(needed):
-            raise OutOfMemory(self.budget.explain(f"model {name}", needed))
+        prompts = Prompts(artifact)
+        needed = backends.weight_bytes(artifact.config, backend, precision)
+        self.budget.reserve_weights(needed, name)
         try:
-            cache_dir = self.settings.cache_dir
+            cache_dir = Path(self.settings.cache_dir) if self.settings.cache_dir else None
+            device = self.settings.device
             compute = backends.load(
-                artifact,
-                backend,
-                precision,
-                device=self.settings.device,
-                cache_dir=Path(cache_dir) if cache_dir else None,
+                artifact, backend, precision, device=device, cache_dir=cache_dir
             )
+            if cache_dir is not None:
+                prune(cache_dir, self.settings.cache_max_mib * MIB)
         except BaseException:
             self.budget.release_weights(needed)
             return_freed_memory()
             raise
         batch = Batch(compute, self.settings.max_rows, self.budget)
         took = time.monotonic() - started
-        return Model(name, path, backend, precision, compute, tokenizer, batch, needed, took)
+        return Model(name, path, backend, precision, compute, prompts, batch, needed, took)
 
     def unload(self, name: str) -> None:
         """Frees a model and gives its memory back; its running requests fail with 404.
@@ -224,43 +234,38 @@ class Engine:
 
     # Requests
 
+    def parameters(self, name: str, given: Any) -> Parameters:
+        """A request's parameters over the model's own. Raises `ModelNotFound`, `InvalidRequest`."""
+        return self._find(name).prompts.parameters(given)
+
     def submit(
         self,
         name: str,
-        prompt: str,
+        inputs: Inputs,
         parameters: Parameters,
         emit: Callable[[Token | EngineError], None],
         timeout_s: float | None = None,
     ) -> list[Sequence]:
-        """Queues a prompt. `emit` is called on the engine's thread and must not block.
+        """Queues a prompt: a text, or the fields of the model's template.
+
+        `emit` is called on the engine's thread and must not block.
 
         Raises `ModelNotFound`, `InvalidRequest`, `PromptTooLong`, `Overloaded`.
         """
         model = self._find(name)
-        if not prompt:
-            raise InvalidRequest("inputs is empty, must be text")
         longest = model.compute.config.max_length
-        most = longest * model.tokenizer.longest_piece
-        if len(prompt) > most:  # known without tokenizing megabytes
-            raise PromptTooLong(
-                f"inputs has {len(prompt)} characters, more than {most} cannot fit into the"
-                f" model's context of {longest} tokens"
-            )
-        ids = model.tokenizer.encode(prompt)
-        if len(ids) >= longest:
-            raise PromptTooLong(
-                f"inputs has {len(ids)} tokens, at most {longest - 1} fit into the model's context"
-            )
+        ids = model.prompts.encode(inputs)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         sequences = [
             Sequence(
                 prompt=ids,
                 parameters=parameters,
                 max_length=longest,
-                eos_id=model.tokenizer.eos_id,
-                detokenizer=model.tokenizer.detokenizer(),
+                stop_ids=model.prompts.stop_ids,
+                detokenizer=model.prompts.detokenizer(ids),
                 emit=emit,
                 index=i,
+                strip=model.prompts.strip,
                 deadline=deadline,
             )
             for i in range(parameters.num_return_sequences)
@@ -345,11 +350,14 @@ class Engine:
         with self._changed:  # the queue is shared with `submit`
             chunks = batch.schedule()
         for chunk in chunks:
+            if compute.length(chunk.row) == 0:
+                counters.queue_s.observe(time.monotonic() - batch.rows[chunk.row].queued_at)
             logits = compute.extend(chunk.row, np.array(chunk.ids))
             if chunk.completes:
                 sequence = batch.rows[chunk.row]
                 sequence.state = State.DECODE
-                counters.queue_s += time.monotonic() - sequence.queued_at
+                waited_s = time.monotonic() - sequence.queued_at
+                counters.time_to_first_token_s.observe(waited_s)
                 sequence.advance(logits)
                 self._count(model, [sequence])
         batch.collect()

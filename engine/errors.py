@@ -38,6 +38,12 @@ class ModelNotFound(EngineError):
     status = 404
 
 
+class Cancelled(EngineError):
+    """Whoever asked has gone; nobody reads this."""
+
+    status = 499
+
+
 class ModelAlreadyLoaded(EngineError):
     status = 409
 
@@ -66,3 +72,7 @@ class OutOfMemory(EngineError):
     """The memory budget has no room: unload another model or raise the budget."""
 
     status = 507
+
+
+class NeverFits(OutOfMemory):
+    """The model needs more than the whole budget: nothing that is unloaded makes room for it."""

@@ -7,6 +7,8 @@ import os
 import threading
 from pathlib import Path
 
+from engine.errors import NeverFits, OutOfMemory
+
 MIB = 1 << 20
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),  # version 2
@@ -54,12 +56,21 @@ class Budget:
     def free_bytes(self) -> int:
         return self.total_bytes - self.weight_bytes - self.kv_bytes
 
-    def reserve_weights(self, size: int) -> bool:
+    def reserve_weights(self, size: int, model: str) -> None:
+        """Raises what `check_weights` does."""
         with self._lock:
-            if size > self.free_bytes:
-                return False
+            self.check_weights(size, model)
             self.weight_bytes += size
-            return True
+
+    def check_weights(self, size: int, model: str) -> None:
+        """Raises `OutOfMemory`; `NeverFits` if not even an empty engine had room."""
+        if size > self.total_bytes:
+            raise NeverFits(
+                f"model {model} needs {size / MIB:.0f} MiB, the engine has"
+                f" {self.total_bytes / MIB:.0f} MiB in all (ENGINE_MEMORY_MIB sets it)"
+            )
+        if size > self.free_bytes:
+            raise OutOfMemory(self.explain(f"model {model}", size))
 
     def release_weights(self, size: int) -> None:
         with self._lock:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy
 
+from engine.cpus import cpu_count
+
 ALIASES = {
     "bool": bool,
     "object": object,
@@ -25,7 +27,7 @@ for _name, _type in ALIASES.items():
 
 # One worker thread of MXNet's engine per core: its fp32 matrix product keeps one core busy, and
 # engine.models.gpt2_mxnet splits each weight so that as many products run side by side.
-CPU_WORKERS = min(len(os.sched_getaffinity(0)), 8)
+CPU_WORKERS = min(cpu_count(), 8)
 os.environ.setdefault("MXNET_CPU_WORKER_NTHREADS", str(CPU_WORKERS))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

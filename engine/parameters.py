@@ -50,8 +50,11 @@ class Parameters:
     return_full_text: bool = False
 
     @classmethod
-    def parse(cls, given: Any) -> Parameters:
-        """Checks a request's `parameters` object. Raises `InvalidRequest` naming the field."""
+    def parse(cls, given: Any, defaults: Mapping[str, Any] | None = None) -> Parameters:
+        """Checks a request's `parameters` object. Raises `InvalidRequest` naming the field.
+
+        `defaults`, checked already, are a model's own.
+        """
         if given is None:
             given = {}
         if not isinstance(given, Mapping):
@@ -79,7 +82,14 @@ class Parameters:
         }
         values = {name: checks[name](f"parameters.{name}", v) for name, v in values.items()}
         sampling = ("temperature", "top_k", "top_p", "seed")
-        values.setdefault("do_sample", any(name in values for name in sampling))
+        implied = any(name in values for name in sampling)
+        if defaults:
+            if implied:
+                values.setdefault("do_sample", True)
+            model_values = {name: checks[name](name, value) for name, value in defaults.items()}
+            values = {**model_values, **values}
+            implied = any(name in values for name in sampling)
+        values.setdefault("do_sample", implied)
         if values.get("num_return_sequences", 1) > 1 and not values["do_sample"]:
             raise InvalidRequest(
                 "parameters.num_return_sequences above 1 needs parameters.do_sample true:"

@@ -5,15 +5,15 @@ A cache folder is flat, and nothing in it is ever changed in place:
     <sha256>.bin, <sha256>.onnx   files named by their content: a graph, its large tensors (each in
                                   a file of its own), its small ones, and the embeddings as fp32
     <key>.json                    one prepared model: the files it consists of; written last
-    <path hash>.source.json       what was found in a `.params` file of this size, time and inode
+    <path hash>.source.json       what was found in weight files of these sizes, times and inodes
 
 So what two models share byte for byte is stored once and shares its pages in memory; whoever
 builds writes each file under another name and renames it, so several may build at once; and an
 entry is complete or is not there. A file whose size or time is not what its entry says is checked
 against its name. What is not noticed: bytes that changed on the disk without changing the time.
 
-Entries are not removed when their artifact changes or goes: delete the folder, loaded models do
-not mind.
+Entries are not removed when their artifact changes or goes; `engine.prune` bounds a shared cache.
+The folder may also be deleted, loaded models do not mind.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from engine.backends import onnx_session
 from engine.blobs import Store, is_whole, sha256
 from engine.errors import OutOfMemory
 from engine.memory import return_freed_memory
+from engine.prune import in_use
 
 FORMAT = 2  # raise it when the graph or the quantization changes
 FOLDER = ".prepared"
@@ -71,18 +72,21 @@ def prepared(artifact: Artifact, precision: str, cache_dir: Path | None) -> Iter
     the mapped arrays remain usable). Raises `OutOfMemory`, also where no disk has room.
     """
     folder = cache_dir or artifact.path / FOLDER
-    content = _content(artifact, folder)
-    key = _key(artifact, precision, content)
-    found = _read(folder, key)
-    if found is None:
-        try:
-            found = _build(artifact, precision, folder, key)
-        except OSError as error:
-            logger.warning("cannot keep a prepared model in %s: %s", folder, error)
-    if found is not None:
-        yield found
-        return
     with ExitStack() as stack:
+        stack.enter_context(in_use(folder))
+        content = _content(artifact, folder)
+        key = _key(artifact, precision, content)
+        found = _read(folder, key)
+        if found is None:
+            try:
+                found = _build(artifact, precision, folder, key)
+            except OSError as error:
+                logger.warning("cannot keep a prepared model in %s: %s", folder, error)
+        if found is not None:
+            with suppress(OSError):  # when it was used last
+                os.utime(folder / f"{key}.json")
+            yield found
+            return
         try:
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepared-"))
             found = _build(artifact, precision, Path(temporary), key)
@@ -118,18 +122,21 @@ def _cpu_model() -> str:
 
 
 def _content(artifact: Artifact, folder: Path) -> str:
-    """The hash of the artifact's weights; read again only if the file was touched since."""
-    path = artifact.params_file.resolve()
-    stat = path.stat()
-    now = [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino]
-    index = folder / f"{sha256(str(path).encode())}.source.json"
+    """The hash of the artifact's weights; read again only if a file was touched since."""
+    paths = [file.resolve() for file in artifact.weight_files]
+    stats = [path.stat() for path in paths]
+    now = [
+        [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        for path, stat in zip(paths, stats, strict=True)
+    ]
+    index = folder / f"{sha256(str(paths[0]).encode())}.source.json"
     known = _read_json(index)
-    if known.get("file") == now and isinstance(known.get("content"), str):
+    if known.get("files") == now and isinstance(known.get("content"), str):
         return str(known["content"])
     content = _hash_weights(artifact.weights)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_json(index, {"file": now, "content": content})
+        _write_json(index, {"files": now, "content": content})
     except OSError:
         logger.info("cannot write %s: the weights are hashed at every load", index)
     return content
@@ -138,12 +145,17 @@ def _content(artifact: Artifact, folder: Path) -> str:
 def _hash_weights(weights: Weights) -> str:
     names = sorted(weights)
     with ThreadPoolExecutor(THREADS) as pool:
-        digests = pool.map(lambda name: sha256(np.ascontiguousarray(weights[name])), names)
+        digests = pool.map(lambda name: sha256(_bytes(weights[name])), names)
         parts = [
             [name, weights[name].dtype.str, weights[name].shape, digest]
             for name, digest in zip(names, digests, strict=True)
         ]
     return sha256(json.dumps(parts).encode())
+
+
+def _bytes(weight: NDArray[Any]) -> NDArray[np.uint8]:
+    """Those of a contiguous array: hashlib knows no bfloat16."""
+    return np.ascontiguousarray(weight).reshape(-1).view(np.uint8)
 
 
 # Reading an entry

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from engine.errors import EngineError
 from engine.parameters import Parameters
 from engine.sampling import Logits, Sampler, TokenLogprobs
+from engine.stripper import Stripper
 from engine.tokenizers import Detokenizer
 
 
@@ -38,10 +39,11 @@ class Sequence:
     prompt: list[int]
     parameters: Parameters
     max_length: int
-    eos_id: int | None
+    stop_ids: frozenset[int]
     detokenizer: Detokenizer
     emit: Callable[[Token | EngineError], None]
     index: int = 0
+    strip: tuple[str, ...] = ()
     deadline: float | None = None  # on time.monotonic()
     state: State = State.WAITING
     cancelled: bool = False
@@ -53,6 +55,7 @@ class Sequence:
         self.ids = list(self.prompt)
         self._sampler = Sampler(self.parameters, self.index)
         self._held = ""  # text that may be the beginning of a stop string
+        self._stripper = Stripper(self.strip)
 
     @property
     def num_new(self) -> int:
@@ -69,7 +72,7 @@ class Sequence:
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
         self.ids.append(token)
-        if token == self.eos_id:
+        if token in self.stop_ids:
             self._finish(token, self._held + self.detokenizer.flush(), logprobs, "stop")
             return
         text = self._held + self.detokenizer.feed(token)
@@ -83,11 +86,12 @@ class Sequence:
             self._finish(token, text[:at], logprobs, reason)
         else:
             self._held = text[len(text) - keep :]
-            self.emit(Token(self.index, token, text[: len(text) - keep], logprobs))
+            text = self._stripper.feed(text[: len(text) - keep])
+            self.emit(Token(self.index, token, text, logprobs))
 
     def _finish(self, token: int, text: str, logprobs: TokenLogprobs | None, reason: str) -> None:
         self.state = State.FINISHED
-        self.emit(Token(self.index, token, text, logprobs, reason))
+        self.emit(Token(self.index, token, self._stripper.finish(text), logprobs, reason))
 
     def fail(self, error: EngineError) -> None:
         self.state = State.FINISHED

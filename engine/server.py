@@ -3,7 +3,12 @@
     POST   /models                  {"name", "model_dir", "backend"?, "precision"?, "lease"?}
     GET    /models
     DELETE /models/{name}
-    POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?}
+    POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?,
+                                     "request_id"?}; inputs are a text, or an object with the
+                                     fields of the model's template
+    DELETE /requests/{request_id}   for one who knows that nobody waits any more
+    POST   /room                    {"name", "model_dir", "backend"?, "precision"?}: whether a load
+                                    would find room now
     GET    /health
     GET    /statistics
 
@@ -24,6 +29,7 @@ import logging
 import os
 import socket
 import stat
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +45,9 @@ from starlette.types import Receive, Scope, Send
 
 from engine.answer import Answer, logprobs_body
 from engine.engine import Engine
-from engine.errors import EngineError, InvalidRequest, ModelNotFound
+from engine.errors import Cancelled, EngineError, InvalidRequest, ModelNotFound
 from engine.parameters import Parameters
+from engine.prompts import Inputs
 from engine.sequence import Token
 from engine.settings import Settings
 
@@ -49,6 +56,7 @@ logger = logging.getLogger(__name__)
 # How long a model outlives its last lease: a worker that crashed is restarted within this time.
 LEASE_GRACE_S = 3.0
 MAX_TIMEOUT_S = 3600.0
+CANCELLED_KEPT = 1000
 
 
 class EngineApp:
@@ -60,12 +68,17 @@ class EngineApp:
         self._grace_s = lease_grace_s
         self._tasks: set[asyncio.Task[None]] = set()
         self.stopping = asyncio.Event()
+        self._running: dict[str, set[asyncio.Event]] = {}  # by request id
+        # A request may still be on its way when it is cancelled.
+        self._cancelled: deque[str] = deque(maxlen=CANCELLED_KEPT)
         self.asgi = Starlette(
             routes=[
                 Route("/models", self._load, methods=["POST"]),
                 Route("/models", self._list, methods=["GET"]),
                 Route("/models/{name:path}/generate", self._generate, methods=["POST"]),
                 Route("/models/{name:path}", self._unload, methods=["DELETE"]),
+                Route("/requests/{id}", self._cancel, methods=["DELETE"]),
+                Route("/room", self._room, methods=["POST"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/statistics", self._statistics, methods=["GET"]),
             ],
@@ -111,6 +124,13 @@ class EngineApp:
             with contextlib.suppress(ModelNotFound):
                 await run_in_threadpool(self._engine.unload, name)
 
+    async def _room(self, request: Request) -> Response:
+        body = await _json_object(request)
+        name, model_dir = _text(body, "name"), _text(body, "model_dir")
+        backend, precision = body.get("backend"), body.get("precision")
+        needed = await run_in_threadpool(self._engine.check, name, model_dir, backend, precision)
+        return JSONResponse({"weight_bytes": needed})
+
     async def _list(self, request: Request) -> Response:
         return JSONResponse({"models": self._engine.models()})
 
@@ -128,8 +148,8 @@ class EngineApp:
 
     async def _generate(self, request: Request) -> Response:
         body = await _json_object(request)
-        name, inputs = request.path_params["name"], _text(body, "inputs")
-        parameters = Parameters.parse(body.get("parameters"))
+        name, inputs = request.path_params["name"], _inputs(body)
+        parameters = self._engine.parameters(name, body.get("parameters"))
         timeout_s = body.get("timeout_s")
         if timeout_s is not None and (
             not isinstance(timeout_s, int | float)
@@ -142,6 +162,9 @@ class EngineApp:
             raise InvalidRequest("stream must be true or false")
         if stream:
             return self._stream(name, inputs, parameters, timeout_s)
+        request_id = _text(body, "request_id") if "request_id" in body else ""
+        if request_id in self._cancelled:
+            raise Cancelled("the request was cancelled")
         loop = asyncio.get_running_loop()
         finished: asyncio.Future[None] = loop.create_future()
 
@@ -154,19 +177,34 @@ class EngineApp:
 
         answer = Answer(parameters.num_return_sequences, done)
         sequences = self._engine.submit(name, inputs, parameters, answer.emit, timeout_s)
+        cancelled = asyncio.Event()
+        self._running.setdefault(request_id, set()).add(cancelled)
         gone = asyncio.ensure_future(_disconnected(request.receive))
+        called_off = asyncio.ensure_future(cancelled.wait())
         try:
-            await asyncio.wait([finished, gone], return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [finished, gone, called_off]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
+            called_off.cancel()
+            self._running[request_id].discard(cancelled)
+            if not self._running[request_id]:
+                del self._running[request_id]
             if not finished.done() or answer.error is not None:
                 self._engine.cancel(sequences)
         if not finished.done():
-            return Response(status_code=499)  # nobody reads it
+            raise Cancelled("the request was cancelled")
         return JSONResponse({"prompt_tokens": len(sequences[0].prompt), **answer.result()})
 
+    async def _cancel(self, request: Request) -> Response:
+        request_id = request.path_params["id"]
+        self._cancelled.append(request_id)
+        for cancelled in self._running.get(request_id, ()):
+            cancelled.set()
+        return Response(status_code=204)
+
     def _stream(
-        self, name: str, inputs: str, parameters: Parameters, timeout_s: float | None
+        self, name: str, inputs: Inputs, parameters: Parameters, timeout_s: float | None
     ) -> Response:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Token | EngineError] = asyncio.Queue()
@@ -241,6 +279,17 @@ def _text(body: dict[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise InvalidRequest(f"{name} must be text that is not empty, without NUL")
     return value
+
+
+def _inputs(body: dict[str, Any]) -> Inputs:
+    """A text, or an object of texts: the fields of the model's template."""
+    fields = body.get("inputs")
+    if not isinstance(fields, dict):
+        return _text(body, "inputs")
+    for name, value in fields.items():
+        if not isinstance(value, str) or "\0" in value:
+            raise InvalidRequest(f"inputs.{name} must be text without NUL")
+    return fields
 
 
 async def _disconnected(receive: Receive) -> None:

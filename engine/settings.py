@@ -46,6 +46,11 @@ class Settings:
     cache_dir: str = _setting(
         "ENGINE_CACHE_DIR", "", "where prepared (quantized) models are kept; empty: beside each"
     )
+    cache_max_mib: int = _setting(
+        "ENGINE_CACHE_MAX_MIB",
+        20_480,
+        "disk that `ENGINE_CACHE_DIR` may take; what was not loaded for longest goes",
+    )
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

@@ -59,7 +59,8 @@ class HandlerService(DefaultHandlerService):  # type: ignore[misc]
 
     def _outcome(self) -> dict[str, Any]:
         if self.load_error is None:
-            return {"status": 200}
+            handler = self._service.handler
+            return {"status": 200, "in_engine": handler is not None and handler.IN_ENGINE}
         body = self.load_error.to_body()
         return {"status": body["code"], "type": body["type"], "message": body["message"]}
 

@@ -6,7 +6,10 @@ import functools
 
 from engine.client import EngineClient, ModelHandle
 from handlers.payload import answer_type, format_answer, parse
+from handlers.request_id import request_id
 from handlers.settings import Settings
+
+IN_ENGINE = True
 
 
 @functools.cache
@@ -41,5 +44,5 @@ def transform_fn(
     timeout_s = timeout_s or _settings().request_timeout_s
     request = parse(body, content_type)
     media_type = answer_type(accept, request.form)
-    answer = model.generate(request.inputs, request.parameters, timeout_s)
+    answer = model.generate(request.inputs, request.parameters, timeout_s, request_id.get())
     return format_answer(request, answer, media_type)

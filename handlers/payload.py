@@ -1,7 +1,8 @@
 """Requests and answers of a text model, as bytes.
 
 {"inputs": text, "parameters": {...}}  ->  {"generated_text", "tokens", "finish_reason",
-                                            "seconds"}
+                                            "seconds"}; inputs are a text, or an object with the
+                                            fields of the model's template
 "text", a JSON string (the client of   ->  [text, steps, seconds], the prompt in front
     the AWS KoGPT2 guide sends this)
 text/plain                             ->  text/plain
@@ -9,6 +10,7 @@ text/plain                             ->  text/plain
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 from collections.abc import Mapping
@@ -41,8 +43,9 @@ class GenerateRequest:
     """`parameters` is checked and as the client wrote it."""
 
     form: Form
-    inputs: str
+    inputs: str | Mapping[str, str]
     parameters: Mapping[str, Any]
+    stream: bool = False
 
 
 def parse(body: bytes | bytearray | str | None, content_type: str | None) -> GenerateRequest:
@@ -73,26 +76,44 @@ def parse(body: bytes | bytearray | str | None, content_type: str | None) -> Gen
             'the body must be {"inputs": text, "parameters": {...}} or a JSON string'
         )
     for name in value:
-        if name not in ("inputs", "parameters"):
-            raise InvalidRequest(f"{name} is not known; known are inputs, parameters")
+        if name not in ("inputs", "parameters", "stream"):
+            raise InvalidRequest(f"{name} is not known; known are inputs, parameters, stream")
     if "inputs" not in value:
         raise InvalidRequest("inputs is missing, must be text")
     inputs = value["inputs"]
-    if not isinstance(inputs, str):
-        raise InvalidRequest("inputs must be a string")
+    if not isinstance(inputs, str | dict):
+        raise InvalidRequest("inputs must be a string, or an object of the template's fields")
     parameters = value.get("parameters")
-    Parameters.parse(parameters)
-    return _checked(Form.OBJECT, inputs, parameters or {})
+    # That answers be drawn may be the model's own default, which the engine knows.
+    checked = Parameters.parse(parameters, {"do_sample": True})
+    if checked.return_full_text and isinstance(inputs, dict):
+        raise InvalidRequest("parameters.return_full_text needs inputs to be a string")
+    stream = value.get("stream", False)
+    if not isinstance(stream, bool):
+        raise InvalidRequest("stream must be true or false")
+    return dataclasses.replace(_checked(Form.OBJECT, inputs, parameters or {}), stream=stream)
 
 
-def _checked(form: Form, inputs: str, parameters: Mapping[str, Any]) -> GenerateRequest:
-    if not inputs.strip():
+def _checked(
+    form: Form, inputs: str | Mapping[str, Any], parameters: Mapping[str, Any]
+) -> GenerateRequest:
+    fields = {"inputs": inputs} if isinstance(inputs, str) else _fields(inputs)
+    if not any(text.strip() for text in fields.values()):
         raise InvalidRequest("inputs is empty, must be text")
-    try:
-        inputs.encode("utf-8")
-    except UnicodeEncodeError:
-        raise InvalidRequest("inputs holds half a surrogate pair, which is no character") from None
+    for name, text in fields.items():
+        try:
+            (name + text).encode("utf-8")
+        except UnicodeEncodeError:
+            message = f"{name!a} holds half a surrogate pair, which is no character"
+            raise InvalidRequest(message.replace("'", "")) from None
     return GenerateRequest(form, inputs, parameters)
+
+
+def _fields(inputs: Mapping[str, Any]) -> dict[str, str]:
+    for name, text in inputs.items():
+        if not isinstance(text, str):
+            raise InvalidRequest(f"inputs.{name} must be a string")
+    return {f"inputs.{name}": text for name, text in inputs.items()}
 
 
 def _media_type(content_type: str | None) -> tuple[str, str]:
@@ -124,7 +145,8 @@ def format_answer(
     """The body and its content type for `engine.client.ModelHandle.generate`'s answer."""
     completions = answer["completions"]
     full = request.form is Form.GUIDE or bool(request.parameters.get("return_full_text"))
-    texts = [(request.inputs if full else "") + c["text"] for c in completions]
+    prompt = request.inputs if full and isinstance(request.inputs, str) else ""
+    texts = [prompt + c["text"] for c in completions]
     if media_type == TEXT:
         return "\n\n".join(texts).encode("utf-8"), f"{TEXT}; charset=utf-8"
     value: Any

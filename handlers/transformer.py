@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from sagemaker_inference.transformer import Transformer
 
-from engine.client import ModelHandle
-from engine.errors import ArtifactError, EngineError
-from handlers import kogpt2
+from engine.errors import EngineError
+from handlers.choose import Handler, choose
+from handlers.request_id import request_id
 
 logger = logging.getLogger(__name__)
 
 # How many seconds the answer may take; the gateway sends it.
 TIMEOUT_HEADER = "x-kogpt2-timeout"
-USER_SCRIPTS = ("code/inference.py", "inference.py")
+# What the gateway cancels the request by when its client goes away.
+REQUEST_HEADER = "x-kogpt2-request"
 
 
 class ModelTransformer(Transformer):  # type: ignore[misc]
@@ -30,14 +30,13 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._model: ModelHandle | None = None
+        self.handler: Handler | None = None
+        self._model: Any = None
 
     def load(self, model_dir: str, name: str) -> None:
         """Loads the model. Raises what `model_fn` raises."""
-        for script in USER_SCRIPTS:
-            if (Path(model_dir) / script).exists():
-                raise ArtifactError(f"the model brings {script}; own scripts are not supported yet")
-        self._model = kogpt2.model_fn(model_dir, name)
+        self.handler = choose(model_dir)
+        self._model = self.handler.model_fn(model_dir, name)
 
     def transform(
         self, data: list[Mapping[str, Any]], context: Any, failure: EngineError | None = None
@@ -51,9 +50,10 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
         headers = {k.lower(): v for k, v in context.get_all_request_header(i).items()}
         content_type = _header(headers, "content-type")
         try:
-            if load_error is not None or self._model is None:
+            if load_error is not None or self.handler is None:
                 raise load_error or EngineError("the model is not loaded")
-            body, kind = kogpt2.transform_fn(
+            request_id.set(_header(headers, REQUEST_HEADER))
+            body, kind = self.handler.transform_fn(
                 self._model,
                 request.get("body", b""),
                 content_type,

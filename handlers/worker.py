@@ -12,8 +12,10 @@ a worker that crashed, but never starts that first process again.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -32,6 +34,7 @@ LOOK_AROUND_S = 0.25
 RESTART_S = 0.2
 
 LOAD = b"L"
+PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -157,6 +160,8 @@ def main() -> None:
     while True:
         child = os.fork()
         if child == 0:
+            # Its watcher's end is its own, also where a connection stays open for ever.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             Worker(arguments.sock_name, arguments.tmp_dir, watcher).serve(listener)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status == 0:

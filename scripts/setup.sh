@@ -167,11 +167,12 @@ requirements_of() { # GROUP
     test) echo requirements-test.txt ;;
     java) echo requirements-java.txt ;;
     oracle) echo requirements-oracle.txt ;;
+    load) echo requirements-load.txt ;;
   esac
 }
 
 # A base group makes its environment; the others add to one that is complete.
-is_base() { case $1 in run | oracle) ;; *) return 1 ;; esac; }
+is_base() { case $1 in run | oracle | load) ;; *) return 1 ;; esac; }
 
 # A stamp is written after its installation, so an interrupted one has none.
 stamp_of() { # DIR GROUP

@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,11 +23,11 @@ import requests
 
 from engine.errors import EngineError
 from engine.logs import log_as_json
-from serving import examples, mms
+from serving import examples, mms, ports
 from serving.device import check_device
-from serving.errors import ServingError, StartError
+from serving.errors import ServingError, StartError, StillLoading
 from serving.settings import REPOSITORY, Settings
-from serving.supervisor import Child, Supervisor
+from serving.supervisor import Child, Progress, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +59,10 @@ def serve(settings: Settings) -> int:
     started = time.monotonic()
     check_device(settings.device)
     check_java()
-    for port in (settings.port, settings.management_port):
-        check_port(settings.host, port)
+    for port in settings.ports:
+        ports.check(settings.host, port)
+    if len(settings.ports) == 1:
+        logger.warning("port %d serves both requests and management", settings.port)
     with _run_dir(settings) as run_dir:
         mms.remove_stale_files(run_dir)
         secret = secrets.token_urlsafe()
@@ -88,7 +89,7 @@ def serve(settings: Settings) -> int:
             if settings.show_examples:
                 print(examples.text(settings), file=sys.stderr, flush=True)
 
-        return Supervisor(children, _ready(settings), on_ready, settings.start_timeout_s).run()
+        return Supervisor(children, _progress(settings), on_ready, settings.start_timeout_s).run()
 
 
 def check_java() -> None:
@@ -105,26 +106,13 @@ def check_java() -> None:
         ) from None
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises `StartError` if another program listens there, or we may not."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise StartError(
-                f"cannot listen on {host} port {port}: {error.strerror}; choose another with"
-                " --port (SAGEMAKER_BIND_TO_PORT), --management-port (MANAGEMENT_PORT) or --host"
-            ) from None
-
-
 @contextlib.contextmanager
 def _run_dir(settings: Settings) -> Iterator[Path]:
     """The folder of sockets and temporary files, for one server at a time."""
     if settings.run_dir:
         run_dir = Path(settings.run_dir).absolute()
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, exist_ok=True)  # one that is there keeps its own
     else:
         run_dir = Path(tempfile.mkdtemp(prefix="kogpt2-"))
     if len(os.fsencode(mms.engine_socket(run_dir))) > MAX_SOCKET_PATH:
@@ -141,18 +129,22 @@ def _run_dir(settings: Settings) -> Iterator[Path]:
             shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _ready(settings: Settings) -> Callable[[], bool]:
-    """A function that says whether the gateway takes requests."""
+def _progress(settings: Settings) -> Callable[[], Progress]:
+    """A function that says how far the gateway has come."""
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
 
-    def ready() -> bool:
+    def progress() -> Progress:
         try:
             url = f"http://{host}:{settings.port}/ping"
-            return requests.get(url, timeout=PROBE_TIMEOUT_S).status_code == 200
-        except requests.RequestException:
-            return False
+            answer = requests.get(url, timeout=PROBE_TIMEOUT_S)
+            if answer.status_code == 200:
+                return Progress.READY
+            loading = answer.json()["type"] == StillLoading.type
+        except (requests.RequestException, LookupError, TypeError, ValueError):
+            return Progress.STARTING
+        return Progress.LOADING if loading else Progress.STARTING
 
-    return ready
+    return progress
 
 
 if __name__ == "__main__":

@@ -99,6 +99,12 @@ class Unavailable(ServingError):
     type = "ServiceUnavailableException"
 
 
+class StillLoading(Unavailable):
+    """The server itself has started; the models that are to be there first have not all loaded."""
+
+    type = "ModelsLoadingException"
+
+
 class Timeout(ServingError):
     status = 504
     type = "TimeoutException"

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -38,24 +37,27 @@ from serving.api.inference import Inference
 from serving.api.management import Management
 from serving.api.metrics import CONTENT_TYPE, Metrics
 from serving.errors import (
-    Conflict,
     HeadersTooLarge,
     MethodNotAllowed,
     ResourceNotFound,
     ServingError,
-    StartError,
+    StillLoading,
     Unavailable,
 )
 from serving.mms_client import MMSClient
 from serving.models import Registry
+from serving.on_demand import OnDemand
+from serving.ports import listen
+from serving.recovery import Recovery
+from serving.saved import SavedModels
 from serving.settings import Settings
-from serving.store import Cache, StoreSettings, locate, open_store
+from serving.startup import start, watch_health
+from serving.store import Cache, StoreSettings, open_store
+from serving.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-HEALTH_S = 0.5
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-SINGLE_MODEL = "model"
 MAX_HEADER_BYTES = 65_536
 
 
@@ -111,8 +113,9 @@ class App:
                 ]
             await send(message)
 
-        on_management = scope["server"][1] == self._gateway.settings.management_port
-        app = self._management if on_management else self._inference
+        # Where both are one, that one has all routes.
+        on_requests = scope["server"][1] == self._gateway.settings.port
+        app = self._inference if on_requests else self._management
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
             app = error_response(
                 Request(scope), HeadersTooLarge(f"headers have at most {MAX_HEADER_BYTES} bytes")
@@ -147,8 +150,10 @@ class App:
             raise Unavailable("the server is stopping", retry_after_s=5)
         if gateway.start_error is not None:
             raise Unavailable(f"the model did not load: {gateway.start_error}")
-        if not (gateway.healthy and gateway.started):
+        if not (gateway.healthy and gateway.adopted):
             raise Unavailable("the server is starting", retry_after_s=1)
+        if not gateway.started:
+            raise StillLoading("models are being loaded", retry_after_s=1)
         return JSONResponse({"status": "Healthy"})
 
     async def _metrics(self, request: Request) -> Response:
@@ -184,43 +189,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return error_response(request, ServingError(str(error.detail)))
 
 
-async def _watch_health(gateway: Gateway) -> None:
-    """Keeps `healthy`: whether a request would work now. `/ping` only reads it."""
-    while True:
-        try:
-            await gateway.mms.call("GET", "/ping", timeout_s=2)
-            gateway.healthy = await gateway.engine.is_healthy()
-        except ServingError:
-            gateway.healthy = False
-        await asyncio.sleep(HEALTH_S)
-
-
-async def _preload(gateway: Gateway) -> None:
-    """Loads what is to be there from the start. A model that does not load is logged."""
-    settings = gateway.settings
-    single = Path(settings.base_dir) / "model"
-    if not settings.sagemaker_multi_model and single.is_dir() and any(single.iterdir()):
-        gateway.single_model = SINGLE_MODEL
-        place = (str(single), gateway.store, gateway.store_settings)
-        try:
-            stored = await asyncio.to_thread(locate, *place)
-            await gateway.registry.load(SINGLE_MODEL, str(single), stored, **_options(settings))
-        except Conflict:  # the gateway before this one has loaded it
-            pass
-        except (ServingError, EngineError) as error:
-            gateway.start_error = error.message
-    for name in filter(None, (n.strip() for n in settings.preload_models.split(","))):
-        with contextlib.suppress(ServingError, EngineError):
-            await gateway.registry.ensure(name, gateway.find)
-
-
-def _options(settings: Settings) -> dict[str, Any]:
-    return {
-        "initial_workers": settings.workers_per_model,
-        "response_timeout": settings.request_timeout_s,
-    }
-
-
 class _Server(uvicorn.Server):
     """Drains before it stops: `/ping` says 503 while requests in flight are finished."""
 
@@ -238,20 +206,6 @@ class _Server(uvicorn.Server):
         while self._gateway.requests and time.monotonic() < end:
             await asyncio.sleep(0.02)
         self.should_exit = True
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Raises `StartError` if another program listens there, or we may not."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise StartError(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    return listener
 
 
 def store_settings(settings: Settings, run_dir: Path) -> StoreSettings:
@@ -276,8 +230,19 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
     client = MMSClient(mms.mms_socket(run_dir), secret)
     async with AsyncEngineClient(mms.engine_socket(run_dir)) as engine:
         cache = Cache(stores)
-        registry = Registry(settings, run_dir, client, engine, cache, metrics.observe)
-        gateway = Gateway(settings, registry, client, engine, store, stores, metrics)
+        workers, saved = Workers(settings, run_dir, client, engine), SavedModels(run_dir)
+        registry = Registry(settings, workers, cache, metrics.observe, saved.write)
+        gateway = Gateway(
+            settings=settings,
+            registry=registry,
+            on_demand=OnDemand(registry, store, metrics.observe),
+            recovery=Recovery(registry, workers, saved),
+            mms=client,
+            engine=engine,
+            store=store,
+            store_settings=stores,
+            metrics=metrics,
+        )
         try:
             yield gateway
         finally:
@@ -289,7 +254,7 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
 
 async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
     """Runs until SIGTERM. Raises `ServingError` if it cannot start."""
-    listeners = [listen(settings.host, port) for port in (settings.port, settings.management_port)]
+    listeners = [listen(settings.host, port) for port in settings.ports]
     async with _gateway(settings, run_dir, secret) as gateway:
         config = uvicorn.Config(
             App(gateway),
@@ -300,20 +265,9 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
             timeout_graceful_shutdown=2,
             server_header=False,
         )
-        for work in (_watch_health(gateway), gateway.registry.reconcile()):
+        for work in (watch_health(gateway), gateway.recovery.watch(), start(gateway)):
             gateway.tasks.add(asyncio.create_task(work))
-        gateway.tasks.add(asyncio.create_task(_start(gateway)))
         await _Server(config, gateway).serve(sockets=listeners)
-
-
-async def _start(gateway: Gateway) -> None:
-    """Preloading begins once MMS and the engine answer."""
-    while not gateway.healthy:
-        await asyncio.sleep(0.05)
-    await gateway.registry.adopt()
-    gateway.adopted = True
-    await _preload(gateway)
-    gateway.started = True
 
 
 def main() -> int:

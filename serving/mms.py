@@ -7,7 +7,9 @@ and a Java process that ends at its start is noticed at once.
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import psutil
 from retrying import retry
 
+from serving.json_output import JsonOutput
 from serving.settings import REPOSITORY, Settings
 
 HANDLER = "handlers.handler_service"
@@ -105,13 +108,15 @@ def engine_socket(run_dir: Path) -> str:
 
 
 def remove_stale_files(run_dir: Path) -> None:
-    """What an MMS that was killed left behind; a stale pid file would stop the next start."""
-    for pattern in (".model_server.pid", "mms.sock", ".mms.sock.*", "*-stdout", "*-stderr"):
+    """What a server that was killed left behind; a stale pid file would stop the next start."""
+    patterns = (".model_server.pid", "mms.sock", ".mms.sock.*", "*-stdout", "*-stderr")
+    for pattern in (*patterns, "models.json"):
         for path in run_dir.glob(pattern):
             path.unlink(missing_ok=True)
+    shutil.rmtree(run_dir / "slots", ignore_errors=True)
 
 
-def _find_java() -> psutil.Process:
+def _find_java(output: JsonOutput) -> psutil.Process:
     """MMS's Java process in our session. Ends this process if there can be none any more."""
     from sagemaker_inference import model_server
 
@@ -125,18 +130,21 @@ def _find_java() -> psutil.Process:
             continue
     launchers = psutil.Process().children()
     if all(child.status() == psutil.STATUS_ZOMBIE for child in launchers):
-        print("Multi Model Server's Java process ended while it started", file=sys.stderr)
+        print("Multi Model Server's Java process ended while it started", flush=True)
+        output.flush()
         os._exit(EXIT_NOT_STARTED)
     raise RuntimeError("Multi Model Server's Java process is not there yet")
 
 
-def _wait_for_java(timeout_s: int) -> psutil.Process:
+def _wait_for_java(output: JsonOutput, timeout_s: int) -> psutil.Process:
     """In place of the toolkit's own loop, which looks once a second."""
-    process: psutil.Process = retry(wait_fixed=100, stop_max_delay=timeout_s * 1000)(_find_java)()
+    find = retry(wait_fixed=100, stop_max_delay=timeout_s * 1000)(_find_java)
+    process: psutil.Process = find(output)
     return process
 
 
 def main() -> None:
+    output = JsonOutput("mms")  # Java and MMS itself print some lines past its log
     warnings.filterwarnings("ignore", "pkg_resources is deprecated")  # the toolkit uses it
     from sagemaker_inference import model_server
 
@@ -145,7 +153,7 @@ def main() -> None:
     log_configuration = run_dir / "log4j2.xml"
     log_configuration.write_text(LOG_CONFIGURATION, encoding="utf-8")
     model_server.DEFAULT_MMS_LOG_FILE = str(log_configuration)
-    model_server._retry_retrieve_mms_server_process = _wait_for_java
+    model_server._retry_retrieve_mms_server_process = functools.partial(_wait_for_java, output)
     model_server.start_model_server(handler_service=HANDLER)
 
 

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 PROBE_HEADER = "x-kogpt2-probe"
 # Tells a worker how many seconds its answer may take.
 TIMEOUT_HEADER = "x-kogpt2-timeout"
+# What the engine can be told to cancel the request by.
+REQUEST_HEADER = "x-kogpt2-request"
 # On every answer of a worker; one without it is MMS's own.
 WORKER_HEADER = "x-kogpt2-worker"
 PAGE = 100
@@ -91,7 +93,8 @@ class MMSClient:
             raise WorkerFailed(f"the model's worker did not start ({message_of(answer)})")
 
     async def probe(self, name: str, timeout_s: float) -> dict[str, Any]:
-        """How the worker's load went: `{"status", "type"?, "message"?}`, 200 for well."""
+        """How the worker's load went: `{"status": 200, "in_engine": bool}` for well, or else
+        `{"status", "type", "message"}`."""
         answer = await self.invoke(name, b"", {PROBE_HEADER: self._probe_secret}, timeout_s)
         try:
             outcome = json.loads(answer.body)
@@ -116,6 +119,14 @@ class MMSClient:
         answer = await self.call("GET", f"/models/{name}", timeout_s=10)
         found: dict[str, Any] = json.loads(answer.body) if answer.status == 200 else {}
         return found
+
+    async def socket_number(self, name: str) -> str:
+        """N of the socket `.mms.sock.N` of a model's worker. Raises `WorkerFailed`."""
+        try:
+            threads = (await self.describe(name))["workers"]
+            return str(threads[0]["id"]).partition("-")[0]  # "9000-0a0a1da0"
+        except (LookupError, TypeError, ValueError):
+            raise WorkerFailed("the model's worker is gone") from None
 
     async def names(self) -> set[str]:
         """Of all models that MMS has."""

@@ -102,6 +102,8 @@ def _generation(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any
     described["responses"]["200"]["content"] = {
         "application/json": {"schema": {"$ref": "#/components/schemas/Generated"}},
         "text/plain": {"schema": {"type": "string"}},
+        "text/event-stream": {"schema": {"type": "string"}},
+        "application/x-ndjson": {"schema": {"type": "string"}},
     }
     return described
 
@@ -148,6 +150,7 @@ def _schemas() -> dict[str, Any]:
                     "additionalProperties": False,
                     "properties": parameters,
                 },
+                "stream": {"type": "boolean", "default": False},
             },
         },
         "Generated": {

@@ -28,7 +28,10 @@ class Settings:
     host: str = _setting("HOST", "0.0.0.0", "the address to listen on", "--host")  # noqa: S104
     port: int = _setting("SAGEMAKER_BIND_TO_PORT", 8080, "the port for requests", "--port")
     management_port: int = _setting(
-        "MANAGEMENT_PORT", 8081, "the port for loading and unloading models", "--management-port"
+        "MANAGEMENT_PORT",
+        8081,
+        "the port for loading and unloading models; may be the one for requests",
+        "--management-port",
     )
     model_store: str = _setting(
         "MODEL_STORE",
@@ -86,7 +89,9 @@ class Settings:
         "options of MMS's Java process",
     )
     start_timeout_s: int = _setting(
-        "START_TIMEOUT_S", 60, "the server gives up when it is not ready after this time"
+        "START_TIMEOUT_S",
+        60,
+        "the server gives up when it has not started after this time, models to preload aside",
     )
     device: str = _setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
     show_examples: bool = _setting("SHOW_EXAMPLES", False, "print what to type once it is ready")
@@ -97,11 +102,14 @@ class Settings:
                 raise SettingError(
                     f"{_variable(name)} is {getattr(self, name)}, must be from 1 to {MAX_PORT}"
                 )
-        if self.port == self.management_port:
-            raise SettingError(f"port and management port are both {self.port}, must differ")
         for name in ("workers_per_model", "request_timeout_s", "start_timeout_s"):
             if getattr(self, name) < 1:
                 raise SettingError(f"{_variable(name)} must be at least 1")
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Those to listen on: one where both are the same, which then serves everything."""
+        return tuple(dict.fromkeys((self.port, self.management_port)))
 
     @classmethod
     def read(

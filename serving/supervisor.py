@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import logging
 import os
 import select
@@ -29,6 +30,15 @@ STOP_GRACE_S = 2.0
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 # A process that ran this long is started again at once.
 STEADY_S = 60.0
+
+
+class Progress(enum.Enum):
+    STARTING = enum.auto()
+    LOADING = enum.auto()  # started; what is to be loaded first has a time limit of its own
+    READY = enum.auto()
+
+
+LOOK_S = {Progress.STARTING: 0.05, Progress.LOADING: 0.2, Progress.READY: 0.5}
 
 
 @dataclass
@@ -68,10 +78,11 @@ class Child:
 
 @dataclass
 class Supervisor:
-    """Runs `children` until SIGTERM or SIGINT, or until one gives up."""
+    """Runs `children` until SIGTERM or SIGINT, or until one gives up, or when they have not started
+    after `start_timeout_s`."""
 
     children: list[Child]
-    is_ready: Callable[[], bool]
+    progress: Callable[[], Progress]
     on_ready: Callable[[], None]
     start_timeout_s: float
     _stop_signal: int | None = None
@@ -110,7 +121,7 @@ class Supervisor:
 
     def _watch(self) -> int:
         give_up_at = time.monotonic() + self.start_timeout_s
-        ready = False
+        progress = Progress.STARTING
         while self._stop_signal is None:
             for pid, status in _reap():
                 child = next((c for c in self.children if c.pid == pid), None)
@@ -130,12 +141,16 @@ class Supervisor:
             for child in self.children:
                 if child.restart_at is not None and time.monotonic() >= child.restart_at:
                     child.start()
-            if not ready and (ready := self.is_ready()):
-                self.on_ready()
-            if not ready and time.monotonic() >= give_up_at:
-                logger.error("the server was not ready after %.0f s", self.start_timeout_s)
-                return 1
-            self._sleep(0.5 if ready else 0.05)
+            if progress is not Progress.READY:
+                progress = self.progress()
+                if progress is Progress.READY:
+                    self.on_ready()
+                elif progress is Progress.LOADING:
+                    give_up_at = time.monotonic() + self.start_timeout_s
+                elif time.monotonic() >= give_up_at:
+                    logger.error("the server was not ready after %.0f s", self.start_timeout_s)
+                    return 1
+            self._sleep(LOOK_S[progress])
         logger.info("stopping: %s", signal.Signals(self._stop_signal).name)
         return 0
 

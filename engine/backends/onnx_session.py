@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,20 +11,11 @@ from typing import Any
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from engine.cpus import cpu_count
 from engine.errors import OutOfMemory
 
 VERSION: str = onnxruntime.__version__
 FATAL_ONLY = 4  # a log level: what goes wrong is raised
-
-
-def cpu_count() -> int:
-    """Cores that this process may use: its affinity, cut to its cgroup's quota."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return max(1, min(cores, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # cgroup v1, or `max`
-        return cores
 
 
 @functools.cache
@@ -48,9 +37,15 @@ def _options() -> Any:
     return options
 
 
-def open_packed(path: Path) -> Any:
-    """Opens a graph that `pack` wrote; its weights stay mapped from their files."""
+def open_packed(path: Path, profile: Path | None = None) -> Any:
+    """Opens a graph that `pack` wrote; its weights stay mapped from their files.
+
+    With `profile`, onnxruntime writes each operator's times to a file whose name begins so
+    (`end_profiling` returns it).
+    """
     options = _options()
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     with out_of_memory(path.name):
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -66,9 +66,9 @@ def product(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 class SelfAttention(gluon.Block):  # type: ignore[misc, name-defined]
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: GPT2Config, layer: int):
         super().__init__()
-        self._head_size, self._scale = config.head_size, config.head_size**-0.5
+        self._head_size, self._scale = config.head_size, config.attention_scale(layer)
         self._multi_head_qkv_proj = Dense(3 * config.units, config.units)
         self._out_proj = Dense(config.units, config.units)
         self._shards: list[tuple[Any, ...]] = []
@@ -172,13 +172,14 @@ class GPT2(gluon.Block):  # type: ignore[misc, name-defined]
         C = config.units
         self._embed = nn.Embedding(config.vocab_size, C)
         self._pos_embed = nn.Embedding(config.max_length, C)
-        self._logits_proj = Dense(config.vocab_size, C, use_bias=False, params=self._embed.params)
+        tied = self._embed.params if config.tie_word_embeddings else None
+        self._logits_proj = Dense(config.vocab_size, C, use_bias=False, params=tied)
         self._self_attention_layers = nn.Sequential()
         self._ffn_layers = nn.Sequential()
         self._attn_ln = nn.Sequential()
         self._ffn_ln = nn.Sequential()
-        for _ in range(config.num_layers):
-            self._self_attention_layers.add(SelfAttention(config))
+        for i in range(config.num_layers):
+            self._self_attention_layers.add(SelfAttention(config, i))
             self._ffn_layers.add(FeedForward(config))
             self._attn_ln.add(nn.LayerNorm(epsilon=config.layer_norm_eps, in_channels=C))
             self._ffn_ln.add(nn.LayerNorm(epsilon=config.layer_norm_eps, in_channels=C))

@@ -72,7 +72,8 @@ class GPT2Graph:
             x = self._op("Add", [x, self._feed_forward(h, i)])
         x = self._op("Gather", [x, self._last_token], axis=1)  # (B, C): the head is the widest part
         x = self._norm(x, artifacts.FINAL_NORM)
-        self._dense(x, self.weights[artifacts.EMBEDDING], None, artifacts.EMBEDDING, "logits")
+        head = artifacts.EMBEDDING if c.tie_word_embeddings else artifacts.OUTPUT
+        self._dense(x, self.weights[head], None, head, "logits")
         return self._model()
 
     def _attention(self, x: str, i: int) -> str:  # (B, T, C) -> (B, T, C)
@@ -92,7 +93,7 @@ class GPT2Graph:
                 domain="com.microsoft",
                 num_heads=c.num_heads,
                 kv_num_heads=c.num_heads,
-                scale=c.head_size**-0.5,
+                scale=c.attention_scale(i),
             )
         )
         return self._dense(y, w_out, self.weights[out + ".bias"], out)
@@ -137,7 +138,7 @@ class GPT2Graph:
         return self._op("Add", [product, bias], output) if bias else product
 
     def _tensor(self, name: str, value: Array) -> str:
-        if value.dtype == np.float16:
+        if value.dtype.name in ("float16", "bfloat16"):
             value = value.astype(np.float32)
         tensor = TensorProto(name=name, dims=value.shape)
         tensor.data_type = helper.np_dtype_to_tensor_dtype(value.dtype)

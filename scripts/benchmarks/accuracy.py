@@ -46,7 +46,7 @@ def log_softmax(logits: Logits) -> NDArray[np.float64]:
 def compare(folder: str, prompts: list[list[int]] | list[str], new_tokens: int) -> dict[str, Any]:
     """`prompts` are ids or texts."""
     artifact = open_artifact(folder)
-    tokenizer = SentencePieceTokenizer(artifact.spiece_file)
+    tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
     exact, fast = (backends.load(artifact, "onnxruntime", p) for p in ("fp32", "int8"))
     same = positions = agreed = 0
     worst = squares = power = divergence = 0.0

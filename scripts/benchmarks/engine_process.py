@@ -129,3 +129,18 @@ def measure_memory(folders: list[Path], text: str, log: Path) -> dict[str, Any]:
     return {"models": len(folders), "weight_bytes": about["weight_bytes"], "each": each} | {
         "after_each_load": steps
     }
+
+
+def measure_cycles(folder: Path, text: str, cycles: int, log: Path) -> dict[str, Any]:
+    """The engine's memory before and after so many loads, answers and unloads of one model.
+
+    *Before* is after the first: it brings in the libraries.
+    """
+    after_each = []
+    with EngineProcess(log) as engine:
+        for _ in range(cycles + 1):
+            engine.load("m", folder)
+            engine.generate("m", text, TOUCH_TOKENS)
+            engine.unload("m")
+            after_each.append(engine.memory())
+    return {"cycles": cycles, "after_each": after_each}

@@ -7,10 +7,12 @@ steps, since it says nothing about prompts.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Results = dict[str, Any]
+# Its name, the sense and the limit, the unit, and the value in every round.
+Goal = tuple[str, str, float, str, Callable[[Results], list[float]]]
 INT8, FP32, MXNET = "onnxruntime-int8", "onnxruntime-fp32", "mxnet"
 
 
@@ -18,12 +20,12 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
-def goals(results: Results) -> Iterator[dict[str, Any]]:
+def goals(results: Results, wanted: Sequence[Goal] = ()) -> Iterator[dict[str, Any]]:
     """Each goal with its value in every round, their spread, and whether the median meets it.
 
-    What was not measured has no `value`.
+    `wanted` instead of `GOALS` for another kind of run. What was not measured has no `value`.
     """
-    for name, sense, limit, unit, measure in GOALS:
+    for name, sense, limit, unit, measure in wanted or GOALS:
         goal = {"name": name, "sense": sense, "limit": limit, "unit": unit}
         try:
             values = measure(results)
@@ -101,7 +103,6 @@ def _overhead(model: str) -> Callable[[Results], list[float]]:
     return lambda r: [entry[f"overhead_{model}_ms"] for entry in r["serving"]["rounds"]]
 
 
-Goal = tuple[str, str, float, str, Callable[[Results], list[float]]]
 GOALS: tuple[Goal, ...] = (
     ("int8, B=1, against the guides' loop", ">=", 30, "x", _faster(INT8, "guides")),
     ("int8, B=1, against llama.cpp Q8_0", ">=", 1.2, "x", _faster(INT8, "llama.cpp")),

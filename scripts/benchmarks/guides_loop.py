@@ -25,7 +25,7 @@ def main() -> None:
         if name in artifact.weights:
             parameter.initialize(mx.init.Zero())
             parameter.set_data(mx.nd.array(artifact.weights[name], dtype="float32"))
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.spiece_file))
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.tokenizer_file))
     pieces = [tokenizer.id_to_piece(i) for i in range(len(tokenizer))]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
 

@@ -27,27 +27,36 @@ ANSWER_S = 120.0
 
 
 class HTTPServer:
-    """`serve` with our fast backend, on free ports of this machine.
+    """`serve` with our fast backend, or with another, on free ports of this machine.
 
-    `models` are names and folders, all of them in one.
+    `models` are names and folders, all of them in one (`store`); `ready_s` is what the start took.
     """
 
-    def __init__(self, models: dict[str, Path], workers: int, log: Path) -> None:
+    def __init__(
+        self,
+        models: dict[str, Path],
+        workers: int,
+        log: Path,
+        backend: tuple[str, str] = ("onnxruntime", "int8"),
+        store: Path | None = None,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="serve-")
-        here = Path(self._folder.name)
-        (store,) = {folder.parent for folder in models.values()}
-        self._port, self._management_port = free_port(), free_port()
+        self.run_dir = Path(self._folder.name) / "run"
+        if store is None:
+            (store,) = {folder.parent for folder in models.values()}
+        self.port, self._management_port = free_port(), free_port()
         settings = {
-            "ENGINE_BACKEND": "onnxruntime",
-            "ENGINE_PRECISION": "int8",
+            "ENGINE_BACKEND": backend[0],
+            "ENGINE_PRECISION": backend[1],
             "WORKERS_PER_MODEL": str(workers),
-            "RUN_DIR": str(here / "run"),
+            "RUN_DIR": str(self.run_dir),
             "MODEL_STORE": str(store),
             "REQUEST_TIMEOUT_S": f"{ANSWER_S:.0f}",
             **java(),
         }
         command = [sys.executable, "-m", "serving.entrypoint", "serve", "--host", "127.0.0.1"]
-        command += ["--port", str(self._port), "--management-port", str(self._management_port)]
+        command += ["--port", str(self.port), "--management-port", str(self._management_port)]
+        began = time.perf_counter()
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 command,
@@ -60,8 +69,9 @@ class HTTPServer:
         self._session = requests.Session()
         try:
             self._wait_until_ready(log)
+            self.ready_s = time.perf_counter() - began
             for name, folder in models.items():
-                self._load(name, folder.name)
+                self.load(name, folder.name)
         except BaseException:
             self.close()
             raise
@@ -71,14 +81,20 @@ class HTTPServer:
         while '"ready after' not in log.read_text(encoding="utf-8"):
             if self._process.poll() is not None or time.monotonic() > end:
                 raise BenchmarkError(f"the server did not start, see {log}")
-            time.sleep(0.1)
+            time.sleep(0.02)
 
-    def _load(self, name: str, url: str) -> None:
+    def load(self, name: str, url: str) -> None:
         models = f"http://127.0.0.1:{self._management_port}/models"
         body = {"model_name": name, "url": url}
         answer = self._session.post(models, json=body, timeout=LOAD_S)
         if not answer.ok:
             raise BenchmarkError(f"the server did not load {name}: {answer.text}")
+
+    def unload(self, name: str) -> None:
+        model = f"http://127.0.0.1:{self._management_port}/models/{name}"
+        answer = self._session.delete(model, timeout=LOAD_S)
+        if not answer.ok:
+            raise BenchmarkError(f"the server did not unload {name}: {answer.text}")
 
     def close(self) -> None:
         self._process.send_signal(signal.SIGTERM)
@@ -92,7 +108,7 @@ class HTTPServer:
     def ask(
         self, session: requests.Session, name: str, text: str, new_tokens: int
     ) -> dict[str, Any]:
-        url = f"http://127.0.0.1:{self._port}/predictions/{name}"
+        url = f"http://127.0.0.1:{self.port}/predictions/{name}"
         body = {"inputs": text, "parameters": {"max_new_tokens": new_tokens}}
         answer = session.post(url, json=body, timeout=ANSWER_S)
         if not answer.ok:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +18,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from engine.artifacts import EMBEDDING, POSITIONS, shapes
 from engine.config import GPT2Config
+from scripts.lib.params_writer import write_params
 
 FORMAT = 1  # raise it when what is written changes
 FULL = GPT2Config(50_000, 768, 12, 12, 3072, 1024)
@@ -73,24 +72,6 @@ def random_weights(config: GPT2Config, seed: int) -> Iterator[tuple[str, NDArray
         if name == EMBEDDING:
             w[: len(SPECIAL)] = 0
         yield name, w
-
-
-def write_params(path: Path, weights: Iterable[tuple[str, NDArray[Any]]], dtype: str) -> None:
-    """Writes what `mx.nd.save` would, one array at a time; `engine.params_file` has the format."""
-    names = []
-    with path.open("wb") as file:
-        file.write(struct.pack("<QQQ", 0x112, 0, 0))
-        for name, w in weights:
-            names.append(name.encode())
-            file.write(struct.pack("<IiI", 0xF993FAC9, 0, w.ndim))
-            file.write(struct.pack(f"<{w.ndim}q", *w.shape))
-            file.write(struct.pack("<iii", 1, 0, {"float32": 0, "float16": 2}[dtype]))
-            file.write(np.ascontiguousarray(w, dtype=dtype).data)
-        file.write(struct.pack("<Q", len(names)))
-        for encoded in names:
-            file.write(struct.pack("<Q", len(encoded)) + encoded)
-        file.seek(16)
-        file.write(struct.pack("<Q", len(names)))
 
 
 def spiece(size: int) -> bytes:

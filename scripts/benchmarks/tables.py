@@ -29,7 +29,7 @@ def lines(results: Results) -> Iterator[str]:
     if "accuracy" in results:
         yield from _accuracy(results)
         yield ""
-    yield from _goals(results)
+    yield from goal_lines(results)
     for name, reason in results["skipped"].items():
         yield f"\nnot measured: {name} ({reason})"
 
@@ -47,13 +47,13 @@ def _speed(results: Results) -> Iterator[str]:
         first = statistics.median(e["first_token_s"] for e in found["rows"]["1"]["rounds"])
         cells = [
             found["label"],
-            _spread([1000 / rate for rate in rates], 1),
+            shown([1000 / rate for rate in rates], 1),
             f"{statistics.median(goals.step_ms(results, name, 1)):.1f}",
             f"{goals.floor_ms(results, name):.1f}"
             if results.get("bandwidth", {}).get("rounds")
             else "",
             f"{statistics.median(rates):.0f}",
-            _spread(goals.tokens_per_s(results, name, 8), 0) if "8" in found["rows"] else "",
+            shown(goals.tokens_per_s(results, name, 8), 0) if "8" in found["rows"] else "",
             f"{1000 * first:.0f}",
             f"{found['weight_bytes'] / 1e6:.0f}",
         ]
@@ -68,7 +68,7 @@ def _others(results: Results) -> Iterator[str]:
             for name in results["bandwidth"]["rounds"][0]
         }
         each = ", ".join(f"{name} {rate:.0f}" for name, rate in kernels.items())
-        yield f"| read bandwidth, GB/s ({each}) | {_spread(rates, 1)} |"
+        yield f"| read bandwidth, GB/s ({each}) | {shown(rates, 1)} |"
     if "turns" in results:
         rounds, models = results["turns"]["rounds"], results["turns"]["models"]
         for label, key in (
@@ -77,20 +77,20 @@ def _others(results: Results) -> Iterator[str]:
             ("one model, 8 requests", "batch"),
         ):
             values = [entry[f"{key}_tokens_per_s"] for entry in rounds]
-            yield f"| the engine, {label}: tokens/s | {_spread(values, 0)} |"
+            yield f"| the engine, {label}: tokens/s | {shown(values, 0)} |"
     if "serving" in results:
         rounds = results["serving"]["rounds"]
         rates = [entry["tokens_per_s"] for entry in rounds]
         clients = results["serving"]["clients"]
-        yield f"| over HTTP, {clients} clients of one model: tokens/s | {_spread(rates, 0)} |"
+        yield f"| over HTTP, {clients} clients of one model: tokens/s | {shown(rates, 0)} |"
         for model in ("full", "tiny"):
             values = [entry[f"overhead_{model}_ms"] for entry in rounds]
-            yield f"| HTTP overhead of a request, {model} model, ms | {_spread(values, 1)} |"
+            yield f"| HTTP overhead of a request, {model} model, ms | {shown(values, 1)} |"
     if "loading" in results:
         for kind in ("warm", "cold"):
             for label, key in (("ready", "ready_s"), ("first token", "first_token_s")):
                 values = [entry[key] for entry in results["loading"][kind]]
-                yield f"| load to {label}, page cache {kind}, s | {_spread(values, 3)} |"
+                yield f"| load to {label}, page cache {kind}, s | {shown(values, 3)} |"
         seconds = results["loading"]["without_cache_s"]
         yield f"| the very first load, which quantizes, s | {seconds:.1f} |"
     if "memory" in results:
@@ -114,7 +114,7 @@ def _accuracy(results: Results) -> Iterator[str]:
         )
 
 
-def _goals(results: Results) -> Iterator[str]:
+def goal_lines(results: Results) -> Iterator[str]:
     yield "| | goal | measured | met |"
     yield "|---|---|---|---|"
     for goal in results["goals"]:
@@ -122,12 +122,12 @@ def _goals(results: Results) -> Iterator[str]:
         wanted = f"{goal['sense']} {goal['limit']:g}{unit}"
         if "value" in goal:
             met = "yes" if goal["met"] else "**no**"
-            yield f"| {goal['name']} | {wanted} | {_spread(goal['rounds'], 2)}{unit} | {met} |"
+            yield f"| {goal['name']} | {wanted} | {shown(goal['rounds'], 2)}{unit} | {met} |"
         else:
             yield f"| {goal['name']} | {wanted} | | not measured |"
 
 
-def _spread(values: list[float], digits: int) -> str:
+def shown(values: list[float], digits: int) -> str:
     """The median, and between which values it is."""
     if not values:
         return ""

@@ -189,7 +189,9 @@ def pack(model: GPT2, spiece: bytes, out: Path) -> None:
     name = out.name.removesuffix(".tar.gz")
     arrays = model._collect_params_with_prefix()
     del arrays[OUTPUT]  # the tied copy of the embedding
-    config = json.dumps(dataclasses.asdict(model.config), indent=2) + "\n"
+    # The flags are for other families.
+    said = {n: v for n, v in dataclasses.asdict(model.config).items() if not isinstance(v, bool)}
+    config = json.dumps(said, indent=2) + "\n"
     files = {"config.json": config.encode(), f"{name}.spiece": spiece}
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{name}-") as work:
         params, archive = Path(work, "params"), Path(work, "archive")
@@ -250,10 +252,12 @@ def train_base(texts: list[Path], out: Path, args: argparse.Namespace) -> None:
 def fine_tune(base: Path, text: Path, out: Path, args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as work:
         artifact = open_base(base, Path(work))
+        if artifact.tokenizer_file.suffix != ".spiece":
+            raise Problem(f"{base} is no v1 model: scripts/convert makes one of it")
         model = new_model(artifact.config, artifact.weights, args.seed)
-        tokenizer = Tokenizer(artifact.spiece_file, artifact.config.vocab_size)
+        tokenizer = Tokenizer(artifact.tokenizer_file, artifact.config.vocab_size)
         result = train(
             model, read_documents(text), tokenizer, args.steps, args, out.name.split(".")[0]
         )
-        pack(model, artifact.spiece_file.read_bytes(), out)
+        pack(model, artifact.tokenizer_file.read_bytes(), out)
     print(f"{out}: {out.stat().st_size / 1e6:.2f} MB, {result}")

@@ -6,10 +6,9 @@ import asyncio
 import json
 import logging
 import secrets
-import time
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -20,26 +19,21 @@ from serving.api.metrics import Metrics
 from serving.errors import (
     BadRequest,
     BodyTooLarge,
-    ModelNotFound,
     ServingError,
     Unauthorized,
-    Unavailable,
-    WorkerFailed,
 )
-from serving.mms_client import TIMEOUT_HEADER, Answer, MMSClient, message_of
-from serving.models import MMS_GRACE_S, Model, Registry
+from serving.mms_client import MMSClient
+from serving.model import Model
+from serving.models import Registry
+from serving.on_demand import OnDemand
+from serving.recovery import Recovery
 from serving.settings import Settings
-from serving.store import Store, StoredModel, StoreSettings
+from serving.store import Store, StoreSettings
 
 logger = logging.getLogger(__name__)
 
 TARGET_MODEL = "x-amzn-sagemaker-target-model"
 CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
-MAX_HEADER_CHARACTERS = 6000  # together; MMS takes 8192
-# Of a client's headers only these reach a worker: an odd one can stop it (fault 3 of MMS).
-FORWARDED = ("content-type", "accept", TARGET_MODEL, CUSTOM_ATTRIBUTES)
-# Of a worker's headers only these reach the client.
-RETURNED = ("retry-after", CUSTOM_ATTRIBUTES)
 
 
 @dataclass
@@ -48,6 +42,8 @@ class Gateway:
 
     settings: Settings
     registry: Registry
+    on_demand: OnDemand
+    recovery: Recovery
     mms: MMSClient
     engine: AsyncEngineClient
     store: Store | None
@@ -62,18 +58,11 @@ class Gateway:
     requests: int = 0  # being answered
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
-    @property
-    def on_demand(self) -> bool:
-        """Whether a call may load its model: not where SageMaker decides what is loaded."""
-        return self.store is not None and not self.settings.sagemaker_multi_model
-
-    def find(self, name: str) -> StoredModel:
-        if self.store is None:
-            raise ModelNotFound(f"Model not found: {name}")
-        try:
-            return self.store.find(name)
-        except OSError as error:  # a name that the file system cannot have
-            raise ModelNotFound(f"Model not found: {name[:200]} ({error.strerror})") from None
+    def use(self, name: str) -> AbstractAsyncContextManager[Model]:
+        """A model for one request, loaded first if need be: not where SageMaker decides that."""
+        if self.store is None or self.settings.sagemaker_multi_model:
+            return self.registry.use(name)
+        return self.on_demand.use(name)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -103,111 +92,12 @@ async def read_json_object(request: Request, limit: int) -> dict[str, Any]:
     return value
 
 
-async def invoke(gateway: Gateway, request: Request, name: str) -> Response:
-    """Has a model answer a request, loading it first where that is allowed."""
-    if gateway.draining:
-        raise Unavailable("the server is stopping", retry_after_s=5)
-    if not gateway.adopted:
-        raise Unavailable("the server is starting", retry_after_s=1)
-    started = time.monotonic()
-    status, label = 500, ""  # a name that is no model is no label
-    gateway.requests += 1
-    request.state.model = name
-    try:
-        headers = forwarded_headers(request)
-        body = await read_body(request, gateway.settings.max_request_bytes)
-        async with gateway.registry.use(name, gateway.find if gateway.on_demand else None) as model:
-            label = name
-            answer = await _ask(gateway, model, body, headers)
-        status = answer.status
-        return _response(answer)
-    except (ServingError, EngineError) as error:
-        status = error.status
-        raise
-    except ClientDisconnect:
-        status = 499
-        raise
-    finally:
-        gateway.requests -= 1
-        gateway.metrics.request(label, status, time.monotonic() - started)
-
-
-async def _ask(gateway: Gateway, model: Model, body: bytes, headers: dict[str, str]) -> Answer:
-    """The worker's answer. A worker that is lost meanwhile is asked once more when it is back."""
-    limit_s = gateway.registry.request_timeout_s(model)
-    headers = {**headers, TIMEOUT_HEADER: f"{limit_s:g}"}
-    timeout_s = limit_s + MMS_GRACE_S
-    end = time.monotonic() + timeout_s
-    try:
-        answer = await _ask_once(gateway, model, body, headers, timeout_s)
-    except Unavailable:  # MMS is being started again
-        answer = None
-    if answer is None or (not answer.by_worker and answer.status in (404, 500, 503)):
-        await gateway.registry.wait_until_restored(model, end - time.monotonic())
-        left_s = max(end - time.monotonic(), 1.0)
-        answer = await _ask_once(gateway, model, body, headers, left_s)
-    if answer is None or not answer.by_worker:
-        raise _error_of_mms(model, answer)
-    return answer
-
-
-async def _ask_once(
-    gateway: Gateway, model: Model, body: bytes, headers: dict[str, str], timeout_s: float
-) -> Answer | None:
-    """None if the worker is given up meanwhile: MMS would not answer then."""
-    call = asyncio.create_task(gateway.mms.invoke(model.id, body, headers, timeout_s))
-    lost = asyncio.create_task(model.lost.wait())
-    try:
-        await asyncio.wait((call, lost), return_when=asyncio.FIRST_COMPLETED)
-        return await call if call.done() else None
-    finally:
-        call.cancel()
-        lost.cancel()
-
-
-def _error_of_mms(model: Model, answer: Answer | None) -> ServingError:
-    """What MMS itself says in the place of a worker, as an error of ours."""
-    if answer is None or answer.status == 404:
-        return Unavailable(f"Model {model.name} is being loaded again", retry_after_s=1)
-    if answer.status == 503:
-        return Unavailable(f"Model {model.name} has too many requests", retry_after_s=1)
-    return WorkerFailed(f"the worker of model {model.name} failed ({message_of(answer)})")
-
-
-def _response(answer: Answer) -> Response:
-    headers = {name: answer.headers[name] for name in RETURNED if name in answer.headers}
-    kind = answer.headers.get("content-type", "application/octet-stream")
-    return Response(answer.body, answer.status, {**headers, "content-type": kind})
-
-
 def header_text(value: str) -> str:
     """A header that may hold a name, as UTF-8; HTTP itself knows Latin-1 only."""
     try:
         return value.encode("latin-1").decode("utf-8")
     except UnicodeError:
         return value
-
-
-def forwarded_headers(request: Request) -> dict[str, str]:
-    """The headers for a worker. Raises `BadRequest` for one that it could not take."""
-    found = {"x-request-id": request.state.request_id}
-    for name in FORWARDED:
-        value = request.headers.get(name)
-        if value is None:
-            continue
-        if name == TARGET_MODEL and not value.isascii():
-            value = quote(header_text(value))
-        if not value.isascii() or not value.isprintable():
-            raise BadRequest(f"the header {name} must be printable ASCII")
-        found[name] = value
-    size = sum(map(len, found.values()))
-    if size > MAX_HEADER_CHARACTERS:
-        raise BadRequest(
-            f"the headers {', '.join(FORWARDED)} have {size} characters together, at most"
-            f" {MAX_HEADER_CHARACTERS} are taken"
-        )
-    found.setdefault("content-type", "application/json")
-    return found
 
 
 def check_token(request: Request, token: str) -> None:

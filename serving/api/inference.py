@@ -5,6 +5,7 @@ POST /invocations                     X-Amzn-SageMaker-Target-Model, ?model_name
                                       model of a single-model endpoint
 POST /predictions/{name}              Multi Model Server
 POST /endpoints/{name}/invocations    boto3's sagemaker-runtime with `endpoint_url` set to here
+POST /endpoints/{name}/invocations-response-stream
 GET  /ping
 """
 
@@ -13,14 +14,18 @@ from __future__ import annotations
 import json
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from engine.errors import EngineError
-from serving.api.common import TARGET_MODEL, Gateway, check_token, header_text, invoke
+from serving.api.common import TARGET_MODEL, Gateway, check_token, header_text
+from serving.api.event_stream import EVENT_STREAM, payload_part
+from serving.api.invoke import invoke
 from serving.errors import BadRequest, ServingError
 
 SUFFIX = ".tar.gz"
+# Names the model where AWS has no TargetModel: in calls for a stream.
+INFERENCE_COMPONENT = "x-amzn-sagemaker-inference-component"
 
 
 class Inference:
@@ -33,6 +38,11 @@ class Inference:
             Route("/predictions/{name:path}", self.named, methods=["POST", "GET", "PUT"]),
             Route("/invocations", self.invocations, methods=["POST"]),
             Route("/endpoints/{endpoint}/invocations", self.endpoint, methods=["POST"]),
+            Route(
+                "/endpoints/{endpoint}/invocations-response-stream",
+                self.endpoint_stream,
+                methods=["POST"],
+            ),
         ]
 
     async def named(self, request: Request) -> Response:
@@ -44,7 +54,8 @@ class Inference:
         return await invoke(self._gateway, request, self._target(request))
 
     def _target(self, request: Request) -> str:
-        target = request.headers.get(TARGET_MODEL) or request.query_params.get("model_name")
+        said = (request.headers.get(name) for name in (TARGET_MODEL, INFERENCE_COMPONENT))
+        target = next(filter(None, said), request.query_params.get("model_name"))
         if target:
             return header_text(target).removesuffix(SUFFIX).lstrip("/")
         if self._gateway.single_model is not None:
@@ -78,6 +89,20 @@ class Inference:
         response.headers["x-amzn-invoked-production-variant"] = "AllTraffic"
         response.headers["x-amzn-requestid"] = request_id
         return response
+
+    async def endpoint_stream(self, request: Request) -> Response:
+        """The same with the answer in the AWS protocols' event stream."""
+        response = await self.endpoint(request)
+        if response.status_code >= 400:
+            return response
+        headers = response.headers
+        headers["x-amzn-sagemaker-content-type"] = headers["content-type"]
+        headers["content-type"] = EVENT_STREAM
+        if isinstance(response, StreamingResponse):
+            response.body_iterator = (payload_part(piece) async for piece in response.body_iterator)
+            return response
+        del headers["content-length"]
+        return Response(payload_part(bytes(response.body)), 200, dict(headers))
 
 
 def _typed_error(status: int, kind: str, body: dict[str, object], request_id: str) -> Response:

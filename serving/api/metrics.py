@@ -13,10 +13,15 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+from engine.histogram import SECONDS
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -68,7 +73,7 @@ class Metrics:
         self._seconds.labels(model).observe(seconds)
 
     def observe(self, event: str, model: Any, seconds: float) -> None:
-        """A stage in a model's life; see `serving.models.Registry`."""
+        """A stage in a model's life; see `serving.models.Registry` and `serving.on_demand`."""
         self._stages[event].labels(model.name).observe(seconds)
         if event == "fetched" and model.fetched is not None:
             self._fetches.labels(str(model.fetched.hit).lower()).inc()
@@ -86,7 +91,10 @@ COUNTERS = {
     "prompt_tokens": "Tokens of prompts",
     "steps": "Decoding steps",
     "rows": "Sequences summed over decoding steps; divided by the steps: the mean batch size",
-    "queue_s": "Time from a request to the first token, summed",
+}
+HISTOGRAMS = {
+    "queue_s": "Time from a request to the beginning of its prompt's computation",
+    "time_to_first_token_s": "Time from a request to its first token",
 }
 GAUGES = {
     "weight_bytes": "Bytes of weights",
@@ -119,9 +127,15 @@ class _EngineStatistics(Collector):
         yield GaugeMetricFamily("kogpt2_models", "Models that the engine holds", len(models))
         for families, kind in ((COUNTERS, CounterMetricFamily), (GAUGES, GaugeMetricFamily)):
             for name, text in families.items():
-                shown = name.replace("_s", "_seconds") if name.endswith("_s") else name
-                family: Any = kind(f"kogpt2_model_{shown}", text, labels=["model"])
+                family: Any = kind(f"kogpt2_model_{name}", text, labels=["model"])
                 for model in models:
                     label = self.names.get(model["name"], model["name"])
                     family.add_metric([label], model[name])
                 yield family
+        for name, text in HISTOGRAMS.items():
+            shown = f"kogpt2_model_{name.removesuffix('_s')}_seconds"
+            histogram = HistogramMetricFamily(shown, text, labels=["model"])
+            for model in models:
+                label = self.names.get(model["name"], model["name"])
+                histogram.add_metric([label], model[name]["buckets"], model[name]["sum"])
+            yield histogram

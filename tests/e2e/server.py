@@ -42,9 +42,11 @@ class Server:
         environment: Mapping[str, str] | None = None,
         *,
         options: bool = True,
+        one_port: bool = False,
     ) -> None:
         """Without `options` the ports come from the environment, as SageMaker gives them."""
-        self.port, self.management_port = free_port(), free_port()
+        self.port = free_port()
+        self.management_port = self.port if one_port else free_port()
         self.run_dir = folder / "run"
         self.log = folder / "server.log"
         ports = {"SAGEMAKER_BIND_TO_PORT": str(self.port), "HOST": "127.0.0.1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -97,4 +98,34 @@ def test_an_unknown_model_is_a_validation_error(client: Any, target: str) -> Non
 def test_no_target_is_a_validation_error(client: Any) -> None:
     with pytest.raises(ClientError) as caught:
         client.invoke_endpoint(EndpointName="e", Body=b"{}")
+    assert caught.value.response["Error"]["Code"] == "ValidationError"
+
+
+def stream(client: Any, **request: Any) -> list[bytes]:
+    answer = client.invoke_endpoint_with_response_stream(
+        EndpointName="e", ContentType="application/json", **request
+    )
+    assert answer["ContentType"] == request.get("Accept", "application/json")
+    with contextlib.closing(answer["Body"]) as events:
+        return [event["PayloadPart"]["Bytes"] for event in events]
+
+
+def test_a_stream_comes_in_the_clients_own_events(client: Any) -> None:
+    body = json.dumps({**SHORT, "stream": True}).encode()
+    lines = "application/x-ndjson"
+    parts = stream(client, InferenceComponentName="a", Accept=lines, Body=body)
+    *tokens, end = [json.loads(part) for part in b"".join(parts).splitlines()]
+    assert len(parts) > 1
+    assert end["generated_text"] == text(client.server.predict("a", SHORT))
+    assert "".join(token["text"] for token in tokens) == end["generated_text"]
+
+
+def test_what_is_no_stream_comes_in_one_event(client: Any) -> None:
+    (part,) = stream(client, InferenceComponentName="a", Body=json.dumps(SHORT).encode())
+    assert json.loads(part)["generated_text"] == text(client.server.predict("a", SHORT))
+
+
+def test_an_error_of_a_stream_is_typed(client: Any) -> None:
+    with pytest.raises(ClientError) as caught:
+        stream(client, InferenceComponentName="none", Body=b"{}")
     assert caught.value.response["Error"]["Code"] == "ValidationError"

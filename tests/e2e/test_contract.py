@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import json
 import re
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +34,7 @@ from tests.e2e.stores import (
     text,
 )
 from tests.engine.models import spiece
+from tests.serving.s3 import ENVIRONMENT
 
 SHOWN_NAMES = ["봄 날", "v1.2", "team/봄", "a:b", "100%", "물음표?", "#", "a" * 200]
 
@@ -452,15 +457,71 @@ def test_a_single_model_that_does_not_load_is_never_healthy(tmp_path: Path) -> N
     small(tmp_path / "ml" / "model")
     (tmp_path / "ml" / "model" / "kogpt2.params").write_bytes(b"garbage")
     (tmp_path / "server").mkdir()
-    environment = {**FAST, "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"), "START_TIMEOUT_S": "5"}
+    environment = {**FAST, "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"), "START_TIMEOUT_S": "8"}
     server = Server(tmp_path / "server", None, environment)
     try:
         eventually(lambda: "model model did not load" in server.text())
         eventually(lambda: "did not load" in requests.get(server.url("/ping"), timeout=5).text)
         assert error(requests.get(server.url("/ping"), timeout=5))[0] == 503
-        assert server.process.wait(15) == 1
+        assert server.process.wait(20) == 1
     finally:
         server.stop()
+
+
+def test_sagemaker_may_name_the_port_that_management_has(tmp_path: Path) -> None:
+    small(tmp_path / "store" / "a")
+    (tmp_path / "server").mkdir()
+    server = Server(tmp_path / "server", tmp_path / "store", FAST, options=False, one_port=True)
+    try:
+        server.wait_until_ready()
+        assert server.port == server.management_port
+        assert server.load("a").status_code == 200
+        assert text(server.predict("a", SHORT))
+        assert f"port {server.port} serves both requests and management" in server.text()
+    finally:
+        server.stop()
+
+
+def test_preloading_takes_the_time_it_needs_and_may_fail(tmp_path: Path) -> None:
+    """The start has a limit; what is loaded then has its own."""
+    answer_now = threading.Event()
+
+    class Slow(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            answer_now.wait(30)
+            self.send_error(404)
+
+        do_GET = do_HEAD
+
+    start_s = 8
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as store:
+        threading.Thread(target=store.serve_forever, daemon=True).start()
+        environment = {
+            **FAST,
+            **ENVIRONMENT,
+            "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{store.server_port}",
+            "MODEL_STORE": "s3://models/",
+            "PRELOAD_MODELS": "봄",
+            "START_TIMEOUT_S": str(start_s),
+        }
+        server = Server(tmp_path, None, environment)
+        try:
+
+            def ping() -> tuple[int, str]:
+                with contextlib.suppress(requests.ConnectionError):
+                    return error(requests.get(server.url("/ping"), timeout=5))
+                return 0, ""
+
+            eventually(lambda: ping() == (503, "ModelsLoadingException"), 20)
+            time.sleep(start_s + 1)
+            assert ping() == (503, "ModelsLoadingException")
+            assert server.process.poll() is None
+            answer_now.set()
+            server.wait_until_ready()
+            assert "model 봄 is not preloaded" in server.text()
+        finally:
+            server.stop()
+            store.shutdown()
 
 
 def test_an_artifact_can_hold_more_than_a_model(server: Server) -> None:

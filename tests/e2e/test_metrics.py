@@ -55,6 +55,14 @@ def test_requests_are_counted_by_model_and_status(server: Server) -> None:
     assert more("kogpt2_request_seconds_count", "봄") == 4
     assert more("kogpt2_model_tokens_total", "봄") == 48
     assert more("kogpt2_model_requests_total", "봄") == 3
+    for waited in ("time_to_first_token", "queue"):
+        name = f"kogpt2_model_{waited}_seconds"
+        assert more(f"{name}_count", "봄") == 3
+        assert after[f"{name}_bucket", "60.0", "봄"] == 3
+        assert after[f"{name}_bucket", "+Inf", "봄"] == 3
+        assert 0 < more(f"{name}_sum", "봄") < 30
+    queued, answered = (f"kogpt2_model_{w}_seconds_sum" for w in ("queue", "time_to_first_token"))
+    assert more(queued, "봄") < more(answered, "봄")
     # Whatever a client makes up is no label.
     assert not [key for key in after if "nothing" in key or "x" * 300 in key or "../x" in key]
     assert metrics(server, "management_port").keys() == after.keys()

@@ -158,11 +158,30 @@ def test_more_models_at_once_than_there_is_room_for_are_all_answered(fresh: Serv
     assert [text(answer) for answer in answers] == [expected[name] for name in NAMES * 3]
 
 
-def test_a_model_that_can_never_fit_is_507(fresh: Server) -> None:
+def test_a_model_that_can_never_fit_is_507_at_once_and_evicts_nothing(fresh: Server) -> None:
+    for name in ("m0", "m1"):
+        text(fresh.predict(name, SHORT))
+    started = time.monotonic()
     answer = fresh.predict("slow", SHORT)
-    assert error(answer)[0] == 507
-    assert "MiB" in answer.json()["message"]
-    assert text(fresh.predict("m0", SHORT))
+    assert time.monotonic() - started < 1
+    assert error(answer) == (507, "NeverFits")
+    assert "4 MiB in all" in answer.json()["message"]
+    assert loaded(fresh) == ["m0", "m1"]
+    assert "makes room for slow" not in fresh.text()
+
+
+def test_no_worker_is_started_before_there_is_room(fresh: Server) -> None:
+    def socket_number(name: str) -> int:
+        """Multi Model Server counts the workers that it starts."""
+        described = requests.get(fresh.url(f"/models/{name}"), timeout=10).json()
+        return int(described["workers"][0]["id"].partition("-")[0])
+
+    for name in ("m0", "m1"):
+        text(fresh.predict(name, SHORT))
+    before = socket_number("m1")
+    text(fresh.predict("m2", SHORT))
+    assert loaded(fresh) == ["m1", "m2"]
+    assert socket_number("m2") == before + 1
 
 
 def test_a_model_with_requests_in_flight_stays_while_an_idle_one_goes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import requests
 
-from tests.e2e.server import REPOSITORY, Server, eventually
+from tests.e2e.server import REPOSITORY, Server, eventually, free_port
 
 PROMPT = {"inputs": "나 보기가 역겨워", "parameters": {"max_new_tokens": 8}}
 
@@ -135,19 +137,29 @@ def test_a_bad_setting_is_named(variable: str, value: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_stale_pid_file_does_not_stop_the_next_start(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / ".model_server.pid").write_text(str(os.getpid()))  # a living process
-    (run_dir / ".mms.sock.9000").write_text("")
+def test_what_a_killed_server_left_does_not_matter_to_the_next(tmp_path: Path) -> None:
     server = Server(tmp_path, REPOSITORY / "model_store").wait_until_ready()
+    assert server.run_dir.stat().st_mode & 0o777 == 0o700
+    server.load("sowol")
+    below = server.descendants()
+    for process in [psutil.Process(server.process.pid), *below]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    server.process.wait()
+    run_dir = server.run_dir
+    assert list(run_dir.glob("slots/*"))
+    (run_dir / ".model_server.pid").write_text(str(os.getpid()))  # a living process
+    (run_dir / ".mms.sock.9999").write_text("")
+    server = Server(tmp_path, REPOSITORY / "model_store").wait_until_ready()
+    assert requests.get(server.url("/models"), timeout=10).json() == {"models": []}
+    assert not list(run_dir.glob("slots/*"))
+    assert server.load("sowol").status_code == 200
     assert server.stop() == 0
 
 
 def test_a_second_server_in_the_same_folder_is_refused(own_server: Server, tmp_path: Path) -> None:
-    second = run_entrypoint(
-        "serve", "--host", "127.0.0.1", "--port", "18080", RUN_DIR=str(tmp_path / "run")
-    )
+    ports = ("--port", str(free_port()), "--management-port", str(free_port()))
+    second = run_entrypoint("serve", "--host", "127.0.0.1", *ports, RUN_DIR=str(tmp_path / "run"))
     assert second.returncode == 1
     assert "another server" in second.stderr
 

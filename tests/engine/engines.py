@@ -28,7 +28,8 @@ from engine.mxnet_compat import mx
 from engine.parameters import Parameters
 from engine.params_file import read_params
 from engine.sequence import Sequence, Token
-from tests.engine.models import SENTENCES, make_artifact, write_params
+from tests.engine.models import make_artifact, write_params
+from tests.engine.sentences import SENTENCES
 
 WAIT_S = 30.0
 EOS = 3

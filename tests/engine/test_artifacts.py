@@ -55,7 +55,7 @@ def test_a_v1_folder_is_opened(folder: Path) -> None:
     artifact = open_artifact(folder)
 
     assert artifact.config == GPT2Config(500, 64, 2, 2, 256, 32)
-    assert (artifact.params_file.name, artifact.spiece_file.name) == (
+    assert (artifact.weight_files[0].name, artifact.tokenizer_file.name) == (
         "kogpt2.params",
         "kogpt2.spiece",
     )

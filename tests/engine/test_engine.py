@@ -22,6 +22,7 @@ from engine.errors import (
     InvalidRequest,
     ModelAlreadyLoaded,
     ModelNotFound,
+    NeverFits,
     OutOfMemory,
     Overloaded,
     PromptTooLong,
@@ -38,7 +39,8 @@ from tests.engine.engines import (
     settle,
     until,
 )
-from tests.engine.models import SENTENCES, make_artifact
+from tests.engine.models import make_artifact
+from tests.engine.sentences import SENTENCES
 
 CONTEXT = 448  # longer than a prefill chunk
 PROMPT = "오늘은 날씨가"
@@ -62,7 +64,7 @@ def model(engine: Engine, model_dir: Path) -> Model:
 
 
 def prompt(model: Model, length: int) -> str:
-    return prompt_of(model.tokenizer.encode, length)
+    return prompt_of(model.prompts.tokenizer.encode, length)
 
 
 class Pause:
@@ -397,15 +399,30 @@ def test_a_full_queue_says_when_to_come_back(model_dir: Path) -> None:
 
 def test_a_model_that_does_not_fit_is_refused_with_numbers(model_dir: Path, tmp_path: Path) -> None:
     big = make_artifact(tmp_path / "big", units=256, layers=4, heads=4)  # 13 MiB
-    engine = Engine(Settings(memory_mib=4))
+    engine = Engine(Settings(memory_mib=13))
     try:
         small = engine.load("small", str(model_dir))
         before = engine.budget.weight_bytes
-        with pytest.raises(OutOfMemory, match=r"big needs \d+ MiB, but of the engine's 4 MiB"):
-            engine.load("big", str(big))
+        for try_it in (engine.check, engine.load):
+            with pytest.raises(OutOfMemory, match=r"big needs \d+ MiB, but of the engine's 13 MiB"):
+                try_it("big", str(big))
         assert engine.budget.weight_bytes == before == small.reserved_bytes
         assert [m["name"] for m in engine.models()] == ["small"]
         Request(engine, "small", PROMPT, max_new_tokens=3).wait()
+    finally:
+        engine.close()
+
+
+def test_a_model_larger_than_the_whole_budget_is_told_from_one_that_has_to_wait(
+    tmp_path: Path,
+) -> None:
+    big = make_artifact(tmp_path / "big", units=256, layers=4, heads=4)  # 13 MiB
+    engine = Engine(Settings(memory_mib=4))
+    try:
+        for try_it in (engine.check, engine.load):
+            with pytest.raises(NeverFits, match=r"big needs 1\d MiB, the engine has 4 MiB in all"):
+                try_it("big", str(big))
+        assert engine.budget.weight_bytes == 0
     finally:
         engine.close()
 
@@ -418,7 +435,8 @@ def test_a_model_that_is_unloaded_makes_room(model_dir: Path) -> None:
             engine.load("b", str(model_dir))
         engine.unload("a")
         assert engine.budget.weight_bytes == 0
-        engine.load("b", str(model_dir))
+        needed = engine.check("b", str(model_dir))
+        assert engine.load("b", str(model_dir)).reserved_bytes == needed
     finally:
         engine.close()
     assert engine.budget.weight_bytes == 0

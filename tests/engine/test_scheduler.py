@@ -16,7 +16,7 @@ from engine.memory import Budget
 from engine.parameters import Parameters
 from engine.scheduler import PREFILL_CHUNK, PREFILL_CHUNK_IDLE, Batch, Chunk
 from engine.sequence import Sequence, State, Token
-from engine.tokenizers import Detokenizer
+from engine.tokenizers import PieceDetokenizer
 from tests.engine.models import make_artifact
 
 CONTEXT = 512
@@ -39,8 +39,8 @@ class Bench:
             prompt=prompt,
             parameters=Parameters(max_new_tokens=new),
             max_length=CONTEXT,
-            eos_id=None,
-            detokenizer=Detokenizer([], {}, set()),
+            stop_ids=frozenset(),
+            detokenizer=PieceDetokenizer([], {}, set()),
             emit=emitted.append,
             **options,
         )

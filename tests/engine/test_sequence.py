@@ -11,7 +11,7 @@ import pytest
 from engine.errors import DeadlineExceeded, EngineError
 from engine.parameters import Parameters
 from engine.sequence import Sequence, State, Token
-from engine.tokenizers import Detokenizer
+from engine.tokenizers import PieceDetokenizer
 
 EOS = 0
 
@@ -31,8 +31,8 @@ class Story:
             prompt=[1],
             parameters=Parameters(**options),
             max_length=max_length,
-            eos_id=eos_id,
-            detokenizer=Detokenizer(vocabulary, byte_pieces, {EOS}),
+            stop_ids=frozenset() if eos_id is None else frozenset({eos_id}),
+            detokenizer=PieceDetokenizer(vocabulary, byte_pieces, {EOS}),
             emit=self.emitted.append,
         )
         self.size = len(vocabulary)

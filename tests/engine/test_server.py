@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,7 +27,7 @@ from tests.engine.engines import (
     make_talkative,
     until,
 )
-from tests.engine.models import SENTENCES
+from tests.engine.sentences import SENTENCES
 
 NAME = "시/소월 #1?.tar.gz"  # of a model: Korean, a slash, a space, what URLs are made of
 PROMPT = "오늘은 날씨가"
@@ -215,7 +216,7 @@ def test_a_second_folder_under_one_name_is_409(
 def test_a_model_that_does_not_fit_is_507(engine: EngineProcess, tmp_path: Path) -> None:
     big = make_talkative(tmp_path / "big", units=512, layers=4, heads=8)  # 50 MiB
     status, error = engine.call("POST", "/models", {"name": "big", "model_dir": str(big)})
-    assert (status, error["type"]) == (507, "OutOfMemory")
+    assert (status, error["type"]) == (507, "NeverFits")
     assert "32 MiB" in error["message"]
     assert engine.call("GET", "/statistics")[1]["weight_bytes"] == 0
 
@@ -253,6 +254,26 @@ def test_a_client_that_goes_away_frees_its_row(
     until(lambda: engine.statistics(NAME)["running"] == 0, timeout_s=2)
     assert engine.statistics(NAME)["tokens"] < made + 2000  # it would have gone on to 4,000
     assert engine.call("GET", "/statistics")[1]["kv_bytes"] == 0
+
+
+def test_a_request_can_be_cancelled_by_its_id(engine: EngineProcess, url: str) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        body = {**LONG, "request_id": "a1"}
+        waiting = pool.submit(engine.call, "POST", f"{url}/generate", body)
+        until(lambda: engine.statistics(NAME)["running"] == 1)
+        assert engine.call("DELETE", "/requests/a1") == (204, None)
+        status, error = waiting.result(timeout=2)
+    assert (status, error["type"]) == (499, "Cancelled")
+    until(lambda: engine.statistics(NAME)["running"] == 0, timeout_s=2)
+
+
+def test_a_request_that_was_cancelled_before_it_came_does_not_begin(
+    engine: EngineProcess, url: str
+) -> None:
+    assert engine.call("DELETE", "/requests/b2") == (204, None)
+    before = engine.statistics(NAME)["requests"]
+    assert engine.call("POST", f"{url}/generate", {**LONG, "request_id": "b2"})[0] == 499
+    assert engine.statistics(NAME)["requests"] == before
 
 
 # Leases

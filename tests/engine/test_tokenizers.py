@@ -10,7 +10,8 @@ import sentencepiece
 
 from engine.errors import ArtifactError, InvalidRequest
 from engine.tokenizers import SPACE, SentencePieceTokenizer
-from tests.engine.models import SENTENCES, spiece
+from tests.engine.models import spiece
+from tests.engine.sentences import SENTENCES
 
 TEXTS = (
     *SENTENCES,

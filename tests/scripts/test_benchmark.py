@@ -13,7 +13,7 @@ import pytest
 import sentencepiece
 
 from engine.artifacts import open_artifact
-from scripts.benchmarks import goals, random_model, tables
+from scripts.benchmarks import gateway, goals, random_model, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("mxnet", "onnxruntime-fp32", "onnxruntime-int8")
@@ -122,7 +122,7 @@ def test_the_random_model_is_tokenized_into_what_it_wrote(tmp_path: Path) -> Non
     folder = random_model.make(tmp_path, config, seed=0)
     artifact = open_artifact(folder)
     assert artifact.config == config
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.spiece_file))
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.tokenizer_file))
     ids = np.random.default_rng(1).integers(len(random_model.SPECIAL), len(tokenizer), 50).tolist()
     text = "".join(tokenizer.id_to_piece(i) for i in ids)
     assert tokenizer.encode(text) == ids
@@ -140,3 +140,22 @@ def test_help_shows_an_example_and_a_wrong_name_lists_the_right_ones() -> None:
     assert wrong.returncode == 2
     assert "triton" in wrong.stderr
     assert "llama.cpp" in wrong.stderr
+
+
+def test_the_gateway_is_measured_and_every_goal_of_it_is_shown(tmp_path: Path) -> None:
+    result = run("--gateway", "--quick", "--workdir", tmp_path, "--json", tmp_path / "found.json")
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert results["skipped"] == {}
+    assert set(gateway.PARTS) <= set(results)
+    for goal in results["goals"]:
+        assert f"| {goal['name']} |" in result.stdout
+        assert goal["value"]["median"] > -100, goal
+    assert "\n".join(gateway.lines(results)) in result.stdout
+    cycles = results["cycles"]
+    assert len(cycles["after_each"]) == cycles["cycles"] + 1
+
+
+def test_what_the_gateway_adds_is_the_median_difference_of_pairs() -> None:
+    calls = {"gateway_ms": [3.0, 50.0, 4.0], "mms_ms": [2.5, 49.0, 9.0]}
+    assert gateway.added_ms({"calls": calls}) == [0.5]

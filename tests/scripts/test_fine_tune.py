@@ -86,7 +86,7 @@ def test_trains_a_model_that_the_engine_opens(trained: tuple[Path, str], tmp_pat
     config = artifact.config
     assert (config.units, config.num_layers, config.num_heads) == (16, 1, 2)
     assert (config.vocab_size, config.max_length, config.activation) == (70, 32, "gelu")
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.spiece_file))
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.tokenizer_file))
     pieces = [tokenizer.id_to_piece(i) for i in range(4)]
     assert pieces == ["<unk>", "<pad>", "<s>", "</s>"]
     assert tokenizer.decode(tokenizer.encode("물은 어디로 가나")) == "물은 어디로 가나"
@@ -116,7 +116,7 @@ def test_goes_on_from_a_base_with_its_tokenizer(
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout)[0][0] < losses(trained[1])[0][0]
     artifact = unpack(out, tmp_path / "more")
-    assert artifact.spiece_file.read_bytes() == base.spiece_file.read_bytes()
+    assert artifact.tokenizer_file.read_bytes() == base.tokenizer_file.read_bytes()
     assert artifact.config == base.config
 
 
@@ -171,7 +171,9 @@ class Demo:
     def __init__(self, name: str, folder: Path) -> None:
         artifact = unpack(STORE / f"{name}.tar.gz", folder / name)
         self.model: BackendModel = mxnet_backend.load(artifact)
-        self.tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.spiece_file))
+        self.tokenizer = sentencepiece.SentencePieceProcessor(
+            model_file=str(artifact.tokenizer_file)
+        )
 
     def continuation(self, prompt: str) -> str:
         """The text that greedy decoding adds, up to `</s>`."""

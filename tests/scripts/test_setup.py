@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-LISTS = ["build", "java", "oracle", "test"]
+LISTS = ["build", "java", "load", "oracle", "test"]
 TOOLS = "bash cat cp cut dirname env flock grep ls mkdir rm sed sha256sum sleep touch"
 
 # Answers as the interpreter $VERSION at $WHERE whose ensurepip and Python.h are there or not

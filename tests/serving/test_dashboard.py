@@ -6,16 +6,25 @@ import json
 import re
 from pathlib import Path
 
+from engine.histogram import Histogram
 from serving.api.metrics import Metrics
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "kogpt2.json"
-COUNTERS = ["requests", "tokens", "prompt_tokens", "steps", "rows", "queue_s"]
+COUNTERS = ["requests", "tokens", "prompt_tokens", "steps", "rows"]
 GAUGES = ["weight_bytes", "kv_bytes", "running", "waiting"]
+WAITED = Histogram()
+WAITED.observe(0.2)
 STATISTICS = {
     "budget_bytes": 10,
     "weight_bytes": 5,
     "kv_bytes": 1,
-    "models": [{"name": "시#m1", **dict.fromkeys([*COUNTERS, *GAUGES], 1)}],
+    "models": [
+        {
+            "name": "시#m1",
+            **dict.fromkeys([*COUNTERS, *GAUGES], 1),
+            **dict.fromkeys(["queue_s", "time_to_first_token_s"], WAITED.describe()),
+        }
+    ],
 }
 
 

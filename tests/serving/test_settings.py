@@ -19,7 +19,6 @@ def test_options_win_over_the_environment() -> None:
         ({"SAGEMAKER_BIND_TO_PORT": "많이"}, "SAGEMAKER_BIND_TO_PORT"),
         ({"SAGEMAKER_BIND_TO_PORT": "0"}, "SAGEMAKER_BIND_TO_PORT"),
         ({"MANAGEMENT_PORT": "65536"}, "MANAGEMENT_PORT"),
-        ({"MANAGEMENT_PORT": "8080"}, "8080"),
         ({"WORKERS_PER_MODEL": "0"}, "WORKERS_PER_MODEL"),
         ({"REQUEST_TIMEOUT_S": "1.5"}, "REQUEST_TIMEOUT_S"),
         ({"SHOW_EXAMPLES": "yes"}, "SHOW_EXAMPLES"),
@@ -28,3 +27,8 @@ def test_options_win_over_the_environment() -> None:
 def test_a_bad_value_is_named(environment: dict[str, str], named: str) -> None:
     with pytest.raises(SettingError, match=named):
         Settings.read([], environment)
+
+
+def test_one_port_can_serve_both() -> None:
+    assert Settings.read([], {}).ports == (8080, 8081)
+    assert Settings.read([], {"SAGEMAKER_BIND_TO_PORT": "8081"}).ports == (8081,)

@@ -1,0 +1,85 @@
+"""Buckets and what lies in them: `s3://bucket/prefix/`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.aws.account import Account
+from scripts.lib.documents import Problem
+
+
+@dataclass(frozen=True)
+class Location:
+    bucket: str
+    key: str  # a prefix ends with "/" or is empty
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.key}"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    name: str  # relative to the prefix
+    size_bytes: int
+    modified: Any
+
+
+def parse(text: str, prefix: bool = True) -> Location:
+    """Raises `Problem`."""
+    scheme, mark, rest = text.partition("://")
+    bucket, _, key = rest.partition("/")
+    if scheme != "s3" or not mark or not bucket:
+        raise Problem(f"{text} is not s3://bucket/prefix/")
+    if prefix and key and not key.endswith("/"):
+        key += "/"
+    if not prefix and not key.endswith(".tar.gz"):
+        raise Problem(f"{text} is not s3://bucket/.../NAME.tar.gz")
+    return Location(bucket, key)
+
+
+def region_of(account: Account, bucket: str) -> str | None:
+    """Where a bucket is; None where there is no such bucket. Raises `Problem` where it is not ours.
+
+    Any answer tells the region, a refusal too.
+    """
+    from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+
+    try:
+        found = account.ask("s3", "head_bucket", Bucket=bucket)["ResponseMetadata"]
+    except ClientError as error:
+        found = error.response["ResponseMetadata"]
+        if found["HTTPStatusCode"] == 404:
+            return None
+        if found["HTTPStatusCode"] == 403:
+            raise Problem(
+                f"bucket {bucket} is another account's, or you lack s3:ListBucket on it"
+            ) from None
+        if found["HTTPStatusCode"] not in (301, 400):
+            raise
+    region: str = found["HTTPHeaders"].get("x-amz-bucket-region", account.region)
+    return region
+
+
+def check_bucket(account: Account, location: Location, hint: str = "") -> None:
+    """Raises `Problem` where the bucket is missing or in another region than the endpoint."""
+    region = region_of(account, location.bucket)
+    if region is None:
+        raise Problem(f"there is no bucket {location.bucket}{hint}")
+    if region != account.region:
+        raise Problem(
+            f"bucket {location.bucket} is in {region}, this works in {account.region};"
+            f" SageMaker wants models in its own region: give --region {region}"
+        )
+
+
+def artifacts(account: Account, location: Location) -> list[Artifact]:
+    """The `.tar.gz` files under a prefix."""
+    found = account.ask_all(
+        "s3", "list_objects_v2", "Contents", Bucket=location.bucket, Prefix=location.key
+    )
+    return [
+        Artifact(item["Key"][len(location.key) :], item["Size"], item["LastModified"])
+        for item in found
+        if item["Key"].endswith(".tar.gz")
+    ]

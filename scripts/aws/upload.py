@@ -1,0 +1,231 @@
+"""Puts fine-tunes where an endpoint finds them, lists them, and deletes them.
+
+A model is a NAME.tar.gz, or a folder that is packed as scripts/package packs it. Nothing is ever
+overwritten, because instances that have loaded a model keep the old one: a new version needs a new
+name. What is there already with the same content is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import importlib
+import re
+import tarfile
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+from scripts.aws import locations
+from scripts.aws.account import SHARED, TAG, Account, can_be_dry, key_values, parser
+from scripts.aws.locations import Location
+from scripts.aws.report import mebibytes, phase, table
+from scripts.lib.documents import Problem
+
+EXAMPLE = """examples:
+  scripts/upload s3://my-bucket/fine-tunes/ poems.tar.gz model_store/*.tar.gz
+  scripts/upload s3://my-bucket/fine-tunes/ my-model/ --create-bucket
+  scripts/upload s3://my-bucket/fine-tunes/ --list
+  scripts/upload s3://my-bucket/fine-tunes/ --delete poems.tar.gz
+"""
+SUFFIX = ".tar.gz"
+HAS_ONE_OF = (".params", ".safetensors", "code/inference.py")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    made = parser("upload", __doc__, EXAMPLE)
+    made.add_argument("to", metavar="s3://BUCKET/PREFIX/")
+    made.add_argument("models", nargs="*", type=Path, help="archives and folders")
+    made.add_argument("--list", action="store_true", help="what is there")
+    made.add_argument("--delete", nargs="+", metavar="NAME", help="names as --list shows them")
+    made.add_argument(
+        "--create-bucket", action="store_true", help="if it is missing: private, encrypted"
+    )
+    can_be_dry(made)
+    args = made.parse_args(argv)
+    if bool(args.models) + args.list + bool(args.delete) != 1:
+        made.error("give models to upload, or --list, or --delete NAME")
+    return args
+
+
+def run(args: argparse.Namespace) -> None:
+    location = locations.parse(args.to)
+    for path in args.models:
+        if not path.exists():
+            raise Problem(f"{path} does not exist")
+    account = Account(args)
+    if args.create_bucket:
+        create_bucket(account, location.bucket)
+    else:
+        locations.check_bucket(account, location, "; --create-bucket makes it")
+    if args.list:
+        show(account, location)
+    elif args.delete:
+        delete(account, location, args.delete)
+    else:
+        with tempfile.TemporaryDirectory() as work:
+            upload(account, location, [as_archive(path, Path(work)) for path in args.models])
+
+
+def create_bucket(account: Account, bucket: str) -> None:
+    with phase("bucket", account.dry_run) as step:
+        if locations.region_of(account, bucket) is not None:
+            locations.check_bucket(account, Location(bucket, ""))
+            step.result = f"{bucket} is there"
+            return
+        place: dict[str, Any] = (
+            {}
+            if account.region == "us-east-1"  # which S3 does not accept as a constraint
+            else {"CreateBucketConfiguration": {"LocationConstraint": account.region}}
+        )
+        account.do("s3", "create_bucket", Bucket=bucket, **place)
+        account.do(
+            "s3",
+            "put_public_access_block",
+            Bucket=bucket,
+            PublicAccessBlockConfiguration={
+                "BlockPublicAcls": True,
+                "IgnorePublicAcls": True,
+                "BlockPublicPolicy": True,
+                "RestrictPublicBuckets": True,
+            },
+        )
+        unfinished = {
+            "ID": "unfinished uploads",
+            "Status": "Enabled",
+            "Filter": {"Prefix": ""},
+            "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7},
+        }
+        account.do(
+            "s3",
+            "put_bucket_lifecycle_configuration",
+            Bucket=bucket,
+            LifecycleConfiguration={"Rules": [unfinished]},
+        )
+        tagging = {"TagSet": key_values({TAG: SHARED})}
+        account.do("s3", "put_bucket_tagging", Bucket=bucket, Tagging=tagging)
+        step.result = f"{bucket} made in {account.region}"
+
+
+def as_archive(path: Path, work: Path) -> Path:
+    """A checked .tar.gz. Raises `Problem`."""
+    if path.is_dir():
+        packaging: Any = importlib.import_module("scripts.lib.packaging")
+        target = work / f"{path.resolve().name}{SUFFIX}"
+        packaging.write_archive(packaging.check(path), target)
+        return target
+    if not path.name.endswith(SUFFIX):
+        raise Problem(f"{path} is not NAME{SUFFIX} (SageMaker takes nothing else)")
+    try:
+        with gzip.open(path) as file:
+            with tarfile.open(fileobj=file) as tar:
+                names = tar.getnames()
+            while file.read(1 << 20):  # its checksum stands at the end
+                pass
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise Problem(f"{path} is no gzipped tar archive ({error})") from None
+    if not any(name.endswith(HAS_ONE_OF) for name in names):
+        raise Problem(f"{path} is no model: it holds none of *{', *'.join(HAS_ONE_OF)}")
+    if not re.fullmatch(r"[\x21-\x7e]+", path.name):
+        print(f"note: {path.name} is not ASCII: invoke-endpoint cannot name it (TargetModel is an"
+              " HTTP header), but MODEL_STORE=s3://... on a server of your own can")  # fmt: skip
+    return path
+
+
+def upload(account: Account, location: Location, archives: list[Path]) -> None:
+    sums = {path: digest(path) for path in archives}
+    missing = [path for path in archives if not is_there(account, location, path, sums[path])]
+    for path in missing:
+        key = location.key + path.name
+        if account.dry_run:
+            print(f"  upload {path} to s3://{location.bucket}/{key} (If-None-Match: *)")
+            continue
+        with phase(path.name) as step:
+            send(account, location, path, sums[path])
+            step.result = f"{mebibytes(path.stat().st_size)} sent to {location}"
+    for path in archives:
+        if path not in missing:
+            print(f"{path.name:<14} is there already, the same")
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        found = hashlib.sha256()
+        while piece := file.read(1 << 20):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def is_there(account: Account, location: Location, path: Path, sha256: str) -> bool:
+    """Raises `Problem` where the name is taken by something else."""
+    key = location.key + path.name
+    found = account.find("s3", "head_object", Bucket=location.bucket, Key=key)
+    if found is None:
+        return False
+    if found["Metadata"].get("sha256") != sha256:
+        raise Problem(
+            f"s3://{location.bucket}/{key} is another model, and nothing is overwritten:"
+            " give yours a new name"
+        )
+    return True
+
+
+def send(account: Account, location: Location, path: Path, sha256: str) -> None:
+    """In parts where it is large. Whoever comes second finds the name taken."""
+    from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    client = account.client("s3")
+
+    def never_overwrite(params: dict[str, Any], **_: Any) -> None:
+        params["IfNoneMatch"] = "*"
+
+    # upload_file has no option for this condition, so it is put into the calls that it makes.
+    for operation in ("PutObject", "CompleteMultipartUpload"):
+        client.meta.events.register(f"before-parameter-build.s3.{operation}", never_overwrite)
+    size = path.stat().st_size
+    try:
+        with tqdm(total=size, unit="B", unit_scale=True, desc=path.name, disable=None) as bar:
+            client.upload_file(
+                str(path),
+                location.bucket,
+                location.key + path.name,
+                ExtraArgs={"Metadata": {"sha256": sha256}},
+                Callback=bar.update,
+            )
+    except Exception as error:
+        cause = error if isinstance(error, ClientError) else error.__context__
+        if not isinstance(cause, ClientError):
+            raise
+        if cause.response["Error"]["Code"] not in (
+            "PreconditionFailed",
+            "ConditionalRequestConflict",
+        ):
+            raise
+        is_there(account, location, path, sha256)
+
+
+def show(account: Account, location: Location) -> None:
+    found = locations.artifacts(account, location)
+    if not found:
+        print(f"no *{SUFFIX} at {location}")
+        return
+    rows = [("model", "size", "changed")]
+    rows += [(a.name, mebibytes(a.size_bytes), f"{a.modified:%Y-%m-%d %H:%M}") for a in found]
+    print(table(rows, ""))
+    print(f"{len(found)} models, {mebibytes(sum(a.size_bytes for a in found))}")
+
+
+def delete(account: Account, location: Location, names: list[str]) -> None:
+    """Instances that have such a model loaded go on with it until they unload it."""
+    there = {artifact.name: artifact for artifact in locations.artifacts(account, location)}
+    if unknown := [name for name in names if name not in there]:
+        raise Problem(f"no {unknown[0]} at {location}: --list shows what is there")
+    for name in names:
+        print(f"  delete {location}{name} ({mebibytes(there[name].size_bytes)})")
+    if not account.confirm(f"Delete {len(names)} of {len(there)} models?"):
+        raise Problem("nothing deleted")
+    for name in names:
+        account.do("s3", "delete_object", Bucket=location.bucket, Key=location.key + name)

@@ -1,0 +1,19 @@
+"""What can go wrong for a client, in one sentence for the person who runs a script."""
+
+from __future__ import annotations
+
+
+class Problem(Exception):
+    """Something that the caller gave cannot be used."""
+
+
+class CallFailed(Exception):
+    """A call got an error or no answer. `status` is the server's, 0 where none came."""
+
+    def __init__(self, message: str, status: int = 0, kind: str = "") -> None:
+        super().__init__(message)
+        self.status, self.kind = status, kind or (str(status) if status else "no answer")
+
+
+class NotReady(CallFailed):
+    """The platform is still loading the model: worth another try."""

@@ -1,0 +1,224 @@
+"""Where calls go: a server by its address, or a SageMaker endpoint."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import boto3
+import botocore.exceptions
+import requests
+from botocore.config import Config
+from requests.adapters import HTTPAdapter
+
+from scripts.client.errors import CallFailed, NotReady, Problem
+
+SUFFIX = ".tar.gz"
+CONNECT_S = 5.0
+CONNECTIONS = 1000
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request's body. `model` is None on an endpoint of a single model."""
+
+    model: str | None
+    body: bytes
+    content_type: str = "application/json"
+    accept: str = "application/json"
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`pieces` are the body's bytes as they come."""
+
+    content_type: str
+    pieces: Iterator[bytes]
+
+
+class Target(Protocol):
+    """Errors are `CallFailed`."""
+
+    def call(self, call: Call) -> contextlib.AbstractContextManager[Answer]: ...
+    def describe(self, call: Call) -> str: ...
+
+
+def open_target(args: argparse.Namespace) -> Target:
+    """From the options of `scripts.client.options`. Raises `Problem`."""
+    if args.endpoint is None:
+        return Local(args.url, args.timeout, os.environ.get("INFERENCE_TOKEN", ""))
+    return SageMaker(args.endpoint, args.region, args.profile, args.timeout)
+
+
+class Local:
+    """A server's own routes."""
+
+    def __init__(self, url: str, timeout_s: float, token: str = "") -> None:
+        self._url, self._timeouts = url.rstrip("/"), (CONNECT_S, timeout_s)
+        self._token = token
+        self._session = requests.Session()
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
+
+    def _request(self, call: Call) -> tuple[str, dict[str, str]]:
+        path = "/invocations"
+        if call.model is not None:
+            path = "/predictions/" + quote(call.model.removesuffix(SUFFIX), safe="/")
+        return self._url + path, {"Content-Type": call.content_type, "Accept": call.accept}
+
+    def describe(self, call: Call) -> str:
+        url, headers = self._request(call)
+        lines = [f"POST {url}", *(f"{name}: {value}" for name, value in headers.items())]
+        return "\n".join([*lines, "", call.body.decode("utf-8")])
+
+    @contextlib.contextmanager
+    def call(self, call: Call) -> Iterator[Answer]:
+        url, headers = self._request(call)
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        try:
+            with self._session.post(
+                url, data=call.body, headers=headers, timeout=self._timeouts, stream=True
+            ) as answer:
+                if answer.status_code >= 400:
+                    said = message_of(answer.content)
+                    raise CallFailed(
+                        f"{said} (status {answer.status_code})", answer.status_code, kind_of(answer)
+                    )
+                kind = answer.headers.get("content-type", "")
+                yield Answer(kind, answer.iter_content(None))
+        except requests.Timeout:
+            raise CallFailed(
+                f"{self._url} gave no answer within {self._timeouts[1]:g} s", kind="timeout"
+            ) from None
+        except requests.ConnectionError as error:
+            raise CallFailed(
+                f"{self._url} is not there: {_root(error)}", kind="no answer"
+            ) from None
+        except requests.RequestException as error:
+            raise CallFailed(f"the call failed: {error}", kind="broken answer") from None
+
+
+class SageMaker:
+    """An endpoint, through boto3. Nothing is tried twice behind the caller's back."""
+
+    def __init__(
+        self, endpoint: str, region: str | None, profile: str | None, timeout_s: float
+    ) -> None:
+        self._endpoint = endpoint
+        try:
+            session = boto3.Session(region_name=region, profile_name=profile)
+            self._client = session.client(
+                "sagemaker-runtime",
+                config=Config(
+                    connect_timeout=CONNECT_S,
+                    read_timeout=timeout_s,
+                    retries={"total_max_attempts": 1},
+                    max_pool_connections=CONNECTIONS,
+                ),
+            )
+        except botocore.exceptions.NoRegionError:
+            raise Problem("no region: give --region, or set AWS_REGION") from None
+        except (botocore.exceptions.BotoCoreError, ValueError) as error:
+            raise Problem(str(error)) from None
+
+    def _arguments(self, call: Call) -> tuple[str, dict[str, Any]]:
+        arguments: dict[str, Any] = {"EndpointName": self._endpoint, "Body": call.body}
+        arguments |= {"ContentType": call.content_type, "Accept": call.accept}
+        if call.model is not None:
+            arguments["TargetModel"] = call.model.removesuffix(SUFFIX) + SUFFIX
+        # The API has no TargetModel where it streams.
+        stream = call.stream and call.model is None
+        return "invoke_endpoint" + "_with_response_stream" * stream, arguments
+
+    def describe(self, call: Call) -> str:
+        name, arguments = self._arguments(call)
+        shown = {**arguments, "Body": call.body.decode("utf-8")}
+        return f"sagemaker-runtime {name}\n{json.dumps(shown, ensure_ascii=False, indent=1)}"
+
+    @contextlib.contextmanager
+    def call(self, call: Call) -> Iterator[Answer]:
+        name, arguments = self._arguments(call)
+        try:
+            answer = getattr(self._client, name)(**arguments)
+            pieces = _parts(answer["Body"]) if "stream" in name else answer["Body"].iter_chunks()
+            yield Answer(answer.get("ContentType", ""), pieces)
+        except botocore.exceptions.ClientError as error:
+            raise _failed(error) from None
+        except (
+            botocore.exceptions.NoCredentialsError,
+            botocore.exceptions.PartialCredentialsError,
+        ) as error:
+            raise Problem(f"{error}; set --profile or AWS_ACCESS_KEY_ID and the like") from None
+        except botocore.exceptions.ReadTimeoutError:
+            raise CallFailed("the endpoint gave no answer in time", kind="timeout") from None
+        except botocore.exceptions.ParamValidationError as error:
+            raise Problem(str(error).replace("\n", " ")) from None
+        except botocore.exceptions.BotoCoreError as error:
+            raise CallFailed(str(error), kind=type(error).__name__) from None
+
+
+def _parts(stream: Any) -> Iterator[bytes]:
+    """The payload of an event stream. An error in it is raised by boto3."""
+    for event in stream:
+        if "PayloadPart" in event:
+            yield event["PayloadPart"]["Bytes"]
+
+
+def _failed(error: botocore.exceptions.ClientError) -> CallFailed:
+    response: Mapping[str, Any] = error.response
+    code = str(response.get("Error", {}).get("Code", "error"))
+    said = str(response.get("Error", {}).get("Message", error))
+    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    if code == "ModelNotReadyException":
+        return NotReady(said, status, code)
+    if "OriginalMessage" in response:  # the container's own words
+        own = int(response.get("OriginalStatusCode") or 0)
+        said = f"{message_of(response['OriginalMessage'].encode())} (status {own})"
+        return CallFailed(said, own, f"{code} {own}")
+    return CallFailed(f"{code}: {said}", status, code)
+
+
+def message_of(body: bytes) -> str:
+    """What an error's body says for people: its `message`, or the text itself."""
+    text = body.decode("utf-8", "replace").strip()
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            value = value.get("message") or value.get("error") or value.get("Message")
+        if isinstance(value, dict):  # OpenAI's {"error": {"message"}}
+            value = value.get("message")
+        if isinstance(value, str):
+            return value
+    return text[:500] or "an error without a message"
+
+
+def kind_of(answer: requests.Response) -> str:
+    """The status with the error's type, to count errors by."""
+    with contextlib.suppress(ValueError, RecursionError):
+        body = answer.json()
+        if isinstance(body, dict) and isinstance(body.get("type"), str):
+            return f"{answer.status_code} {body['type']}"
+    return str(answer.status_code)
+
+
+def _root(error: BaseException) -> str:
+    """The operating system's words in a chain of wrapped errors."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.strerror:
+            return seen.strerror
+        reason = getattr(seen, "reason", None) or (seen.args[0] if seen.args else None)
+        seen = (
+            seen.__cause__
+            or seen.__context__
+            or (reason if isinstance(reason, BaseException) else None)
+        )
+    return str(error)

@@ -1,0 +1,154 @@
+"""Streams a text while it is made: `{"inputs": ..., "stream": true}`.
+
+Multi Model Server cannot stream, so the tokens come from the engine directly, as server-sent events
+or, for `Accept: application/x-ndjson`, as JSON lines:
+
+    {"text", "token", "index", "logprobs"?}                       each token
+    {"generated_text", "tokens", "finish_reason", "index"}        the end of each sequence
+    {"error": {"code", "type", "message"}}                        if it breaks off
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing, suppress
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from engine.errors import EngineError, EngineUnavailable, ModelNotFound
+from handlers.payload import GenerateRequest, NotAcceptable, parse
+from serving.api.common import Gateway
+from serving.errors import ServingError
+from serving.mms_client import TIMEOUT_HEADER
+from serving.model import Model
+
+EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
+RESTORE_S = 15.0
+LOOK_AGAIN_S = 0.2
+
+Item = dict[str, Any]
+
+
+def wanted(body: bytes, headers: Mapping[str, str]) -> GenerateRequest | None:
+    """The request, if it asks for a stream. Raises what `handlers.payload.parse` raises then."""
+    if b'"stream"' not in body or not headers["content-type"].startswith("application/json"):
+        return None
+    with suppress(ValueError, RecursionError):
+        value = json.loads(body)
+        if isinstance(value, dict) and value.get("stream") is True:
+            return parse(body, headers["content-type"])
+    return None  # the worker answers, or says what is wrong
+
+
+class TokenStream(StreamingResponse):
+    """Keeps `resources` until the last token is sent, or nobody is there to read it."""
+
+    def __init__(self, content: AsyncIterator[bytes], kind: str, resources: AsyncExitStack) -> None:
+        super().__init__(content, media_type=kind, headers={"cache-control": "no-store"})
+        self._resources = resources
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._resources:
+            await super().__call__(scope, receive, send)
+
+
+async def open_stream(
+    gateway: Gateway, model: Model, request: GenerateRequest, accept: str, resources: AsyncExitStack
+) -> TokenStream:
+    """Waits for the first token, so that what goes wrong before it has a status of its own."""
+    kind = _kind(accept)
+    end = time.monotonic() + model.request_timeout_s
+    restored = min(end, time.monotonic() + RESTORE_S)
+    while True:
+        try:
+            items, first = await _begin(gateway, model, request, end - time.monotonic(), resources)
+            break
+        except (EngineUnavailable, ModelNotFound):  # the engine is being started again
+            if time.monotonic() > restored:
+                raise
+            await asyncio.sleep(LOOK_AGAIN_S)
+            await _have_it_loaded(gateway, model, request)
+    encode = _event if kind == EVENTS else _line
+    return TokenStream(_encoded(request, first, items, encode), kind, resources.pop_all())
+
+
+async def _have_it_loaded(gateway: Gateway, model: Model, request: GenerateRequest) -> None:
+    """A call through its worker has the worker load the model again, if the engine has lost it."""
+    body = {"inputs": request.inputs, "parameters": {"max_new_tokens": 1}}
+    headers = {"content-type": "application/json", TIMEOUT_HEADER: f"{RESTORE_S:g}"}
+    with suppress(ServingError):
+        await gateway.mms.invoke(model.id, json.dumps(body).encode(), headers, RESTORE_S)
+
+
+async def _begin(
+    gateway: Gateway,
+    model: Model,
+    request: GenerateRequest,
+    timeout_s: float,
+    resources: AsyncExitStack,
+) -> tuple[AsyncIterator[Item], Item]:
+    items = gateway.engine.stream(
+        model.engine_name, request.inputs, request.parameters, max(timeout_s, 1.0)
+    )
+    await resources.enter_async_context(aclosing(items))
+    return items, await anext(items)
+
+
+def _kind(accept: str) -> str:
+    """Raises `NotAcceptable`."""
+    ranges = {part.split(";")[0].strip().lower() for part in accept.split(",")}
+    if LINES in ranges:
+        return LINES
+    # A client that always says JSON has asked for a stream in the body, and means it.
+    if ranges & {"", "*/*", "text/*", "application/json", EVENTS}:
+        return EVENTS
+    raise NotAcceptable(f"Accept is {accept}, can be {EVENTS} or {LINES} for a stream")
+
+
+async def _encoded(
+    request: GenerateRequest,
+    first: Item,
+    items: AsyncIterator[Item],
+    encode: Callable[[Item], bytes],
+) -> AsyncIterator[bytes]:
+    full = ""
+    if isinstance(request.inputs, str) and request.parameters.get("return_full_text"):
+        full = request.inputs
+    texts: dict[int, list[str]] = {}
+
+    def events(item: Item) -> bytes:
+        index = item["index"]
+        made = texts.setdefault(index, [full] if full else [])
+        made.append(item["text"])
+        reason = item.pop("finish_reason", None)
+        sent = encode(item)
+        if reason is not None:
+            tokens = len(made) - bool(full)
+            end = {"generated_text": "".join(made), "tokens": tokens, "finish_reason": reason}
+            sent += encode({**end, "index": index})
+        return sent
+
+    yield events(first)
+    try:
+        async for item in items:
+            yield events(item)
+    except EngineError as error:
+        yield encode({"error": error.to_body()})
+
+
+def _event(item: Item) -> bytes:
+    return b"data: " + _json(item) + b"\n\n"
+
+
+def _line(item: Item) -> bytes:
+    return _json(item) + b"\n"
+
+
+def _json(item: Item) -> bytes:
+    return json.dumps(item, ensure_ascii=False).encode("utf-8", "replace")

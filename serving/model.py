@@ -1,0 +1,60 @@
+"""One model that is served, and where it stands in its life."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from serving.store import Fetched, StoredModel
+
+
+class State(enum.Enum):
+    FETCHING = "fetching"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass
+class Model:
+    """One name that is served or about to be."""
+
+    name: str
+    url: str
+    id: str  # MMS's name for it
+    stored: StoredModel
+    options: Mapping[str, Any]  # `initial_workers`, `response_timeout`
+    state: State = State.FETCHING
+    fetched: Fetched | None = None
+    in_flight: int = 0
+    last_used: float = field(default_factory=time.monotonic)
+    restoring: bool = False
+    in_engine: bool = True  # else its own worker holds it
+    socket: str = ""  # where its worker listens for MMS
+    error: Exception | None = None
+    # Set when its worker is given up: requests that wait for that worker try again.
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def engine_name(self) -> str:
+        """Unlike any other load's, so that a new version can load beside the old one."""
+        return f"{self.name}#{self.id}"
+
+    @property
+    def request_timeout_s(self) -> float:
+        """How long an answer may take."""
+        return float(self.options["response_timeout"])
+
+    def set(self, state: State | None = None) -> None:
+        if state is not None:
+            self.state = state
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+    async def change(self) -> None:
+        await self._changed.wait()

@@ -1,0 +1,31 @@
+"""Listening on a port, or saying clearly why not."""
+
+from __future__ import annotations
+
+import socket
+
+from serving.errors import StartError
+
+BACKLOG = 2048
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises `StartError` if another program listens there, or we may not."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise StartError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another with"
+            " --port (SAGEMAKER_BIND_TO_PORT), --management-port (MANAGEMENT_PORT) or --host"
+        ) from None
+    return listener
+
+
+def check(host: str, port: int) -> None:
+    """Raises `StartError` where `listen` would."""
+    listen(host, port).close()

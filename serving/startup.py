@@ -1,0 +1,63 @@
+"""From a gateway that listens to one that is ready: its health, and what is loaded at the start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from engine.errors import EngineError
+from serving.api.common import Gateway
+from serving.errors import Conflict, ServingError
+from serving.store import locate
+
+logger = logging.getLogger(__name__)
+
+HEALTH_S = 0.5
+SINGLE_MODEL = "model"
+
+
+async def watch_health(gateway: Gateway) -> None:
+    """Keeps `healthy`: whether a request would work now. `/ping` only reads it."""
+    while True:
+        try:
+            await gateway.mms.call("GET", "/ping", timeout_s=2)
+            gateway.healthy = await gateway.engine.is_healthy()
+        except ServingError:
+            gateway.healthy = False
+        await asyncio.sleep(HEALTH_S)
+
+
+async def start(gateway: Gateway) -> None:
+    """Loading begins once MMS and the engine answer."""
+    while not gateway.healthy:
+        await asyncio.sleep(0.05)
+    await gateway.recovery.adopt()
+    gateway.adopted = True
+    await _preload(gateway)
+    gateway.started = True
+
+
+async def _preload(gateway: Gateway) -> None:
+    """Loads what is to be there from the start, each within its LOAD_TIMEOUT_S.
+
+    A model that does not load is logged; only the one of a single-model server is indispensable.
+    """
+    settings = gateway.settings
+    single = Path(settings.base_dir) / "model"
+    if not settings.sagemaker_multi_model and single.is_dir() and any(single.iterdir()):
+        gateway.single_model = SINGLE_MODEL
+        place = (str(single), gateway.store, gateway.store_settings)
+        options = {"initial_workers": settings.workers_per_model}
+        try:
+            stored = await asyncio.to_thread(locate, *place)
+            await gateway.registry.load(SINGLE_MODEL, str(single), stored, **options)
+        except Conflict:  # the gateway before this one has loaded it
+            pass
+        except (ServingError, EngineError) as error:
+            gateway.start_error = error.message
+    for name in filter(None, (n.strip() for n in settings.preload_models.split(","))):
+        try:
+            await gateway.on_demand.preload(name)
+        except (ServingError, EngineError) as error:
+            logger.error("model %s is not preloaded: %s", name, error.message)

@@ -1,0 +1,130 @@
+"""The worker of each model: started by Multi Model Server, asked how its load went, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine import errors as engine_errors
+from engine.async_client import AsyncEngineClient
+from engine.errors import ArtifactError, EngineError, EngineUnavailable
+from serving.errors import ServingError, WorkerFailed
+from serving.mms_client import MMSClient
+from serving.model import Model
+from serving.settings import Settings
+from serving.store.stored import SCRIPTS
+
+LOADS_AT_ONCE = 2
+# MMS is given this much longer than the request itself has.
+MMS_GRACE_S = 20.0
+SOCKETS = Path("/proc/net/unix")
+LISTENING = "00010000"  # __SO_ACCEPTCON in the column of flags
+
+
+class Workers:
+    """One worker a model, each with a slot: the folder that MMS takes for the model's."""
+
+    def __init__(
+        self, settings: Settings, run_dir: Path, mms: MMSClient, engine: AsyncEngineClient
+    ) -> None:
+        self._settings, self._mms, self._engine = settings, mms, engine
+        self._run_dir, self._slots = run_dir, run_dir / "slots"
+        self._slots.mkdir(parents=True, exist_ok=True)
+        self.turn = asyncio.Semaphore(LOADS_AT_ONCE)  # held while one starts
+
+    async def start(self, model: Model) -> None:
+        """Registers a fetched model with MMS and asks its worker how the load went.
+
+        Raises that: `EngineError`, `NoRoom`, `WorkerFailed`. Then `end` is due.
+        """
+        assert model.fetched is not None
+        await self._check_room(model.name, model.fetched.path)
+        slot = self._slots / model.id
+        slot.mkdir(exist_ok=True)
+        # MMS puts the folder it is told on the worker's import path, before Python's own modules;
+        # so it is told an empty one, and the worker reads here where the model is.
+        described = {"name": model.name, "engine_name": model.engine_name}
+        described["path"] = str(model.fetched.path)
+        (slot / "model.json").write_text(json.dumps(described), encoding="utf-8")
+        timeout_s = self._settings.load_timeout_s
+        # MMS has one limit for loads and requests; the gateway and the engine keep the requests'.
+        limit_s = max(timeout_s, model.request_timeout_s + MMS_GRACE_S)
+        options = {**model.options, "response_timeout": int(limit_s)}
+        await self._mms.register(model.id, slot, options, timeout_s)
+        outcome = await self._mms.probe(model.id, timeout_s)
+        if outcome["status"] != 200:
+            raise _load_error(outcome)
+        model.in_engine = bool(outcome["in_engine"])
+        model.socket = str(self._run_dir / f".mms.sock.{await self._mms.socket_number(model.id)}")
+
+    async def _check_room(self, name: str, path: Path) -> None:
+        """Raises `OutOfMemory` before a worker is started in vain, if it can be known."""
+        if any((path / script).exists() for script in SCRIPTS):  # need not use the engine
+            return
+        with contextlib.suppress(ArtifactError, EngineUnavailable):  # its worker knows more
+            await self._engine.check(name, str(path))
+
+    async def end(self, model: Model) -> None:
+        """Leaves no worker, no memory and no slot of a model; each step whatever the others do."""
+        with contextlib.suppress(ServingError):
+            await self._mms.unregister(model.id)
+        with contextlib.suppress(EngineError):
+            await self._engine.unload(model.engine_name)
+        shutil.rmtree(self._slots / model.id, ignore_errors=True)
+
+    async def unregister(self, id: str) -> None:
+        """Ends a worker and leaves the rest, for one that is started again or belongs to no model.
+
+        Raises `Unavailable`, `Timeout`.
+        """
+        await self._mms.unregister(id)
+
+    async def registered(self) -> set[str]:
+        """The ids of all that MMS has. Raises `ServingError` or `ValueError`."""
+        return await self._mms.names()
+
+    async def held_by_engine(self) -> set[str]:
+        """The engine's names of the models that it holds. Raises `EngineError`."""
+        statistics = await self._engine.statistics()
+        return {str(model["name"]) for model in statistics["models"]}
+
+    @staticmethod
+    def listening() -> set[str]:
+        """The sockets that workers listen on. The kernel closes one when the last process of its
+        worker has ended, however it did, and not before."""
+        return {path for path, listens in _sockets() if listens}
+
+    def remove_unused_sockets(self) -> None:
+        """Removes the socket files of workers that are gone: MMS leaves one a load.
+
+        Whether one is in use is looked up, not tried: a worker takes a connection for MMS's.
+        """
+        files = list(self._run_dir.glob(".mms.sock.*"))
+        if files:
+            used = {path for path, _ in _sockets()}
+            for file in files:
+                if str(file) not in used:
+                    file.unlink(missing_ok=True)
+
+
+def _sockets() -> list[tuple[str, bool]]:
+    """Every unix socket with a path, and whether it listens."""
+    lines = SOCKETS.read_text(encoding="utf-8", errors="replace").splitlines()
+    columns = (line.split(maxsplit=7) for line in lines[1:])
+    return [(c[7], c[3] == LISTENING) for c in columns if len(c) == 8]
+
+
+def _load_error(outcome: Mapping[str, Any]) -> Exception:
+    """The worker's reason as an exception, with the engine's own type where it has one."""
+    kind = getattr(engine_errors, str(outcome.get("type")), None)
+    message = str(outcome.get("message", "the model did not load"))
+    if isinstance(kind, type) and issubclass(kind, EngineError):
+        return kind(message)
+    error = WorkerFailed(message)
+    error.status = int(outcome["status"])
+    return error

@@ -1,0 +1,134 @@
+"""Text that comes while it is made: server-sent events and JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from tests.e2e.server import Server, eventually
+from tests.e2e.stores import LONG, SHORT, error, running, serving, slow, small, text
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("stream")
+    small(folder / "store" / "봄")
+    slow(folder / "store" / "slow")
+    with serving(folder / "run", folder / "store") as server:
+        yield server
+
+
+Ask = Callable[..., requests.Response]
+
+
+@pytest.fixture
+def ask(server: Server) -> Iterator[Ask]:
+    """Sends a request for a stream, of which nothing has been read yet."""
+    with contextlib.ExitStack() as opened:
+
+        def send(name: str, body: Any, **headers: str) -> requests.Response:
+            url = server.url(f"/predictions/{name}")
+            body = {**body, "stream": True}
+            answer = requests.post(url, json=body, headers=headers, stream=True, timeout=60)
+            return opened.enter_context(answer)
+
+        yield send
+
+
+def events(answer: requests.Response) -> list[dict[str, Any]]:
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["x-request-id"]
+    *pieces, rest = answer.content.decode("utf-8").split("\n\n")
+    assert rest == ""
+    assert all(piece.startswith("data: ") for piece in pieces)
+    return [json.loads(piece.removeprefix("data: ")) for piece in pieces]
+
+
+def test_each_token_is_an_event_and_the_last_has_the_whole_text(server: Server, ask: Ask) -> None:
+    whole = server.predict("봄", SHORT).json()
+    *tokens, end = events(ask("봄", SHORT))
+    assert end["generated_text"] == whole["generated_text"]
+    assert (end["tokens"], end["finish_reason"]) == (whole["tokens"], whole["finish_reason"])
+    assert "".join(token["text"] for token in tokens) == whole["generated_text"]
+    assert len(tokens) == whole["tokens"]
+
+
+def test_json_lines_where_the_client_prefers_them(server: Server, ask: Ask) -> None:
+    answer = ask("봄", SHORT, Accept="application/x-ndjson")
+    assert answer.headers["content-type"].startswith("application/x-ndjson")
+    lines = [json.loads(line) for line in answer.content.splitlines()]
+    assert lines[-1]["generated_text"] == text(server.predict("봄", SHORT))
+
+
+def test_several_sequences_are_told_apart(server: Server, ask: Ask) -> None:
+    parameters = {"max_new_tokens": 6, "num_return_sequences": 2, "seed": 7}
+    body = {"inputs": "나는 오늘", "parameters": parameters}
+    whole = server.predict("봄", body).json()["sequences"]
+    ends = [event for event in events(ask("봄", body)) if "generated_text" in event]
+    made = {end["index"]: end["generated_text"] for end in ends}
+    assert made == {i: sequence["generated_text"] for i, sequence in enumerate(whole)}
+
+
+def test_the_first_token_comes_long_before_the_last(server: Server, ask: Ask) -> None:
+    began = time.monotonic()
+    answer = ask("slow", LONG)
+    lines = answer.iter_lines()
+    next(lines)
+    first_s = time.monotonic() - began
+    assert sum(1 for _ in lines) > 1000
+    assert first_s < (time.monotonic() - began) / 2
+
+
+def test_a_client_that_goes_away_frees_its_place_and_the_model(server: Server, ask: Ask) -> None:
+    answer = ask("slow", LONG)
+    next(answer.iter_lines())
+    assert running(server) == 2
+    answer.close()
+    eventually(lambda: running(server) == 0, 3)
+    began = time.monotonic()
+    assert server.unload("slow").status_code == 200
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"inputs": ""}, 400),
+        ({"inputs": "가", "parameters": {"온도": 1}}, 400),
+        ({"inputs": "가" * 3000}, 413),
+    ],
+)
+def test_a_wrong_request_has_its_status_and_no_stream(
+    ask: Ask, body: dict[str, Any], status: int
+) -> None:
+    assert error(ask("봄", body))[0] == status
+
+
+def test_stream_must_be_a_boolean_and_its_type_one_that_there_is(server: Server, ask: Ask) -> None:
+    wrong = requests.post(
+        server.url("/predictions/봄"), json={**SHORT, "stream": "yes"}, timeout=10
+    )
+    assert error(wrong) == (400, "InvalidRequest")
+    assert error(ask("봄", SHORT, Accept="image/png")) == (406, "NotAcceptable")
+
+
+def test_a_stream_that_breaks_off_says_so_and_the_next_one_works(server: Server, ask: Ask) -> None:
+    answer = ask("slow", LONG)
+    lines = answer.iter_lines()
+    next(lines)
+    (engine,) = server.descendants("-m", "engine")
+    psutil.Process(engine.pid).kill()
+    *_, last = [line for line in lines if line]
+    said = json.loads(last.removeprefix(b"data: "))["error"]
+    assert (said["code"], said["type"]) == (503, "EngineUnavailable")
+
+    *_, end = events(ask("봄", SHORT))
+    assert end["generated_text"] == text(server.predict("봄", SHORT))

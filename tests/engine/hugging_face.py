@@ -1,0 +1,226 @@
+"""Small directories as transformers' `save_pretrained` writes them, with random weights and
+tokenizers trained here. Needs numpy and tokenizers alone: the oracle's environment imports it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from engine.artifacts import EMBEDDING, OUTPUT, POSITIONS, shapes
+from engine.config import GPT2Config
+from engine.hugging_face import names
+from scripts.lib.safetensors_writer import write_safetensors
+from tests.engine.sentences import SENTENCES
+
+KINDS = ("metaspace", "byte-level", "char-bpe", "byte-fallback")
+SPECIAL = ["<s>", "</s>", "<usr>", "<pad>", "<sys>", "<unk>", "<mask>"]
+UNUSED = [f"<unused{i}>" for i in range(4)]
+EOS = SPECIAL.index("</s>")
+MORE = ("🙂 안녕 😤", "가족 👩‍👩‍👧 사진", "漢字 café naïve", "ㅋㅋㅋ ^^ :)")
+TOKENIZER_SIZE = 420
+
+# Standard deviations that make logits of some units, and attention that looks around.
+LOGITS_STD = 3.0
+GAIN = 1.5
+SMALL = 0.1
+
+
+def train_tokenizer(kind: str, size: int = TOKENIZER_SIZE) -> Tokenizer:
+    """Of KoGPT2 v2's kind (`metaspace`), GPT-2's (`byte-level`), and two others.
+
+    Its special tokens are v2's, `<unused0>`... are added tokens that are not special.
+    """
+    tokenizer = Tokenizer(models.BPE(unk_token=None if kind == "byte-level" else "<unk>"))
+    alphabet: list[str] = []
+    if kind == "byte-level":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    elif kind == "char-bpe":
+        tokenizer = Tokenizer(suffixed_bpe((*SENTENCES, *MORE)))
+        tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    elif kind == "byte-fallback":
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))  # noqa: S106
+        tokenizer.normalizer = normalizers.Replace(Regex(" "), "▁")
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+    if kind == "char-bpe":
+        tokenizer.add_special_tokens(SPECIAL)
+        tokenizer.add_tokens(UNUSED)
+        return tokenizer
+    special = [*SPECIAL]
+    if kind == "byte-fallback":
+        special += [f"<0x{i:02X}>" for i in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size + (256 if kind == "byte-fallback" else 0),
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    texts = SENTENCES if kind == "byte-fallback" else (*SENTENCES, *MORE)
+    tokenizer.train_from_iterator(texts * 4, trainer)
+    if kind == "byte-fallback":  # pieces as any other
+        said = json.loads(tokenizer.to_str())
+        said["added_tokens"] = said["added_tokens"][: len(SPECIAL)]
+        tokenizer = Tokenizer.from_str(json.dumps(said))
+    tokenizer.add_tokens(UNUSED)
+    return tokenizer
+
+
+def suffixed_bpe(texts: Sequence[str], merges: int = 100) -> models.BPE:
+    """Learns merges of characters, the last of a word marked. The library's own trainer gives such
+    characters their ids in another order each time."""
+    words = [
+        [*word[:-1], word[-1] + "</w>"]
+        for text in texts
+        for word in re.findall(r"\w+|[^\w\s]+", unicodedata.normalize("NFKC", text))
+    ]
+    vocabulary = dict.fromkeys([*SPECIAL, *sorted({piece for word in words for piece in word})])
+    learned: list[tuple[str, str]] = []
+    while len(learned) < merges:
+        pairs = Counter(pair for word in words for pair in itertools.pairwise(word))
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        learned.append(best)
+        vocabulary["".join(best)] = None
+        for word in words:
+            for i in range(len(word) - 1):
+                if tuple(word[i : i + 2]) == best:
+                    word[i : i + 2] = ["".join(best)]
+    ids = {piece: i for i, piece in enumerate(vocabulary)}
+    return models.BPE(ids, learned, unk_token="<unk>", end_of_word_suffix="</w>")  # noqa: S106
+
+
+def make_hugging_face(
+    path: Path,
+    *,
+    kind: str = "metaspace",
+    layers: int = 2,
+    units: int = 64,
+    heads: int = 4,
+    hidden: int | None = None,
+    vocab: int = 700,
+    max_length: int = 128,
+    activation: str = "gelu_new",
+    seed: int = 0,
+    dtype: str = "float32",
+    shards: int = 1,
+    config: dict[str, Any] | None = None,
+    generation_config: dict[str, Any] | None = None,
+    tokenizer_config: dict[str, Any] | None = None,
+    begins: bool = False,
+) -> Path:
+    """Writes a directory and returns it. `config` holds further fields of `config.json`; with
+    `begins` the tokenizer puts `<s>` in front."""
+    extra = config or {}
+    flags = ("tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx")
+    shape = GPT2Config(
+        vocab,
+        units,
+        layers,
+        heads,
+        hidden or 4 * units,
+        max_length,
+        layer_norm_eps=extra.get("layer_norm_epsilon", 1e-5),
+        **{name: extra[name] for name in flags if name in extra},
+    )
+    path.mkdir(parents=True, exist_ok=True)
+    said = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": vocab,
+        "n_embd": units,
+        "n_layer": layers,
+        "n_head": heads,
+        "n_inner": hidden,
+        "n_positions": max_length,
+        "activation_function": activation,
+        "eos_token_id": EOS,
+        "bos_token_id": 0,
+        **extra,
+    }
+    write_json(path / "config.json", said)
+    if generation_config is not None:
+        write_json(path / "generation_config.json", generation_config)
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    theirs = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, **(tokenizer_config or {})}
+    write_json(path / "tokenizer_config.json", theirs)
+    tokenizer = train_tokenizer(kind)
+    if begins:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    tokenizer.save(str(path / "tokenizer.json"))
+    write_weights(path, list(their_weights(shape, seed, dtype)), shards)
+    return path
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+
+
+def write_weights(path: Path, weights: list[tuple[str, NDArray[Any]]], shards: int = 1) -> None:
+    if shards == 1:
+        write_safetensors(path / "model.safetensors", weights)
+        return
+    places = {}
+    for i in range(shards):
+        name = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        write_safetensors(path / name, weights[i::shards])
+        places |= {key: name for key, _ in weights[i::shards]}
+    index = {"metadata": {}, "weight_map": places}
+    write_json(path / "model.safetensors.index.json", index)
+
+
+def their_weights(config: GPT2Config, seed: int, dtype: str) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Each parameter under transformers' name, Conv1D matrices [in, out]."""
+    ours = dict(random_weights(config, seed))
+    for name, theirs, transposed in names(config):
+        w = ours[name].T if transposed else ours[name]
+        yield theirs, w if dtype == "float32" else rounded(w, dtype)
+
+
+def rounded(w: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    if dtype == "float16":
+        return w.astype(np.float16)
+    # bfloat16, of which numpy knows nothing, is the upper half of a float32.
+    return (np.ascontiguousarray(w).view(np.uint32) >> 16).astype(np.uint16).view("V2")
+
+
+def random_weights(config: GPT2Config, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    rng = np.random.Generator(np.random.PCG64([seed, 0]))
+    for name, shape in shapes(config):
+        w = rng.standard_normal(shape, dtype=np.float32)
+        if name.endswith(".gamma"):
+            w = 1 + np.float32(SMALL) * w
+        elif name in (EMBEDDING, POSITIONS, OUTPUT):
+            w *= np.float32(LOGITS_STD / np.sqrt(config.units))
+        elif name.endswith(".weight"):
+            w *= np.float32(GAIN / np.sqrt(shape[1]))
+        else:
+            w *= np.float32(SMALL)
+        yield name, w

@@ -1,0 +1,81 @@
+"""Directories of Hugging Face's kind that the oracle continues texts with, and those texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.engine.hugging_face import make_hugging_face
+
+PROMPTS = (
+    "안녕하세요. 오늘은",
+    "🙂 안녕 😤",
+    "가족 👩‍👩‍👧 사진",
+    "<usr>한국어 언어 모델<sys>",
+    "The quick 갈색 여우",
+)
+NEW_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Directory:
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)  # of `make_hugging_face`
+    prompts: tuple[str, ...] = PROMPTS
+    new_tokens: int = NEW_TOKENS
+
+    def make(self, folder: Path) -> Path:
+        return make_hugging_face(folder / self.name, **self.options)
+
+
+# Every way in which such directories differ: tokenizer, activation, precision, flags, shards, ends.
+DIRECTORIES = (
+    Directory(
+        "kogpt2-v2",
+        {
+            "kind": "metaspace",
+            "seed": 1,
+            "tokenizer_config": {"additional_special_tokens": ["<unused0>", "<extra>"]},
+        },
+    ),
+    Directory("byte-level", {"kind": "byte-level", "activation": "gelu", "seed": 2}),
+    Directory("char-bpe", {"kind": "char-bpe", "dtype": "float16", "heads": 2, "seed": 3}),
+    Directory("byte-fallback", {"kind": "byte-fallback", "dtype": "bfloat16", "seed": 4}),
+    Directory(
+        "untied",
+        {
+            "kind": "byte-level",
+            "config": {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-4},
+            "activation": "gelu_pytorch_tanh",
+            "hidden": 96,
+            "seed": 5,
+        },
+    ),
+    Directory(
+        "scaled",
+        {
+            "config": {
+                "scale_attn_weights": False,
+                "scale_attn_by_inverse_layer_idx": True,
+                "reorder_and_upcast_attn": True,
+            },
+            "layers": 3,
+            "units": 40,
+            "heads": 5,
+            "activation": "gelu_fast",
+            "shards": 3,
+            "seed": 6,
+        },
+    ),
+    Directory(
+        "ends",
+        {
+            "kind": "byte-level",
+            "generation_config": {"eos_token_id": [1, *range(300, 320)], "repetition_penalty": 1.3},
+            "begins": True,
+            "tokenizer_config": {"add_bos_token": False},
+            "seed": 7,
+        },
+    ),
+)

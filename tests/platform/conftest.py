@@ -1,0 +1,94 @@
+"""Containers as the platform starts them (the server as a process), and fine-tunes in S3."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.server import Server
+from tests.e2e.stores import FAST
+from tests.platform.agent import Agent
+from tests.platform.disk import Disk
+from tests.platform.fine_tunes import PREFIX, publish
+from tests.serving.s3 import BUCKET, S3Server, s3_server
+
+ROOM, ROOM_MIB = 6, "11"  # see tests.e2e.stores.SMALL_BYTES
+MODELS = 30
+
+
+class Container:
+    """A server that has been told what SageMaker tells it; it can be replaced by a new one.
+
+    `base_dir` stands for /opt/ml, so that no root path is needed.
+    """
+
+    def __init__(
+        self, folder: Path, s3: S3Server, memory_mib: str = ROOM_MIB, **options: Any
+    ) -> None:
+        self._folder, self._memory_mib = folder, memory_mib
+        self._starts = 0
+        models = folder / "ml" / "models"
+        disk = Disk(models, s3.client, BUCKET, PREFIX)
+        self.server = self.start()
+        self.agent = Agent(self.server.url(""), disk, str(models), **options)
+
+    def start(self) -> Server:
+        self._starts += 1
+        folder = self._folder / f"start-{self._starts}"
+        folder.mkdir(parents=True)
+        environment = {
+            **FAST,
+            "ENGINE_MEMORY_MIB": self._memory_mib,
+            "SAGEMAKER_MULTI_MODEL": "true",
+            "SAGEMAKER_BASE_DIR": str(self._folder / "ml"),
+        }
+        self.server = Server(folder, None, environment, options=False)
+        return self.server
+
+    def replace(self) -> None:
+        """A new container on the same disk, as after one that failed its pings."""
+        self.start()
+        self.agent.url = self.server.url("")
+        self.server.wait_until_ready()
+        self.agent.forget_all()
+
+    def kill(self) -> None:
+        """As when the container's first process dies: all others go with it."""
+        for process in (*self.server.descendants(), self.server.process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.server.process.wait(10)
+
+    def stop(self) -> None:
+        if self.server.process.poll() is None:
+            self.server.stop()
+
+
+@contextlib.contextmanager
+def containers(folder: Path, s3: S3Server, count: int, **options: Any) -> Iterator[list[Container]]:
+    """Started at the same time, all of them ready."""
+    started = [Container(folder / f"instance-{i}", s3, **options) for i in range(count)]
+    try:
+        for container in started:
+            container.server.wait_until_ready()
+        yield started
+    finally:
+        for container in started:
+            container.stop()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    with s3_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def texts(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each of the fine-tunes says, by its TargetModel."""
+    return publish(s3, tmp_path_factory.mktemp("fine-tunes"), MODELS)

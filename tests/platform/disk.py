@@ -1,0 +1,56 @@
+"""An instance's storage volume: archives of models, fetched from S3 and unpacked."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tarfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from tests.platform.limits import validation_error
+
+
+class Disk:
+    """`folder`, as this machine sees it, holds `<hash>/model/`. `downloads` counts the fetches."""
+
+    def __init__(self, folder: Path, s3: Any, bucket: str, prefix: str) -> None:
+        self.folder = folder
+        self.downloads = 0
+        self._s3, self._bucket, self._prefix = s3, bucket, prefix
+        self._lock = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def has(self, name: str) -> bool:
+        return (self.folder / name / "model").is_dir()
+
+    def fetch(self, target: str, name: str) -> None:
+        """Downloads and unpacks an archive. Raises the platform's error if there is none."""
+        key = self._prefix + target.lstrip("/")
+        try:
+            data = self._s3.get_object(Bucket=self._bucket, Key=key)["Body"].read()
+        except ClientError as error:
+            raise validation_error(
+                f"Failed to download model data(bucket: {self._bucket}, key: {key})."
+                " Please ensure that there is an object located at the URL and that the role"
+                " passed to CreateModel has permissions to download the model."
+            ) from error
+        fresh = self.folder / f".{name}" / "model"
+        fresh.mkdir(parents=True)
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            tar.extractall(fresh, filter="data")
+        for path in (fresh.parent, *fresh.parent.rglob("*")):  # a container's user is another one
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        os.replace(fresh.parent, self.folder / name)
+        with self._lock:
+            self.downloads += 1
+
+    def delete(self, name: str) -> None:
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())

@@ -1,0 +1,120 @@
+"""Fine-tunes in S3, each with a text of its own, and clients that check what they get."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from engine.engine import Engine
+from engine.settings import Settings
+from tests.e2e.stores import SHORT, packed, small
+from tests.engine.engines import Request
+from tests.platform.agent import Agent
+from tests.platform.disk import Disk
+from tests.platform.endpoint import Endpoint
+from tests.platform.runtime import client_of
+from tests.serving.s3 import BUCKET, S3Server
+
+PREFIX = "fine-tunes/"
+
+
+def publish(s3: S3Server, folder: Path, count: int) -> dict[str, str]:
+    """Puts so many small models into S3. Returns the text of each for `SHORT`, by TargetModel.
+
+    The texts come from the engine in this process, one model at a time.
+    """
+    engine = Engine(Settings(backend="onnxruntime", precision="fp32", memory_mib=64))
+    texts = {}
+    try:
+        for seed in range(count):
+            # Names as people give them: in folders, in Korean.
+            name = (f"m{seed}", f"team/m{seed}", f"시/봄-{seed}")[seed % 3]
+            path = small(folder / f"m{seed}", seed)
+            archive = packed(path, folder / f"m{seed}.tar.gz")
+            s3.put(f"{PREFIX}{name}.tar.gz", archive.read_bytes())
+            engine.load(name, str(path))
+            request = Request(engine, name, str(SHORT["inputs"]), **SHORT["parameters"])  # type: ignore[arg-type]
+            texts[f"{name}.tar.gz"] = request.wait().text()
+            engine.unload(name)
+    finally:
+        engine.close()
+    assert len(set(texts.values())) == count, "two models say the same"
+    return texts
+
+
+def invoke(client: Any, endpoint: str, target: str, body: Mapping[str, Any] = SHORT) -> str:
+    """The generated text."""
+    answer = client.invoke_endpoint(
+        EndpointName=endpoint,
+        TargetModel=target,
+        ContentType="application/json",
+        Body=json.dumps(body).encode(),
+    )
+    text: str = json.loads(answer["Body"].read())["generated_text"]
+    return text
+
+
+def invoke_all(
+    client: Any,
+    endpoint: str,
+    texts: Mapping[str, str],
+    *,
+    calls: int,
+    clients: int = 6,
+    limit_s: float = 120.0,
+    seed: int = 0,
+) -> Counter[str]:
+    """Every model once, and then popular ones more often, `calls` in all, from several clients.
+
+    Counts `right`, `wrong`, and errors by their code; ends after `limit_s` whatever is left.
+    """
+    chance = random.Random(seed)  # noqa: S311
+    targets = list(texts)
+    chance.shuffle(targets)
+    weights = [1 / rank for rank in range(1, len(targets) + 1)]
+    plan = [*targets, *chance.choices(targets, weights, k=max(calls - len(targets), 0))]
+    end = time.monotonic() + limit_s
+    seen: Counter[str] = Counter()
+    lock = threading.Lock()
+
+    def call(target: str) -> None:
+        outcome = "not sent"
+        if time.monotonic() < end:
+            try:
+                outcome = "right" if invoke(client, endpoint, target) == texts[target] else "wrong"
+            except ClientError as error:
+                outcome = str(error.response["Error"]["Code"])
+        with lock:
+            seen[outcome] += 1
+
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(call, plan))
+    return seen
+
+
+def check_container(
+    url: str,
+    mounted: Path,
+    s3: S3Server,
+    texts: Mapping[str, str],
+    inside: str = "/opt/ml/models",
+) -> Agent:
+    """Drives any container, given as `url` with `mounted` as its `inside`, as an endpoint.
+
+    It has to run with SAGEMAKER_MULTI_MODEL=true and in fp32. Returns the agent, for what it saw.
+    """
+    agent = Agent(url, Disk(mounted, s3.client, BUCKET, PREFIX), inside)
+    with client_of(Endpoint("container", [agent])) as client:
+        calls = 2 * len(texts)
+        seen = invoke_all(client, "container", texts, calls=calls, clients=4)
+    assert seen == {"right": calls}, seen
+    return agent

@@ -1,0 +1,56 @@
+"""What SageMaker gives a container time for, and how its errors look to a client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds. The defaults are the platform's own; a test may shorten one to reach it."""
+
+    ping_s: float = 2.0
+    start_s: float = 240.0
+    connect_s: float = 0.25
+    answer_s: float = 60.0
+    cold_start_s: float = 60.0  # then the client gets ModelNotReadyException, and the load goes on
+    load_s: float = 360.0
+    unload_s: float = 360.0
+
+
+class PlatformError(Exception):
+    """An error as the sagemaker-runtime API sends it: `status`, `kind` and JSON `fields`."""
+
+    def __init__(self, status: int, kind: str, message: str, **fields: object) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.status, self.kind = status, kind
+        self.fields = {"Message": message, **fields}
+
+
+def validation_error(message: str) -> PlatformError:
+    return PlatformError(400, "ValidationError", message)
+
+
+def model_not_ready(target: str) -> PlatformError:
+    return PlatformError(
+        429, "ModelNotReadyException", f"Model {target} is still being loaded. Try again."
+    )
+
+
+def unavailable(message: str) -> PlatformError:
+    return PlatformError(503, "ServiceUnavailable", message)
+
+
+def model_error(status: int, body: bytes) -> PlatformError:
+    """What a container answered in place of an answer."""
+    text = body.decode("utf-8", "replace")
+    side = "client" if status < 500 else "server"
+    return PlatformError(
+        424,
+        "ModelError",
+        f"Received {side} error ({status}) from primary with message {text!r}.",
+        ErrorCode="MODEL_ERROR",
+        OriginalMessage=text,
+        OriginalStatusCode=status,
+        LogStreamArn="",
+    )

@@ -1,0 +1,185 @@
+"""The sagemaker-runtime HTTP API on loopback, for an unmodified boto3 client.
+
+POST /endpoints/{name}/invocations                  with X-Amzn-SageMaker-Target-Model
+POST /endpoints/{name}/invocations-response-stream  of a single-model endpoint
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import threading
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote
+
+import boto3
+from botocore.config import Config
+
+from tests.platform.endpoint import Endpoint, SingleModel
+from tests.platform.limits import PlatformError, validation_error
+
+MAX_BODY_BYTES = 6 << 20
+TARGET = "X-Amzn-SageMaker-Target-Model"
+ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
+STREAM_TYPE = "application/vnd.amazon.eventstream"
+
+
+class Runtime:
+    """`url` is the API's; `client()` is boto3's client of it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.environment = {
+            "AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME": url,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_REGION": "us-east-1",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_CONFIG_FILE": "/dev/null",
+            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def client(self, connections: int = 16) -> Any:
+        """Tries nothing twice, so that each error is seen."""
+        return boto3.client(
+            "sagemaker-runtime",
+            endpoint_url=self.url,
+            region_name="us-east-1",
+            aws_access_key_id="test",
+            aws_secret_access_key="test",  # noqa: S106
+            config=Config(
+                retries={"total_max_attempts": 1},
+                max_pool_connections=connections,
+                read_timeout=70,  # as AWS advises: longer than the platform's 60 s
+            ),
+        )
+
+
+@contextlib.contextmanager
+def runtime(*endpoints: Endpoint) -> Iterator[Runtime]:
+    """The API of an account with these endpoints."""
+    server = _Server(("127.0.0.1", 0), _Handler)
+    server.endpoints = {endpoint.name: endpoint for endpoint in endpoints}
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield Runtime(f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+@contextlib.contextmanager
+def client_of(endpoint: Endpoint) -> Iterator[Any]:
+    """boto3's client of an account with one endpoint."""
+    with runtime(endpoint) as api:
+        client = api.client()
+        try:
+            yield client
+        finally:
+            client.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    endpoints: dict[str, Endpoint]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        self._id = str(uuid.uuid4())
+        try:
+            self._answer()
+        except PlatformError as error:
+            headers = {"x-amzn-errortype": error.kind, "content-type": "application/json"}
+            self._send(error.status, headers, json.dumps(error.fields).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    def _answer(self) -> None:
+        size = int(self.headers.get("content-length") or 0)
+        body = self.rfile.read(size)
+        parts = self.path.split("/")
+        if len(parts) != 4 or parts[1] != "endpoints":
+            raise PlatformError(404, "UnknownOperationException", self.path)
+        if size > MAX_BODY_BYTES:
+            raise validation_error(f"the body has more than {MAX_BODY_BYTES} bytes")
+        endpoint = self.server.endpoints.get(unquote(parts[2]))
+        if endpoint is None:
+            raise validation_error(f"Endpoint {unquote(parts[2])} of account test not found.")
+        if parts[3] == "invocations-response-stream":
+            self._stream(endpoint, body)
+            return
+        target = self.headers.get(TARGET, "").encode("latin-1").decode("utf-8")
+        if not target and not isinstance(endpoint.instances[0], SingleModel):
+            raise validation_error("TargetModel is needed: this is a multi-model endpoint")
+        answer = endpoint.invoke(target, body, self._passed("Accept"))
+        self._send(answer.status, _returned(answer.headers), answer.body)
+
+    def _passed(self, accept: str) -> dict[str, str]:
+        """The headers that a container gets, with the client's Accept under its own name."""
+        names = {"Content-Type": "Content-Type", accept: "Accept", ATTRIBUTES: ATTRIBUTES}
+        found = {ours: self.headers.get(theirs) for theirs, ours in names.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("x-amzn-requestid", self._id)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _stream(self, endpoint: Endpoint, body: bytes) -> None:
+        single = endpoint.instances[0]
+        if not isinstance(single, SingleModel):
+            raise validation_error("multi-model endpoints have no response stream")
+        with single.stream(body, self._passed("x-amzn-sagemaker-accept")) as answer:
+            self.send_response(200)
+            self.send_header("content-type", STREAM_TYPE)
+            kind = answer.headers.get("content-type", "application/octet-stream")
+            self.send_header("x-amzn-sagemaker-content-type", kind)
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            for piece in answer.iter_content(None):
+                frame = _frame(piece)
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(frame), frame))
+            self.wfile.write(b"0\r\n\r\n")
+
+
+def _returned(headers: Mapping[str, str]) -> dict[str, str]:
+    """Of a container's headers, those that the platform gives to the client."""
+    found = {"x-amzn-invoked-production-variant": "AllTraffic"}
+    for name in ("content-type", ATTRIBUTES):
+        if name in headers:
+            found[name] = headers[name]
+    return found
+
+
+def _frame(payload: bytes) -> bytes:
+    """One PayloadPart of an event stream."""
+    headers = b""
+    for name, value in (
+        (b":message-type", b"event"),
+        (b":event-type", b"PayloadPart"),
+        (b":content-type", b"application/octet-stream"),
+    ):
+        headers += struct.pack("!B", len(name)) + name + struct.pack("!BH", 7, len(value)) + value
+    prelude = struct.pack("!II", 16 + len(headers) + len(payload), len(headers))
+    message = prelude + struct.pack("!I", zlib.crc32(prelude)) + headers + payload
+    return message + struct.pack("!I", zlib.crc32(message))

@@ -1,0 +1,221 @@
+"""The server as the container of a SageMaker multi-model endpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+
+from tests.e2e.server import eventually
+from tests.e2e.stores import LONG, packed, slow, statistics
+from tests.platform.agent import Agent
+from tests.platform.conftest import MODELS, ROOM, Container, containers
+from tests.platform.endpoint import Endpoint
+from tests.platform.fine_tunes import PREFIX, check_container, invoke, invoke_all
+from tests.platform.limits import Limits
+from tests.platform.runtime import client_of
+from tests.serving.s3 import S3Server
+
+pytestmark = pytest.mark.slow
+
+SLOW = ("slow-1.tar.gz", "slow-2.tar.gz")
+BUSY_MIB = "59"  # two slow models (13.2 each) with two rows of `LONG` each (7.9 a row), no more
+
+
+@pytest.fixture(scope="module")
+def pair(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Container]]:
+    """Two instances that tests share and leave healthy."""
+    with containers(tmp_path_factory.mktemp("pair"), s3, 2) as started:
+        yield started
+
+
+def within_limits(agent: Agent) -> bool:
+    """Whether all went well, and nothing took near as long as the platform would wait."""
+    counts, slowest, limits = agent.seen.counts, agent.seen.slowest, agent.limits
+    assert counts["failed unloads"] == 0, counts
+    assert slowest["invoke"] < limits.answer_s / 2, slowest
+    assert slowest["load"] < limits.load_s / 6, slowest
+    assert slowest["unload"] < limits.unload_s / 6, slowest
+    return agent.ping()
+
+
+def test_thirty_fine_tunes_on_two_instances_with_room_for_six_answer_as_each_does_alone(
+    pair: list[Container], texts: dict[str, str]
+) -> None:
+    agents = [container.agent for container in pair]
+    with client_of(Endpoint("poets", agents)) as client:
+        seen = invoke_all(client, "poets", texts, calls=180, clients=8)
+    assert seen == {"right": 180}
+    for container, agent in zip(pair, agents, strict=True):
+        assert within_limits(agent)
+        assert agent.seen.most_loaded == ROOM
+        assert agent.seen.counts["no room"] > 0
+        assert agent.seen.counts["hits"] > 0
+        assert len(agent.loaded()) <= ROOM
+        assert len(statistics(container.server)["models"]) == len(agent.loaded())
+    # Each was fetched by the instance it was sent to, and never again.
+    assert MODELS <= sum(agent.disk.downloads for agent in agents) <= 2 * MODELS
+
+
+def test_a_replaced_container_gets_its_models_again(
+    pair: list[Container], texts: dict[str, str]
+) -> None:
+    first = pair[0]
+    agents = [container.agent for container in pair]
+    endpoint = Endpoint("poets", agents)
+    some = dict(list(texts.items())[:8])
+    with client_of(endpoint) as client, ThreadPoolExecutor(2) as pool:
+        assert invoke_all(client, "poets", some, calls=16) == {"right": 16}
+        downloads = first.agent.disk.downloads
+        going = pool.submit(invoke_all, client, "poets", some, calls=120, clients=4)
+        endpoint.take_out(first.agent)
+        assert first.server.stop() == 0
+        first.replace()
+        endpoint.put_back(first.agent)
+        assert first.agent.loaded() == []
+        assert going.result() == {"right": 120}
+        assert invoke_all(client, "poets", some, calls=24, seed=1) == {"right": 24}
+    assert first.agent.loaded()
+    assert first.agent.disk.downloads == downloads  # its disk was still there
+
+
+def test_a_container_that_is_killed_comes_back_without_a_wrong_answer(
+    pair: list[Container], texts: dict[str, str]
+) -> None:
+    second = pair[1]
+    some = dict(list(texts.items())[8:14])
+    with (
+        client_of(Endpoint("poets", [container.agent for container in pair])) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        assert invoke_all(client, "poets", some, calls=12) == {"right": 12}
+        going = pool.submit(invoke_all, client, "poets", some, calls=150, clients=4)
+        second.kill()
+        seen = going.result()
+        assert seen["wrong"] == 0
+        assert seen["right"] >= 140, seen  # those in flight there are lost, the others go elsewhere
+        second.replace()
+        assert invoke_all(client, "poets", some, calls=24, seed=1) == {"right": 24}
+
+
+def test_a_model_that_was_lost_is_loaded_again(
+    pair: list[Container], texts: dict[str, str]
+) -> None:
+    agent = pair[0].agent
+    target = next(iter(texts))
+    with client_of(Endpoint("poets", [agent])) as client:
+        assert invoke(client, "poets", target) == texts[target]
+        for name in agent.loaded():  # behind the platform's back
+            assert pair[0].server.unload(name).status_code == 200
+        assert invoke(client, "poets", target) == texts[target]
+    assert agent.seen.counts["lost"] == 1
+
+
+def test_an_agent_that_is_started_again_takes_over_what_is_loaded(
+    pair: list[Container], texts: dict[str, str], s3: S3Server
+) -> None:
+    before = pair[0].agent
+    some = dict(list(texts.items())[:4])
+    with client_of(Endpoint("poets", [before])) as client:
+        assert invoke_all(client, "poets", some, calls=4) == {"right": 4}
+    after = check_container(before.url, before.disk.folder, s3, some, before.inside)
+    assert after.seen.counts["taken over"] == 4
+    assert after.disk.downloads == 0
+
+
+def test_errors_reach_the_client_as_the_platform_words_them(
+    pair: list[Container], texts: dict[str, str], s3: S3Server
+) -> None:
+    target = next(iter(texts))
+    with client_of(Endpoint("poets", [pair[0].agent])) as client:
+        with pytest.raises(client.exceptions.ModelError) as caught:
+            invoke(client, "poets", target, {"inputs": "가", "parameters": {"온도": 1}})
+        assert caught.value.response["OriginalStatusCode"] == 400
+        assert "온도" in json.loads(caught.value.response["OriginalMessage"])["message"]
+        with pytest.raises(ClientError, match="nothing") as absent:
+            invoke(client, "poets", "nothing.tar.gz")
+        assert absent.value.response["Error"]["Code"] == "ValidationError"
+        with pytest.raises(ClientError, match="not found"):
+            invoke(client, "none", target)
+        s3.put(f"{PREFIX}broken.tar.gz", packed_text(pair[0]))
+        for _ in range(2):  # the name is free again after a failed load
+            with pytest.raises(client.exceptions.ModelError, match="params"):
+                invoke(client, "poets", "broken.tar.gz")
+        assert invoke(client, "poets", target) == texts[target]
+
+
+def packed_text(container: Container) -> bytes:
+    """An archive that is no model."""
+    folder = container.agent.disk.folder.parent / "broken"
+    folder.mkdir(exist_ok=True)
+    (folder / "시.txt").write_text("산에는 꽃 피네", encoding="utf-8")
+    return packed(folder, folder.with_suffix(".tar.gz")).read_bytes()
+
+
+def test_with_the_cache_disabled_a_model_goes_after_each_call(
+    s3: S3Server, texts: dict[str, str], tmp_path: Path
+) -> None:
+    some = dict(list(texts.items())[:3])
+    with containers(tmp_path, s3, 1, cached=False) as (container,):
+        agent = container.agent
+        with client_of(Endpoint("poets", [agent])) as client:
+            assert invoke_all(client, "poets", some, calls=9, clients=1) == {"right": 9}
+            assert agent.loaded() == []
+            assert statistics(container.server)["weight_bytes"] == 0
+            assert agent.disk.bytes() == 0
+            assert agent.seen.counts["unloads"] == agent.disk.downloads == 9
+            assert invoke_all(client, "poets", some, calls=12, clients=4) == {"right": 12}
+            eventually(lambda: agent.disk.bytes() == 0 and agent.loaded() == [])
+
+
+def test_a_full_disk_loses_what_is_not_loaded(
+    s3: S3Server, texts: dict[str, str], tmp_path: Path
+) -> None:
+    some = dict(list(texts.items())[:12])
+    with containers(tmp_path, s3, 1, disk_bytes=16 << 20) as (container,):
+        agent = container.agent
+        with client_of(Endpoint("poets", [agent])) as client:
+            assert invoke_all(client, "poets", some, calls=36, clients=2) == {"right": 36}
+        assert agent.disk.downloads > len(some)
+        assert agent.seen.counts["deletions"] > 0
+
+
+def test_a_cold_model_gets_in_although_all_others_are_busy(
+    s3: S3Server, texts: dict[str, str], tmp_path: Path
+) -> None:
+    """Its load is refused until a busy one is unloaded, which lets its requests finish. The client
+    is told to try again meanwhile, and then answered."""
+    cold = next(iter(texts))
+    for target in SLOW:
+        s3.put(PREFIX + target, packed(slow(tmp_path / target[:6]), tmp_path / target).read_bytes())
+    limits = Limits(cold_start_s=1.0)
+    with containers(tmp_path, s3, 1, memory_mib=BUSY_MIB, limits=limits) as (container,):
+        agent = container.agent
+        with client_of(Endpoint("poets", [agent])) as client, ThreadPoolExecutor(2) as pool:
+            for target in SLOW:
+                eventually(lambda target=target: ready(client, target), 30)
+            busy = [pool.submit(invoke, client, "poets", target, LONG) for target in SLOW]
+            eventually(lambda: statistics(container.server)["kv_bytes"] > 30 << 20)
+            started = time.monotonic()
+            with pytest.raises(client.exceptions.ModelNotReadyException):
+                invoke(client, "poets", cold)
+            assert time.monotonic() - started < 3
+            assert eventually(lambda: ready(client, cold), 60) == texts[cold]
+            assert all(future.result() for future in busy)
+        assert agent.seen.counts["busy"] == 1
+        assert agent.seen.slowest["unload"] > limits.cold_start_s / 2
+        assert within_limits(agent)
+
+
+def ready(client: Any, target: str) -> str | None:
+    """The model's text for `SHORT`, None while it is being loaded."""
+    try:
+        return invoke(client, "poets", target)
+    except client.exceptions.ModelNotReadyException:
+        return None

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.scripts.aws.cloud import Cloud, cloud
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    with cloud(tmp_path_factory.mktemp("aws")) as made:
+        yield made
+
+
+@pytest.fixture
+def aws(server: Cloud) -> Cloud:
+    """An empty account."""
+    server.reset()
+    return server

@@ -1,0 +1,157 @@
+"""scripts/upload puts, never overwrites, lists and deletes."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import boto3
+import pytest
+
+from scripts.aws import upload
+from scripts.aws.locations import Location
+from scripts.lib.documents import Problem
+from tests.scripts.aws.cloud import BUCKET, MODELS, Cloud
+from tests.serving.s3 import archive
+
+
+def model(folder: Path, name: str, weights: bytes = b"1") -> Path:
+    path = folder / f"{name}.tar.gz"
+    path.write_bytes(archive({"model.params": weights, "tokenizer.spiece": b"2"}))
+    return path
+
+
+def names(aws: Cloud) -> list[str]:
+    found = aws.client("s3").list_objects_v2(Bucket=BUCKET).get("Contents", [])
+    return [item["Key"] for item in found]
+
+
+def test_uploads_what_is_not_there_yet(aws: Cloud, tmp_path: Path) -> None:
+    poems, prose = model(tmp_path, "poems"), model(tmp_path, "prose")
+    said = aws.run("upload", MODELS, str(poems), code=2)
+    assert said == f"there is no bucket {BUCKET}; --create-bucket makes it"
+    out = aws.run("upload", MODELS, str(poems), "--create-bucket")
+    assert f"bucket         {BUCKET} made in us-east-1" in out
+    found = aws.client("s3").get_object(Bucket=BUCKET, Key="kogpt2/poems.tar.gz")
+    assert found["Body"].read() == poems.read_bytes()
+    block = aws.client("s3").get_public_access_block(Bucket=BUCKET)
+    assert all(block["PublicAccessBlockConfiguration"].values())
+    out = aws.run("upload", MODELS, str(poems), str(prose))
+    assert "poems.tar.gz   is there already, the same" in out
+    assert "prose.tar.gz   0.0 MiB sent" in out
+    assert names(aws) == ["kogpt2/poems.tar.gz", "kogpt2/prose.tar.gz"]
+
+
+def test_never_overwrites(aws: Cloud, tmp_path: Path) -> None:
+    aws.put_models()
+    other = model(tmp_path, "other")
+    aws.run("upload", MODELS, str(model(tmp_path, "poems")))
+    before = aws.client("s3").head_object(Bucket=BUCKET, Key="kogpt2/poems.tar.gz")["ETag"]
+    changed = model(tmp_path, "poems", b"changed")
+    said = aws.run("upload", MODELS, str(other), str(changed), code=2)
+    assert said.startswith(f"s3://{BUCKET}/kogpt2/poems.tar.gz is another model")
+    after = aws.client("s3").head_object(Bucket=BUCKET, Key="kogpt2/poems.tar.gz")["ETag"]
+    assert after == before
+    assert names(aws) == ["kogpt2/poems.tar.gz"]  # and nothing half done
+
+
+@pytest.mark.parametrize("size", [1000, 20 << 20])  # in one part, and in several
+def test_who_comes_second_does_not_overwrite(
+    aws: Cloud, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both looked before either put: only S3's own condition can tell."""
+    aws.put_models()
+    path = tmp_path / "poems.tar.gz"
+    path.write_bytes(bytes(size))
+    for name, value in aws.environment.items():
+        monkeypatch.setenv(name, value)
+    session = boto3.session.Session()
+    client = session.client("s3")
+    account: Any = SimpleNamespace(client=lambda service: client, find=lambda *_, **p: found(**p))
+
+    def found(**params: str) -> Any:
+        return aws.client("s3").head_object(**params)
+
+    place = Location(BUCKET, "kogpt2/")
+    sums = hashlib.sha256(path.read_bytes()).hexdigest()
+    upload.send(account, place, path, sums)
+    upload.send(account, place, path, sums)  # the same: as if an answer had been lost
+    path.write_bytes(b"1" * size)
+    with pytest.raises(Problem, match="is another model"):
+        upload.send(account, place, path, hashlib.sha256(path.read_bytes()).hexdigest())
+    kept = aws.client("s3").get_object(Bucket=BUCKET, Key="kogpt2/poems.tar.gz")["Body"].read()
+    assert kept == bytes(size)
+    unfinished = aws.client("s3").list_multipart_uploads(Bucket=BUCKET)
+    assert unfinished.get("Uploads", []) == []
+    client.close()
+
+
+def test_wrong_models_are_named_before_anything_is_sent(aws: Cloud, tmp_path: Path) -> None:
+    aws.put_models()
+    good = model(tmp_path, "good")
+    plain, empty = tmp_path / "시.zip", tmp_path / "empty.tar.gz"
+    plain.write_bytes(b"PK")
+    empty.write_bytes(archive({"readme": b"no model"}))
+    broken = tmp_path / "broken.tar.gz"
+    broken.write_bytes(good.read_bytes()[:-20])
+    for path, expected in (
+        (plain, f"{plain} is not NAME.tar.gz"),
+        (
+            empty,
+            f"{empty} is no model: it holds none of *.params, *.safetensors, *code/inference.py",
+        ),
+        (broken, f"{broken} is no gzipped tar archive"),
+        (tmp_path / "gone.tar.gz", "does not exist"),
+    ):
+        assert expected in aws.run("upload", MODELS, str(good), str(path), code=2)
+    assert names(aws) == []
+
+
+def test_a_korean_name_is_stored_and_its_limit_said(aws: Cloud, tmp_path: Path) -> None:
+    aws.put_models()
+    out = aws.run("upload", MODELS, str(model(tmp_path, "소월")))
+    assert "note: 소월.tar.gz is not ASCII" in out
+    assert names(aws) == ["kogpt2/소월.tar.gz"]
+    assert "소월.tar.gz" in aws.run("upload", MODELS, "--list")
+
+
+def test_a_folder_is_packed_as_scripts_package_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two names of scripts.lib.packaging that are used, in their order."""
+    asked: list[tuple[Any, ...]] = []
+    packaging = SimpleNamespace(
+        check=lambda folder: f"checked {folder}",
+        write_archive=lambda checked, target: asked.append((checked, target)),
+    )
+    monkeypatch.setitem(sys.modules, "scripts.lib.packaging", packaging)
+    folder = tmp_path / "poems"
+    folder.mkdir()
+    target = tmp_path / "poems.tar.gz"
+    assert upload.as_archive(folder, tmp_path) == target
+    assert asked == [(f"checked {folder}", target)]
+
+
+def test_lists_and_deletes(aws: Cloud) -> None:
+    aws.put_models(sowol=1 << 20, dongju=1 << 19)
+    out = aws.run("upload", MODELS, "--list")
+    assert "sowol.tar.gz   1.0 MiB" in out
+    assert "2 models, 1.5 MiB" in out
+    said = aws.run("upload", MODELS, "--delete", "gone.tar.gz", "--yes", code=2)
+    assert said.startswith(f"no gone.tar.gz at {MODELS}")
+    assert "give --yes" in aws.run("upload", MODELS, "--delete", "sowol.tar.gz", code=2)
+    assert len(names(aws)) == 2
+    out = aws.run("upload", MODELS, "--delete", "sowol.tar.gz", "--dry-run")
+    assert "aws s3api delete-object" in out
+    assert len(names(aws)) == 2
+    aws.run("upload", MODELS, "--delete", "sowol.tar.gz", "--yes")
+    assert names(aws) == ["kogpt2/dongju.tar.gz"]
+
+
+def test_bucket_in_another_region(aws: Cloud) -> None:
+    aws.put_models(sowol=1)
+    said = aws.run("upload", MODELS, "--list", "--region", "ap-northeast-2", code=2)
+    assert f"bucket {BUCKET} is in us-east-1, this works in ap-northeast-2" in said

@@ -1,0 +1,84 @@
+"""What the clients' scripts are run against: a server and endpoints."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import REPOSITORY, Server
+from tests.e2e.stores import packed, serving, slow, small
+from tests.platform.agent import Agent
+from tests.platform.disk import Disk
+from tests.platform.endpoint import Endpoint, SingleModel
+from tests.platform.runtime import runtime
+from tests.serving.s3 import BUCKET, s3_server
+
+NAMES = ("m0", "m1", "시/봄")
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@dataclass(frozen=True)
+class Poets:
+    """A multi-model endpoint `poets`, one of a single model, `one`, and a client's variables."""
+
+    agent: Agent
+    environment: dict[str, str]
+
+
+@pytest.fixture(scope="session")
+def run() -> Run:
+    """Runs a script to its end; None takes a variable away."""
+
+    def run_script(
+        name: str, *args: str | Path, stdin: str | bytes = b"", **environment: str | None
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, REPOSITORY / "scripts" / name, *args],
+            input=stdin.encode() if isinstance(stdin, str) else stdin,
+            capture_output=True,
+            timeout=120,
+            env={k: v for k, v in {**os.environ, **environment}.items() if v is not None},
+        )
+        out, err = done.stdout.decode("utf-8"), done.stderr.decode("utf-8")
+        assert "Traceback" not in err, err
+        return subprocess.CompletedProcess(done.args, done.returncode, out, err)
+
+    return run_script
+
+
+@pytest.fixture(scope="session")
+def model_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small models as archives, by the names in `NAMES`, and one that takes its time."""
+    folder = tmp_path_factory.mktemp("clients")
+    for seed, name in enumerate(NAMES):
+        model = small(folder / "unpacked" / str(seed), seed)
+        packed(model, folder / "store" / f"{name}.tar.gz")
+    packed(slow(folder / "unpacked" / "slow"), folder / "store" / "slow.tar.gz")
+    return folder / "store"
+
+
+@pytest.fixture(scope="session")
+def served(model_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With a model in /opt/ml/model as well, which is what `/invocations` without a name means."""
+    folder = tmp_path_factory.mktemp("served")
+    small(folder / "ml" / "model", 0)
+    with serving(folder, model_store, SAGEMAKER_BASE_DIR=str(folder / "ml")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def poets(served: Server, model_store: Path) -> Iterator[Poets]:
+    with s3_server() as s3:
+        for name in NAMES:
+            s3.put(f"poets/{name}.tar.gz", (model_store / f"{name}.tar.gz").read_bytes())
+        folder = served.run_dir.parent / "ml" / "models"
+        agent = Agent(served.url(""), Disk(folder, s3.client, BUCKET, "poets/"), str(folder))
+        one = Endpoint("one", [SingleModel(served.url(""))])
+        with runtime(Endpoint("poets", [agent]), one) as api:
+            yield Poets(agent, {**api.environment, "AWS_ENDPOINT_URL_CLOUDWATCH": s3.url})

@@ -1,0 +1,61 @@
+"""scripts/latency_table measures as the guides do, and shows what they publish beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import REPOSITORY, Server
+from tests.scripts.conftest import Poets, Run
+
+PUBLISHED = json.loads(
+    (REPOSITORY / "scripts/client/published_latency.json").read_text(encoding="utf-8")
+)
+
+
+def test_the_table_holds_here_and_every_published_machine(
+    run: Run, served: Server, tmp_path: Path
+) -> None:
+    file = tmp_path / "table.json"
+    options = ("--model", "m0", "--text", "나는 오늘", "--name", "내 컴퓨터", "--json", file)
+    done = run("latency_table", "--url", served.url(""), *options)
+    assert done.returncode == 0, done.stderr
+    calls = json.loads(file.read_text(encoding="utf-8"))["calls"]
+    assert len(calls) == 19
+    for call in calls:
+        assert call["steps"] > 1
+        assert 0 < call["server_s"] < call["client_s"]
+    steps = served.predict("m0", "나는 오늘").json()[1]
+    assert {call["steps"] for call in calls} == {steps}
+    here = statistics.mean(call["server_s"] / call["steps"] for call in calls)
+    client = statistics.mean(call["client_s"] / call["steps"] for call in calls)
+    for where, seconds in (("server", here), ("client", client)):
+        assert re.search(rf"^내 컴퓨터, .. the {where} +{seconds:.4f} ", done.stdout, re.MULTILINE)
+    for machine, seconds in PUBLISHED["seconds_per_token"].items():
+        line = next(line for line in done.stdout.splitlines() if line.startswith(machine))
+        assert line.split()[-2:] == [f"{seconds:.2f}", f"{seconds / here:.1f}x"]
+
+
+def test_an_endpoint_is_measured_too(run: Run, poets: Poets) -> None:
+    options = ("--endpoint", "poets", "--model", "시/봄", "--calls", "3")
+    done = run("latency_table", *options, **poets.environment)
+    assert done.returncode == 0, done.stderr
+    assert "endpoint poets: 3 calls after one to warm up" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        (("--url", "http://127.0.0.1:9", "--model", "m0"), 1, "Connection refused"),
+        (("--text", ""), 2, "--text is empty"),
+        (("--calls", "0"), 2, "not a whole number above 0"),
+    ],
+)
+def test_what_cannot_be_is_said(run: Run, options: tuple[str, ...], status: int, said: str) -> None:
+    done = run("latency_table", *options)
+    assert done.returncode == status
+    assert said in done.stderr

@@ -1,0 +1,362 @@
+"""scripts/load_test, with Locust, against a server, an endpoint and streams; and its numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import requests
+
+from scripts.load import compare, loads, samples
+from scripts.load.plan import Chooser, Plan
+from scripts.load.samples import Sample
+from tests.e2e.server import REPOSITORY, Server, eventually, free_port
+from tests.scripts.conftest import NAMES, Poets, Run
+
+SHORT = ("--max-new-tokens", "8")
+
+
+def answered(server: Server, model: str) -> int:
+    """Requests of a model that the server has counted as good."""
+    text = requests.get(server.url("/metrics"), timeout=10).text
+    start = f'kogpt2_requests_total{{model="{model}",status="200"}} '
+    return sum(int(float(line.split()[-1])) for line in text.splitlines() if line.startswith(start))
+
+
+def unload(server: Server, names: tuple[str, ...]) -> None:
+    for model in requests.get(server.url("/models"), timeout=10).json()["models"]:
+        if model["modelName"] in names:
+            assert server.unload(model["modelName"]).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def users(run: Run, served: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of clients against a server that has nothing loaded: its results, text and page."""
+    folder = tmp_path_factory.mktemp("load")
+    unload(served, NAMES)
+    before = {name: answered(served, name) for name in NAMES}
+    prompts = folder / "prompts.txt"
+    prompts.write_text("나는 오늘\n\n비가 오는 날에는\n", encoding="utf-8")
+    files = ("--json", folder / "a.json", "--html", folder / "a.html", "--prompts", prompts)
+    plan = ("--models", ",".join(NAMES), "--users", "3", "--seconds", "4", "--zipf", "1.5")
+    done = run("load_test", "--url", served.url(""), *plan, *files, *SHORT)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads((folder / "a.json").read_text(encoding="utf-8"))
+    counted = {name: answered(served, name) - before[name] for name in NAMES}
+    page = (folder / "a.html").read_text(encoding="utf-8")
+    extra = {"text": done.stdout, "page": page, "counted": counted, "file": folder / "a.json"}
+    return {**found, **extra}
+
+
+def test_the_report_counts_what_the_server_counted(users: dict[str, Any]) -> None:
+    assert users["all"]["errors"] == 0
+    assert users["all"]["requests"] > 10
+    for name in NAMES:
+        assert users["models"][name]["requests"] == users["counted"][name]
+    total = sum(part["requests"] for part in users["models"].values())
+    assert total == users["all"]["requests"]
+    assert sum(part["requests"] for part in users["timeline"]) == total
+
+
+def test_popular_models_are_called_more_often(users: dict[str, Any]) -> None:
+    shares = [users["models"][name]["share"] for name in NAMES]
+    assert shares == pytest.approx([1 / 1.54579, 0.35355 / 1.54579, 0.19245 / 1.54579], rel=1e-3)
+    assert users["models"]["m0"]["requests"] > users["models"]["시/봄"]["requests"]
+
+
+def test_latencies_tokens_and_cold_starts_are_reported(users: dict[str, Any]) -> None:
+    everything = users["all"]
+    seconds = everything["seconds"]
+    assert 0 < seconds["p50"] <= seconds["p90"] <= seconds["p95"] <= seconds["p99"]
+    assert seconds["p99"] <= seconds["max"] < 10
+    assert everything["outside_model_s"]["p50"] < seconds["p99"]
+    assert everything["tokens"] <= 8 * everything["requests"]
+    assert everything["tokens_per_s"] == pytest.approx(everything["tokens"] / users["seconds"])
+    assert everything["first_token_s"] is None
+    called = [name for name in NAMES if users["models"][name]["requests"]]
+    assert users["loads"]["source"] == "/metrics"
+    assert users["loads"]["count"] == len(called)
+    assert sorted(users["loads"]["models"]) == sorted(called)
+    for name in called:
+        assert users["models"][name]["first_call_s"] >= users["loads"]["models"][name]["mean_s"]
+
+
+def test_the_page_and_the_text_show_every_model(users: dict[str, Any]) -> None:
+    class Cells(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[str] = []
+
+        def handle_data(self, data: str) -> None:
+            self.found.append(data.strip())
+
+    cells = Cells()
+    cells.feed(users["page"])
+    for name in NAMES:
+        assert name in cells.found
+        assert str(users["models"][name]["requests"]) in cells.found
+        assert f"\n{name} " in users["text"]
+    assert "http://" not in users["page"].replace(users["plan"]["where"], "")  # needs nothing else
+
+
+def test_two_runs_are_compared(run: Run, users: dict[str, Any], tmp_path: Path) -> None:
+    first = users["file"]
+    slower = json.loads(first.read_text(encoding="utf-8"))
+    slower["all"]["seconds"]["p50"] *= 2
+    slower["plan"]["users"] = 8
+    (tmp_path / "b.json").write_text(json.dumps(slower), encoding="utf-8")
+    done = run("load_test", "--compare", first, tmp_path / "b.json")
+    assert done.returncode == 0, done.stderr
+    lines = {line.split("  ")[0]: line for line in done.stdout.splitlines() if line}
+    assert lines["latency p50 ms"].endswith("2.00x")
+    assert lines["latency p99 ms"].endswith("1.00x")
+    assert "시/봄: latency p50 ms" in lines
+    assert "users: 3 and 8" in done.stdout
+    assert "seconds: " not in done.stdout
+
+
+def test_only_reports_can_be_compared(run: Run, users: dict[str, Any], tmp_path: Path) -> None:
+    for text in ("{}", "산", "[1]"):
+        (tmp_path / "x.json").write_text(text, encoding="utf-8")
+        done = run("load_test", "--compare", users["file"], tmp_path / "x.json")
+        assert done.returncode == 2
+        assert "is no report of scripts/load_test" in done.stderr
+    assert "cannot read" in run("load_test", "--compare", users["file"], "/nowhere.json").stderr
+
+
+def test_requests_at_a_rate_with_the_first_token_of_streams(
+    run: Run, served: Server, tmp_path: Path
+) -> None:
+    options = ("--rate", "20", "--seconds", "3", "--warm-up", "0.5", "--stream", "--models", "m0")
+    file = tmp_path / "a.json"
+    done = run("load_test", "--url", served.url(""), *options, "--json", file, *SHORT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert 30 <= found["all"]["requests"] <= 95  # 60 on average, Poisson
+    first, whole = found["all"]["first_token_s"], found["all"]["seconds"]
+    assert 0 < first["p50"] < whole["p50"]
+    assert found["all"]["tokens"] > found["all"]["requests"]
+    assert "token 1 p50" in done.stdout
+
+
+def test_an_endpoint_is_tested_through_the_platforms_api(
+    run: Run, poets: Poets, tmp_path: Path
+) -> None:
+    names = "m0,시/봄"
+    options = ("--endpoint", "poets", "--models", names, "--users", "2", "--seconds", "2")
+    done = run("load_test", *options, "--json", tmp_path / "a.json", *SHORT, **poets.environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    assert found["all"]["requests"] > 4
+    assert found["all"]["tokens_per_s"] > 0
+    assert "--cloudwatch" in found["loads"]["unknown"]
+
+
+def test_a_dry_run_shows_the_plan_and_sends_nothing(run: Run, served: Server) -> None:
+    before = [answered(served, name) for name in NAMES]
+    done = run("load_test", "--url", served.url(""), "--dry-run", "--rate", "3", *SHORT)
+    assert done.returncode == 0, done.stderr
+    shown = dict(line.split()[:2] for line in done.stdout.splitlines()[1:5])
+    assert shown == {"m0": "48.0", "m1": "24.0", "slow": "16.0", "시/봄": "12.0"}
+    assert "3 requests/s for 30 s" in done.stdout
+    assert f"POST {served.url('/predictions/')}" in done.stdout
+    assert [answered(served, name) for name in NAMES] == before
+
+
+def test_errors_are_counted_by_kind_and_fail_the_test(run: Run, served: Server) -> None:
+    options = ("--models", "m0,없음", "--zipf", "0", "--seconds", "2", "--users", "2")
+    done = run("load_test", "--url", served.url(""), *options, *SHORT)
+    assert done.returncode == 1
+    line = next(line for line in done.stdout.splitlines() if line.startswith("error "))
+    kind, _, count = line.removeprefix("error ").rpartition(": ")
+    assert kind == "404 ModelNotFoundException"
+    assert int(count) > 0
+    assert "없음" in done.stdout
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[str]:
+    """A server that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("how", [("--users", "3"), ("--rate", "10")])
+def test_a_server_that_never_answers_does_not_hold_a_test_up(
+    run: Run, how: tuple[str, str]
+) -> None:
+    started = time.monotonic()
+    with silent() as url:
+        limits = ("--seconds", "1", "--timeout", "2")
+        done = run("load_test", "--url", url, "--models", "m0", *how, *limits)
+    assert time.monotonic() - started < 25
+    assert done.returncode == 1
+    assert "timeout" in done.stdout
+
+
+def test_a_test_that_is_interrupted_reports_what_it_has(served: Server) -> None:
+    script = REPOSITORY / "scripts" / "load_test"
+    options = ["--url", served.url(""), "--models", "m0", "--seconds", "60", *SHORT]
+    before = answered(served, "m0")
+    with subprocess.Popen(
+        [sys.executable, script, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        eventually(lambda: answered(served, "m0") > before + 3, 30)
+        process.send_signal(2)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (0, b"")
+    assert b"m0" in out
+
+
+def test_locusts_page_is_there_meanwhile(served: Server) -> None:
+    script = REPOSITORY / "scripts" / "load_test"
+    port = free_port()
+    options = ["--url", served.url(""), "--models", "m0", "--seconds", "60", "--web", str(port)]
+    page = f"http://127.0.0.1:{port}"
+
+    def seen() -> list[str]:
+        with contextlib.suppress(requests.ConnectionError):
+            stats = requests.get(f"{page}/stats/requests", timeout=5).json()["stats"]
+            return [row["name"] for row in stats]
+        return []
+
+    with subprocess.Popen(
+        [sys.executable, script, *options, *SHORT], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        eventually(lambda: "m0" in seen(), 30)
+        process.send_signal(2)
+        out, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert b"m0" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--users", "2", "--rate", "1"), "--users or --rate, not both"),
+        (("--zipf", "-1"), "--zipf is -1"),
+        (("--seconds", "90000"), "at most 3600"),
+        (("--prompts", "/nowhere.txt"), "cannot read /nowhere.txt"),
+        (("--models", ","), "names no model"),
+        (("--json", "/nowhere/a.json"), "no folder /nowhere"),
+        (("--cloudwatch",), "--cloudwatch is for --endpoint"),
+        (("--url", "http://127.0.0.1:9"), "is not there; start it with ./scripts/serve"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_sent(
+    run: Run, options: tuple[str, ...], said: str
+) -> None:
+    done = run("load_test", *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+# Numbers
+
+
+def plan(**changes: Any) -> Plan:
+    given = {
+        "where": "", "models": ("a", "b", "c"), "prompts": ("가", "나"), "parameters": {},
+        "zipf": 1.0, "users": 1, "rate": None, "seconds": 1.0, "warm_up_s": 0.0,
+        "timeout_s": 1.0, "stream": False, "seed": 0,
+    }  # fmt: skip
+    return Plan(**{**given, **changes})
+
+
+def test_choices_follow_zipf_and_the_seed() -> None:
+    chooser = Chooser(plan(), 1)
+    drawn = [chooser.next() for _ in range(20_000)]
+    counts = Counter(model for model, _ in drawn)
+    for model, share in zip("abc", (6 / 11, 3 / 11, 2 / 11), strict=True):
+        assert counts[model] / 20_000 == pytest.approx(share, abs=0.02)
+    assert {json.loads(body)["inputs"] for _, body in drawn} == {"가", "나"}
+    again, other, seeded = Chooser(plan(), 1), Chooser(plan(), 2), Chooser(plan(seed=1), 1)
+    assert [again.next() for _ in range(50)] == drawn[:50]
+    for chooser in (other, seeded):
+        assert [chooser.next() for _ in range(50)] != drawn[:50]
+    pauses = [again.pause_s(5) for _ in range(20_000)]
+    assert sum(pauses) / 20_000 == pytest.approx(0.2, rel=0.05)
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [float(n) for n in range(1, 101)]
+    random.Random(0).shuffle(values)  # noqa: S311
+    found = samples.distribution(values)
+    assert found == {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "mean": 50.5, "max": 100}
+    assert samples.distribution([7.0]) == dict.fromkeys(
+        ("p50", "p90", "p95", "p99", "mean", "max"), 7.0
+    )
+    assert samples.distribution([]) is None
+
+
+def test_failed_requests_count_as_errors_and_not_as_latencies() -> None:
+    measured = [
+        Sample("a", 0.0, 2.0, tokens=10, server_s=0.5),
+        Sample("a", 3.0, 1.0, tokens=30, server_s=0.5),
+        Sample("a", 1.0, 60.0, error="timeout"),
+        Sample("b", 2.0, 60.0, error="timeout"),
+    ]
+    found = samples.results(measured, ["a", "b"], [0.5, 0.5], 4.0)
+    assert found["all"]["requests"] == 4
+    assert found["all"]["errors"] == 2
+    assert found["all"]["requests_per_s"] == 0.5
+    assert found["all"]["seconds"]["max"] == 2.0
+    assert found["all"]["tokens_per_s"] == 10
+    assert found["all"]["outside_model_s"]["max"] == 1.5
+    assert found["models"]["a"]["first_call_s"] == 2.0
+    assert found["models"]["b"]["first_call_s"] is None
+    assert found["models"]["b"]["seconds"] is None
+    assert found["errors"] == [{"what": "timeout", "count": 2}]
+    assert [part["errors"] for part in found["timeline"]] == [0, 1, 1, 0]
+
+
+def test_ratios_need_both_runs() -> None:
+    assert compare.ratio(2.0, 3.0) == "1.50x"
+    assert compare.ratio(2.0, 0.0) == "0.00x"
+    assert compare.ratio(0.0, 1.0) == compare.ratio(None, 1.0) == compare.ratio(1.0, None) == ""
+
+
+def test_cold_starts_of_an_endpoint_come_from_cloudwatch(
+    poets: Poets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in poets.environment.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("cloudwatch")
+    counter = loads.CloudWatch("poets", None, None, delay_s=0)
+    assert "no ModelCacheHit" in counter.end()["unknown"]
+    now = datetime.now(timezone.utc)
+    own = [
+        {"Name": "EndpointName", "Value": "poets"},
+        {"Name": "VariantName", "Value": "AllTraffic"},
+    ]
+    other = [{"Name": "EndpointName", "Value": "other"}, own[1]]
+
+    def put(metric: str, values: list[float], dimensions: Any, at: datetime = now) -> None:
+        data = [
+            {"MetricName": metric, "Dimensions": dimensions, "Timestamp": at, "Value": value}
+            for value in values
+        ]
+        client.put_metric_data(Namespace="AWS/SageMaker", MetricData=data)
+
+    put("ModelCacheHit", [1, 0, 1, 1, 0], own)
+    put("ModelCacheHit", [0, 0, 0], other)
+    put("ModelCacheHit", [0, 0, 0], own, now - timedelta(hours=1))
+    put("ModelLoadingTime", [200_000.0, 400_000.0], own)
+    found = counter.end()
+    client.close()
+    assert (found["source"], found["count"]) == ("CloudWatch", 2)
+    assert found["mean_s"] == pytest.approx(0.3)
