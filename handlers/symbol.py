@@ -34,7 +34,6 @@ from handlers.v2 import Metadata
 logger = logging.getLogger(__name__)
 
 IN_ENGINE = False
-SCRIPT_DEFAULTS = "handlers.symbol_module"  # of a script around a `mx.mod.Module`
 FOR_SCRIPTS = symbol_module  # which expect MXNet's own module
 MXNET_BYTES = 200 << 20
 # What a training graph takes beside its data, and what answers do not depend on.

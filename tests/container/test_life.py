@@ -6,17 +6,20 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.container.conftest import Start
-from tests.container.containers import PROMPT, START_S, TEXT, Container, docker
+from tests.container.containers import PROMPT, START_S, TEXT, Container, docker, mount
 from tests.e2e.server import eventually
+from tests.e2e.stores import FAST, SHORT, slow
 
 pytestmark = pytest.mark.container
 
 STOP_S = 10
-LONG = {"inputs": "나 보기가", "parameters": {"max_new_tokens": 200, "temperature": 1.0}}
+# One or two seconds of work for `slow`, on cores that are free.
+LONG = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 600, "temperature": 0.01}}
 WATCHED = ["--health-interval", "1s", "--health-retries", "2", "--health-start-period", "0s"]
 
 
@@ -75,11 +78,13 @@ def test_a_container_that_ended_starts_again(own: Container, end: tuple[str, ...
     assert answers(own)
 
 
-def test_a_stop_lets_requests_in_flight_finish(start: Start) -> None:
-    container = start()
-    assert answers(container)
+def test_a_stop_lets_requests_in_flight_finish(start: Start, tmp_path: Path) -> None:
+    slow(tmp_path / "store" / "slow")
+    options = mount(tmp_path / "store", "/models")
+    container = start(*options, MODEL_STORE="/models", **FAST)
+    assert container.predict("slow", SHORT).ok
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(container.predict, "sowol", LONG) for _ in range(4)]
+        asked = [pool.submit(container.predict, "slow", LONG) for _ in range(4)]
         eventually(lambda: container.running() == 4)
         started = time.monotonic()
         docker("stop", container.id)
