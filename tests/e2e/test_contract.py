@@ -457,13 +457,13 @@ def test_a_single_model_that_does_not_load_is_never_healthy(tmp_path: Path) -> N
     small(tmp_path / "ml" / "model")
     (tmp_path / "ml" / "model" / "kogpt2.params").write_bytes(b"garbage")
     (tmp_path / "server").mkdir()
-    environment = {**FAST, "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"), "START_TIMEOUT_S": "8"}
+    environment = {**FAST, "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"), "START_TIMEOUT_S": "10"}
     server = Server(tmp_path / "server", None, environment)
     try:
         eventually(lambda: "model model did not load" in server.text())
         eventually(lambda: "did not load" in requests.get(server.url("/ping"), timeout=5).text)
         assert error(requests.get(server.url("/ping"), timeout=5))[0] == 503
-        assert server.process.wait(20) == 1
+        assert server.process.wait(25) == 1
     finally:
         server.stop()
 
@@ -493,7 +493,7 @@ def test_preloading_takes_the_time_it_needs_and_may_fail(tmp_path: Path) -> None
 
         do_GET = do_HEAD
 
-    start_s = 8
+    start_s = 10
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as store:
         threading.Thread(target=store.serve_forever, daemon=True).start()
         environment = {
