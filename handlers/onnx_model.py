@@ -21,11 +21,13 @@ from engine.memory import return_freed_memory
 from handlers.names import client_name
 from handlers.room import check_room
 from handlers.tensor_files import find_graph
-from handlers.tensor_model import answer
+from handlers.tensor_model import describe, transform_fn
 from handlers.tensors import Array, TensorSpec, listed
 from handlers.v2 import Metadata
 
 logger = logging.getLogger(__name__)
+
+__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # as `handlers.choose` wants them
 
 IN_ENGINE = False
 # Resident bytes while a graph is made ready: of its own file twice the size, of weights beside it a
@@ -50,22 +52,6 @@ def model_fn(model_dir: str, name: str | None = None) -> OnnxModel:
     model = OnnxModel(path, client_name(name or Path(model_dir).name), version)
     return_freed_memory()  # the file's own bytes
     return model
-
-
-def transform_fn(
-    model: OnnxModel,
-    body: bytes | bytearray | str,
-    content_type: str | None,
-    accept: str | None,
-    timeout_s: float | None = None,
-) -> tuple[bytes, str]:
-    """See `handlers.tensor_model` for the formats. Raises `EngineError`."""
-    return answer(model, body, content_type, accept, timeout_s)
-
-
-def describe(model: OnnxModel) -> dict[str, Any]:
-    """As `GET /v2/models/{name}` answers."""
-    return model.metadata.to_dict()
 
 
 class OnnxModel:

@@ -27,11 +27,13 @@ from handlers.checkpoint import Shapes, data_shapes, load_symbol, reason
 from handlers.names import client_name
 from handlers.room import check_room
 from handlers.tensor_files import PARAMS, SHAPES, SYMBOL, symbol_folder
-from handlers.tensor_model import answer
+from handlers.tensor_model import describe, transform_fn
 from handlers.tensors import NAMES, Array, TensorSpec
 from handlers.v2 import Metadata
 
 logger = logging.getLogger(__name__)
+
+__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # as `handlers.choose` wants them
 
 IN_ENGINE = False
 FOR_SCRIPTS = symbol_module  # which expect MXNet's own module
@@ -48,22 +50,6 @@ def model_fn(model_dir: str, name: str | None = None) -> SymbolModel:
     model = SymbolModel(folder, client_name(name or Path(model_dir).name))
     return_freed_memory()
     return model
-
-
-def transform_fn(
-    model: SymbolModel,
-    body: bytes | bytearray | str,
-    content_type: str | None,
-    accept: str | None,
-    timeout_s: float | None = None,
-) -> tuple[bytes, str]:
-    """See `handlers.tensor_model` for the formats. Raises `EngineError`."""
-    return answer(model, body, content_type, accept, timeout_s)
-
-
-def describe(model: SymbolModel) -> dict[str, Any]:
-    """As `GET /v2/models/{name}` answers."""
-    return model.metadata.to_dict()
 
 
 class SymbolModel:

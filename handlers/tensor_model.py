@@ -40,12 +40,17 @@ class TensorModel(Protocol):
         """
 
 
-def answer(
+def describe(model: TensorModel) -> dict[str, Any]:
+    """As `GET /v2/models/{name}` answers."""
+    return model.metadata.to_dict()
+
+
+def transform_fn(
     model: TensorModel,
     body: bytes | bytearray | str,
     content_type: str | None,
     accept: str | None,
-    timeout_s: float | None,
+    timeout_s: float | None = None,
 ) -> tuple[bytes, str]:
     """The answer's bytes and content type. Raises `EngineError`."""
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")

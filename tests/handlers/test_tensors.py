@@ -301,13 +301,13 @@ class Double:
 @pytest.mark.parametrize("body", ["[1, 2]", bytearray(b"[1, 2]"), b'{"x": [1, 2]}'])
 def test_one_tensor_may_be_sent_with_or_without_its_name(body: Any) -> None:
     for content_type in (None, "", "application/json; charset=utf-8"):
-        answer = tensor_model.answer(Double(), body, content_type, None, None)
+        answer = tensor_model.transform_fn(Double(), body, content_type, None, None)
         assert answer == (b"[2.0,4.0]", JSON)
 
 
 def test_a_text_in_another_charset_is_refused() -> None:
     with pytest.raises(UnsupportedMediaType, match="euc-kr"):
-        tensor_model.answer(Double(), b"1", "text/csv; charset=euc-kr", None, None)
+        tensor_model.transform_fn(Double(), b"1", "text/csv; charset=euc-kr", None, None)
 
 
 def test_an_answer_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,7 @@ def test_an_answer_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch
     body = json.dumps([0.123] * 40).encode()
     for accept in (JSON, CSV, NPY):
         with pytest.raises(EngineError, match="ask for fewer outputs"):
-            tensor_model.answer(Double(), body, JSON, accept, None)
+            tensor_model.transform_fn(Double(), body, JSON, accept, None)
 
 
 @pytest.mark.parametrize(
