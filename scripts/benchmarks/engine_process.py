@@ -17,6 +17,7 @@ from scripts.benchmarks.process import ROOT, BenchmarkError
 
 START_S = 30.0
 STOP_S = 10.0
+SETTLING = 10
 TOUCH_TOKENS = 16  # enough for every page of the weights to have been used
 
 
@@ -134,13 +135,18 @@ def measure_memory(folders: list[Path], text: str, log: Path) -> dict[str, Any]:
 def measure_cycles(folder: Path, text: str, cycles: int, log: Path) -> dict[str, Any]:
     """The engine's memory before and after so many loads, answers and unloads of one model.
 
-    *Before* is after the first: it brings in the libraries.
+    *Before* is after `SETTLING` of them: they bring in the libraries, the threads and their heaps.
     """
     after_each = []
     with EngineProcess(log) as engine:
-        for _ in range(cycles + 1):
+        for _ in range(SETTLING + cycles):
             engine.load("m", folder)
             engine.generate("m", text, TOUCH_TOKENS)
             engine.unload("m")
             after_each.append(engine.memory())
-    return {"cycles": cycles, "after_each": after_each}
+    return {
+        "cycles": cycles,
+        "before": after_each[SETTLING - 1],
+        "after": after_each[-1],
+        "after_each": after_each,
+    }

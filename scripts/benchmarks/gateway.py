@@ -187,8 +187,8 @@ def added_ms(results: Results) -> list[float]:
 
 
 def growth_percent(results: Results) -> list[float]:
-    before, *_, after = results["cycles"]["after_each"]
-    return [100 * (after["rss_bytes"] / before["rss_bytes"] - 1)]
+    before, after = (results["cycles"][when]["rss_bytes"] for when in ("before", "after"))
+    return [100 * (after / before - 1)]
 
 
 def _slower(results: Results) -> list[float]:
@@ -231,7 +231,7 @@ def lines(results: Results) -> Iterator[str]:
         )
     if "cycles" in results:
         found = results["cycles"]
-        before, *_, after = (entry["rss_bytes"] / 1e6 for entry in found["after_each"])
+        before, after = (found[when]["rss_bytes"] / 1e6 for when in ("before", "after"))
         yield (
             f"| RSS of the engine before and after {found['cycles']} loads and unloads, MB"
             f" | {before:.0f} and {after:.0f} |"
