@@ -3,41 +3,103 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from dataclasses import dataclass
 from typing import Any
 
 from serving.errors import StartError
 
 LIBRARY = "libcuda.so.1"  # the driver's; it comes from the host, never with an image
-OLDEST_CUDA = 11_000  # 1000 * major + 10 * minor; any driver for CUDA 11 runs the image's 11.8
-NEEDED = "the GPU image needs NVIDIA driver 450.80.02 or later on the host"
+# CUdevice_attribute: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html
+COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
 
 
-def check_device(device: str) -> None:
-    """Raises `StartError`, in one line, if `device` is `gpu` and none can be used."""
-    if device != "gpu":
+@dataclass(frozen=True)
+class Build:
+    """What a backend's CUDA build runs on.
+
+    The drivers are those of CUDA's release notes. The compute capabilities, as 10 * major + minor,
+    are those that the wheel holds code for, read from its libraries. Such code runs on GPUs of the
+    same major version from that minor one on; PTX, which a driver compiles, on all later ones.
+    """
+
+    cuda: int  # the least that the driver is for; 1000 * major + 10 * minor
+    driver: str
+    code: tuple[int, ...]
+    ptx: int | None = None
+
+    def runs_on(self, capability: int) -> bool:
+        if self.ptx is not None and capability >= self.ptx:
+            return True
+        return any(code // 10 == capability // 10 and code <= capability for code in self.code)
+
+    @property
+    def needs(self) -> str:
+        return f"needs NVIDIA driver {self.driver} or later on the host"
+
+
+# Any driver for CUDA 11 runs the image's 11.8.
+BUILDS = {"mxnet": Build(11_000, "450.80.02", (50, 60, 70, 80, 86))}
+if sys.version_info >= (3, 11):
+    BUILDS["onnxruntime"] = Build(13_000, "580.65.06", (75, 80, 86, 89, 90, 120))
+else:
+    BUILDS["onnxruntime"] = Build(12_000, "525.60.13", (60, 70, 75, 80, 86, 90), ptx=90)
+
+
+def check_device(device: str, backend: str) -> None:
+    """Raises `StartError`, in one line, if `device` is `gpu` and `backend` can use none."""
+    if device != "gpu" or backend not in BUILDS:  # the engine says which there are
         return
+    needed = f"{backend} {BUILDS[backend].needs}"
     try:
         driver = ctypes.CDLL(LIBRARY)
     except OSError:
         raise StartError(
             f"no NVIDIA driver here ({LIBRARY} is not found): start the container with"
-            f" `docker run --gpus all` (NVIDIA Container Toolkit); {NEEDED}."
+            f" `docker run --gpus all` (NVIDIA Container Toolkit); {needed}."
             " Without a GPU use the CPU image"
         ) from None
-    _check_driver(driver)
+    _check_driver(driver, BUILDS[backend].cuda, needed)
+    _check_capability(_capability(driver), backend)
 
 
-def _check_driver(driver: Any) -> None:
+def _check_driver(driver: Any, oldest_cuda: int, needed: str) -> None:
     version, count = ctypes.c_int(), ctypes.c_int()
     status = driver.cuInit(0)
     if status == 0:
         driver.cuDriverGetVersion(ctypes.byref(version))
         driver.cuDeviceGetCount(ctypes.byref(count))
-        if version.value < OLDEST_CUDA:
+        if version.value < oldest_cuda:
             major, minor = version.value // 1000, version.value % 1000 // 10
-            raise StartError(f"the NVIDIA driver is for CUDA {major}.{minor}: {NEEDED}")
+            raise StartError(f"the NVIDIA driver is for CUDA {major}.{minor}: {needed}")
     if status != 0 or count.value == 0:
         raise StartError(
             f"the NVIDIA driver finds no GPU (cuInit gives {status}): start the container with"
-            f" `docker run --gpus all`; {NEEDED}"
+            f" `docker run --gpus all`; {needed}"
         )
+
+
+def _capability(driver: Any) -> int:
+    """The first GPU's; 0 where the driver does not say it."""
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    statuses = (
+        driver.cuDeviceGet(ctypes.byref(device), 0),
+        driver.cuDeviceGetAttribute(ctypes.byref(major), COMPUTE_CAPABILITY_MAJOR, device),
+        driver.cuDeviceGetAttribute(ctypes.byref(minor), COMPUTE_CAPABILITY_MINOR, device),
+    )
+    return 0 if any(statuses) else 10 * major.value + minor.value
+
+
+def _check_capability(capability: int, backend: str) -> None:
+    if not capability or BUILDS[backend].runs_on(capability):
+        return
+    others = [name for name, build in BUILDS.items() if build.runs_on(capability)]
+    instead = (
+        f"set ENGINE_BACKEND={others[0]}, with an image that was built with it"
+        if others
+        else ("no backend here has; use the CPU image")
+    )
+    raise StartError(
+        f"{backend} has no code for this GPU, of compute capability"
+        f" {capability // 10}.{capability % 10}: {instead}"
+    )

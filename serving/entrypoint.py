@@ -59,7 +59,7 @@ def serve(settings: Settings) -> int:
     """
     started = time.monotonic()
     close_to_others()
-    check_device(settings.device)
+    check_device(settings.device, settings.backend)
     check_java()
     for port in settings.ports:
         ports.check(settings.host, port)

@@ -98,6 +98,9 @@ class Settings:
         60,
         "the server gives up when it has not started after this time, models to preload aside",
     )
+    backend: str = _setting(
+        "ENGINE_BACKEND", "mxnet", "what computes: `mxnet` or `onnxruntime` (the fast one)"
+    )
     device: str = _setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
     show_examples: bool = _setting("SHOW_EXAMPLES", False, "print what to type once it is ready")
 
