@@ -31,6 +31,8 @@ from serving.workers import MMS_GRACE_S
 MAX_HEADER_CHARACTERS = 6000  # together; MMS takes 8192
 # Of a client's headers only these reach a worker: an odd one can stop it (fault 3 of MMS).
 FORWARDED = ("content-type", "accept", TARGET_MODEL, CUSTOM_ATTRIBUTES)
+# A worker dies in two steps, its process and the one that watches it, so twice is not enough.
+ATTEMPTS = 3
 AWS_ACCEPT = "x-amzn-sagemaker-accept"
 # Of a worker's headers only these reach the client.
 RETURNED = ("retry-after", CUSTOM_ATTRIBUTES)
@@ -116,19 +118,24 @@ async def _cancelled_when_gone(
 
 
 async def _ask(gateway: Gateway, model: Model, body: bytes, headers: dict[str, str]) -> Answer:
-    """The worker's answer. A worker that is lost meanwhile is asked once more when it is back."""
+    """The worker's answer. One that is lost meanwhile is asked again when it is back; a request
+    that kills whoever answers it is given up."""
     limit_s = model.request_timeout_s
     headers = {**headers, TIMEOUT_HEADER: f"{limit_s:g}"}
-    timeout_s = limit_s + MMS_GRACE_S
-    end = time.monotonic() + timeout_s
-    try:
-        answer = await _ask_once(gateway, model, body, headers, timeout_s)
-    except Unavailable:  # MMS is being started again
-        answer = None
-    if answer is None or (not answer.by_worker and answer.status in (404, 500, 503)):
-        await gateway.recovery.wait_for(model, end - time.monotonic())
-        left_s = max(end - time.monotonic(), 1.0)
-        answer = await _ask_once(gateway, model, body, headers, left_s)
+    end = time.monotonic() + limit_s + MMS_GRACE_S
+    answer: Answer | None = None
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            await gateway.recovery.wait_for(model, end - time.monotonic())
+        try:
+            left_s = max(end - time.monotonic(), 1.0)
+            answer = await _ask_once(gateway, model, body, headers, left_s)
+        except Unavailable:  # MMS is being started again
+            if attempt == ATTEMPTS - 1:
+                raise
+            continue
+        if answer is not None and (answer.by_worker or answer.status not in (404, 500, 503)):
+            break
     if answer is None or not answer.by_worker:
         raise _error_of_mms(model, answer)
     return answer
