@@ -11,8 +11,13 @@ from engine.server import serve
 from engine.settings import Settings
 
 
+# The thread that computes holds the interpreter's lock; the one that answers waits this long for it.
+SWITCH_INTERVAL_S = 0.0002
+
+
 def main() -> int:
     log_as_json("engine")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         settings = Settings.from_environment()
         try:

@@ -90,7 +90,8 @@ class Settings:
     )
     jvm_options: str = _setting(
         "SAGEMAKER_MODEL_SERVER_VMARGS",
-        "-Xmx256m -XX:+UseSerialGC -XX:-UsePerfData -XX:+ExitOnOutOfMemoryError",
+        "-Xmx256m -XX:+UseSerialGC -XX:-UsePerfData -XX:+ExitOnOutOfMemoryError"
+        " -XX:TieredStopAtLevel=1 -XX:CompileThresholdScaling=0.1",
         "options of MMS's Java process",
     )
     start_timeout_s: int = _setting(
