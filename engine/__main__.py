@@ -10,7 +10,7 @@ from engine.logs import log_as_json
 from engine.server import serve
 from engine.settings import Settings
 
-# The thread that computes holds the interpreter's lock; the one that answers waits this long for it.
+# The thread that computes holds the interpreter's lock; the one that answers waits so long for it.
 SWITCH_INTERVAL_S = 0.0002
 
 
