@@ -67,6 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     size = made.add_argument_group("instances")
     size.add_argument("--instance-type", help="(the cheapest that holds the models)")
     size.add_argument("--instances", type=int, default=1, help="(1)")
+    size.add_argument("--ami", metavar="VERSION", help="InferenceAmiVersion, for a GPU's driver")
     size.add_argument("--models-in-memory", type=int, metavar="N", help="at a time (all)")
     size.add_argument("--budget", type=float, metavar="USD", help="an hour, at most")
     size.add_argument("--memory-per-model", type=int, metavar="MIB", help="(from artifact sizes)")

@@ -99,6 +99,8 @@ def _variant(args: argparse.Namespace, model: str, instance: str | None) -> dict
     if args.startup_timeout:
         variant["ContainerStartupHealthCheckTimeoutInSeconds"] = args.startup_timeout
         variant["ModelDataDownloadTimeoutInSeconds"] = args.startup_timeout
+    if args.ami:
+        variant["InferenceAmiVersion"] = args.ami
     return variant
 
 

@@ -227,8 +227,10 @@ def test_another_serving_image_with_its_own_model(ready: Cloud) -> None:
     ready.run(
         "deploy", "llm", "--image", image, "--env", "HF_MODEL_ID=skt/kogpt2-base-v2",
         "--instance-type", "ml.g5.xlarge", "--startup-timeout", "900", "--create-role", "--yes",
+        "--ami", "al2023-ami-sagemaker-inference-gpu-4-1",
     )  # fmt: skip
     endpoint = ready.endpoint("llm")
+    assert endpoint["variant"]["InferenceAmiVersion"].startswith("al2023-")
     container = endpoint["model"]["PrimaryContainer"]
     assert container["Image"] == image
     assert container["Environment"] == {"HF_MODEL_ID": "skt/kogpt2-base-v2"}
