@@ -22,6 +22,7 @@ from engine.backends import BackendModel, onnx_backend
 from engine.errors import OutOfMemory
 from engine.tokenizers import SentencePieceTokenizer
 from scripts.benchmarks import accuracy
+from scripts.benchmarks.backend import generate
 from scripts.benchmarks.worker import Channel, Clock, generation
 
 # The CPU stands in for a GPU of this much memory beside the weights.
@@ -99,17 +100,7 @@ class Checked:
 
     def generate(self, prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
         """By the first model, all prompts in one batch."""
-        model = self.models[0]
-        made = [[int(model.extend(model.add_row(), np.array(ids)).argmax())] for ids in prompts]
-        clock.step()
-        for _ in range(new_tokens - 1):
-            rows = model.decode(np.array([ids[-1] for ids in made]))
-            for ids, token in zip(made, rows.argmax(axis=1).tolist(), strict=True):
-                ids.append(token)
-            clock.step()
-        for _ in prompts:
-            model.remove_last_row()
-        return made
+        return generate(self.models[0], prompts, new_tokens, clock)
 
     def rows(self, prompts: list[list[int]], steps: int) -> dict[str, float]:
         """Logits of rows in one batch against the same rows alone: the largest difference, and the

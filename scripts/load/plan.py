@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.client.options import request_body
+from scripts.lib.documents import read_text
 from scripts.lib.problem import Problem
 
 PROMPTS = (
@@ -78,15 +79,7 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
     """A prompt a line, in UTF-8. Raises `Problem`."""
     if path is None:
         return PROMPTS
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise Problem(
-            f"{path} is not UTF-8 (byte {error.start});"
-            " convert it, for example with: iconv -f cp949 -t utf-8"
-        ) from None
-    except OSError as error:
-        raise Problem(f"cannot read {path}: {error.strerror}") from None
+    lines = read_text(path).splitlines()
     prompts = tuple(line.strip() for line in lines if line.strip())
     if not prompts:
         raise Problem(f"{path} holds no prompt")

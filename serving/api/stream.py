@@ -36,14 +36,13 @@ Item = dict[str, Any]
 
 
 def wanted(body: bytes, headers: Mapping[str, str]) -> GenerateRequest | None:
-    """The request, if it asks for a stream. Raises what `handlers.payload.parse` raises then."""
-    if b'"stream"' not in body or not headers["content-type"].startswith("application/json"):
+    """The request, if it asks for a stream."""
+    if b'"stream"' not in body:
         return None
-    with suppress(ValueError, RecursionError):
-        value = json.loads(body)
-        if isinstance(value, dict) and value.get("stream") is True:
-            return parse(body, headers["content-type"])
-    return None  # the worker answers, or says what is wrong
+    with suppress(EngineError):  # the worker says what is wrong
+        request = parse(body, headers["content-type"])
+        return request if request.stream else None
+    return None
 
 
 class TokenStream(StreamingResponse):

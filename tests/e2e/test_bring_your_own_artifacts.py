@@ -11,22 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.console import session
 from tests.e2e.server import REPOSITORY, Server
 from tests.e2e.stores import serving
 
+PAGES_IN = REPOSITORY / "docs" / "bring-your-own"
 PAGES = ("artifacts.md", "artifacts.ko.md")
 ANYTHING = "…"
-
-
-def commands(page: str) -> list[tuple[str, str]]:
-    """(command, shown output) of every `$ ` line in the console blocks."""
-    text = (REPOSITORY / "docs" / "bring-your-own" / page).read_text(encoding="utf-8")
-    found = []
-    for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
-        for part in ("\n" + block).split("\n$ ")[1:]:
-            command, _, output = part.partition("\n")
-            found.append((command, output))
-    return found
 
 
 @pytest.fixture
@@ -47,7 +38,7 @@ def server(workplace: Path) -> Iterator[Server]:
 @pytest.mark.slow
 def test_the_commands_answer_as_they_are_shown(workplace: Path, server: Server) -> None:
     python = Path(sys.executable).parent
-    for command, shown in commands(PAGES[0]):
+    for command, shown in session(PAGES_IN / PAGES[0]):
         line = command.replace("localhost:8080", f"127.0.0.1:{server.port}")
         line = line.replace("curl ", "curl --silent --max-time 60 ")
         done = subprocess.run(
@@ -70,7 +61,7 @@ def test_the_commands_answer_as_they_are_shown(workplace: Path, server: Server) 
 
 
 def test_the_pages_show_the_same_commands_and_answers() -> None:
-    english, korean = map(commands, PAGES)
+    english, korean = (session(PAGES_IN / page) for page in PAGES)
     assert english == korean
     assert len(english) > 12
 
@@ -82,7 +73,7 @@ def test_a_template_of_the_page_is_one_that_the_server_reads(tmp_path: Path) -> 
     from tests.engine.models import make_artifact
 
     for page in PAGES:
-        text = (REPOSITORY / "docs" / "bring-your-own" / page).read_text(encoding="utf-8")
+        text = (PAGES_IN / page).read_text(encoding="utf-8")
         [shown] = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
         [other] = re.findall(r"`(<usr>\{text\}</s>[^`]*)`", text)
         for make, template in ((make_hugging_face, None), (make_artifact, other)):

@@ -21,12 +21,14 @@ import requests
 import sentencepiece
 
 from engine.mxnet_compat import mx
+from tests.e2e.console import session
 from tests.e2e.server import REPOSITORY, Server, eventually
 from tests.e2e.stores import SHORT, error, packed, serving, small, text
 from tests.handlers.graphs import TinyGPT2, classifier
 
 GPT2 = TinyGPT2(vocab=50_000)
 CLASSIFIERS = 2
+PAGES_IN = REPOSITORY / "docs" / "bring-your-own"
 PAGES = ("tensors.md", "tensors.ko.md")
 
 
@@ -61,7 +63,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, direct: dict[str, Any]) -> 
 
 
 def page(name: str) -> str:
-    return (REPOSITORY / "docs" / "bring-your-own" / name).read_text(encoding="utf-8")
+    return (PAGES_IN / name).read_text(encoding="utf-8")
 
 
 def here(server: Server, example: str) -> str:
@@ -70,11 +72,7 @@ def here(server: Server, example: str) -> str:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_pages_commands_answer_as_it_shows(server: Server, name: str) -> None:
-    commands = [
-        part.partition("\n")[::2]
-        for block in re.findall(r"```console\n(.*?)```", page(name), re.DOTALL)
-        for part in ("\n" + block).split("\n$ ")[1:]
-    ]
+    commands = session(PAGES_IN / name)
     assert len(commands) == 8
     for command, shown in commands:
         line = [*shlex.split(here(server, command)), "--silent"]

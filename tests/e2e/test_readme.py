@@ -10,25 +10,15 @@ import sys
 
 import pytest
 
+from tests.e2e.console import session
 from tests.e2e.server import REPOSITORY, Server
 
 READMES = ("README.md", "README.ko.md")
 
 
-def session(readme: str) -> list[tuple[str, str]]:
-    """(command, shown output) of every `$ ` line in the console blocks."""
-    text = (REPOSITORY / readme).read_text(encoding="utf-8")
-    found = []
-    for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
-        for part in ("\n" + block).split("\n$ ")[1:]:
-            command, _, output = part.partition("\n")
-            found.append((command, output))
-    return found
-
-
 @pytest.mark.parametrize("readme", READMES)
 def test_the_session_answers_as_it_is_shown(server: Server, readme: str) -> None:
-    commands = session(readme)
+    commands = session(REPOSITORY / readme)
     assert len(commands) >= 5
     # The wrong request stands apart in the text, after the model was unloaded.
     unload = next(c for c in commands if "DELETE" in c[0])

@@ -82,6 +82,16 @@ def agrees(engine: Engine, folder: Path, answers: dict[str, Any], new_tokens: in
     engine.unload(name)
 
 
+def both_agree(folder: Path, answers: dict[str, Any]) -> None:
+    """With each backend's own engine."""
+    for backend in BACKENDS:
+        engine = Engine(Settings(backend=backend, precision="fp32", memory_mib=512))
+        try:
+            agrees(engine, folder, answers)
+        finally:
+            engine.close()
+
+
 def random_directory(index: int, rng: random.Random) -> Directory:
     heads = rng.randint(1, 6)
     config = {
@@ -116,12 +126,7 @@ def test_texts_agree_with_transformers_on_directories_chosen_afresh(
     print(directory)  # shown when the test fails
     folder = directory.make(tmp_path)
     answers = ask_oracle(folder, list(PROMPTS), tmp_path)
-    for backend in BACKENDS:
-        engine = Engine(Settings(backend=backend, precision="fp32", memory_mib=512))
-        try:
-            agrees(engine, folder, answers)
-        finally:
-            engine.close()
+    both_agree(folder, answers)
 
 
 @pytest.mark.oracle
@@ -133,12 +138,7 @@ def test_a_converted_v1_model_says_the_same_in_transformers(tmp_path: Path) -> N
 
     answers = ask_oracle(tmp_path / "hf", prompts, tmp_path)
 
-    for backend in BACKENDS:
-        engine = Engine(Settings(backend=backend, precision="fp32", memory_mib=512))
-        try:
-            agrees(engine, v1, answers)
-        finally:
-            engine.close()
+    both_agree(v1, answers)
 
 
 @pytest.mark.oracle
