@@ -1,0 +1,277 @@
+"""Runs our own code over foreign data in a process of its own, limited and soon given up.
+
+A file that crashes a parser, never ends or takes all memory then costs one child process and one
+error, not the engine and every model in it. The children are forked from a helper that has imported
+what they need (`engine.sandbox.zygote`), so one costs some 10 ms and little memory of its own. What
+they say is JSON: nothing of theirs is unpickled, mapped or run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engine import errors
+from engine.errors import ArtifactError, EngineError
+from engine.sandbox.messages import receive, send
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+# How long the helper may take to fork, and to say how a child ended.
+HELPER_S = 10.0
+STATUS_S = 5.0
+Target = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a child may take.
+
+    memory_mib: private memory beyond what it begins with; mapped files do not count
+    cpu_s: of all its life; 0: no limit, for one that lives long and whose calls have deadlines
+    write_mib: the longest file that it may write; 0: it may not change any file
+    answer_mib: the longest answer
+    niceness: how much it lets others go first
+    """
+
+    memory_mib: int = 512
+    cpu_s: int = 0
+    write_mib: int = 0
+    answer_mib: int = 16
+    niceness: int = 0
+
+
+class Sandbox:
+    """A child process that answers calls. Thread-safe; calls take turns."""
+
+    def __init__(
+        self,
+        target: Target,
+        *arguments: Any,
+        what: str,
+        limits: Limits = Limits(),
+    ) -> None:
+        """Has a child call `target(*arguments)`, a function or class at the top of a module.
+
+        `ready` waits for that. What it returns serves `call`, if it can be called. Arguments and
+        values are JSON. `what` begins the messages of errors, for example "m.params".
+        """
+        self._what, self._limits = what, limits
+        self._calls, self._ending = threading.Lock(), threading.Lock()
+        self._given_up = ""
+        self._connection, theirs = socket.socketpair()
+        self._status, their_status = socket.socketpair()
+        orders = {
+            "target": f"{target.__module__}:{target.__qualname__}",
+            "arguments": arguments,
+            "limits": asdict(limits),
+        }
+        self._pid: int | None = None
+        with theirs, their_status:
+            try:
+                self._pid = _helper.start(orders, theirs, their_status)
+            except BaseException:
+                self._close()
+                raise
+
+    def ready(self, timeout_s: float) -> Any:
+        """What the target returned; None where that is what answers calls. Called once, first.
+
+        Raises as `call` does.
+        """
+        return self._exchange(None, timeout_s)
+
+    def call(self, *arguments: Any, timeout_s: float) -> Any:
+        """What the child's callable returns for these arguments.
+
+        Raises the `EngineError` that it raises, and `ArtifactError` if the child ends or has not
+        answered after `timeout_s`, which ends it (`alive` tells the two apart).
+        """
+        return self._exchange(list(arguments), timeout_s)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is not known to have ended."""
+        return self._pid is not None
+
+    @property
+    def pid(self) -> int | None:
+        return self._pid
+
+    def kill(self, reason: str = "it was given up") -> None:
+        """Ends the child, at once and from any thread; whoever waits for an answer is told why."""
+        with self._ending:
+            if self._pid is None:
+                return
+            self._given_up = reason
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self._pid = None
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+        if self._calls.acquire(blocking=False):  # otherwise by the call that is under way
+            self._close()
+            self._calls.release()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def _close(self) -> None:
+        self._connection.close()
+        self._status.close()
+
+    def _exchange(self, message: Any, timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
+        if not self._calls.acquire(timeout=timeout_s):
+            raise self._too_slow(timeout_s)
+        try:
+            if self._pid is None:
+                raise self._gone()
+            try:
+                if message is not None:
+                    self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                    send(self._connection, message)
+                answer = receive(self._connection, self._limits.answer_mib * MIB, deadline)
+                if not isinstance(answer, dict):
+                    raise ValueError("an answer that is no object")
+            except TimeoutError:
+                self._end()
+                raise self._too_slow(timeout_s) from None
+            except ValueError as error:
+                self._end()
+                raise self._error(f"it gave {error}") from None
+            except OSError:
+                raise self._death() from None
+            if "error" in answer:
+                raise self._raised(answer["error"])
+            return answer.get("value")
+        finally:
+            if self._pid is None:
+                self._close()
+            self._calls.release()
+
+    def _end(self) -> None:
+        """Kills it from inside a call."""
+        with self._ending:
+            if self._pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)
+                self._pid = None
+
+    def _raised(self, said: Any) -> EngineError:
+        """The error that was raised in the child."""
+        name, message = (str(said.get(key)) for key in ("type", "message"))
+        if name == "MemoryError":
+            return self._error(f"it took more than {self._limits.memory_mib} MiB")
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, EngineError):
+            return kind(message)
+        return self._error(f"its reader failed ({name})")
+
+    def _death(self) -> ArtifactError:
+        """How the child ended, which closed its connection."""
+        if self._pid is None:
+            return self._gone()
+        self._status.settimeout(STATUS_S)
+        try:
+            status = int(self._status.recv(16))
+        except (OSError, ValueError):
+            status = None
+        if self._pid is None:
+            return self._gone()
+        self._end()
+        if status is None:
+            return self._error("its reader went away")
+        if status == -signal.SIGXCPU:
+            return self._error(f"it took more than {self._limits.cpu_s} s of computing")
+        if status == -signal.SIGKILL:
+            return self._error("its reader was killed, as for want of memory")
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        return self._error(f"its reader crashed ({how})")
+
+    def _gone(self) -> ArtifactError:
+        return self._error(self._given_up or "its reader has ended")
+
+    def _too_slow(self, seconds: float) -> ArtifactError:
+        return self._error(f"it took more than {seconds:g} s")
+
+    def _error(self, why: str) -> ArtifactError:
+        return ArtifactError(f"{self._what} could not be read: {why}")
+
+
+class _Helper:
+    """The process that forks the children; started with the first, and again if it is lost."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def start(self, orders: Any, connection: socket.socket, status: socket.socket) -> int:
+        """The pid of a new child that has the two sockets."""
+        with self._lock:
+            for fresh in (False, True):
+                if fresh or self._socket is None:
+                    self._start_helper()
+                assert self._socket is not None
+                try:
+                    descriptors = [connection.fileno(), status.fileno()]
+                    socket.send_fds(self._socket, [b"+"], descriptors)
+                    send(self._socket, orders)
+                    return int(receive(self._socket, 100, time.monotonic() + HELPER_S)["pid"])
+                except (OSError, ValueError):
+                    if fresh:
+                        raise
+            raise AssertionError("it was returned or raised")
+
+    def _start_helper(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(HELPER_S)
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "engine.sandbox.zygote", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                # It forks, so it must have one thread only, and its children need no more.
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "TOKENIZERS_PARALLELISM": "false",
+                },
+            )
+
+
+_helper = _Helper()
+
+
+def run(
+    target: Target,
+    *arguments: Any,
+    what: str,
+    limits: Limits = Limits(),
+    timeout_s: float,
+) -> Any:
+    """What `target(*arguments)` returns in a child of its own. Raises as `Sandbox.call` does."""
+    with Sandbox(target, *arguments, what=what, limits=limits) as child:
+        return child.ready(timeout_s)

@@ -1,0 +1,43 @@
+"""What a sandbox's two ends say to each other: a length, then JSON."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from typing import Any
+
+_LENGTH = struct.Struct("<I")
+
+
+def send(connection: socket.socket, message: Any) -> None:
+    content = json.dumps(message).encode()
+    connection.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def receive(connection: socket.socket, max_bytes: int, deadline: float | None = None) -> Any:
+    """The next message. Raises `EOFError`-like `ConnectionError` at the end, `TimeoutError` at the
+    deadline (of `time.monotonic`), `ValueError` for what is too long or no JSON."""
+    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size, deadline))
+    if length > max_bytes:
+        raise ValueError(f"an answer of {length} bytes, more than {max_bytes}")
+    try:
+        return json.loads(_read(connection, length, deadline))
+    except RecursionError:
+        raise ValueError("an answer that is nested too deeply") from None
+
+
+def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes:
+    content = bytearray()
+    while len(content) < size:
+        if deadline is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            connection.settimeout(left_s)
+        chunk = connection.recv(min(size - len(content), 1 << 20))
+        if not chunk:
+            raise ConnectionError("the other end is closed")
+        content += chunk
+    return bytes(content)

@@ -1,0 +1,168 @@
+"""`python -m engine.sandbox.zygote`: forks the children of `engine.sandbox`, and what they begin
+with: their limits, before they see a foreign byte.
+
+One thread, what the children need imported already. It ends with the engine, and its children with
+it, however the engine ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError
+from engine.logs import log_as_json
+from engine.sandbox import seccomp
+from engine.sandbox.messages import receive, send
+
+PRELOADED = ("numpy", "ml_dtypes", "sentencepiece", "tokenizers", "zipfile", "pickletools")
+PR_SET_PDEATHSIG = 1
+PR_SET_NO_NEW_PRIVS = 38
+MIB = 1 << 20
+MAX_ORDERS_BYTES = 64 * MIB
+OPEN_FILES = 256
+FIRST_TO_GO = 1000  # of all that the kernel may kill for memory
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    log_as_json("engine")
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a stopping engine still answers its requests
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the collector would write to pages that the children share
+    statuses: dict[int, socket.socket] = {}
+    # Before the first child ends: its end has to wake the wait below.
+    wake, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    while True:
+        ready, _, _ = select.select([control.fileno(), wake], [], [])
+        if wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake, 4096)
+            _reap(statuses)
+        if control.fileno() in ready:
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+            if len(descriptors) != 2:  # the engine has ended
+                os._exit(0)
+            connection, status = (socket.socket(fileno=fd) for fd in descriptors)
+            orders = receive(control, MAX_ORDERS_BYTES)
+            parent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                for other in (control, status, *statuses.values()):
+                    other.close()
+                os.close(wake)
+                os.close(writer)
+                _be_child(connection, orders, parent)
+            connection.close()
+            statuses[pid] = status
+            send(control, {"pid": pid})
+
+
+def _reap(statuses: dict[int, socket.socket]) -> None:
+    """Says how each child ended that has."""
+    while statuses:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with statuses.pop(pid) as told, contextlib.suppress(OSError):
+            told.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _be_child(connection: socket.socket, orders: Any, parent: int) -> None:
+    """Never returns."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        module, _, name = orders["target"].partition(":")
+        target = getattr(importlib.import_module(module), name)
+        limit(parent, **orders["limits"])
+        value = _answer(connection, target, orders["arguments"], first=True)
+        while callable(value):
+            _answer(connection, value, receive(connection, MAX_ORDERS_BYTES))
+        status = 0
+    except ConnectionError:  # nobody asks any more
+        status = 0
+    except BaseException:
+        logger.exception("a sandbox could not do its work")
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _answer(
+    connection: socket.socket, target: Any, arguments: list[Any], first: bool = False
+) -> Any:
+    """Calls and says what came of it. Returns what was returned, None after an error."""
+    value: Any = None
+    try:
+        value = target(*arguments)
+        answer: dict[str, Any] = {"value": None if first and callable(value) else value}
+    except EngineError as error:
+        answer = {"error": {"type": error.type, "message": error.message}}
+    except MemoryError:
+        answer = {"error": {"type": "MemoryError", "message": "out of memory"}}
+    except Exception as error:
+        logger.exception("a sandbox's call failed")
+        answer = {"error": {"type": type(error).__name__, "message": type(error).__name__}}
+    send(connection, answer)
+    return value
+
+
+def limit(
+    parent: int, memory_mib: int, cpu_s: int, write_mib: int, answer_mib: int, niceness: int
+) -> None:
+    """Bounds this process, for good; see `engine.sandbox.Limits`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended just before
+        os._exit(0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(FIRST_TO_GO))
+    if niceness:
+        os.nice(niceness)
+    # What native libraries print when they give up is no line of a log.
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    for kind, most in (
+        # Of address space, mapped weights would count.
+        (resource.RLIMIT_DATA, _data_bytes() + memory_mib * MIB),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_FSIZE, write_mib * MIB),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
+    ):
+        if most or kind == resource.RLIMIT_CORE:
+            resource.setrlimit(kind, (most, most + (kind == resource.RLIMIT_CPU)))
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if not seccomp.install(libc, may_write=write_mib > 0):
+        logger.warning("the kernel takes no seccomp filter: sandboxes have their limits only")
+
+
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts now: private writable memory."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(s.split()[1]) for s in status.splitlines() if s.startswith("VmData")) * 1024
+
+
+if __name__ == "__main__":
+    main()

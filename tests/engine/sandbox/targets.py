@@ -1,0 +1,132 @@
+"""What the tests run in sandboxes."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.errors import InvalidRequest, PromptTooLong
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def servant(prefix: str) -> Callable[[str], str]:
+    calls = 0
+
+    def serve(text: str) -> str:
+        nonlocal calls
+        calls += 1
+        if text == "refuse":
+            raise PromptTooLong("너무 길어요")
+        if text == "crash":
+            segfault()
+        if text == "sleep":
+            loop()
+        return f"{prefix}{text} {calls}"
+
+    return serve
+
+
+def refuse() -> None:
+    raise InvalidRequest("안 돼요")
+
+
+def segfault() -> None:
+    ctypes.string_at(0)
+
+
+def abort() -> None:
+    os.abort()
+
+
+def bomb() -> int:
+    return len(bytearray(4 << 30))
+
+
+def native_bomb() -> int:
+    """As a library in C that does not look whether it got memory."""
+    size = 4 << 30
+    ctypes.CDLL(None).malloc.restype = ctypes.c_void_p
+    ctypes.memset(ctypes.CDLL(None).malloc(ctypes.c_size_t(size)), 1, size)
+    return size
+
+
+def loop() -> None:
+    while True:
+        pass
+
+
+def wait() -> None:
+    time.sleep(600)
+
+
+def surprise() -> None:
+    raise LookupError("a secret path")
+
+
+def long_answer() -> str:
+    return "가" * (1 << 20)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def signals() -> dict[str, bool]:
+    return {s.name: signal.getsignal(s) == signal.SIG_IGN for s in (signal.SIGTERM, signal.SIGINT)}
+
+
+def log(text: str) -> None:
+    logging.getLogger(__name__).warning(text)
+
+
+def _errno(attempt: Callable[[], Any]) -> int:
+    try:
+        attempt()
+    except OSError as error:
+        return error.errno or 0
+    return 0
+
+
+def attempts(folder: str, pid: int) -> dict[str, int]:
+    """What it may not do, with the error number that it got, 0 where it could."""
+    file, new = Path(folder) / "file", Path(folder) / "new"
+    return {
+        "socket": _errno(socket.socket),
+        "execve": _errno(lambda: os.execv("/bin/true", ["true"])),  # noqa: S606
+        "fork": _errno(os.fork),
+        "kill": _errno(lambda: os.kill(pid, 0)),
+        "open to write": _errno(lambda: file.open("r+")),
+        "truncate": _errno(lambda: os.truncate(file, 0)),
+        "create": _errno(lambda: new.write_text("x")),
+        "unlink": _errno(file.unlink),
+        "rename": _errno(lambda: file.rename(new)),
+        "mkdir": _errno(new.mkdir),
+        "chmod": _errno(lambda: file.chmod(0o777)),
+        "read": _errno(file.read_bytes),
+    }
+
+
+def limits() -> dict[str, Any]:
+    import resource
+
+    return {
+        "core": resource.getrlimit(resource.RLIMIT_CORE)[0],
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "oom": int(Path("/proc/self/oom_score_adj").read_text()),
+        "threads": len(os.listdir("/proc/self/task")),
+        "open": sorted(map(int, os.listdir("/proc/self/fd"))),
+    }
+
+
+def write(path: str, size: int) -> int:
+    return Path(path).write_bytes(bytes(size))

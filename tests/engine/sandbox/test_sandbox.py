@@ -1,0 +1,214 @@
+"""Foreign data in a process of its own: what it may not do, and how its end is told."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.errors import ArtifactError, InvalidRequest, PromptTooLong
+from engine.sandbox import Limits, Sandbox, run
+from tests.engine.engines import until
+from tests.engine.sandbox import targets
+
+WIDE_S = 60.0
+
+
+def outcome(target: Callable[..., Any], timeout_s: float = WIDE_S, **limits: int) -> str:
+    with pytest.raises(ArtifactError) as caught:
+        run(target, what="나쁜.params", limits=Limits(**limits), timeout_s=timeout_s)
+    assert caught.value.message.startswith("나쁜.params could not be read: ")
+    return caught.value.message.partition(": ")[2]
+
+
+def test_a_value_goes_there_and_back() -> None:
+    value = {"글": ["나 보기가", 1, 2.5, None, True], "half": "\ud800"}
+    assert run(targets.echo, value, what="m", timeout_s=WIDE_S) == value
+
+
+def test_calls_one_after_the_other() -> None:
+    with Sandbox(targets.servant, "답: ", what="m") as child:
+        assert child.ready(WIDE_S) is None
+        assert child.call("가", timeout_s=WIDE_S) == "답: 가 1"
+        with pytest.raises(PromptTooLong, match="너무 길어요"):
+            child.call("refuse", timeout_s=WIDE_S)
+        assert child.alive
+        assert child.call("나", timeout_s=WIDE_S) == "답: 나 3"
+    assert not child.alive
+    with pytest.raises(ArtifactError, match="it was given up"):
+        child.call("다", timeout_s=WIDE_S)
+
+
+def test_calls_from_many_threads_get_their_own_answers() -> None:
+    found: dict[int, str] = {}
+    with Sandbox(targets.servant, "", what="m") as child:
+        child.ready(WIDE_S)
+
+        def call(i: int) -> None:
+            found[i] = child.call(f"#{i}", timeout_s=WIDE_S)
+
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(found[i].startswith(f"#{i} ") for i in range(16))
+
+
+def test_our_own_errors_keep_their_type() -> None:
+    with pytest.raises(InvalidRequest, match="안 돼요"):
+        run(targets.refuse, what="m", timeout_s=WIDE_S)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (targets.segfault, "its reader crashed (SIGSEGV)"),
+        (targets.abort, "its reader crashed (SIGABRT)"),
+        (targets.leave, "its reader crashed (exit status 3)"),
+        (targets.surprise, "its reader failed (LookupError)"),
+        (targets.bomb, "it took more than 512 MiB"),
+        (targets.native_bomb, "its reader crashed (SIGSEGV)"),
+    ],
+)
+def test_how_it_ended(target: Callable[[], Any], said: str) -> None:
+    assert outcome(target) == said
+
+
+def test_a_loop_ends_with_its_processor_time_or_its_deadline() -> None:
+    assert outcome(targets.loop, cpu_s=1) == "it took more than 1 s of computing"
+    assert outcome(targets.wait, timeout_s=0.2) == "it took more than 0.2 s"
+
+
+def test_an_answer_is_bounded() -> None:
+    run(targets.long_answer, what="m", timeout_s=WIDE_S)
+    assert "more than 1048576" in outcome(targets.long_answer, answer_mib=1)
+
+
+def test_a_call_past_its_deadline_ends_the_process() -> None:
+    with Sandbox(targets.servant, "", what="m") as child:
+        child.ready(WIDE_S)
+        pid = child.pid
+        assert pid is not None
+        with pytest.raises(ArtifactError, match=r"more than 0\.2 s"):
+            child.call("sleep", timeout_s=0.2)
+        assert not child.alive
+        until(lambda: not psutil.pid_exists(pid))
+
+
+def test_a_crash_in_a_call_is_told_and_ends_only_this_one() -> None:
+    with Sandbox(targets.servant, "", what="a") as a, Sandbox(targets.servant, "", what="b") as b:
+        a.ready(WIDE_S)
+        b.ready(WIDE_S)
+        with pytest.raises(ArtifactError, match="a could not be read: its reader crashed"):
+            a.call("crash", timeout_s=WIDE_S)
+        assert not a.alive
+        assert b.call("가", timeout_s=WIDE_S) == "가 1"
+
+
+def test_killed_from_another_thread() -> None:
+    with Sandbox(targets.wait, what="m") as child:
+        pid = child.pid
+        assert pid is not None
+        killer = threading.Timer(0.1, child.kill, ["nobody waits any more"])
+        killer.start()
+        with pytest.raises(ArtifactError, match="nobody waits any more"):
+            child.ready(WIDE_S)
+        killer.join()
+        until(lambda: not psutil.pid_exists(pid))
+
+
+@pytest.mark.parametrize("write_mib", [0, 1])
+def test_what_it_may_not_do(tmp_path: Path, write_mib: int) -> None:
+    (tmp_path / "file").write_text("내용", encoding="utf-8")
+    limits = Limits(write_mib=write_mib)
+    found = run(
+        targets.attempts, str(tmp_path), os.getpid(), what="m", limits=limits, timeout_s=WIDE_S
+    )
+    allowed = {"read"}
+    if write_mib:
+        files = ("open to write", "truncate", "create", "unlink", "mkdir", "chmod", "rename")
+        allowed |= set(files)
+    else:
+        assert (tmp_path / "file").read_text(encoding="utf-8") == "내용"
+    refused = {name for name, number in found.items() if number == errno.EPERM}
+    assert refused == set(found) - allowed
+
+
+def test_a_file_that_it_writes_is_bounded(tmp_path: Path) -> None:
+    path = str(tmp_path / "f")
+    written = run(targets.write, path, 1 << 20, what="m", limits=Limits(write_mib=1), timeout_s=60)
+    assert written == 1 << 20
+    with pytest.raises(ArtifactError, match="OSError"):
+        run(targets.write, path, 2 << 20, what="m", limits=Limits(write_mib=1), timeout_s=60)
+
+
+def test_it_is_killed_for_memory_before_the_engine_and_holds_nothing_of_it() -> None:
+    with (Path(__file__)).open() as held:
+        os.set_inheritable(held.fileno(), True)
+        found = run(targets.limits, what="m", timeout_s=WIDE_S)
+    assert (found["core"], found["oom"], found["threads"]) == (0, 1000, 1)
+    assert len(found["open"]) <= 6  # three of every process's, its connection, and the listing
+
+
+def test_a_stop_is_the_engines_affair() -> None:
+    assert run(targets.signals, what="m", timeout_s=60) == {"SIGTERM": True, "SIGINT": True}
+
+
+HOLDER = """
+import sys
+from engine.sandbox import Sandbox
+from tests.engine.sandbox import targets
+run = Sandbox(targets.log, "경고", what="m")
+run.ready(60)
+child = Sandbox(targets.loop, what="m")
+print("pid", child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nothing_is_left_of_an_engine_that_is_killed() -> None:
+    root = Path(__file__).parents[3]
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+    )
+    assert holder.stdout is not None
+    assert holder.stdin is not None
+    with holder.stdin, holder.stdout:
+        line = holder.stdout.readline()
+        logged = json.loads(line)  # what a child logs is a line of the engine's log
+        assert (logged["level"], logged["message"]) == ("warning", "경고")
+        pid = int(holder.stdout.readline().split()[1])
+        helper = psutil.Process(pid).parent()
+        assert helper is not None
+        holder.kill()
+        holder.wait()
+        until(lambda: not psutil.pid_exists(pid))
+        until(lambda: not helper.is_running())
+
+
+def test_a_lost_helper_is_replaced() -> None:
+    with Sandbox(targets.servant, "", what="m") as child:
+        child.ready(WIDE_S)
+        pid = child.pid
+        assert pid is not None
+        helper = psutil.Process(pid).ppid()
+        os.kill(helper, signal.SIGKILL)
+        until(lambda: not psutil.pid_exists(pid))  # with its helper
+        with pytest.raises(ArtifactError):
+            child.call("가", timeout_s=WIDE_S)
+    assert run(targets.echo, "나", what="m", timeout_s=WIDE_S) == "나"
