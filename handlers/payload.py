@@ -151,7 +151,9 @@ def format_answer(
         return "\n\n".join(texts).encode("utf-8"), f"{TEXT}; charset=utf-8"
     value: Any
     if request.form is Form.GUIDE:
-        value = [texts[0], completions[0]["tokens"], answer["seconds"]]
+        # The guide's loop ends before it counts the `</s>` that it has found.
+        steps = completions[0]["tokens"] - (completions[0]["finish_reason"] == "stop")
+        value = [texts[0], steps, answer["seconds"]]
     else:
         sequences = [
             {"generated_text": text, **{k: v for k, v in completion.items() if k != "text"}}

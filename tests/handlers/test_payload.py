@@ -126,6 +126,9 @@ def test_the_object_form() -> None:
 def test_the_guides_form_has_the_prompt_in_front() -> None:
     request = parse(rb'"\ub098"', None)
     body, _ = format_answer(request, ANSWER, "application/json")
+    assert json.loads(body) == ["나 가실 때에는", 2, 0.25]  # `</s>` is no step of the guide's
+    full = {**ANSWER, "completions": [{**ANSWER["completions"][0], "finish_reason": "length"}]}
+    body, _ = format_answer(request, full, "application/json")
     assert json.loads(body) == ["나 가실 때에는", 3, 0.25]
 
 
