@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 class Handler(Protocol):
     """A module (or object) that loads one kind of artifact and answers for it.
 
-    One may have `describe(model)`, what `GET /v2/models/{name}` answers, and `FOR_SCRIPTS`: the
-    SageMaker toolkit's `model_fn`, `input_fn` (with the model as third argument), `predict_fn` and
-    `output_fn` for a model's own script that brings only some of them.
+    One may have `describe(model)`, what `GET /v2/models/{name}` answers, and `FOR_SCRIPTS`, whose
+    `model_fn` loads the model as scripts know it.
     """
 
     # Whether the engine process holds the model; else the worker itself does.

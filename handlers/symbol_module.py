@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from engine.errors import ArtifactError
+from engine.errors import ArtifactError, InvalidRequest
 from engine.mxnet_compat import mx
 from handlers import tensors
 from handlers.checkpoint import data_shapes, load_symbol, reason
+from handlers.payload import JSON
+from handlers.scripts import formats
 from handlers.tensor_files import PARAMS, symbol_folder
 from handlers.tensors import NAMES, TensorSpec
 
@@ -58,33 +59,43 @@ def _bound(symbol: Any, shapes: dict[str, tuple[int, ...]], parts: dict[str, Any
     return module
 
 
-def input_fn(input_data: Any, content_type: str, model: Any) -> Any:
+def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
     """JSON, CSV or NPY as the `mx.io.NDArrayIter` that `Module.predict` takes.
 
     Raises `InvalidRequest` or `UnsupportedMediaType`.
     """
     name, shape = _only_input(model)
-    body = input_data.encode("utf-8") if isinstance(input_data, str) else bytes(input_data)
-    media_type = content_type.split(";")[0].strip().lower()
+    raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
+    media_type = (content_type or JSON).split(";")[0].strip().lower()
     spec = TensorSpec(name, "FP32", ("batch", *shape[1:]))
-    return _batches(mx.nd.array(tensors.decode(body, media_type, spec)), model)
+    return _batches(mx.nd.array(tensors.decode(raw, media_type, spec)), model)
 
 
-def predict_fn(data: Any, model: Any) -> Any:
+def predict_fn(data: Any, model: Any, timeout_s: float) -> Any:
     """What the module gives for an iterator, an NDArray or a numpy array of rows."""
     if not isinstance(data, mx.io.DataIter):
         data = _batches(data if isinstance(data, mx.nd.NDArray) else mx.nd.array(data), model)
-    return model.predict(data)
+    with computing():
+        return model.predict(data)
 
 
-def output_fn(prediction: Any, accept: str) -> tuple[bytes, str]:
-    """The body and its content type. Raises `NotAcceptable`."""
+@contextlib.contextmanager
+def computing() -> Iterator[None]:
+    """Waits for all that was begun inside. Raises `InvalidRequest` for what MXNet refuses."""
+    try:
+        yield
+        mx.nd.waitall()
+    except mx.MXNetError as error:
+        raise InvalidRequest(f"the model cannot compute this: {reason(error)}") from None
+
+
+def output_fn(prediction: Any, accept: str) -> tuple[Any, str]:
+    """The body and its content type. Raises `NotAcceptable`, `ScriptError`."""
+    several = prediction if isinstance(prediction, list | tuple) else [prediction]
+    if not several or not all(isinstance(array, mx.nd.NDArray) for array in several):
+        return formats.output_fn(prediction, accept)  # of a predict_fn of the script's own
     media_type = tensors.answer_type(accept)
-    several = prediction if isinstance(prediction, list) else [prediction]
-    outputs = {
-        f"output{i}": a.asnumpy() if isinstance(a, mx.nd.NDArray) else np.asarray(a)
-        for i, a in enumerate(several)
-    }
+    outputs = {f"output{i}": array.asnumpy() for i, array in enumerate(several)}
     for name, array in outputs.items():
         if array.dtype not in NAMES:
             raise TypeError(f"{name} is of {array.dtype}, which cannot be sent")

@@ -2,12 +2,15 @@
 
 In this order: what the load request names, a Multi Model Server archive's manifest, the program
 that `SAGEMAKER_PROGRAM` names, `inference.py`; each in `code/` first, then beside the model.
+SageMaker's SDK requires an entry point: one that says nothing is none.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,8 @@ from engine.errors import ArtifactError
 
 MANIFEST = "MAR-INF/MANIFEST.json"
 DEFAULT_PROGRAM = "inference.py"
+MAX_EMPTY_BYTES = 65_536  # of licences and the like
+NOTHING = re.compile(rb"\s*(#.*|from __future__ import [\w, ]+)?")
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,16 @@ def find_script(
         name = program.removesuffix(".py") + ".py"
         file = _in(root, _folders(root, environment), name)
         if file is not None:
-            return Script(root, file)
+            return None if _says_nothing(file) else Script(root, file)
     return None
+
+
+def _says_nothing(file: Path) -> bool:
+    """Whether it has comments and imports from `__future__` at most."""
+    with file.open("rb") as opened:
+        source = opened.read(MAX_EMPTY_BYTES)
+    lines = source.removeprefix(codecs.BOM_UTF8).splitlines()
+    return len(source) < MAX_EMPTY_BYTES and all(map(NOTHING.fullmatch, lines))
 
 
 def _root(folder: Path) -> Path:

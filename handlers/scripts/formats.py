@@ -1,4 +1,4 @@
-"""The toolkit's default `input_fn` and `output_fn`: arrays in JSON, CSV, NPY and sparse NPZ.
+"""The toolkit's default functions: arrays in JSON, CSV, NPY and sparse NPZ.
 
 Its own decoders and encoders; what a client got wrong is told as such.
 """
@@ -11,7 +11,7 @@ from engine.errors import InvalidRequest
 from handlers.scripts.messages import ScriptError
 
 
-def input_fn(body: bytes | str, content_type: str | None) -> Any:
+def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
     """A numpy array (of NPZ: a scipy sparse matrix). Raises `InvalidRequest`, or 415."""
     from sagemaker_inference import decoder, errors
 
@@ -27,6 +27,11 @@ def input_fn(body: bytes | str, content_type: str | None) -> Any:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise InvalidRequest(f"the body is no {content_type}: {reason}") from None
+
+
+def predict_fn(data: Any, model: Any, timeout_s: float) -> Any:
+    """There is none: a script whose model nobody else knows is not loaded without its own."""
+    raise NotImplementedError
 
 
 def output_fn(prediction: Any, accept: str) -> tuple[Any, str]:

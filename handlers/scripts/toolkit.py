@@ -4,8 +4,10 @@
     transform_fn(model, body, content_type, accept)     or, instead of it,
     output_fn(predict_fn(input_fn(body, content_type), model), accept)
 
-each with the context as one more argument if it takes one. A function that is missing is the
-toolkit's default; without a `model_fn`, it is that of the built-in handler for the model's files.
+each with the context as one more argument if it takes one (an `input_fn`: or the `model`). A
+function that is missing is the toolkit's default, or the MXNet container's for a model of MXNet's
+(`handlers.scripts.defaults`); without a `model_fn`, that of the built-in handler for the model's
+files; and without any, this handler answers as it does where there is no script.
 
 Different on purpose: each request of a batch has its own headers, an error tells its reason without
 a traceback and a client's mistake is a 4xx, and NPY is read without pickle.
@@ -21,10 +23,12 @@ from types import ModuleType
 from typing import Any
 
 from engine.errors import EngineError, InvalidRequest
+from handlers.choose import Handler
 from handlers.request_id import request_id
 from handlers.scripts import formats
 from handlers.scripts.built_in import BuiltIn
 from handlers.scripts.context import JSON, ScriptContext, answer_of
+from handlers.scripts.defaults import Defaults, defaults_for
 from handlers.scripts.failures import explained
 from handlers.scripts.messages import Answer, Request, ScriptError
 
@@ -49,7 +53,8 @@ class SageMakerFunctions:
         }
         self._accept = os.environ.get("SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT") or JSON
         self._check()
-        self._built_in = None if "model_fn" in self._own else BuiltIn(orders)
+        self._defaults: Defaults = formats
+        self._alone: Handler | None = None  # answers in the place of a script without functions
 
     def _check(self) -> None:
         if "transform_fn" in self._own and any(name in self._own for name in STAGES):
@@ -57,8 +62,6 @@ class SageMakerFunctions:
                 "Cannot use transform_fn implementation in conjunction with input_fn, predict_fn,"
                 " and/or output_fn implementation"
             )
-        if "model_fn" in self._own and not {"transform_fn", "predict_fn"} & set(self._own):
-            raise _refused("Please provide a predict_fn implementation (or transform_fn)")
         for name, function in self._own.items():
             _check_arguments(name, function)
 
@@ -66,10 +69,17 @@ class SageMakerFunctions:
         model_dir, context = self._orders["root"], ScriptContext(self._orders)
         if "pre_model_fn" in self._own:
             self._call("pre_model_fn", (model_dir,), context)
-        if self._built_in is not None:
-            self._model = self._built_in.load()
-        else:
+        if "model_fn" in self._own:
             self._model = self._call("model_fn", (model_dir,), context)
+            self._defaults = defaults_for(self._model, formats)
+            if self._defaults is formats and not {"transform_fn", "predict_fn"} & set(self._own):
+                raise _refused("Please provide a predict_fn implementation (or transform_fn)")
+        else:
+            built_in = BuiltIn(self._orders)
+            alone = set(self._own) <= {"pre_model_fn"}
+            self._model = built_in.load(alone=alone)
+            self._alone = built_in.handler if alone else None
+            self._defaults = defaults_for(self._model, built_in)
         if "model_warmup_fn" in self._own:
             self._call("model_warmup_fn", (model_dir, self._model), context)
 
@@ -85,8 +95,16 @@ class SageMakerFunctions:
             return explained(error)
 
     def _transform(self, request: Request, timeout_s: float) -> Answer:
+        headers = request.headers
+        if self._alone is not None:
+            content_type, accept = headers.get("content-type"), headers.get("accept")
+            return Answer(
+                *self._alone.transform_fn(
+                    self._model, request.body, content_type, accept, timeout_s
+                )
+            )
         context = ScriptContext(self._orders, [request])
-        accept = request.headers.get("accept", "")
+        accept = headers.get("accept", "")
         accept = self._accept if accept in ("", "*/*") else accept
         body, content_type = _decoded(request)
         if "transform_fn" in self._own:
@@ -107,24 +125,25 @@ class SageMakerFunctions:
     def _stages(
         self, body: Any, content_type: str | None, accept: str, context: Any, timeout_s: float
     ) -> Any:
-        built_in = self._built_in
         if "input_fn" in self._own:
             data = self._call("input_fn", (body, content_type), context)
         else:
-            data = (built_in.input_fn if built_in else formats.input_fn)(body, content_type)
+            data = self._defaults.input_fn(body, content_type, self._model)
         if "predict_fn" in self._own:
             prediction = self._call("predict_fn", (data, self._model), context)
         else:
-            assert built_in is not None
-            prediction = built_in.predict_fn(data, self._model, timeout_s)
+            prediction = self._defaults.predict_fn(data, self._model, timeout_s)
         if "output_fn" in self._own:
             return self._call("output_fn", (prediction, accept), context)
-        return (built_in.output_fn if built_in else formats.output_fn)(prediction, accept)
+        return self._defaults.output_fn(prediction, accept)
 
     def _call(self, name: str, arguments: tuple[Any, ...], context: ScriptContext) -> Any:
         function = self._own[name]
-        if len(inspect.signature(function).parameters) == len(arguments) + 1:
-            arguments = (*arguments, context)
+        parameters = list(inspect.signature(function).parameters)
+        if len(parameters) == len(arguments) + 1:
+            # The MXNet container gives an input_fn the model if it asks for it by this name.
+            wants_model = name == "input_fn" and parameters[-1] == "model"
+            arguments = (*arguments, self._model if wants_model else context)
         try:
             return function(*arguments)
         except (EngineError, MemoryError, SystemExit):

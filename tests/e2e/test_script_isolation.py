@@ -79,7 +79,7 @@ def message(answer: requests.Response) -> str:
         ("import os; os.abort()", 500, "killed by SIGABRT while it was loaded"),
         ("import os; os.kill(os.getpid(), 9)", 507, "most likely for want of memory"),
         ("kept = [bytearray(1 << 20) for _ in range(5000)]", 507, "ran out of memory"),
-        ("x = 1", 400, "defines nothing that can be served: it must define model_fn"),
+        ("x = 1", 400, "Please provide a model_fn implementation (or load_model and predict"),
         (
             "def transform_fn(m, b, c, a): return b\ndef input_fn(b, c): return b\n",
             400,

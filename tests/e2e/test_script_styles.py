@@ -195,6 +195,14 @@ def test_a_script_around_the_built_in_model(server: Server, store: Path, name: s
         "답": expected
     }
     assert error(server.predict(name, {"질문": ""}))[0] == 400  # the built-in model's own error
+    # Without functions the defaults serve, in all forms that the built-in model knows.
+    server.unload(name)
+    (store / name / "code" / "inference.py").write_text("import json\n")
+    assert server.load(name).status_code == 200
+    assert text(server.predict(name, SHORT)) == expected
+    assert server.predict(name, "나는").json()[:2] == server.predict("plain", "나는").json()[:2]
+    plain = post(server, name, "나는".encode(), Content_Type="text/plain")
+    assert plain.headers["content-type"] == "text/plain; charset=utf-8"
     # The handle of the built-in model, in a transform_fn.
     server.unload(name)
     assert statistics(server)["models"][0]["name"].startswith("plain")
@@ -264,6 +272,7 @@ def test_the_environment_may_name_the_program(store: Path, tmp_path: Path) -> No
         "src/serve.py",
     )
     transform(store / "other", "return 'inference'")
+    small(script(store / "empty", "# nothing\n", "code/serve.py"))
     environment = {"SAGEMAKER_PROGRAM": "serve.py", "SAGEMAKER_SUBMIT_DIRECTORY": "src"}
     with serving(tmp_path / "own", store, **environment) as server:
         for own, expected in (("named", "serve"), ("submitted", "src"), ("other", "inference")):
@@ -272,6 +281,10 @@ def test_the_environment_may_name_the_program(store: Path, tmp_path: Path) -> No
             assert server.predict(own, 1).text == expected
         assert server.load("plain").status_code == 200  # brings none: the built-in handler
         assert text(server.predict("plain", SHORT))
+        assert server.load("empty").status_code == 200
+        assert text(server.predict("empty", SHORT)) == text(server.predict("plain", SHORT))
+        stream = server.predict("empty", {**SHORT, "stream": True})  # of the engine, no script's
+        assert stream.headers["content-type"].startswith("text/event-stream")
 
 
 def wheel(folder: Path) -> None:

@@ -291,7 +291,7 @@ def test_the_default_functions_chain(
     x = images(rows)
     given = symbol_module.input_fn(encode(x), kind, module)
     assert isinstance(given, mx.io.NDArrayIter)  # what a script's own predict_fn gets
-    prediction = symbol_module.predict_fn(given, module)
+    prediction = symbol_module.predict_fn(given, module, 30)
     body, told = symbol_module.output_fn(prediction, "application/json")
     assert told == JSON
     np.testing.assert_allclose(json.loads(body), direct(x), atol=1e-6)
@@ -299,7 +299,7 @@ def test_the_default_functions_chain(
 
 @pytest.mark.parametrize("kind", [np.asarray, mx.nd.array])
 def test_a_scripts_own_input_fn_may_give_an_array(module: Any, direct: Any, kind: Any) -> None:
-    prediction = symbol_module.predict_fn(kind(images(4)), module)
+    prediction = symbol_module.predict_fn(kind(images(4)), module, 30)
     np.testing.assert_allclose(prediction.asnumpy(), direct(images(4)), atol=1e-6)
 
 
@@ -322,7 +322,7 @@ def test_a_module_is_bound_to_one_row_or_as_the_file_says(tmp_path: Path, module
     rows = np.random.default_rng(0).random((3, 2, 3), np.float32)
     for count in (1, 2):
         given = symbol_module.input_fn(npy(rows[:count]), NPY, fixed)
-        answer = symbol_module.predict_fn(given, fixed).asnumpy()
+        answer = symbol_module.predict_fn(given, fixed, 30).asnumpy()
         wanted = bound(data=np.resize(rows[:count], (2, 2, 3)))[0][:count]
         np.testing.assert_allclose(answer, wanted, atol=1e-6)
 
