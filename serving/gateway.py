@@ -221,6 +221,7 @@ def store_settings(settings: Settings, run_dir: Path) -> StoreSettings:
         location=location,
         cache_dir=Path(settings.model_cache or run_dir / "models").absolute(),
         cache_max_bytes=settings.cache_max_mib << 20,
+        model_max_bytes=settings.model_max_mib << 20,
         roots=tuple(roots),
         https_hosts=tuple(filter(None, (h.strip() for h in settings.allowed_hosts.split(",")))),
     )

@@ -48,6 +48,9 @@ class Settings:
     cache_max_mib: int = _setting(
         "CACHE_MAX_MIB", 20_480, "disk that fetched models may take; the least recently used go"
     )
+    model_max_mib: int = _setting(
+        "MODEL_MAX_MIB", 4096, "a fetched model that takes more unpacked gets 400"
+    )
     allowed_hosts: str = _setting(
         "HTTPS_HOSTS", "", "hosts that models may be fetched from by https, separated by commas"
     )

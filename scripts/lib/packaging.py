@@ -18,7 +18,8 @@ from engine.errors import EngineError
 from engine.prompts import Prompts
 from handlers.choose import choose
 from scripts.lib.problem import Problem
-from serving.store.rules import MAX_BYTES, MAX_FILES
+from serving.settings import Settings
+from serving.store.rules import MAX_FILES
 
 SUFFIX = ".tar.gz"
 # Weights hardly shrink, and level 6 takes five times as long to find that out.
@@ -47,10 +48,10 @@ def check(folder: Path) -> Checked:
         raise Problem(f"there is no folder {folder}")
     files = tuple(_files(folder))
     total = sum(file.stat().st_size for file in files)
-    if len(files) > MAX_FILES or total > MAX_BYTES:
+    if len(files) > MAX_FILES or total > Settings.model_max_mib << 20:
         raise Problem(
             f"{folder} has {len(files)} files and {total >> 20} MiB; the server unpacks at most"
-            f" {MAX_FILES} files and {MAX_BYTES >> 30} GiB"
+            f" {MAX_FILES} files and {Settings.model_max_mib} MiB (MODEL_MAX_MIB)"
         )
     try:
         handler = choose(str(folder))

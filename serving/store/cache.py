@@ -32,8 +32,8 @@ from serving.errors import (
     ModelTooLarge,
     StartError,
 )
-from serving.store.archive import extract
-from serving.store.disk import full_disk_is_an_error_of_ours, lock, locked, size_bytes
+from serving.store.archive import Readable, extract
+from serving.store.disk import full_disk_is_an_error_of_ours, lock, locked, remove, size_bytes
 from serving.store.download import Download
 from serving.store.folder import file_version
 from serving.store.locate import open_remote, open_store
@@ -133,16 +133,22 @@ class Cache:
                 step = self._settings.cache_max_bytes // STEPS or STEP_BYTES
                 return self._fetch(model, key, _Reservation(self, key, descriptor, step))
             except (ArchiveError, ArtifactChanged, ModelTooLarge):
-                shutil.rmtree(self._parts / key, ignore_errors=True)
+                remove(self._parts / key)
                 raise
             finally:
-                shutil.rmtree(self._temporary / key, ignore_errors=True)
+                remove(self._temporary / key)
                 os.ftruncate(descriptor, 0)
 
     def _fetch(self, model: StoredModel, key: str, reservation: _Reservation) -> Fetched:
+        most = self._settings.model_max_bytes
+        if model.size_bytes > most:
+            raise ArchiveError(
+                f"{model.name} has {_mb(model.size_bytes)}, at most {_mb(most)} are taken"
+                " (MODEL_MAX_MIB)"
+            )
         started = time.monotonic()
         fresh = self._temporary / key
-        shutil.rmtree(fresh, ignore_errors=True)
+        remove(fresh)
         fresh.mkdir()
         remote = self._remote(model)
         downloaded, download_s = 0, 0.0
@@ -152,7 +158,7 @@ class Cache:
             downloaded, download_s = self._download(remote, model, key, fresh, reservation)
         with full_disk_is_an_error_of_ours(model.name):
             os.rename(fresh, self._models / key)
-        shutil.rmtree(self._parts / key, ignore_errors=True)
+        remove(self._parts / key)
         unpack_s = time.monotonic() - started - download_s
         logger.info(
             "fetched %s: %.1f MB downloaded in %.2f s, unpacked after %.2f s more",
@@ -172,7 +178,7 @@ class Cache:
         with open(model.url, "rb") as archive:
             if file_version(os.fstat(archive.fileno())) != model.version:
                 raise ArtifactChanged(f"{model.url} has changed; try again")
-            extract(archive, fresh, Path(model.url).name, reservation.grow)
+            self._extract(archive, fresh, Path(model.url).name, reservation)
 
     def _download(
         self, remote: Remote, model: StoredModel, key: str, fresh: Path, reservation: _Reservation
@@ -183,11 +189,15 @@ class Cache:
         with download:
             if model.kind == "archive":
                 with download.reader() as stream:
-                    extract(stream, fresh, model.url.rpartition("/")[2], reservation.grow)
+                    name = model.url.rpartition("/")[2]
+                    self._extract(stream, fresh, name, reservation)
             download.wait()
         if model.kind == "folder":
             os.rename(download.folder, fresh)
         return download.missing_bytes, download.seconds
+
+    def _extract(self, stream: Readable, fresh: Path, name: str, reservation: _Reservation) -> None:
+        extract(stream, fresh, name, self._settings.model_max_bytes, reservation.grow)
 
     # Room
 
@@ -217,7 +227,7 @@ class Cache:
             for key in sorted(sizes, key=self._last_used):
                 if freed >= missing:
                     break
-                pin = lock(self._pin(key), wait=False) if sizes[key] else None
+                pin = self._pin_alone(key) if sizes[key] else None
                 if pin is not None:
                     victims.append((key, pin))
                     freed += sizes[key]
@@ -235,25 +245,36 @@ class Cache:
 
     def _remove(self, key: str) -> None:
         """The caller holds the pin exclusively. A kill in between leaves no half model."""
-        shutil.rmtree(self._temporary / key, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):
+        remove(self._temporary / key)
+        try:
             os.rename(self._models / key, self._temporary / key)
-        shutil.rmtree(self._temporary / key, ignore_errors=True)
-        shutil.rmtree(self._parts / key, ignore_errors=True)
-        for path in (self._fetch_lock(key), self._pin(key)):
-            path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning("%s in the cache cannot be removed: %s", key, error)
+            return
+        self._remove_all(key, self._temporary / key, self._parts / key)
 
     def _remove_leftovers(self) -> None:
         """What a killed process left, but for downloads, which can be resumed."""
         with locked(self._root / "lock"):
             for key in {path.name for path in self._temporary.iterdir()} | self._locked_keys():
-                pin = lock(self._pin(key), wait=False)
-                if pin is None:
-                    continue
-                shutil.rmtree(self._temporary / key, ignore_errors=True)
-                for path in (self._fetch_lock(key), self._pin(key)):
-                    path.unlink(missing_ok=True)
-                os.close(pin)
+                pin = self._pin_alone(key)
+                if pin is not None:
+                    self._remove_all(key, self._temporary / key)
+                    os.close(pin)
+
+    def _pin_alone(self, key: str) -> int | None:
+        """None for what is in use, or is not of our making."""
+        try:
+            return lock(self._pin(key), wait=False)
+        except OSError as error:
+            logger.warning("%s in the cache is left as it is: %s", key, error)
+            return None
+
+    def _remove_all(self, key: str, *folders: Path) -> None:
+        for path in (*folders, self._fetch_lock(key), self._pin(key)):
+            remove(path)
 
     def _sizes(self) -> dict[str, int]:
         """Bytes by key."""

@@ -1,15 +1,19 @@
-"""Small things about files: locks between processes, and a disk that is full."""
+"""Small things about files: locks between processes, a disk that is full, trees of any depth."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import logging
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from serving.errors import DiskFull
+
+logger = logging.getLogger(__name__)
 
 
 def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
@@ -59,11 +63,64 @@ def full_disk_is_an_error_of_ours(what: str) -> Iterator[None]:
         raise DiskFull(f"the disk is full; {what} does not fit") from error
 
 
+def remove(path: Path) -> None:
+    """A file, or a folder with all that is in it; nothing where nothing is.
+
+    What cannot be removed is logged and stays.
+    """
+    try:
+        if path.is_dir() and not path.is_symlink():
+            _remove_tree(str(path))
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)
+
+
+def _remove_tree(root: str) -> None:
+    """However deep: folders are brought up before they are emptied, so neither the stack nor a path
+    grows with the depth."""
+    pending = [root]
+    while pending:
+        folder = pending.pop()
+        os.chmod(folder, 0o700)
+        with os.scandir(folder) as entries:
+            children = list(entries)
+        for child in children:
+            if not child.is_dir(follow_symlinks=False):
+                os.unlink(child.path)
+                continue
+            pending.append(child.path)
+            if folder != root:
+                os.chmod(child.path, 0o700)
+                pending[-1] = os.path.join(root, f".{uuid.uuid4().hex}")
+                os.rename(child.path, pending[-1])
+        if folder != root:
+            os.rmdir(folder)
+    os.rmdir(root)
+
+
+def walk(folder: Path, *, hidden: bool = True) -> Iterator[os.DirEntry[str]]:
+    """All below that is no folder, links to folders included; what is `hidden` where that is asked.
+
+    What cannot be read, or vanishes meanwhile, is left out. Unlike `os.walk`, it does not recurse.
+    """
+    pending = [str(folder)]
+    while pending:
+        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if not hidden and entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                else:
+                    yield entry
+
+
 def size_bytes(folder: Path) -> int:
     """Of all files in `folder`; 0 if it is not there. Files that vanish meanwhile do not count."""
     size = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                size += os.lstat(os.path.join(parent, name)).st_size
+    for entry in walk(folder):
+        with contextlib.suppress(OSError):
+            size += entry.stat(follow_symlinks=False).st_size
     return size

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import threading
 import time
 from collections import deque
@@ -20,7 +19,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from serving.errors import ArchiveError, StoreUnavailable
-from serving.store.disk import full_disk_is_an_error_of_ours
+from serving.store.disk import full_disk_is_an_error_of_ours, remove
 from serving.store.stored import Remote, StoredFile
 
 RANGE_BYTES = 8 << 20
@@ -55,7 +54,7 @@ class Download:
         self._notes = folder / f"finished-{_boot()}"
         with full_disk_is_an_error_of_ours("a model"):
             if folder.exists() and not self._notes.exists():
-                shutil.rmtree(folder)
+                remove(folder)
             self.folder.mkdir(parents=True, exist_ok=True)
             for file in files:
                 self._make(file)

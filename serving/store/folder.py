@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from serving.errors import ModelNotInStore, StartError, UrlNotAllowed
+from serving.store.disk import walk
 from serving.store.stored import (
     SUFFIXES,
     StoredFile,
@@ -89,13 +90,10 @@ def _resolved(path: Path, roots: tuple[Path, ...]) -> Path | None:
 
 
 def _files(folder: Path) -> Iterator[StoredFile]:
-    """All files below, hidden ones and links to folders left out."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            path = Path(parent, name)
-            with contextlib.suppress(OSError):
-                found = path.lstat()
-                if not name.startswith(".") and not path.is_symlink():
-                    relative = path.relative_to(folder).as_posix()
-                    yield StoredFile(relative, str(path), found.st_size, file_version(found))
+    """All files below, hidden ones and links left out."""
+    for entry in walk(folder, hidden=False):
+        with contextlib.suppress(OSError):
+            if not entry.is_symlink():
+                found = entry.stat(follow_symlinks=False)
+                relative = entry.path.removeprefix(f"{folder}/")
+                yield StoredFile(relative, entry.path, found.st_size, file_version(found))

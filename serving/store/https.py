@@ -20,7 +20,6 @@ from serving.errors import (
 from serving.store.stored import StoredFile, StoredModel, without_suffix
 
 TIMEOUT_S = (3.0, 20.0)  # to connect, to the next byte
-MAX_BYTES = 8 << 30
 MAX_REDIRECTS = 5
 CHUNK_BYTES = 1 << 20
 PORTS = {"https": 443, "http": 80}
@@ -44,8 +43,6 @@ class Https:
         with self._open(url, "bytes=0-0") as answer:
             size = _size_bytes(answer)
             version = _version(answer, size)
-        if size > MAX_BYTES:
-            raise UrlNotAllowed(f"{_public(url)} has more than {MAX_BYTES >> 30} GiB")
         name = without_suffix(basename(unquote(urlsplit(url).path)))
         return StoredModel(name or "model", url, version, size, "archive")
 

@@ -11,11 +11,13 @@ class StoreSettings:
     """`location` is the store's address; `roots` are folders whose models may be loaded by path.
 
     `https_hosts` are the hosts that archives may be downloaded from, as `host` or `host:port`;
-    none by default. `cache_max_bytes` 0 means: whatever the disk holds.
+    none by default. `cache_max_bytes` 0 means: whatever the disk holds. `model_max_bytes` bounds
+    one model, unpacked.
     """
 
     location: str
     cache_dir: Path
     cache_max_bytes: int
+    model_max_bytes: int
     roots: tuple[Path, ...]
     https_hosts: tuple[str, ...]

@@ -1,17 +1,14 @@
-"""Unpacks Multi Model Server's `.mar`, a zip, under the rules of `serving.store.archive`."""
+"""Unpacks Multi Model Server's `.mar`, a zip, under the rules of `serving.store.rules`."""
 
 from __future__ import annotations
 
-import shutil
 import stat
 import struct
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import IO
 
 from serving.errors import ArchiveError
-from serving.store.rules import CHUNK_BYTES, MAX_BYTES, MAX_FILES, inside
+from serving.store.rules import MAX_FILES, Output
 
 MAGIC = b"PK\x03\x04"
 # zipfile reads the whole list of members at once, whatever size it claims.
@@ -21,19 +18,15 @@ END_BYTES, MAX_COMMENT_BYTES = 22, 65_535
 LOCATOR, LOCATOR_BYTES = b"PK\x06\x07", 20  # of zip64
 
 
-def extract_zip(stream: IO[bytes], folder: Path, reserve: Callable[[int], None]) -> None:
+def extract_zip(stream: IO[bytes], output: Output) -> None:
     """See `serving.store.archive.extract`; `stream` can seek."""
     _check_list(stream)
     with zipfile.ZipFile(stream) as archive:
         members = archive.infolist()
-        total = sum(member.file_size for member in members)
-        if len(members) > MAX_FILES or total > MAX_BYTES:
-            raise ArchiveError(f"it has more than {MAX_FILES} files or {MAX_BYTES >> 30} GiB")
-        written: set[str] = set()
+        output.check(len(members), sum(member.file_size for member in members))
         for member in members:
-            _write(archive, member, folder, written, reserve)
-        if not written:
-            raise ArchiveError("there are no files in it")
+            _unpack(archive, member, output)
+        output.finish()
 
 
 def _check_list(stream: IO[bytes]) -> None:
@@ -54,34 +47,17 @@ def _check_list(stream: IO[bytes]) -> None:
         raise ArchiveError(f"it has more than {MAX_FILES} files, or too long names")
 
 
-def _write(
-    archive: zipfile.ZipFile,
-    member: zipfile.ZipInfo,
-    folder: Path,
-    written: set[str],
-    reserve: Callable[[int], None],
-) -> None:
+def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, output: Output) -> None:
     name = member.orig_filename  # not cut at a zero byte
-    path = inside(name, name)
-    target = folder / path
     mode = member.external_attr >> 16
     if member.is_dir():
-        target.mkdir(parents=True, exist_ok=True)
+        output.add_folder(name)
         return
-    if path in written or path == ".":
-        raise ArchiveError(f"{name!r} is in it twice")
     if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
         raise ArchiveError(f"{name!r} is no file or folder")
     if member.flag_bits & 1:
         raise ArchiveError(f"{name!r} is encrypted")
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ArchiveError(f"{name!r} is packed in a way that is not known here")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    reserve(member.file_size)
-    with archive.open(member) as source, target.open("xb") as file:
-        shutil.copyfileobj(source, file, CHUNK_BYTES)
-        if file.tell() != member.file_size:
-            raise ArchiveError(f"it ends in the middle of {name!r}")
-    if mode & 0o100:
-        target.chmod(0o755)
-    written.add(path)
+    with archive.open(member) as source:
+        output.add_file(name, source, member.file_size, bool(mode & 0o100))

@@ -96,4 +96,4 @@ def archive(files: Mapping[str, bytes], level: int = 1) -> bytes:
 def settings(cache_dir: Path, **changes: Any) -> StoreSettings:
     """Of a store at the bucket's prefix `kogpt2/`, with a cache of 1 GiB."""
     location = f"s3://{BUCKET}/kogpt2/"
-    return replace(StoreSettings(location, cache_dir, 1 << 30, (), ()), **changes)
+    return replace(StoreSettings(location, cache_dir, 1 << 30, 4 << 30, (), ()), **changes)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import tarfile
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,13 @@ def test_a_folder_is_a_model_by_its_weights(tmp_path: Path, name: str) -> None:
     (tmp_path / "시" / "tokenizer.json").touch()
     assert [model.name for model in FolderStore(tmp_path).models()] == ["시/v2"]
     assert FolderStore(tmp_path).find("시/v2").name == "시/v2"
+
+
+def test_a_deep_tree_in_a_store_hides_nothing(tmp_path: Path, deep: Callable[[Path], None]) -> None:
+    deep(tmp_path / "깊이")
+    (tmp_path / "시").mkdir()
+    (tmp_path / "시" / "a.params").touch()
+    store = FolderStore(tmp_path)
+    assert [model.name for model in store.models()] == ["시"]
+    with pytest.raises(ModelNotInStore):
+        store.find("깊이")

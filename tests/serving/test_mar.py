@@ -13,8 +13,9 @@ import pytest
 
 from serving.errors import ArchiveError
 from serving.store import Cache, StoreSettings, locate, open_store
-from serving.store.archive import extract, unpack
+from serving.store.archive import extract
 from serving.store.rules import MAX_FILES
+from tests.serving.archives import MAX_BYTES, unpack
 from tests.serving.s3 import BUCKET, s3_server
 
 
@@ -40,7 +41,6 @@ def test_what_would_leave_the_folder_is_refused(tmp_path: Path, name: str) -> No
     with pytest.raises(ArchiveError, match=r"bad\.mar cannot be unpacked"):
         unpack(bad, tmp_path / "models" / "m")
     assert not list(tmp_path.rglob("outside"))
-    assert not list((tmp_path / "models").iterdir())
 
 
 def test_links_and_devices_are_refused(tmp_path: Path) -> None:
@@ -70,9 +70,9 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     at = data.rfind(b"PK\x01\x02")
     data[at + 24 : at + 28] = struct.pack("<I", 0xFFFFFFFE)
     reserved: list[int] = []
-    (tmp_path / "m").mkdir()
-    with pytest.raises(ArchiveError):
-        extract(io.BytesIO(bytes(data)), tmp_path / "m", "big.mar", reserved.append)
+    with pytest.raises(ArchiveError, match="MODEL_MAX_MIB"):
+        extract(io.BytesIO(bytes(data)), tmp_path / "m", "big.mar", MAX_BYTES, reserved.append)
+    assert not reserved
 
 
 def test_a_damaged_mar_says_so(tmp_path: Path) -> None:
@@ -81,14 +81,24 @@ def test_a_damaged_mar_says_so(tmp_path: Path) -> None:
         (tmp_path / f"{i}.mar").write_bytes(bad)
         with pytest.raises(ArchiveError, match="cannot be unpacked"):
             unpack(tmp_path / f"{i}.mar", tmp_path / "m")
-    assert not (tmp_path / "m").exists()
+
+
+def test_what_the_engine_trusts_cannot_be_brought(tmp_path: Path) -> None:
+    files = {".prepared/x.json": b"{}", "a/.prepared/b": b"1", "a.params": b"1"}
+    unpack(make(tmp_path / "a.mar", files), tmp_path / "m")
+    assert [p.name for p in (tmp_path / "m").iterdir()] == ["a.params"]
+
+
+def test_a_tree_too_deep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match="deeper than 32 folders"):
+        unpack(make(tmp_path / "a.mar", {"a/" * 600 + "f": b"1"}), tmp_path / "m")
 
 
 def test_a_store_offers_mars_by_name(tmp_path: Path) -> None:
     store = tmp_path / "store"
     (store / "team").mkdir(parents=True)
     make(store / "team" / "봄.mar", {"service.py": b"", "MAR-INF/MANIFEST.json": b"{}"})
-    settings = StoreSettings(str(store), tmp_path / "cache", 1 << 30, (), ())
+    settings = StoreSettings(str(store), tmp_path / "cache", 1 << 30, 4 << 30, (), ())
     offered = open_store(str(store))
     assert [model.name for model in offered.models()] == ["team/봄"]
     for url in ("team/봄", "team/봄.mar", str(store / "team" / "봄.mar")):
@@ -114,6 +124,6 @@ def test_a_mar_in_s3_is_read_from_its_end_while_it_is_downloaded(
             monkeypatch.setenv(name, value)
         s3.put("마르.mar", packed.read_bytes())
         location = f"s3://{BUCKET}/"
-        cache = Cache(StoreSettings(location, tmp_path / "cache", 1 << 30, (), ()))
+        cache = Cache(StoreSettings(location, tmp_path / "cache", 1 << 30, 4 << 30, (), ()))
         fetched = cache.acquire(open_store(location).find("마르"))
         assert (fetched.path / "weights").read_bytes() == weights

@@ -78,7 +78,7 @@ def test_models_of_azure_are_offered_and_fetched(container: Any, tmp_path: Path)
     container.pipe_file("models/kogpt2/팀/동주/a.params", b"x")
     store = open_store(LOCATION)
     assert [m.name for m in store.models()] == ["소월", "팀/동주"]
-    cache = Cache(StoreSettings(LOCATION, tmp_path, 0, (), ()))
+    cache = Cache(StoreSettings(LOCATION, tmp_path, 0, 4 << 30, (), ()))
     for model in store.models():
         assert store.find(model.name) == model
         assert (cache.acquire(model).path / "a.params").exists()
@@ -88,7 +88,10 @@ def test_models_of_azure_are_offered_and_fetched(container: Any, tmp_path: Path)
 
 def test_versions_of_azure_do_not_mix(container: Any, tmp_path: Path) -> None:
     container.pipe_file("models/kogpt2/a.tar.gz", archive({"a.params": b"old"}))
-    cache, old = Cache(StoreSettings(LOCATION, tmp_path, 0, (), ())), open_store(LOCATION).find("a")
+    cache, old = (
+        Cache(StoreSettings(LOCATION, tmp_path, 0, 4 << 30, (), ())),
+        open_store(LOCATION).find("a"),
+    )
     container.pipe_file("models/kogpt2/a.tar.gz", archive({"a.params": b"new"}))
     with pytest.raises(ArtifactChanged):
         cache.acquire(old)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -301,3 +301,70 @@ def test_models_of_this_machine_are_used_in_place_or_unpacked(tmp_path: Path) ->
         cache.acquire(stored)
     newer = cache.acquire(open_store(str(store)).find("시"))
     assert (newer.path / "a.params").read_text() == "newer"
+
+
+def test_no_leftover_stops_a_start(
+    tmp_path: Path, deep: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    Cache(settings(tmp_path))
+    temporary, locks = tmp_path / "temporary", tmp_path / "locks"
+    deep(temporary / "deep")
+    (temporary / "closed" / "below").mkdir(parents=True)
+    (temporary / "closed" / "below" / "f").touch()
+    (temporary / "closed" / "below").chmod(0)
+    (temporary / "closed").chmod(0o500)
+    os.mkfifo(temporary / "pipe")
+    os.symlink(tmp_path, temporary / "link")
+    os.mkdir(bytes(temporary) + b"/\xff\xfe")
+    (temporary / "file").touch()
+    (temporary / ("n" * 255)).touch()  # no lock can have this name
+    (locks / "folder.pin").mkdir()
+    os.mkfifo(locks / "pipe.fetch")
+    Cache(settings(tmp_path))
+    assert [path.name for path in temporary.iterdir()] == ["n" * 255]
+    assert [path.name for path in locks.iterdir()] == ["folder.pin"]
+    assert {"folder", "n" * 255} <= {record.args[0] for record in caplog.records if record.args}
+    assert tmp_path.is_dir()
+
+
+def test_a_leftover_that_cannot_be_removed_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: object, *arguments: object) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    Cache(settings(tmp_path))
+    (tmp_path / "temporary" / "남은것").mkdir()
+    with monkeypatch.context() as context:
+        context.setattr(os, "rmdir", refuse)
+        cache = Cache(settings(tmp_path))
+    assert "남은것 cannot be removed" in caplog.text
+    assert cache.used_bytes() == 0
+
+
+def test_whatever_is_in_the_cache_can_make_room(
+    s3: S3Server, tmp_path: Path, deep: Callable[[Path], None]
+) -> None:
+    cache = Cache(settings(tmp_path, cache_max_bytes=250 * KIB))
+    deep(tmp_path / "models" / "deep")
+    (tmp_path / "models" / "deep" / "weights").write_bytes(bytes(150 * KIB))
+    cache.acquire(put(s3, "a", 100 * KIB))
+    assert entries(tmp_path) == {"a"}
+
+
+def test_a_refused_archive_leaves_nothing_and_is_told_by_its_size(
+    s3: S3Server, tmp_path: Path
+) -> None:
+    cache = Cache(settings(tmp_path, model_max_bytes=100 * KIB))
+    s3.put("kogpt2/a.tar.gz", archive({"x": noise(10), "a/" * 600 + "f": b"1"}))
+    s3.put("kogpt2/zeros.tar.gz", archive({"x": noise(10), "y": bytes(200 * KIB)}))
+    for name in ("a", "zeros"):
+        with pytest.raises(ArchiveError, match=r"deeper|MODEL_MAX_MIB"):
+            cache.acquire(find(name))
+        assert entries(tmp_path) == set()
+    for file in ("a.params", "b.params"):
+        s3.put(f"kogpt2/folder/{file}", noise(60 * KIB))
+    for large in (put(s3, "large", 150 * KIB), find("folder")):
+        with pytest.raises(ArchiveError, match="MODEL_MAX_MIB"):
+            cache.acquire(large)
+    assert entries(tmp_path) == set()

@@ -71,7 +71,7 @@ def test_models_of_google_are_offered_and_fetched(bucket: Any, tmp_path: Path) -
     bucket.pipe_file("models/elsewhere/a.tar.gz", data)
     store = open_store(LOCATION)
     assert [m.name for m in store.models()] == ["소월", "팀/동주"]
-    cache = Cache(StoreSettings(LOCATION, tmp_path, 0, (), ()))
+    cache = Cache(StoreSettings(LOCATION, tmp_path, 0, 4 << 30, (), ()))
     for model in store.models():
         assert store.find(model.name) == model
         assert (cache.acquire(model).path / "a.params").exists()
@@ -83,7 +83,10 @@ def test_models_of_google_are_offered_and_fetched(bucket: Any, tmp_path: Path) -
 
 def test_versions_of_google_do_not_mix(bucket: Any, tmp_path: Path) -> None:
     bucket.pipe_file("models/kogpt2/a.tar.gz", archive({"a.params": b"old"}))
-    cache, old = Cache(StoreSettings(LOCATION, tmp_path, 0, (), ())), open_store(LOCATION).find("a")
+    cache, old = (
+        Cache(StoreSettings(LOCATION, tmp_path, 0, 4 << 30, (), ())),
+        open_store(LOCATION).find("a"),
+    )
     bucket.pipe_file("models/kogpt2/a.tar.gz", archive({"a.params": b"new"}))
     with pytest.raises(ArtifactChanged):
         cache.acquire(old)

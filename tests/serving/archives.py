@@ -1,0 +1,16 @@
+"""Archives for tests, and how they are unpacked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from serving.store.archive import extract
+
+MAX_BYTES = 64 << 20
+
+
+def unpack(archive: Path, folder: Path, max_bytes: int = MAX_BYTES) -> None:
+    """Into a new folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with archive.open("rb") as stream:
+        extract(stream, folder, archive.name, max_bytes)

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from serving.store.disk import remove, size_bytes, walk
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "f").write_text("가")
+    (tmp_path / "tree" / "a" / "b").mkdir(parents=True)
+    os.symlink(tmp_path / "kept", tmp_path / "tree" / "a" / "b" / "link")
+    os.symlink(tmp_path / "kept", tmp_path / "link")
+    remove(tmp_path / "tree")
+    remove(tmp_path / "link")
+    remove(tmp_path / "nothing")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (tmp_path / "kept" / "f").exists()
+
+
+def test_a_walk_and_a_size_leave_links_alone(tmp_path: Path) -> None:
+    (tmp_path / "m" / ".hidden").mkdir(parents=True)
+    (tmp_path / "m" / ".hidden" / "f").write_bytes(bytes(100))
+    (tmp_path / "m" / "g").write_bytes(bytes(10))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "h").write_bytes(bytes(1000))
+    os.symlink(tmp_path / "other", tmp_path / "m" / "l")
+    assert {entry.name for entry in walk(tmp_path / "m")} == {"f", "g", "l"}
+    assert {entry.name for entry in walk(tmp_path / "m", hidden=False)} == {"g", "l"}
+    assert 110 <= size_bytes(tmp_path / "m") < 1000
+    assert size_bytes(tmp_path / "nothing") == 0
