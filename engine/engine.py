@@ -1,21 +1,16 @@
-"""The engine: holds all models, and makes their tokens on one thread, turn by turn."""
+"""The engine: holds all models, and queues what is asked of them."""
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from engine import backends, gpu
+from engine import backends
 from engine.artifacts import open_artifact
 from engine.errors import (
     EngineError,
@@ -24,79 +19,17 @@ from engine.errors import (
     ModelNotFound,
     Overloaded,
 )
-from engine.histogram import Histogram
+from engine.loop import Loop
 from engine.memory import MIB, Budget, return_freed_memory
+from engine.model import Model
 from engine.parameters import Parameters
 from engine.prompts import Inputs, Prompts
 from engine.prune import prune
-from engine.scheduler import Batch
-from engine.sequence import Sequence, State, Token
+from engine.scheduler import PREFILL_CHUNK, Batch
+from engine.sequence import Sequence, Token
 from engine.settings import Settings
 
-IDLE_S = 0.005
-# Giving a row's memory back takes as long and keeps the interpreter's lock: answers go out before.
-ANSWER_FIRST_S = 0.0005
-GPU_LOST = 75  # exit status
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Statistics:
-    """Counters of one model since it was loaded."""
-
-    requests: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    steps: int = 0
-    rows: int = 0  # summed over steps: rows / steps is the mean batch size
-    queue_s: Histogram = field(default_factory=Histogram)  # until its prompt is begun
-    time_to_first_token_s: Histogram = field(default_factory=Histogram)
-    seconds_per_request: float = 0.0  # moving average
-
-
-@dataclass
-class Model:
-    """A loaded model: its weights on a backend, its way with text, its batch."""
-
-    name: str
-    path: Path
-    backend: str
-    precision: str
-    compute: backends.BackendModel
-    prompts: Prompts
-    batch: Batch
-    reserved_bytes: int
-    load_s: float
-    statistics: Statistics = field(default_factory=Statistics)
-
-    def describe(self) -> dict[str, Any]:
-        config, counters = self.compute.config, self.statistics
-        return {
-            "name": self.name,
-            "model_dir": str(self.path),
-            "backend": self.backend,
-            "precision": self.precision,
-            "parameters": config.num_parameters,
-            "max_length": config.max_length,
-            "weight_bytes": self.compute.weight_bytes,
-            "kv_bytes": self.compute.kv_bytes,
-            "load_seconds": round(self.load_s, 3),
-            "running": len(self.batch.rows),
-            "waiting": len(self.batch.waiting),
-            **vars(counters),
-            "queue_s": counters.queue_s.describe(),
-            "time_to_first_token_s": counters.time_to_first_token_s.describe(),
-        }
-
-
-def _fail(sequences: list[Sequence], error: EngineError) -> None:
-    """Tells each; one that cannot be told (its client's event loop has gone) keeps no other."""
-    for sequence in sequences:
-        try:
-            sequence.fail(error)
-        except Exception:
-            logger.exception("a request could not be told that it failed")
 
 
 class Engine:
@@ -107,11 +40,10 @@ class Engine:
         self.budget = Budget(self.settings.budget_bytes)
         self._models: dict[str, Model] = {}
         self._loading: dict[str, Future[Model]] = {}
-        self._changed = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()
+        self._chunk = PREFILL_CHUNK[self.settings.device]
+        self._loop = Loop(self._models, self._chunk, self._lose)
+        self._changed = self._loop.changed
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
 
     # Models
 
@@ -199,7 +131,7 @@ class Engine:
             self.budget.release_weights(needed)
             return_freed_memory()
             raise
-        batch = Batch(compute, self.settings.max_rows, self.budget)
+        batch = Batch(compute, self.settings.max_rows, self.budget, self._chunk)
         took = time.monotonic() - started
         return Model(name, path, backend, precision, compute, prompts, batch, needed, took)
 
@@ -211,14 +143,27 @@ class Engine:
         with self._changed:
             model = self._find(name)
             del self._models[name]
-        self._on_thread(lambda: self._free(model))
+        self._loop.call(lambda: self._free(model, ModelNotFound(f"{name} was unloaded")))
         logger.info("unloaded %s", name)
 
-    def _free(self, model: Model) -> None:
-        _fail(model.batch.clear(), ModelNotFound(f"{model.name} was unloaded"))
-        model.compute.close()
-        self.budget.release_weights(model.reserved_bytes)
-        return_freed_memory()
+    def _lose(self, model: Model) -> None:
+        """After a fault in its batch: whoever asks next loads it anew."""
+        with self._changed:
+            if self._models.get(model.name) is model:
+                del self._models[model.name]
+        try:
+            self._free(model, EngineError(f"a step of {model.name} failed"))
+        except Exception:
+            logger.exception("%s could not be freed", model.name)
+
+    def _free(self, model: Model, reason: EngineError) -> None:
+        for sequence in model.batch.clear():
+            sequence.fail(reason)
+        try:
+            model.compute.close()
+        finally:
+            self.budget.release_weights(model.reserved_bytes)
+            return_freed_memory()
 
     def _find(self, name: str) -> Model:
         if name not in self._models:
@@ -276,6 +221,7 @@ class Engine:
             for i in range(parameters.num_return_sequences)
         ]
         with self._changed:
+            self._loop.check()
             if self._closed or self._models.get(name) is not model:
                 raise ModelNotFound(f"model {name} is not loaded")
             waiting = len(model.batch.waiting)
@@ -301,99 +247,13 @@ class Engine:
         for sequence in sequences:
             sequence.cancelled = True
 
-    # The thread
-
-    def _on_thread(self, command: Callable[[], None]) -> None:
-        """Runs `command` between two turns and waits for it."""
-        done: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                command()
-                done.set_result(None)
-            except BaseException as error:
-                done.set_exception(error)
-
-        with self._changed:
-            self._commands.append(run)
-            self._changed.notify_all()
-        done.result()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._commands or self._busy())
-                if self._closed and not self._commands:
-                    return
-                commands, self._commands = self._commands, deque()
-                busy = self._busy()
-            for command in commands:
-                command()
-            # In turn: no model gets two turns while another waits for one.
-            turns = [self._turn(m) for m in busy if self._models.get(m.name) is m]
-            if turns and not any(turns):  # all wait for memory that another thread holds
-                time.sleep(IDLE_S)
-
-    def _busy(self) -> list[Model]:
-        return [model for model in self._models.values() if model.batch.has_work]
-
-    def _turn(self, model: Model) -> bool:
-        """One step of one model. Says whether there was anything to do."""
-        try:
-            return self._step(model)
-        except Exception as error:
-            logger.exception("a step of %s failed", model.name)
-            if gpu.is_fatal(str(error)):  # no later step can work: the supervisor starts anew
-                os._exit(GPU_LOST)
-            known = isinstance(error, EngineError)
-            failure = error if known else EngineError(f"a step of {model.name} failed")
-            assert isinstance(failure, EngineError)
-            _fail(model.batch.clear(), failure)
-            return True
-
-    def _step(self, model: Model) -> bool:
-        """Schedule, run, postprocess."""
-        batch, compute, counters = model.batch, model.compute, model.statistics
-        with self._changed:  # the queue is shared with `submit`
-            chunks = batch.schedule()
-        for chunk in chunks:
-            if compute.length(chunk.row) == 0:
-                counters.queue_s.observe(time.monotonic() - batch.rows[chunk.row].queued_at)
-            logits = compute.extend(chunk.row, np.array(chunk.ids))
-            if chunk.completes:
-                sequence = batch.rows[chunk.row]
-                sequence.state = State.DECODE
-                waited_s = time.monotonic() - sequence.queued_at
-                counters.time_to_first_token_s.observe(waited_s)
-                sequence.advance(logits)
-                self._count(model, [sequence])
-        batch.collect()
-        running = batch.running()
-        if running:
-            rows = compute.decode(np.array([sequence.ids[-1] for sequence in running]))
-            for sequence, logits in zip(running, rows, strict=True):
-                sequence.advance(logits)
-            counters.steps += 1
-            counters.rows += len(running)
-            self._count(model, running)
-            if any(sequence.state is State.FINISHED for sequence in running):
-                time.sleep(ANSWER_FIRST_S)
-            batch.collect()
-        return bool(chunks or running)
-
-    @staticmethod
-    def _count(model: Model, advanced: list[Sequence]) -> None:
-        counters = model.statistics
-        counters.tokens += len(advanced)
-        for sequence in advanced:
-            if sequence.state is State.FINISHED:
-                took = time.monotonic() - sequence.queued_at
-                counters.seconds_per_request += (took - counters.seconds_per_request) / 8
+    def health(self) -> dict[str, Any]:
+        """Whether its thread lives and gets on, see `Loop.health`."""
+        return self._loop.health()
 
     def close(self) -> None:
-        for name in list(self._models):
-            self.unload(name)
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
+        for name in list(self._models):
+            self.unload(name)
+        self._loop.close()

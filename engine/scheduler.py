@@ -11,10 +11,10 @@ from engine.errors import DeadlineExceeded, OutOfMemory
 from engine.memory import Budget
 from engine.sequence import Sequence, State
 
-# Prompt tokens per turn while rows are running: what a running row may have to wait for.
-PREFILL_CHUNK = 64
-# Prompt tokens per turn while none is, which bounds what other models have to wait for.
-PREFILL_CHUNK_IDLE = 256
+# Tokens of a prompt that are computed at once. The edges lie at its multiples, so a text does not
+# depend on who computes beside it; a turn has room for as many, so that is what a running row may
+# have to wait for: 65 ms on two cores.
+PREFILL_CHUNK = {"cpu": 64, "gpu": 256}
 
 
 @dataclass
@@ -32,12 +32,12 @@ class Batch:
     Running rows come first. Behind them there is at most one whose prompt is not yet computed.
     """
 
-    def __init__(self, model: BackendModel, max_rows: int, budget: Budget) -> None:
+    def __init__(self, model: BackendModel, max_rows: int, budget: Budget, chunk: int) -> None:
         self.model = model
         self.max_rows = min(max_rows, model.max_rows)
         self.rows: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
-        self._budget = budget
+        self._budget, self._chunk = budget, chunk
         self._reserved_bytes = 0
 
     @property
@@ -52,14 +52,10 @@ class Batch:
         """K/V bytes of the rows, and of `more`, at their longest."""
         return self.model.kv_bytes_for([s.max_tokens for s in (*self.rows, *more)])
 
-    def schedule(self) -> list[Chunk]:
-        """Drops who left or came too late; says which pieces of prompts are computed this turn.
-
-        A chunk is bounded, so a long prompt does not stall the running rows; several short prompts
-        share one turn's bound.
-        """
+    def schedule(self, room: int) -> list[Chunk]:
+        """Drops who left or came too late; says which pieces of prompts are computed this turn,
+        of `room` tokens together."""
         self._drop()
-        room = PREFILL_CHUNK if self.running() else PREFILL_CHUNK_IDLE
         chunks: list[Chunk] = []
         partial = self.rows[-1] if self.rows and self.rows[-1].state is State.PREFILL else None
         while room > 0:
@@ -69,7 +65,9 @@ class Batch:
             partial = None
             row = len(self.rows) - 1
             done = self.model.length(row)
-            ids = sequence.prompt[done : done + room]
+            ids = sequence.prompt[done : done + self._chunk]
+            if len(ids) > room:
+                break
             completes = done + len(ids) == len(sequence.prompt)
             chunks.append(Chunk(row, ids, completes))
             room -= len(ids)
@@ -135,9 +133,11 @@ class Batch:
         self.rows[target] = self.rows[source]
 
     def clear(self) -> list[Sequence]:
-        """Closes everything; returns the sequences that were not finished."""
+        """Forgets everything, ahead of the model's end; returns the sequences that were not
+        finished. Asks nothing of the model, which may be why this is called."""
         left = [s for s in [*self.rows, *self.waiting] if s.state is not State.FINISHED]
-        while self.rows:
-            self._remove(len(self.rows) - 1)
+        self.rows.clear()
         self.waiting.clear()
+        self._budget.release_kv(self._reserved_bytes)
+        self._reserved_bytes = 0
         return left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from engine.parameters import Parameters
 from engine.sampling import Logits, Sampler, TokenLogprobs
 from engine.stripper import Stripper
 from engine.tokenizers import Detokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
@@ -94,8 +97,13 @@ class Sequence:
         self.emit(Token(self.index, token, self._stripper.finish(text), logprobs, reason))
 
     def fail(self, error: EngineError) -> None:
+        """Never raises: one that cannot be told (its client's event loop has gone) keeps no other
+        from being told."""
         self.state = State.FINISHED
-        self.emit(error)
+        try:
+            self.emit(error)
+        except Exception:
+            logger.exception("a request could not be told that it failed")
 
 
 def _find_stop(text: str, stops: tuple[str, ...]) -> tuple[int | None, int]:

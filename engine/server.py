@@ -9,7 +9,7 @@
     DELETE /requests/{request_id}   for one who knows that nobody waits any more
     POST   /room                    {"name", "model_dir", "backend"?, "precision"?}: whether a load
                                     would find room now
-    GET    /health
+    GET    /health                  503 where no step gets on, see `engine.loop`
     GET    /statistics
 
 Try it with `curl --unix-socket $ENGINE_SOCKET http://engine/statistics`. Errors are
@@ -139,7 +139,8 @@ class EngineApp:
         return Response(status_code=204)
 
     async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        health = self._engine.health()
+        return JSONResponse(health, status_code=200 if health["status"] == "ok" else 503)
 
     async def _statistics(self, request: Request) -> Response:
         return JSONResponse(self._engine.statistics())

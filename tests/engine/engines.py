@@ -131,7 +131,7 @@ def is_greedy(path: Path, prompt: list[int], new: list[int]) -> bool:
 
 def settle(engine: Engine) -> None:
     """Waits for the step that is under way."""
-    engine._on_thread(lambda: None)
+    engine._loop.call(lambda: None)
 
 
 def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:

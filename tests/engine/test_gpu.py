@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine import gpu
-from engine.engine import GPU_LOST
 from engine.errors import InvalidRequest
+from engine.loop import GPU_LOST
 from engine.memory import is_out_of_memory
 from engine.settings import Settings
 from tests.engine.models import make_artifact

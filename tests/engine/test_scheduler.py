@@ -14,13 +14,14 @@ from engine.backends import mxnet_backend
 from engine.errors import DeadlineExceeded, EngineError, OutOfMemory
 from engine.memory import Budget
 from engine.parameters import Parameters
-from engine.scheduler import PREFILL_CHUNK, PREFILL_CHUNK_IDLE, Batch, Chunk
+from engine.scheduler import Batch, Chunk
 from engine.sequence import Sequence, State, Token
 from engine.tokenizers import PieceDetokenizer
 from tests.engine.models import make_artifact
 
 CONTEXT = 512
 VOCAB = 200
+CHUNK = 64
 
 
 class Bench:
@@ -30,7 +31,7 @@ class Bench:
         self.model = mxnet_backend.load(open_artifact(path))
         self.token_bytes = self.model.config.kv_bytes_per_token
         self.budget = Budget(budget_tokens * self.token_bytes)
-        self.batch = Batch(self.model, max_rows, self.budget)
+        self.batch = Batch(self.model, max_rows, self.budget, CHUNK)
 
     def queue(self, length: int, new: int = 4, seed: int = 0, **options: Any) -> Sequence:
         prompt = np.random.default_rng(seed).integers(4, VOCAB, length).tolist()
@@ -48,9 +49,9 @@ class Bench:
         self.batch.waiting.append(sequence)
         return sequence
 
-    def step(self) -> list[Chunk]:
+    def step(self, room: int = CHUNK) -> list[Chunk]:
         """As the engine does it."""
-        chunks = self.batch.schedule()
+        chunks = self.batch.schedule(room)
         for chunk in chunks:
             logits = self.model.extend(chunk.row, np.array(chunk.ids))
             if chunk.completes:
@@ -115,39 +116,53 @@ def test_several_short_prompts_start_in_one_step(bench: Bench) -> None:
 
 
 def test_a_long_prompt_is_computed_in_pieces(bench: Bench) -> None:
-    sequence = bench.queue(PREFILL_CHUNK_IDLE + 100)
+    sequence = bench.queue(CHUNK + 10)
     (first,) = bench.step()
-    assert (len(first.ids), first.completes) == (PREFILL_CHUNK_IDLE, False)
+    assert (len(first.ids), first.completes) == (CHUNK, False)
     assert sequence.state is State.PREFILL
     (second,) = bench.step()
-    assert (len(second.ids), second.completes) == (100, True)
+    assert (len(second.ids), second.completes) == (10, True)
     assert first.ids + second.ids == sequence.prompt
 
 
 def test_a_prompt_of_just_one_piece_is_complete(bench: Bench) -> None:
-    bench.queue(PREFILL_CHUNK_IDLE)
+    bench.queue(CHUNK)
     assert [chunk.completes for chunk in bench.step()] == [True]
 
 
-def test_the_pieces_are_smaller_while_others_are_running(bench: Bench) -> None:
-    running = bench.queue(3, new=50)
+@pytest.mark.parametrize("company", [0, 1, 3])
+def test_a_prompt_is_cut_at_the_same_places_whoever_computes_beside_it(
+    bench: Bench, company: int
+) -> None:
+    for seed in range(company):
+        bench.queue(3, new=50, seed=seed)
     bench.step()
-    long = bench.queue(2 * PREFILL_CHUNK + 10)
-    before = running.num_new
+    running = bench.batch.running()
+    long = bench.queue(2 * CHUNK + 10)
+    before = [sequence.num_new for sequence in running]
     sizes = []
-    while long.num_new == 0:
-        sizes += [len(chunk.ids) for chunk in bench.step()]
-    assert sizes == [PREFILL_CHUNK, PREFILL_CHUNK, 10]
-    assert running.num_new == before + 3  # none of its steps was left out
+    for room in (20, CHUNK, CHUNK - 1, CHUNK, 9, 10):
+        sizes += [len(chunk.ids) for chunk in bench.step(room) if chunk.row == company]
+    assert long.num_new > 0
+    assert sizes == [CHUNK, CHUNK, 10]
+    assert [sequence.num_new for sequence in running] == [n + 6 for n in before]
 
 
 def test_nobody_starts_before_an_unfinished_prompt(bench: Bench) -> None:
-    bench.queue(PREFILL_CHUNK_IDLE + 10)
+    bench.queue(CHUNK + 10)
     late = bench.queue(5, seed=1)
     bench.step()
     assert late.state is State.WAITING
     rows = [chunk.row for chunk in bench.step()]
     assert rows == [0, 1]
+
+
+def test_the_prompts_of_a_turn_are_no_longer_than_its_room(bench: Bench) -> None:
+    for seed in range(4):
+        bench.queue(30, seed=seed)
+    assert [len(chunk.ids) for chunk in bench.step()] == [30, 30]
+    assert [len(chunk.ids) for chunk in bench.step(29)] == []
+    assert [len(chunk.ids) for chunk in bench.step()] == [30, 30]
 
 
 def test_prompts_start_in_the_order_of_the_queue(bench: Bench) -> None:
@@ -232,7 +247,7 @@ def test_a_cancelled_sequence_is_gone_at_the_next_step_and_says_nothing(bench: B
 
 def test_a_sequence_that_is_late_fails_wherever_it_is(bench: Bench) -> None:
     in_time = bench.queue(5, new=50)
-    prefilling = bench.queue(PREFILL_CHUNK_IDLE, deadline=time.monotonic() + 3600)
+    prefilling = bench.queue(CHUNK, deadline=time.monotonic() + 3600)
     waiting = bench.queue(5, deadline=time.monotonic() + 3600)
     bench.step()
     assert (prefilling.state, waiting.state) == (State.PREFILL, State.WAITING)
@@ -250,13 +265,28 @@ def test_clearing_a_batch_returns_who_was_not_finished_and_leaves_nothing(bench:
     bench.step()
     assert bench.batch.clear() == queued
     assert not bench.batch.has_work
-    assert (bench.budget.kv_bytes, bench.model.kv_bytes) == (0, 0)
+    assert bench.budget.kv_bytes == 0
+
+
+def test_clearing_a_batch_needs_nothing_of_a_model_that_is_broken(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued = [bench.queue(5, new=50, seed=i) for i in range(6)]
+    bench.step()
+
+    def broken(*_: int) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(bench.model, "remove_last_row", broken)
+    monkeypatch.setattr(bench.model, "move_row", broken)
+    assert bench.batch.clear() == queued
+    assert bench.budget.kv_bytes == 0
 
 
 def test_whoever_comes_and_goes_each_sequence_is_as_if_it_were_alone(path: Path) -> None:
     bench = Bench(path)
     rng = np.random.default_rng(17)
-    lengths = [1, 2, 63, 64, 65, 200, PREFILL_CHUNK_IDLE + 1, 400]
+    lengths = [1, 2, 63, 64, 65, 200, 257, 400]
     alone: dict[tuple[int, int], list[int]] = {}
 
     def expected(length: int, seed: int, count: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -16,8 +17,11 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from starlette.requests import Request
 
-from engine.server import LEASE_GRACE_S
+from engine.engine import Engine
+from engine.server import LEASE_GRACE_S, EngineApp
+from engine.settings import Settings
 from engine.tokenizers import SentencePieceTokenizer
 from tests.engine.engines import (
     WAIT_S,
@@ -62,7 +66,19 @@ def url(engine: EngineProcess, model_dir: Path) -> str:
 
 
 def test_the_engine_says_that_it_is_well(engine: EngineProcess) -> None:
-    assert engine.call("GET", "/health") == (200, {"status": "ok"})
+    status, health = engine.call("GET", "/health")
+    assert (status, health["status"], health["thread_alive"]) == (200, "ok", True)
+    assert health["step_age_s"] >= 0
+
+
+def test_an_engine_whose_thread_has_ended_is_not_well() -> None:
+    engine = Engine(Settings(memory_mib=1))
+    health = Request({"type": "http"})
+    app = EngineApp(engine)
+    assert asyncio.run(app._health(health)).status_code == 200
+    engine.close()
+    answer = asyncio.run(app._health(health))
+    assert (answer.status_code, json.loads(answer.body)["thread_alive"]) == (503, False)
 
 
 def test_models_are_loaded_listed_and_unloaded(engine: EngineProcess, model_dir: Path) -> None:
