@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+MAX_MESSAGE = 2000
+
+
+def cut(text: str, most: int = MAX_MESSAGE) -> str:
+    """At most so many characters, both ends kept: what a message quotes may be a megabyte of an
+    artifact's, and what is said of it comes after it."""
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
 
 class EngineError(Exception):
     """Base of all errors meant for people. `status` is the HTTP status that they turn into."""
@@ -9,8 +18,8 @@ class EngineError(Exception):
     status = 500
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = cut(message)
+        super().__init__(self.message)
         self.retry_after_s = retry_after_s
 
     @property
