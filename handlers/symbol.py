@@ -133,7 +133,18 @@ class SymbolModel:
         dtype = self._dtypes[name]
         if dtype not in NAMES:
             raise ArtifactError(f"{name} is of {dtype}, which cannot be sent")
-        return TensorSpec(name, NAMES[dtype], ("batch", *shape[1:]) if self._batched else shape)
+        if not self._batched:
+            return TensorSpec(name, NAMES[dtype], shape)
+        # As in SageMaker's container, whose MXNet binds a lone input's shape as it comes: a graph
+        # that flattens takes images without their channels.
+        takes = self._takes_rows if [*self._shapes] == [name] else None
+        return TensorSpec(name, NAMES[dtype], ("batch", *shape[1:]), takes)
+
+    def _takes_rows(self, shape: tuple[int, ...]) -> bool:
+        """Whether the graph computes rows of this shape, for a graph of one input."""
+        (name,) = self._shapes
+        row = shape[1:]
+        return any(self._takes(((name, (rows, *row)),)) for rows in (shape[0], self._batch))
 
     def _try(self) -> None:
         """What MXNet finds out only when it computes shall not wait for the first request."""
@@ -156,7 +167,7 @@ class SymbolModel:
     def _compute_rows(self, inputs: Mapping[str, Array], end: float | None) -> list[Array]:
         """All at once, or else as many at a time as the graph takes."""
         rows = self._rows(inputs)
-        step = rows if self._takes(rows) else self._batch
+        step = rows if self._takes(tuple((n, a.shape) for n, a in inputs.items())) else self._batch
         pieces = []
         for start in range(0, rows, step):
             part = {n: _padded(a[start : start + step], step) for n, a in inputs.items()}
@@ -173,13 +184,12 @@ class SymbolModel:
         return rows
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 -- a worker has one model, for all its life
-    def _takes(self, rows: int) -> bool:
-        """Whether the graph computes so many rows at once: not one that fixes their number."""
-        if rows == self._batch:
-            return True
+    def _takes(self, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:
+        """Whether the graph computes these rows at once: not one that fixes their number."""
+        rows = shapes[0][1][0]
         with self._lock:
             try:
-                found = self._infer({n: (rows, *shape[1:]) for n, shape in self._shapes.items()})
+                found = self._infer(dict(shapes))
             except ArtifactError:
                 return False
         return all(found[n][:1] == (rows,) for n in self._outputs)

@@ -9,6 +9,7 @@ https://github.com/aws/sagemaker-mxnet-inference-toolkit, default_inference_hand
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -67,7 +68,7 @@ def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
     name, shape = _only_input(model)
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
     media_type = (content_type or JSON).split(";")[0].strip().lower()
-    spec = TensorSpec(name, "FP32", ("batch", *shape[1:]))
+    spec = TensorSpec(name, "FP32", ("batch", *shape[1:]), functools.partial(_takes, model))
     return _batches(mx.nd.array(tensors.decode(raw, media_type, spec)), model)
 
 
@@ -75,8 +76,24 @@ def predict_fn(data: Any, model: Any, timeout_s: float) -> Any:
     """What the module gives for an iterator, an NDArray or a numpy array of rows."""
     if not isinstance(data, mx.io.DataIter):
         data = _batches(data if isinstance(data, mx.nd.NDArray) else mx.nd.array(data), model)
-    with computing():
-        return model.predict(data)
+    bound = model.data_shapes
+    try:
+        with computing():
+            return model.predict(data)
+    finally:
+        if model.data_shapes != bound:  # it was bound again, to this request's shape
+            model.reshape(bound)
+
+
+def _takes(model: Any, shape: tuple[int, ...]) -> bool:
+    """Whether the module computes rows of this shape."""
+    name, (rows, *_) = _only_input(model)
+    weights = {n: array.shape for n, array in model.get_params()[0].items()}
+    try:
+        model.symbol.infer_shape(**weights, **{name: (rows, *shape[1:])})
+    except mx.MXNetError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

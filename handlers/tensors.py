@@ -9,8 +9,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,11 +40,15 @@ NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a model takes or gives. A dimension that may be anything is its name, or None."""
+    """What a model takes or gives. A dimension that may be anything is its name, or None.
+
+    `takes` knows whether the model computes with a shape that is another one.
+    """
 
     name: str
     datatype: str
     shape: tuple[int | str | None, ...]
+    takes: Callable[[tuple[int, ...]], bool] | None = field(default=None, compare=False, repr=False)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -65,7 +69,7 @@ class TensorSpec:
             not isinstance(wanted, int) or size == wanted
             for size, wanted in zip(shape, self.shape, strict=True)
         )
-        if not fits:
+        if not fits and not (self.takes and min(shape, default=0) > 0 and self.takes(tuple(shape))):
             raise InvalidRequest(f"{self.name} has shape {list(shape)}, must be {self}")
 
 

@@ -145,6 +145,54 @@ def test_a_request_does_not_wait_for_a_turn_longer_than_it_may(model: Any) -> No
     assert len(ask(model, npy(images(1)), NPY)) == 1
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 28, 28), (28, 28), (784,), (7, 4, 28)])
+def test_a_graph_that_flattens_takes_any_rank(
+    digits: tuple[Path, Any], rows: int, shape: tuple[int, ...]
+) -> None:
+    folder, bound = digits
+    model, module = symbol.model_fn(str(folder)), symbol_module.model_fn(str(folder))
+    x = np.random.default_rng(0).random((rows, *shape), np.float32)
+    expected = bound(data=x.reshape(rows, 1, 28, 28))[0]
+    body = json.dumps(x.tolist()).encode()
+    np.testing.assert_allclose(ask(model, body), expected, atol=1e-6)
+    given = {"name": "data", "shape": list(x.shape), "datatype": "FP32", "data": x.ravel().tolist()}
+    answer, _ = symbol.transform_fn(model, json.dumps({"inputs": [given]}).encode(), JSON, None, 30)
+    np.testing.assert_allclose(
+        np.reshape(json.loads(answer)["outputs"][0]["data"], expected.shape), expected, atol=1e-6
+    )
+    for _ in range(2):  # the second one, after the module was bound to another shape
+        prediction = symbol_module.predict_fn(
+            symbol_module.input_fn(body, JSON, module), module, 30
+        )
+        np.testing.assert_allclose(prediction.asnumpy(), expected, atol=1e-6)
+        assert module.data_shapes[0].shape == (1, 1, 28, 28)
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (784,), (1, 27, 28), (1, 0, 28), (0, 28, 28), ()])
+def test_what_mxnet_refuses_is_told_with_what_it_takes(
+    digits: tuple[Path, Any], shape: tuple[int, ...]
+) -> None:
+    folder, _ = digits
+    model, module = symbol.model_fn(str(folder)), symbol_module.model_fn(str(folder))
+    body = npy(np.zeros(shape, np.float32))
+    for run in (
+        lambda: symbol.transform_fn(model, body, NPY, None, 30),
+        lambda: symbol_module.input_fn(body, NPY, module),
+    ):
+        with pytest.raises(InvalidRequest, match=r"must be FP32 \[batch, 1, 28, 28\]"):
+            run()
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """MNIST's two layers, as SageMaker's examples have them."""
+    folder = tmp_path_factory.mktemp("digits")
+    x = mx.sym.FullyConnected(mx.sym.Flatten(mx.sym.Variable("data")), num_hidden=8, name="fc1")
+    net = mx.sym.FullyConnected(mx.sym.Activation(x, act_type="relu"), num_hidden=10, name="fc2")
+    return folder, save_checkpoint(folder, net, {"data": (100, 1, 28, 28)})
+
+
 # Other graphs
 
 
