@@ -113,10 +113,7 @@ def _request(i: int, values: Mapping[str, Any], context: Any) -> tuple[Request, 
     id = headers.get(REQUEST_HEADER) or str(context.get_request_id(i))
     for name in INTERNAL_HEADERS:
         headers.pop(name, None)
-    parts = [
-        Part(name, kinds.get(name) or headers.get("content-type", ""), bytes(value))
-        for name, value in values.items()
-    ]
+    parts = [Part(name, kinds.get(name, ""), bytes(value)) for name, value in values.items()]
     return Request(id, headers, parts), limit_s
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ REQUEST_HEADER = "x-kogpt2-request"
 # On every answer of a worker; one without it is MMS's own.
 WORKER_HEADER = "x-kogpt2-worker"
 PAGE = 100
+
+Query = Mapping[str, str] | Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,22 @@ class MMSClient:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
-        query: Mapping[str, str] | None = None,
+        query: Query | None = None,
     ) -> Answer:
-        """Raises `Unavailable` when MMS is not there, `Timeout` when it is silent."""
+        """Raises `Unavailable` when MMS is not there, `Timeout` when it is silent.
+
+        A body has the type that `headers` say, or none.
+        """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(
-                method, url, params=query, headers=headers, data=body, timeout=timeout
+                method,
+                url,
+                params=query,
+                headers=headers,
+                skip_auto_headers=("Content-Type",),
+                data=body,
+                timeout=timeout,
             ) as response:
                 return Answer(response.status, response.headers, await response.read())
         except asyncio.TimeoutError:
@@ -105,10 +116,22 @@ class MMSClient:
         return outcome
 
     async def invoke(
-        self, name: str, body: bytes, headers: Mapping[str, str], timeout_s: float
+        self,
+        name: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        query: Query | None = None,
     ) -> Answer:
-        url = f"/models/{name}/invoke"
-        return await self.call("POST", url, timeout_s=timeout_s, headers=headers, body=body)
+        """`query` becomes values beside the body: `row["data"]` of a service is `?data=`."""
+        return await self.call(
+            "POST",
+            f"/models/{name}/invoke",
+            timeout_s=timeout_s,
+            headers=headers,
+            body=body,
+            query=query,
+        )
 
     async def unregister(self, name: str, timeout_s: float = 30.0) -> None:
         """Ends the model's worker. A model that MMS does not know is fine."""

@@ -187,13 +187,14 @@ def _check_arguments(name: str, function: Callable[..., Any]) -> None:
         )
 
 
-def _decoded(request: Request) -> tuple[bytes | str, str | None]:
-    """The body, JSON and CSV as text, and its type without a charset that is dealt with here.
+def _decoded(request: Request) -> tuple[bytes | str, str]:
+    """The body, JSON and CSV as text, and its type without a charset that is dealt with here; JSON
+    where nothing is said, as the built-in handlers take it.
 
     Raises `InvalidRequest`, or `ScriptError` for an unknown charset.
     """
-    content_type = request.headers.get("content-type")
-    kind, *options = (content_type or "").split(";")
+    content_type = request.headers.get("content-type", JSON)
+    kind, *options = content_type.split(";")
     kind = kind.strip()
     if kind not in UTF8_TYPES:
         return request.body, content_type

@@ -24,11 +24,12 @@ from serving.api.common import (
 )
 from serving.api.stream import open_stream, wanted
 from serving.errors import BadRequest, ServingError, Unavailable, WorkerFailed
-from serving.mms_client import REQUEST_HEADER, TIMEOUT_HEADER, Answer, message_of
+from serving.mms_client import REQUEST_HEADER, TIMEOUT_HEADER, Answer, Query, message_of
 from serving.model import Model
 from serving.workers import MMS_GRACE_S
 
 MAX_HEADER_CHARACTERS = 6000  # together; MMS takes 8192
+MAX_QUERY_CHARACTERS = 3000  # MMS takes a first line of 4096
 # Of a client's headers only these reach a worker: an odd one can stop it (fault 3 of MMS).
 FORWARDED = ("content-type", "accept", TARGET_MODEL, CUSTOM_ATTRIBUTES)
 # A worker dies in two steps, its process and the one that watches it, so twice is not enough.
@@ -62,7 +63,7 @@ async def invoke(
             return await open_stream(gateway, model, stream, headers.get("accept", ""), resources)
         headers[REQUEST_HEADER] = secrets.token_hex(8)
         async with _cancelled_when_gone(gateway, request, headers[REQUEST_HEADER]):
-            answer = await _ask(gateway, model, body, headers)
+            answer = await _ask(gateway, model, body, headers, _query(request))
         counted.status = answer.status
         return _response(answer)
 
@@ -117,7 +118,20 @@ async def _cancelled_when_gone(
         watching.cancel()
 
 
-async def _ask(gateway: Gateway, model: Model, body: bytes, headers: dict[str, str]) -> Answer:
+def _query(request: Request) -> Query:
+    """For services of Multi Model Server. Raises `BadRequest` for one that it could not take."""
+    size = len(request.url.query)
+    if size > MAX_QUERY_CHARACTERS:
+        raise BadRequest(
+            f"the query has {size} characters, at most {MAX_QUERY_CHARACTERS} are taken: send it"
+            " as the body"
+        )
+    return request.query_params.multi_items()
+
+
+async def _ask(
+    gateway: Gateway, model: Model, body: bytes, headers: dict[str, str], query: Query
+) -> Answer:
     """The worker's answer. One that is lost meanwhile is asked again when it is back; a request
     that kills whoever answers it is given up."""
     limit_s = model.request_timeout_s
@@ -129,7 +143,7 @@ async def _ask(gateway: Gateway, model: Model, body: bytes, headers: dict[str, s
             await gateway.recovery.wait_for(model, end - time.monotonic())
         try:
             left_s = max(end - time.monotonic(), 1.0)
-            answer = await _ask_once(gateway, model, body, headers, left_s)
+            answer = await _ask_once(gateway, model, body, headers, query, left_s)
         except Unavailable:  # MMS is being started again
             if attempt == ATTEMPTS - 1:
                 raise
@@ -142,10 +156,15 @@ async def _ask(gateway: Gateway, model: Model, body: bytes, headers: dict[str, s
 
 
 async def _ask_once(
-    gateway: Gateway, model: Model, body: bytes, headers: dict[str, str], timeout_s: float
+    gateway: Gateway,
+    model: Model,
+    body: bytes,
+    headers: dict[str, str],
+    query: Query,
+    timeout_s: float,
 ) -> Answer | None:
     """None if the worker is given up meanwhile: MMS would not answer then."""
-    call = asyncio.create_task(gateway.mms.invoke(model.id, body, headers, timeout_s))
+    call = asyncio.create_task(gateway.mms.invoke(model.id, body, headers, timeout_s, query))
     lost = asyncio.create_task(model.lost.wait())
     try:
         await asyncio.wait((call, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -190,5 +209,4 @@ def forwarded_headers(request: Request) -> dict[str, str]:
             f"the headers {', '.join(FORWARDED)} have {size} characters together, at most"
             f" {MAX_HEADER_CHARACTERS} are taken"
         )
-    found.setdefault("content-type", "application/json")
     return found

@@ -40,7 +40,7 @@ def wanted(body: bytes, headers: Mapping[str, str]) -> GenerateRequest | None:
     if b'"stream"' not in body:
         return None
     with suppress(EngineError):  # the worker says what is wrong
-        request = parse(body, headers["content-type"])
+        request = parse(body, headers.get("content-type"))
         return request if request.stream else None
     return None
 

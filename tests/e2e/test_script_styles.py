@@ -273,12 +273,19 @@ def test_the_environment_may_name_the_program(store: Path, tmp_path: Path) -> No
     )
     transform(store / "other", "return 'inference'")
     small(script(store / "empty", "# nothing\n", "code/serve.py"))
+    script(store / "handled", FUNCTION.format(name="handled"), "service.py")
+    transform(store / "handled", "return 'inference'")
     environment = {"SAGEMAKER_PROGRAM": "serve.py", "SAGEMAKER_SUBMIT_DIRECTORY": "src"}
+    environment |= {"SAGEMAKER_HANDLER": "service:handle", "SAGEMAKER_MODEL_SERVER_WORKERS": "2"}
     with serving(tmp_path / "own", store, **environment) as server:
         for own, expected in (("named", "serve"), ("submitted", "src"), ("other", "inference")):
             url = str(store / own)
             assert server.load(own, url).status_code == 200, own
             assert server.predict(own, 1).text == expected
+        children = len(server.descendants("scripts/child.py"))
+        assert children == 2 * 3
+        assert server.load("handled").status_code == 200
+        assert server.predict("handled", {"값": 21}).json() == [42, 1]
         assert server.load("plain").status_code == 200  # brings none: the built-in handler
         assert text(server.predict("plain", SHORT))
         assert server.load("empty").status_code == 200
@@ -435,6 +442,41 @@ def test_a_class_with_initialize_and_handle(
     answer = post(server, name, "봄".encode(), Content_Type="text/plain; charset=utf-8")
     assert answer.content.decode() == f"{name} text/plain; charset=utf-8 봄"
     assert answer.headers["content-type"] == "text/plain"
+
+
+def test_a_services_values_are_as_multi_model_server_gives_them(
+    server: Server, store: Path, name: str
+) -> None:
+    script(
+        store / name,
+        """
+        class Service:
+            def initialize(self, context): pass
+            def handle(self, data, context):
+                shown = {}
+                for key, value in data[0].items():
+                    raw = isinstance(value, (bytes, bytearray))
+                    shown[key] = ["bytes", value.decode()] if raw else value
+                return [shown]
+        """,
+    )
+    assert server.load(name).status_code == 200
+    url = server.url(f"/predictions/{name}")
+    plain = requests.post(url, data='{"값": 1}'.encode(), timeout=60)  # without a Content-Type
+    assert plain.json() == {"body": ["bytes", '{"값": 1}']}
+    asked = requests.get(url, params={"data": "봄 밤&", "n": ["1", "2"]}, timeout=60)
+    assert {**asked.json(), "body": None} == {
+        "data": ["bytes", "봄 밤&"],
+        "n": ["bytes", "2"],
+        "body": None,
+    }
+    both = requests.post(url, params={"data": "[1]"}, json={"값": 1}, timeout=60)
+    assert both.json() == {"data": ["bytes", "[1]"], "body": {"값": 1}}
+    odd = requests.get(f"{url}?data=%ed%a0%80&accept=a&%ff=1&;=&body", timeout=60)
+    assert odd.status_code == 200, odd.text
+    long = requests.get(url, params={"data": "가" * 400}, timeout=60)
+    assert error(long) == (400, "BadRequestException")
+    assert "send it as the body" in long.json()["message"]
 
 
 def test_a_load_request_may_name_the_handler(server: Server, store: Path, name: str) -> None:
