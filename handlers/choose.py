@@ -46,6 +46,15 @@ def brings_script(model_dir: str | os.PathLike[str], handler: str | None = None)
         return True  # a broken one, for `choose` to refuse
 
 
+def has_handler(model_dir: str | os.PathLike[str], handler: str) -> bool:
+    """Whether `handler`, which is nobody's in particular, is there and the model names no other."""
+    try:
+        script = find_script(model_dir, handler) if handler else None
+    except (ArtifactError, OSError):
+        return False
+    return script is not None and script.manifest is None
+
+
 def choose(model_dir: str, handler: str | None = None) -> Handler | ScriptHandler:
     """`handler` is what the load request names. Raises `ArtifactError` for what no one serves."""
     script = find_script(model_dir, handler)

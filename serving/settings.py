@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -14,10 +15,14 @@ from serving.errors import SettingError
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 MAX_PORT = 65535
+MODEL_NAME = re.compile(r"\w[\w.+-]{,127}")
 
 
-def _setting(variable: str, default: Any, help_text: str, option: str | None = None) -> Any:
-    metadata = {"variable": variable, "help": help_text, "option": option}
+def _setting(
+    variable: str, default: Any, help_text: str, option: str | None = None, also: str = ""
+) -> Any:
+    """`also` is another variable, SageMaker's own, that is read where this one is not set."""
+    metadata = {"variable": variable, "help": help_text, "option": option, "also": also}
     return field(default=default, metadata=metadata)
 
 
@@ -65,6 +70,9 @@ class Settings:
     base_dir: str = _setting(
         "SAGEMAKER_BASE_DIR", "/opt/ml", "where SageMaker puts models (`model/`, `models/`)"
     )
+    single_model_name: str = _setting(
+        "SAGEMAKER_MODEL_NAME", "model", "what the model in `model/` is called"
+    )
     management_token: str = _setting(
         "MANAGEMENT_TOKEN", "", "if set, loading and unloading need it as a bearer token"
     )
@@ -86,7 +94,14 @@ class Settings:
     script_workers: int = _setting(
         "SCRIPT_WORKERS",
         1,
-        "processes of a model that brings its own script, each with the model loaded",
+        "processes of a model that brings its own script, each with the model loaded; else"
+        " `SAGEMAKER_MODEL_SERVER_WORKERS`",
+        also="SAGEMAKER_MODEL_SERVER_WORKERS",
+    )
+    handler: str = _setting(
+        "SAGEMAKER_HANDLER",
+        "",
+        "`service:handle`: answers for models that hold such a file and name no other",
     )
     request_timeout_s: int = _setting(
         "REQUEST_TIMEOUT_S", 60, "an answer that takes longer is given up with 504"
@@ -117,6 +132,18 @@ class Settings:
         for name in ("workers_per_model", "script_workers", "request_timeout_s", "start_timeout_s"):
             if getattr(self, name) < 1:
                 raise SettingError(f"{_variable(name)} must be at least 1")
+        module = self.handler.partition(":")[0].removesuffix(".py")
+        # The toolkits' own services: ours does what they do.
+        if ("." in module or module.startswith("/")) and not module.endswith("handler_service"):
+            raise SettingError(
+                f"SAGEMAKER_HANDLER is {self.handler:.200}, must name a file in the models, such as"
+                " service:handle: a module of the image does not serve them"
+            )
+        if not MODEL_NAME.fullmatch(self.single_model_name):
+            raise SettingError(
+                f"SAGEMAKER_MODEL_NAME is {self.single_model_name!r:.100}, must be letters, digits"
+                " and . _ - + (not first)"
+            )
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -130,9 +157,10 @@ class Settings:
         """Environment first, then options. Raises `SettingError` naming the variable."""
         settings = cls(
             **{
-                f.name: _parse(f.metadata["variable"], environment[f.metadata["variable"]], f.type)
+                f.name: _parse(variable, environment[variable], f.type)
                 for f in fields(cls)
-                if environment.get(f.metadata["variable"])
+                for variable in (f.metadata["also"], f.metadata["variable"])  # the later one wins
+                if environment.get(variable)
             }
         )
         given = vars(_parser(cls).parse_args(options))

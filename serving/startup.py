@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 HEALTH_S = 0.5
 # A new Java process compiles what it runs often: 0.2 s of calls spare the first requests some 2 ms.
 WARM_UP_CALLS = 200
-SINGLE_MODEL = "model"
 
 
 async def watch_health(gateway: Gateway) -> None:
@@ -52,11 +51,11 @@ async def _preload(gateway: Gateway) -> None:
     settings = gateway.settings
     single = Path(settings.base_dir) / "model"
     if not settings.sagemaker_multi_model and single.is_dir() and any(single.iterdir()):
-        gateway.single_model = SINGLE_MODEL
+        name = gateway.single_model = settings.single_model_name
         place = (str(single), gateway.store, gateway.store_settings)
         try:
             stored = await asyncio.to_thread(locate, *place)
-            await gateway.registry.load(SINGLE_MODEL, str(single), stored)
+            await gateway.registry.load(name, str(single), stored)
         except Conflict:  # the gateway before this one has loaded it
             pass
         except (ServingError, EngineError) as error:

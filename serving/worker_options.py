@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from handlers.choose import brings_script
+from handlers.choose import brings_script, has_handler
 from serving.settings import Settings
 
 BATCHING = ("batch_size", "max_batch_delay")
@@ -23,6 +23,8 @@ def worker_options(
     """
     options = dict(asked)
     handler: str | None = options.pop("handler", None)
+    if handler is None and has_handler(path, settings.handler):
+        handler = settings.handler
     if brings_script(path, handler):
         options.setdefault("initial_workers", settings.script_workers)
         return options, handler

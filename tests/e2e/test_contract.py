@@ -439,12 +439,14 @@ def test_a_single_model_is_loaded_at_the_start_on_the_port_that_sagemaker_names(
     environment = {
         "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"),
         "MODEL_STORE": str(tmp_path / "store"),
+        "SAGEMAKER_MODEL_NAME": "봄노래",
     }
     server = Server(tmp_path / "server", None, {**FAST, **environment}, options=False)
     try:
         server.wait_until_ready()
         before = text(post(server.url("/invocations"), SHORT))
-        assert [model["modelName"] for model in models(server)] == ["model"]
+        assert [model["modelName"] for model in models(server)] == ["봄노래"]
+        assert text(server.predict("봄노래", SHORT)) == before
         server.descendants("serving.gateway")[0].kill()
         eventually(lambda: "the gateway was killed by SIGKILL" in server.text())
         eventually(server.is_ready)

@@ -22,6 +22,12 @@ def test_options_win_over_the_environment() -> None:
         ({"WORKERS_PER_MODEL": "0"}, "WORKERS_PER_MODEL"),
         ({"REQUEST_TIMEOUT_S": "1.5"}, "REQUEST_TIMEOUT_S"),
         ({"SHOW_EXAMPLES": "yes"}, "SHOW_EXAMPLES"),
+        ({"SAGEMAKER_MODEL_SERVER_WORKERS": "둘"}, "SAGEMAKER_MODEL_SERVER_WORKERS"),
+        ({"SAGEMAKER_HANDLER": "/home/model-server/handler.py:handle"}, "a file in the models"),
+        ({"SAGEMAKER_HANDLER": "my.module:handle"}, "a file in the models"),
+        ({"SAGEMAKER_MODEL_NAME": "../x"}, "SAGEMAKER_MODEL_NAME"),
+        ({"SAGEMAKER_MODEL_NAME": "a/b"}, "SAGEMAKER_MODEL_NAME"),
+        ({"SAGEMAKER_MODEL_NAME": "a" * 129}, "SAGEMAKER_MODEL_NAME"),
     ],
 )
 def test_a_bad_value_is_named(environment: dict[str, str], named: str) -> None:
@@ -32,3 +38,14 @@ def test_a_bad_value_is_named(environment: dict[str, str], named: str) -> None:
 def test_one_port_can_serve_both() -> None:
     assert Settings.read([], {}).ports == (8080, 8081)
     assert Settings.read([], {"SAGEMAKER_BIND_TO_PORT": "8081"}).ports == (8081,)
+
+
+def test_sagemakers_variables_are_read_where_our_own_are_not_set() -> None:
+    sdk = {"SAGEMAKER_MODEL_SERVER_WORKERS": "3"}  # its `model_server_workers`
+    assert Settings.read([], sdk).script_workers == 3
+    assert Settings.read([], {**sdk, "SCRIPT_WORKERS": "2"}).script_workers == 2
+    assert Settings.read([], sdk).workers_per_model == Settings.workers_per_model
+    for name in ("봄노래", "sowol-2.1+b"):
+        assert Settings.read([], {"SAGEMAKER_MODEL_NAME": name}).single_model_name == name
+    for handler in ("sagemaker_inference.default_handler_service", "src/service.py:handle"):
+        assert Settings.read([], {"SAGEMAKER_HANDLER": handler}).handler == handler
