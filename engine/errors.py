@@ -13,12 +13,15 @@ def cut(text: str, most: int = MAX_MESSAGE) -> str:
 
 
 class EngineError(Exception):
-    """Base of all errors meant for people. `status` is the HTTP status that they turn into."""
+    """Base of all errors meant for people. `status` is the HTTP status that they turn into.
+
+    The message can be sent whatever it quotes: it is not long, and has no half of a character.
+    """
 
     status = 500
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        self.message = cut(message)
+        self.message = cut(message.encode("utf-8", "backslashreplace").decode())
         super().__init__(self.message)
         self.retry_after_s = retry_after_s
 

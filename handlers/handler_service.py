@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from sagemaker_inference.default_handler_service import DefaultHandlerService
 
 from engine.errors import EngineError
+from handlers.payload import JSON, to_json
 from handlers.settings import Settings
 from handlers.slot import Slot
 from handlers.transformer import ModelTransformer
@@ -51,8 +51,8 @@ class HandlerService(DefaultHandlerService):  # type: ignore[misc]
             context.set_response_header(i, WORKER_HEADER, "1")
         headers = {str(k).lower(): v for k, v in context.get_all_request_header(0).items()}
         if self._secret and headers.get(PROBE_HEADER) == self._secret:
-            context.set_response_content_type(0, "application/json")
-            return [json.dumps(self._outcome(), ensure_ascii=False).encode("utf-8")]
+            context.set_response_content_type(0, JSON)
+            return [to_json(self._outcome())]
         answers: list[Any] = self._service.transform(data, context, self.load_error)
         return answers
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from engine.parameters import Parameters
 
 JSON = "application/json"
 TEXT = "text/plain"
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
 class UnsupportedMediaType(EngineError):
@@ -56,18 +58,9 @@ def parse(body: bytes | bytearray | str | None, content_type: str | None) -> Gen
             f"Content-Type is {content_type}, must be {JSON} or {TEXT} in UTF-8"
             " (with curl: -H 'Content-Type: application/json')"
         )
-    if body is None:
-        body = b""
-    try:
-        text = body if isinstance(body, str) else bytes(body).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the body is not UTF-8 (byte {error.start})") from None
     if media_type == TEXT:
-        return _checked(Form.TEXT, text, {})
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
+        return _checked(Form.TEXT, as_text(body or b""), {})
+    value = parse_json(body or b"")
     if isinstance(value, str):
         # The guide's loop knows no limit but `</s>`: the context is the only one here.
         return _checked(Form.GUIDE, value, {"max_new_tokens": 1_000_000})
@@ -94,18 +87,42 @@ def parse(body: bytes | bytearray | str | None, content_type: str | None) -> Gen
     return dataclasses.replace(_checked(Form.OBJECT, inputs, parameters or {}), stream=stream)
 
 
+def as_text(body: bytes | bytearray | str) -> str:
+    """Raises `InvalidRequest` for what is not UTF-8."""
+    try:
+        return body if isinstance(body, str) else body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not UTF-8 (byte {error.start})") from None
+
+
+def parse_json(body: bytes | bytearray | str) -> Any:
+    """Raises `InvalidRequest`, also for texts that no text can hold."""
+    text = as_text(body)
+    try:
+        value = json.loads(text)
+        if SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):x}"
+        raise InvalidRequest(
+            f"the body holds {half}, half a surrogate pair, which is no character"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    return value
+
+
+def to_json(value: Any) -> bytes:
+    """Half of a surrogate pair, which is no character, is written as the escape that it is."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
 def _checked(
     form: Form, inputs: str | Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> GenerateRequest:
     fields = {"inputs": inputs} if isinstance(inputs, str) else _fields(inputs)
     if not any(text.strip() for text in fields.values()):
         raise InvalidRequest("inputs is empty, must be text")
-    for name, text in fields.items():
-        try:
-            (name + text).encode("utf-8")
-        except UnicodeEncodeError:
-            message = f"{name!a} holds half a surrogate pair, which is no character"
-            raise InvalidRequest(message.replace("'", "")) from None
     return GenerateRequest(form, inputs, parameters)
 
 
@@ -162,4 +179,4 @@ def format_answer(
         value = {**sequences[0], "seconds": answer["seconds"]}
         if len(sequences) > 1:
             value["sequences"] = sequences
-    return json.dumps(value, ensure_ascii=False).encode("utf-8"), JSON
+    return to_json(value), JSON

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest
-from handlers.payload import JSON
+from handlers.payload import JSON, parse_json, to_json
 from handlers.v2_binary import BINARY, HEADER_SIZE, joined, pack_texts, split, unpack_texts
 
 DATATYPES = {"generated_text": "BYTES", "tokens": "INT64", "finish_reason": "BYTES"}
@@ -53,10 +53,7 @@ def parse(body: bytes | bytearray | str, content_type: str | None) -> TextReques
         raw, binary = split(raw, size)
     elif b'"datatype"' not in raw:
         return None
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
+    value = parse_json(raw)
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), list):
         return None
     for name in value:
@@ -68,7 +65,7 @@ def parse(body: bytes | bytearray | str, content_type: str | None) -> TextReques
     as_bytes = bool(parameters.pop("binary_data_output", False))
     plain = {"inputs": _text(value["inputs"], binary), "parameters": parameters}
     outputs = _outputs(value.get("outputs"), as_bytes)
-    return TextRequest(json.dumps(plain).encode(), outputs, value.get("id"))
+    return TextRequest(to_json(plain), outputs, value.get("id"))
 
 
 def _hints(value: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -128,5 +125,5 @@ def answer(request: TextRequest, plain: bytes, name: str) -> tuple[bytes, str]:
         else:
             entry["data"] = values
         body["outputs"].append(entry)
-    header = json.dumps(body, ensure_ascii=False).encode("utf-8")
+    header = to_json(body)
     return joined(header, pieces) if pieces else (header, JSON)

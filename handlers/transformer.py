@@ -6,7 +6,6 @@ whole batch with the first request's headers (sagemaker-inference 1.10.1, transf
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from sagemaker_inference.transformer import Transformer
 
 from engine.errors import EngineError
 from handlers.choose import Handler, choose
+from handlers.payload import JSON, to_json
 from handlers.request_id import request_id
 from handlers.scripts.handler import ScriptHandler
 from handlers.scripts.messages import Answer, Part, Request
@@ -127,12 +127,11 @@ def _explained(error: Exception, requests: Sequence[Request]) -> EngineError:
 
 def _respond(i: int, answer: Answer | EngineError, context: Any) -> bytes:
     if isinstance(answer, EngineError):
-        # Multi Model Server's worker dies of a phrase that is not ASCII.
-        context.set_response_status(answer.status, answer.type, i)
+        context.set_response_status(answer.status, "", i)
         if answer.retry_after_s is not None:
             context.set_response_header(i, "retry-after", f"{answer.retry_after_s:.0f}")
-        context.set_response_content_type(i, "application/json")
-        return json.dumps(answer.to_body(), ensure_ascii=False).encode("utf-8")
+        context.set_response_content_type(i, JSON)
+        return to_json(answer.to_body())
     if answer.status != 200:
         context.set_response_status(answer.status, "", i)
     for name, value in answer.headers.items():

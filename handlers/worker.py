@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from handlers.deferred import deferred
+from handlers.scripts.output import print_anything
 
 # The worker goes when MMS has closed all connections for this long: the model was unregistered, or
 # MMS itself is gone.
@@ -151,6 +152,7 @@ def _open_pipes(paths: list[Path], pipes: contextlib.ExitStack) -> None:
 
 
 def main() -> None:
+    print_anything()
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
     from mms.arg_parser import ArgParser
 

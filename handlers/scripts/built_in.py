@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from engine.errors import ArtifactError, InvalidRequest
+from engine.errors import ArtifactError
 from handlers.choose import Handler, built_in
-from handlers.payload import JSON, TEXT
+from handlers.payload import JSON, TEXT, as_text, parse_json, to_json
 from handlers.scripts import formats
 from handlers.scripts.messages import ScriptError
 
@@ -43,15 +43,11 @@ class BuiltIn:
 
     def input_fn(self, body: bytes | str, content_type: str | None, model: Any) -> Any:
         """Raises `InvalidRequest`, or 415."""
-        try:
-            text = body if isinstance(body, str) else body.decode("utf-8")
-            kind = (content_type or JSON).split(";")[0].strip()
-            if kind == JSON:
-                return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"the body is not JSON: {error}") from None
+        kind = (content_type or JSON).split(";")[0].strip()
+        if kind == JSON:
+            return parse_json(body)
         if kind == TEXT:
-            return text
+            return as_text(body)
         raise ScriptError(
             f"Content type {content_type} is not supported, {JSON} and {TEXT} are",
             415,
@@ -62,7 +58,7 @@ class BuiltIn:
         """Raises `EngineError`."""
         value = {"inputs": data} if isinstance(data, str) else data
         try:
-            body = json.dumps(value).encode()
+            body = to_json(value)
         except (TypeError, ValueError) as error:
             raise ScriptError(f"input_fn gave what is no JSON value: {error}") from None
         answer, kind = self.handler.transform_fn(model, body, JSON, JSON, timeout_s)

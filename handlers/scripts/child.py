@@ -35,6 +35,7 @@ from handlers.scripts.messages import (
     send_answers,
 )
 from handlers.scripts.module import import_script, set_path
+from handlers.scripts.output import print_anything
 from handlers.scripts.styles import Service, service_of
 
 PR_SET_PDEATHSIG = 1
@@ -48,6 +49,7 @@ def main() -> None:
     # What the script forks shall not hold it open when the script is gone.
     os.register_at_fork(after_in_child=connection.close)
     orders, _ = receive(connection)
+    print_anything()
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
     if orders["memory_mib"]:
         limit = orders["memory_mib"] << 20

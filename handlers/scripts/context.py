@@ -13,9 +13,10 @@ from typing import Any
 from mms.context import Context, RequestProcessor
 
 from engine.errors import InvalidRequest
+from handlers.payload import JSON, to_json
 from handlers.scripts.messages import Answer, Request, ScriptError
 
-JSON, TEXT, BYTES = "application/json", "text/plain; charset=utf-8", "application/octet-stream"
+TEXT, BYTES = "text/plain; charset=utf-8", "application/octet-stream"
 
 
 class Headers(dict[str, Any]):
@@ -85,29 +86,20 @@ def answer_of(value: Any, kind: str | None, processor: RequestProcessor, what: s
         body, own = value.encode("utf-8", "replace"), TEXT
     else:
         try:
-            body = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+            body = to_json(value)
         except (TypeError, ValueError, RecursionError):
             name = type(value).__name__
             raise ScriptError(
                 f"{what} returned a {name}, must return bytes, text or JSON values"
             ) from None
         own = JSON
-    headers = {}
-    for name, header in processor.get_response_headers().items():
-        headers[_printable(name, what).lower()] = _printable(header, what)
+    headers = {
+        name.lower() if isinstance(name, str) else name: header
+        for name, header in processor.get_response_headers().items()
+    }
     status = processor.get_response_status_code()
-    if not isinstance(status, int) or not 200 <= status <= 599:
-        raise ScriptError(f"{what} set the status {status!r:.40}, must be from 200 to 599")
-    if status in (204, 304):
-        body = b""
     kind = headers.pop("content-type", None) or kind or own
-    return Answer(body, _printable(kind, what), status, headers)
-
-
-def _printable(value: Any, what: str) -> str:
-    if not isinstance(value, str) or not value.isascii() or not value.isprintable():
-        raise ScriptError(f"{what} gave {value!r:.80} as a header, must be printable ASCII")
-    return value
+    return Answer(b"" if status in (204, 304) else body, kind, status, headers)
 
 
 def decoded(request: Request) -> dict[str, Any]:
@@ -118,13 +110,13 @@ def decoded(request: Request) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for part in request.parts:
         try:
-            if part.content_type == "application/json":
+            if part.content_type == JSON:
                 values[part.name] = json.loads(part.value.decode("utf-8"))
             elif part.content_type.startswith("text"):
                 values[part.name] = part.value.decode("utf-8")
             else:
                 values[part.name] = bytearray(part.value)
         except (ValueError, RecursionError) as error:
-            kind = "JSON" if part.content_type == "application/json" else "UTF-8"
+            kind = "JSON" if part.content_type == JSON else "UTF-8"
             raise InvalidRequest(f"{part.name} is not {kind}: {error}") from None
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -16,8 +17,9 @@ def explained(error: BaseException) -> EngineError:
     """The exception as an error with a reason, in one sentence."""
     if isinstance(error, EngineError):
         return error
-    traceback.print_exception(error, file=sys.stdout)
-    sys.stdout.flush()
+    with contextlib.suppress(Exception):  # of an exception that cannot say what it is
+        traceback.print_exception(error, file=sys.stdout)
+        sys.stdout.flush()
     what = "the model's script"
     if isinstance(error, MemoryError):
         return out_of_memory(f"{what} ran out of memory")
@@ -26,5 +28,7 @@ def explained(error: BaseException) -> EngineError:
     if isinstance(error, SyntaxError):
         where = f"{os.path.basename(error.filename or '')}, line {error.lineno}"
         return ScriptError(f"{what} is not Python: {error.msg} ({where})")
-    text = " ".join(str(error).split())[:MAX_REASON]
+    text = ""
+    with contextlib.suppress(Exception):
+        text = " ".join(str(error).split())[:MAX_REASON]
     return ScriptError(f"{what} raised {type(error).__name__}" + (f": {text}" if text else ""))

@@ -7,16 +7,22 @@ what a script writes is only data here.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 from engine import errors
-from engine.errors import EngineError
+from engine.errors import EngineError, cut
 
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_BODIES = 100_000
+MAX_HEADER_CHARACTERS = 6000  # together; Multi Model Server and the gateway take 8192
+
+# What Multi Model Server sends of its own accord, and what no answer through it can have.
+OWN_HEADERS = ("connection", "content-length", "keep-alive", "transfer-encoding", "upgrade")
+HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,32 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
+    """Raises `ScriptError` for what Multi Model Server cannot pass on: its worker would die of it.
+
+    `headers` have names in lower case.
+    """
+
     body: bytes
     content_type: str
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.status, int) or not 200 <= self.status <= 599:
+            raise ScriptError(f"the status is {self.status!r:.40}, must be from 200 to 599")
+        for name in OWN_HEADERS:
+            self.headers.pop(name, None)
+        for name, value in {**self.headers, "content-type": self.content_type}.items():
+            if not isinstance(name, str) or not HEADER_NAME.fullmatch(name):
+                raise ScriptError(f"{name!r:.80} is a header, must be a name in ASCII")
+            if not isinstance(value, str) or not value.isascii() or not value.isprintable():
+                raise ScriptError(f"the header {name} is {value!r:.80}, must be printable ASCII")
+        size = sum(len(name) + len(value) for name, value in self.headers.items())
+        if size + len(self.content_type) > MAX_HEADER_CHARACTERS:
+            raise ScriptError(
+                f"the headers have {size + len(self.content_type)} characters, at most"
+                f" {MAX_HEADER_CHARACTERS} can be sent"
+            )
 
 
 class ScriptError(EngineError):
@@ -58,8 +86,8 @@ class ScriptError(EngineError):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
-        self.status = status
-        self._kind = kind
+        self.status = status if 400 <= status <= 599 else 500
+        self._kind = cut(kind, 100)
 
     @property
     def type(self) -> str:
@@ -123,11 +151,16 @@ def send_answers(connection: Connection, answers: Sequence[Answer | EngineError]
 def answers_of(message: dict[str, Any], bodies: list[bytes]) -> list[Answer | EngineError]:
     values = iter(bodies)
     return [
-        error_of(row["error"])
-        if "error" in row
-        else Answer(next(values), row["content_type"], row["status"], row["headers"])
+        error_of(row["error"]) if "error" in row else _answer_of(row, next(values))
         for row in message["answers"]
     ]
+
+
+def _answer_of(row: dict[str, Any], body: bytes) -> Answer | EngineError:
+    try:
+        return Answer(body, row["content_type"], row["status"], dict(row["headers"]))
+    except ScriptError as error:
+        return error
 
 
 def error_row(error: EngineError) -> dict[str, Any]:

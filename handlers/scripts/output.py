@@ -6,6 +6,7 @@ without end, or without line breaks, would bring down the server. Here it only l
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 import time
@@ -17,6 +18,14 @@ BURST_BYTES = 1 << 20
 BYTES_PER_S = 64 << 10
 
 _write = threading.Lock()
+
+
+def print_anything() -> None:
+    """Has what UTF-8 cannot write, halves of surrogate pairs, printed as escapes: else printing
+    such a text is an error, also where it only tells of one."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def relay(stream: IO[bytes], name: str) -> None:

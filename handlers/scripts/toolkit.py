@@ -24,10 +24,11 @@ from typing import Any
 
 from engine.errors import EngineError, InvalidRequest
 from handlers.choose import Handler
+from handlers.payload import JSON
 from handlers.request_id import request_id
 from handlers.scripts import formats
 from handlers.scripts.built_in import BuiltIn
-from handlers.scripts.context import JSON, ScriptContext, answer_of
+from handlers.scripts.context import ScriptContext, answer_of
 from handlers.scripts.defaults import Defaults, defaults_for
 from handlers.scripts.failures import explained
 from handlers.scripts.messages import Answer, Request, ScriptError

@@ -12,6 +12,7 @@ from handlers.payload import (
     answer_type,
     format_answer,
     parse,
+    to_json,
 )
 
 ANSWER = {
@@ -167,8 +168,6 @@ def test_inputs_may_be_the_fields_of_a_template() -> None:
         ({"text": ["가"]}, "inputs.text must be a string"),
         ({"text": " ", "기분": ""}, "inputs is empty"),
         ({}, "inputs is empty"),
-        ({"text": "\ud83d"}, "inputs.text holds half a surrogate pair"),
-        ({"\ud83d": "가"}, "holds half a surrogate pair"),
         (["가"], "inputs must be a string, or an object"),
     ],
 )
@@ -182,3 +181,37 @@ def test_fields_have_no_full_text() -> None:
     body = {"inputs": {"text": "안녕"}, "parameters": {"return_full_text": True}}
     with pytest.raises(InvalidRequest, match="return_full_text needs inputs to be a string"):
         parse(json.dumps(body), "application/json")
+
+
+HALF = "\\ud83d"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f'{{"inputs": "{HALF}"}}',
+        f'{{"inputs": "a", "{HALF}": 1}}',
+        f'{{"inputs": "a", "parameters": {{"{HALF}": 1}}}}',
+        f'{{"inputs": "a", "parameters": {{"stop": "{HALF}"}}}}',
+        f'{{"inputs": {{"{HALF}": "a"}}}}',
+        f'{{"inputs": "a", "stream": true, "{HALF}": 1}}',
+        f'"{HALF} 나"',
+        '{"inputs": "\ud83d"}',  # a body that is text already
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_wherever_it_stands(body: str) -> None:
+    with pytest.raises(InvalidRequest, match="half a surrogate pair") as caught:
+        parse(body, "application/json")
+    to_json(caught.value.to_body())
+
+
+def test_both_halves_are_a_character() -> None:
+    assert parse(rb'{"inputs": "\ud83d\ude00 \\ud83d \ub098"}', None).inputs == "😀 \\ud83d 나"
+
+
+def test_what_cannot_be_said_is_written_as_an_escape() -> None:
+    assert json.loads(to_json({"\ud800": ["나 \udfff"]})) == {"\ud800": ["나 \udfff"]}
+    error = EngineError("\ud800" * 1_000_000 + "끝")
+    assert len(to_json(error.to_body())) < 10_000
+    assert error.message.startswith("\\ud800")
+    assert error.message.endswith("끝")

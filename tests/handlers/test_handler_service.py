@@ -1,0 +1,194 @@
+"""A worker answers whatever its script does: in Multi Model Server's own protocol, which a text of
+another length than it says would break."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mms.model_loader import MmsModelLoader
+
+from serving.settings import REPOSITORY
+from tests.e2e.scripts import script
+
+SOURCE = """
+import json
+from sagemaker_inference.errors import BaseInferenceToolkitError
+
+class 오류(BaseInferenceToolkitError):
+    pass
+
+class Unsayable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+def model_fn(model_dir):
+    return "모델"
+
+def transform_fn(model, body, content_type, accept, context):
+    scope = {}
+    lines = body.decode("utf-8").splitlines()
+    exec("def run():\\n " + "\\n ".join(lines), {**globals(), "context": context}, scope)
+    return scope["run"]()
+"""
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    phrase: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class Worker:
+    """One connection of Multi Model Server to a worker, without the socket."""
+
+    def __init__(self, folder: Path, source: str) -> None:
+        slot = folder / "slot"
+        slot.mkdir(parents=True)
+        model = script(folder / "model", source)
+        said = {"name": "봄", "engine_name": "봄", "path": str(model)}
+        (slot / "model.json").write_text(json.dumps(said))
+        self.service = MmsModelLoader().load("m1", str(slot), "handlers.handler_service", None, 1)
+
+    @property
+    def handler(self) -> Any:
+        return self.service._entry_point.__self__
+
+    def ask(self, body: str, content_type: str = "application/octet-stream") -> Reply:
+        kind = content_type.encode()
+        return _read(
+            self.service.predict(
+                [
+                    {
+                        "requestId": b"1",
+                        "headers": [{"name": b"content-type", "value": kind}],
+                        "parameters": [
+                            {
+                                "name": "body",
+                                "contentType": content_type,
+                                "value": bytearray(body.encode()),
+                            }
+                        ],
+                    }
+                ]
+            )
+        )
+
+
+def _read(message: bytes) -> Reply:
+    """As Multi Model Server's Java side reads it: each text is as long as it says."""
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        at += 4
+        return int(struct.unpack_from("!i", message, at - 4)[0])
+
+    def piece() -> bytes:
+        nonlocal at
+        size = number()
+        at += size
+        return bytes(message[at - size : at])
+
+    assert number() == 200
+    assert piece().decode() == "Prediction success"
+    assert piece() == b"1"
+    headers = {"content-type": piece().decode("ascii")}
+    status, phrase = number(), piece().decode("ascii")
+    for _ in range(number()):
+        name = piece().decode("ascii")
+        headers[name] = piece().decode("ascii")
+    body = piece()
+    assert number() == -1
+    assert at == len(message)
+    return Reply(status, phrase, headers, body)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment() -> Iterator[None]:
+    """As `serve` makes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(REPOSITORY))
+        yield
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    made = Worker(tmp_path_factory.mktemp("worker"), SOURCE)
+    assert made.handler.load_error is None
+    yield made
+    made.handler._service.handler._pool._free[0].stop()
+
+
+@pytest.fixture(autouse=True)
+def same_process(worker: Worker) -> Iterator[None]:
+    """Nothing here makes the script start again."""
+    first = json.loads(worker.ask("import os\nreturn os.getpid()").body)
+    yield
+    assert json.loads(worker.ask("import os\nreturn os.getpid()").body) == first
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("return '나 \\ud800'", "나 ?"),
+        ("return {'나 \\ud800': '\\udfff'}", '{"나 \\ud800": "\\udfff"}'),
+        ("print('\\ud800 나')\nreturn 'x'", "x"),
+        ("import sys\nprint('\\ud800', file=sys.stderr)\nreturn 'x'", "x"),
+        ("import logging\nlogging.error('\\ud800')\nreturn 'x'", "x"),
+        ("context.set_response_header(0, 'Content-Length', '3')\nreturn '봄밤'", "봄밤"),
+        ("context.set_response_header(0, 'transfer-encoding', 'x')\nreturn '봄'", "봄"),
+    ],
+)
+def test_odd_answers_arrive(worker: Worker, code: str, expected: str) -> None:
+    reply = worker.ask(code)
+    assert (reply.status, reply.body.decode()) == (200, expected)
+    assert {"content-length", "transfer-encoding"}.isdisjoint(reply.headers)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("raise ValueError('나 \\ud800')", 500, "raised ValueError: 나 \\ud800"),
+        ("raise ValueError('시' * 1_000_000)", 500, "raised ValueError: 시시"),
+        ("raise type('가' * 1_000_000, (Exception,), {})", 500, "the model's script raised 가"),
+        ("raise Unsayable", 500, "raised Unsayable"),
+        ("raise 오류(422, '너무 깁니다 \\ud800', 'x')", 422, "너무 깁니다 \\ud800"),
+        ("raise 오류(422, '긴' * 1_000_000 + '끝', 'x')", 422, "긴...긴"),
+        ("raise 오류(10 ** 30, '', 'x')", 500, ""),
+        ("raise SystemExit('\\ud800')", 500, "called sys.exit('\\ud800')"),
+        ("return b'', '\\ud800'", 500, "must be printable ASCII"),
+        ("context.set_response_header(0, 'x-봄', '1')\nreturn 'x'", 500, "'x-봄' is a header"),
+        ("context.set_response_header(0, 'x y', '1')\nreturn 'x'", 500, "'x y' is a header"),
+        ("context.set_response_header(0, 'x', '봄')\nreturn 'x'", 500, "header x is '봄'"),
+        ("context.set_response_header(0, 'x', 'a\\r\\ny: 1')\nreturn 'x'", 500, "header x is"),
+        ("context.set_response_header(0, 'x', 'a' * 9000)\nreturn 'x'", 500, "at most 6000"),
+        ("context.set_response_status(99, '', 0)\nreturn 'x'", 500, "status is 99"),
+        ("context.set_response_status('봄', '', 0)\nreturn 'x'", 500, "status is '봄'"),
+    ],
+)
+def test_odd_errors_are_told(worker: Worker, code: str, status: int, said: str) -> None:
+    reply = worker.ask(code)
+    body = json.loads(reply.body)
+    assert (reply.status, reply.phrase, body["code"]) == (status, "", status), body
+    assert said in body["message"]
+    assert len(reply.body) < 10_000
+    assert b"Traceback" not in reply.body
+
+
+@pytest.mark.parametrize("code", ["'\\ud800'", "'시' * 1_000_000"])
+def test_the_reason_of_a_failed_load_can_be_asked_for(tmp_path: Path, code: str) -> None:
+    failed = Worker(tmp_path, f"raise ValueError({code})")
+    outcome = failed.handler._outcome()
+    assert outcome["status"] == 500
+    reply = failed.ask("1", "application/json")
+    assert reply.status == 500
+    assert len(reply.body) < 10_000
+    assert "raised ValueError" in json.loads(reply.body)["message"]
