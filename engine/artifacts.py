@@ -6,7 +6,7 @@ The names are those of KoGPT2 v1, Dense weights [out, in], whatever the folder h
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
-
 from engine.config import ACTIVATIONS, GPT2Config
 from engine.errors import ArtifactError
+from engine.files import open_file
 from engine.generation import Generation, read_generation
-
-Weights = dict[str, NDArray[Any]]
+from engine.tensor_index import Index, Weights, map_index
 
 EMBEDDING = "_embed.weight"
 POSITIONS = "_pos_embed.weight"
@@ -35,18 +33,31 @@ FINAL_NORM = "_final_ln"
 
 DTYPES = ("float32", "float16", "bfloat16")
 CONFIG_FILE = "config.json"
+MIN_EPSILON = 1e-12
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A checked model folder. Its weights are mapped from disk, not read."""
+    """A checked model folder: where its weights lie, and what it says of itself.
+
+    content: the hash of the weights, once they have been read through (`engine.manifest`)
+    """
 
     path: Path
     config: GPT2Config
-    weights: Weights
-    weight_files: tuple[Path, ...]
+    index: Index
     tokenizer_file: Path  # `*.spiece` or `tokenizer.json`
     generation: Generation = field(default_factory=Generation)
+    content: str = ""
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        """Mapped from disk, not read. Raises `ArtifactError` if the files have changed."""
+        return map_index(self.path, self.index)
+
+    @property
+    def weight_files(self) -> tuple[Path, ...]:
+        return tuple(self.path / name for name in sorted({t.file for t in self.index.values()}))
 
     @property
     def fp32_bytes(self) -> int:
@@ -99,19 +110,10 @@ def list_files(folder: Path) -> str:
     return ", ".join(sorted(p.name for p in folder.iterdir())[:20]) or "nothing"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object in a file, nothing if there is no file. Raises `ArtifactError`."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path.name} is not JSON: {error}") from None
-    except OSError as error:
-        raise ArtifactError(f"{path.name} cannot be read: {error.strerror}") from None
-    if not isinstance(value, dict):
-        raise ArtifactError(f"{path.name} must be a JSON object")
-    return value
+def check_plain(path: Path) -> Path:
+    """Itself. Raises `ArtifactError` unless it is a file that can be read."""
+    with open_file(path):
+        return path
 
 
 class ConfigFile:
@@ -148,9 +150,11 @@ class ConfigFile:
 
     def layer_norm_eps(self) -> float:
         value = self.get("layer_norm_eps", "layer_norm_epsilon", default=1e-5)
-        if not isinstance(value, float) or not 0 < value < 1:
+        # Below, it is nothing beside a variance in fp32.
+        if not isinstance(value, float) or not MIN_EPSILON <= value < 1:
             raise ArtifactError(
-                f"{CONFIG_FILE}: layer_norm_eps is {value!r}, must be a small number above 0"
+                f"{CONFIG_FILE}: layer_norm_eps is {value!r}, must be at least {MIN_EPSILON} and"
+                " below 1"
             )
         return value
 
@@ -171,7 +175,7 @@ class ConfigFile:
                 )
 
 
-def sizes(weights: Weights, file: str) -> dict[str, Any]:
+def sizes(weights: Index, file: str) -> dict[str, Any]:
     """The sizes of a `GPT2Config` that weights under our names have."""
     for name in (EMBEDDING, POSITIONS, FFN_HIDDEN.format(0) + ".weight"):
         if name not in weights or weights[name].ndim != 2 or not weights[name].size:
@@ -186,7 +190,7 @@ def sizes(weights: Weights, file: str) -> dict[str, Any]:
     }
 
 
-def _count_layers(weights: Weights) -> int:
+def _count_layers(weights: Index) -> int:
     """One more than the highest layer that any parameter belongs to, so that none is left out."""
     blocks = (QKV, ATTENTION_OUT, FFN_HIDDEN, FFN_OUT, ATTENTION_NORM, FFN_NORM)
     pattern = re.compile("|".join(re.escape(b).replace(r"\{\}", r"(\d{1,4})") for b in blocks))
@@ -194,7 +198,7 @@ def _count_layers(weights: Weights) -> int:
     return 1 + max(int(m[m.lastindex or 0]) for m in found if m)
 
 
-def check_weights(weights: Weights, config: GPT2Config, file: str) -> None:
+def check_weights(weights: Index, config: GPT2Config, file: str) -> None:
     """Each parameter is there in its shape, as floats. Others are left out of `weights`."""
     expected = dict(shapes(config))
     for name, shape in expected.items():
@@ -202,7 +206,7 @@ def check_weights(weights: Weights, config: GPT2Config, file: str) -> None:
             raise ArtifactError(f"{file} lacks {name}")
         if weights[name].shape != shape:
             raise ArtifactError(f"{file}: {name} is {weights[name].shape}, must be {shape}")
-        if weights[name].dtype.name not in DTYPES:
+        if weights[name].dtype not in DTYPES:
             allowed = "float16, bfloat16 or float32"
             raise ArtifactError(f"{file}: {name} is {weights[name].dtype}, must be {allowed}")
     for name in set(weights) - set(expected):

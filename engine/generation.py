@@ -15,7 +15,6 @@ All of it may be left out. What a request says comes first, then `generation.jso
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import string
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ArtifactError, InvalidRequest
+from engine.files import read_json
 from engine.parameters import Parameters
 
 FILE = "generation.json"
@@ -124,10 +124,26 @@ class Generation:
         parameters = {**other.parameters, **self.parameters}
         return dataclasses.replace(self, parameters=parameters, end_ids=other.end_ids)
 
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Generation:
+        """What `to_json` gave. Raises `KeyError`, `TypeError` for anything else."""
+        template, end_ids = said["template"], said["end_ids"]
+        return cls(
+            template
+            and Template(tuple(Part(**part) for part in template["parts"]), template["defaults"]),
+            dict(said["parameters"]),
+            tuple(said["stop_tokens"]),
+            tuple(said["strip"]),
+            None if end_ids is None else tuple(end_ids),
+        )
+
 
 def read_generation(folder: Path) -> Generation:
     """`generation.json`, if there is one. Raises `ArtifactError` naming the field."""
-    given = _read(folder / FILE)
+    given = read_json(folder / FILE)
     known = ("template", "defaults", "parameters", "stop_tokens", "strip")
     for name in given:
         if name not in known:
@@ -147,18 +163,6 @@ def read_generation(folder: Path) -> Generation:
             f"{FILE}: strip may hold {MAX_STRIPS} texts of {MAX_STRIP_CHARACTERS} characters each"
         )
     return Generation(template, parameters, _texts(given, "stop_tokens"), strip)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path.name} is not JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise ArtifactError(f"{path.name} must be a JSON object")
-    return given
 
 
 def _texts(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -208,7 +212,7 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
     Left out, with a line in the log: what changes the text and is not done here, such as beams.
     """
     path = folder / HUGGING_FACE_FILE
-    given, file = _read(path), path.name
+    given, file = read_json(path), path.name
     if not path.exists():
         given, file = {"eos_token_id": config.get("eos_token_id")}, "config.json"
     for name, harmless in NOT_DONE.items():

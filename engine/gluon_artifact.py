@@ -11,16 +11,17 @@ from engine.artifacts import (
     POSITIONS,
     Artifact,
     ConfigFile,
-    Weights,
+    check_plain,
     check_weights,
     list_files,
-    read_json,
     sizes,
 )
 from engine.config import GPT2Config
 from engine.errors import ArtifactError
+from engine.files import read_json
 from engine.generation import Generation
-from engine.params_file import read_params
+from engine.params_file import index_params
+from engine.tensor_index import Index
 
 DEFAULT_HEAD_SIZE = 64
 
@@ -29,7 +30,7 @@ def read(folder: Path, generation: Generation) -> Artifact:
     """`*.params`, `*.spiece` and optionally `config.json`. Raises `ArtifactError`."""
     params_file, spiece_file = _only(folder, "*.params"), _only(folder, "*.spiece")
     file = params_file.name
-    weights = _canonical(read_params(params_file), file)
+    weights = _canonical(index_params(params_file), file)
     config = _config(weights, ConfigFile(read_json(folder / CONFIG_FILE)), file)
     # v1 files carry the tied output projection a second time.
     if OUTPUT in weights and weights[OUTPUT].shape != weights[EMBEDDING].shape:
@@ -37,7 +38,7 @@ def read(folder: Path, generation: Generation) -> Artifact:
             f"{file}: {OUTPUT} does not have the shape of the embedding it is tied to"
         )
     check_weights(weights, config, file)
-    return Artifact(folder, config, weights, (params_file,), spiece_file, generation)
+    return Artifact(folder, config, weights, check_plain(spiece_file), generation)
 
 
 def _only(folder: Path, pattern: str) -> Path:
@@ -51,7 +52,7 @@ def _only(folder: Path, pattern: str) -> Path:
     return found[0]
 
 
-def _canonical(weights: Weights, file: str) -> Weights:
+def _canonical(weights: Index, file: str) -> Index:
     """Strips the prefix that all keys share (a fine-tune saved from a wrapper block)."""
     prefixes = [n.removesuffix(POSITIONS) for n in weights if n.endswith(POSITIONS)]
     fitting = [prefix for prefix in prefixes if prefix + EMBEDDING in weights]
@@ -65,7 +66,7 @@ def _canonical(weights: Weights, file: str) -> Weights:
     return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
 
 
-def _config(weights: Weights, given: ConfigFile, file: str) -> GPT2Config:
+def _config(weights: Index, given: ConfigFile, file: str) -> GPT2Config:
     """Sizes from the parameters; what they cannot say (heads, activation) from config.json."""
     found = sizes(weights, file)
     config = GPT2Config(

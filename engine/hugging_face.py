@@ -24,15 +24,16 @@ from engine.artifacts import (
     QKV,
     Artifact,
     ConfigFile,
-    Weights,
+    check_plain,
     check_weights,
     list_files,
-    read_json,
     sizes,
 )
 from engine.config import GPT2Config
 from engine.errors import ArtifactError
+from engine.files import read_json
 from engine.generation import Generation, read_generation_config
+from engine.tensor_index import Index, check_count
 
 TOKENIZER_FILE = "tokenizer.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -123,8 +124,7 @@ def read(folder: Path, generation: Generation) -> Artifact:
     said = read_json(folder / CONFIG_FILE)
     _refuse_unsupported(said)
     given, untied = ConfigFile(said), said.get("tie_word_embeddings") is False
-    weights, files = _read_weights(folder)
-    file = files[0].name
+    weights, file = _read_weights(folder)
     canonical = _canonical(weights, untied, file)
     found = sizes(canonical, file)
     config = GPT2Config(
@@ -140,9 +140,8 @@ def read(folder: Path, generation: Generation) -> Artifact:
     given.must_agree(config, file)
     check_weights(canonical, config, file)
     defaults = read_generation_config(folder, said)
-    return Artifact(
-        folder, config, canonical, files, folder / TOKENIZER_FILE, generation.over(defaults)
-    )
+    tokenizer_file = check_plain(folder / TOKENIZER_FILE)
+    return Artifact(folder, config, canonical, tokenizer_file, generation.over(defaults))
 
 
 def _tokenizer_advice(folder: Path) -> str:
@@ -155,7 +154,12 @@ def _refuse_unsupported(said: dict[str, Any]) -> None:
     kind = said.get("model_type", "gpt2")
     if kind != "gpt2":
         raise ArtifactError(f"{CONFIG_FILE}: model_type is {kind!r}, must be 'gpt2'")
-    for architecture in said.get("architectures") or ():
+    architectures = said.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ArtifactError(
+            f"{CONFIG_FILE}: architectures is {architectures!r}, must be a list of names"
+        )
+    for architecture in architectures:
         if architecture not in ARCHITECTURES:
             raise ArtifactError(
                 f"{CONFIG_FILE}: architectures has {architecture!r}, which makes no text;"
@@ -168,25 +172,26 @@ def _refuse_unsupported(said: dict[str, Any]) -> None:
         raise ArtifactError(f"{CONFIG_FILE}: pruned_heads are not supported")
 
 
-def _read_weights(folder: Path) -> tuple[Weights, tuple[Path, ...]]:
-    """All tensors under their own names, and the files that they are in."""
-    from engine.safetensors_file import read_safetensors
-    from engine.torch_file import read_torch
+def _read_weights(folder: Path) -> tuple[Index, str]:
+    """All tensors under their own names, and the (first) file that they are in."""
+    from engine.safetensors_file import index_safetensors
+    from engine.torch_file import index_torch
 
-    for name, read_file in zip(WEIGHT_FILES, (read_safetensors, read_torch), strict=True):
+    for name, index_file in zip(WEIGHT_FILES, (index_safetensors, index_torch), strict=True):
         if (folder / name).exists():
-            return read_file(folder / name), (folder / name,)
+            return index_file(folder / name), name
         index = folder / f"{name}.index.json"
         if not index.exists():
             continue
         files = _shards(index)
-        weights: Weights = {}
+        weights: Index = {}
         for file in files:
-            weights |= read_file(file)
+            weights |= index_file(file)
+            check_count(len(weights), index.name)
         missing = set(read_json(index)["weight_map"]) - set(weights)
         if missing:
             raise ArtifactError(f"{index.name} names {min(missing)}, which no shard holds")
-        return weights, files
+        return weights, files[0].name
     raise AssertionError("is_in has found one")
 
 
@@ -203,7 +208,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def _canonical(weights: Weights, untied: bool, file: str) -> Weights:
+def _canonical(weights: Index, untied: bool, file: str) -> Index:
     """Our names, without the prefix that wrappers put in front, Conv1D matrices transposed."""
     wte, wpe = "wte.weight", "wpe.weight"
     prefixes = [n.removesuffix(wpe) for n in weights if n.endswith(wpe)]
@@ -243,6 +248,8 @@ def _our_name(theirs: str, blocks: dict[str, str]) -> str | None:
     h, _, rest = block.partition(".")
     layer, _, part = rest.partition(".")
     ours = blocks.get(part)
-    if h != "h" or ours is None or not layer.isdecimal() or kind not in kinds:
+    if h != "h" or ours is None or kind not in kinds:
+        return None
+    if not layer.isdecimal() or len(layer) > 4:  # as many as `sizes` can count
         return None
     return f"{ours.format(int(layer))}.{kinds[kind] if ours in NORMS else kind}"

@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from engine.artifacts import read_json
 from engine.errors import ArtifactError
+from engine.files import read_json
 from engine.generation import Part
 from engine.tokenizers import check_unicode, control_in_text
 

@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from engine import artifacts, quantize
-from engine.artifacts import Weights
 from engine.config import GPT2Config
 from engine.errors import ArtifactError
+from engine.tensor_index import Weights
 
 Array = NDArray[Any]
 

@@ -26,11 +26,12 @@ import numpy as np
 import sentencepiece
 from tqdm import tqdm
 
-from engine.artifacts import OUTPUT, Artifact, Weights, open_artifact
+from engine.artifacts import OUTPUT, Artifact, open_artifact
 from engine.config import GPT2Config
 from engine.errors import ArtifactError
 from engine.models.gpt2_mxnet import GPT2
 from engine.mxnet_compat import mx
+from engine.tensor_index import Weights
 from scripts.lib.documents import Documents, read_documents
 from scripts.lib.problem import Problem
 

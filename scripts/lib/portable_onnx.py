@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from engine import artifacts
-from engine.artifacts import Weights
 from engine.config import GPT2Config
+from engine.tensor_index import Weights
 from scripts.lib.problem import Problem
 
 OPSET, IR_VERSION = 17, 9  # what runtimes of 2023 read, too

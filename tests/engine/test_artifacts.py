@@ -234,7 +234,7 @@ def test_a_config_json_that_is_no_object_is_refused(folder: Path, content: str) 
 def test_a_config_json_that_is_a_folder_is_refused(folder: Path) -> None:
     (folder / "config.json").unlink()
     (folder / "config.json").mkdir()
-    assert "config.json cannot be read" in refused(folder)
+    assert "config.json is no plain file" in refused(folder)
 
 
 @pytest.mark.parametrize(
