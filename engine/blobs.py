@@ -46,6 +46,10 @@ def is_whole(path: Path) -> bool:
     return digest.hexdigest() == path.stem
 
 
-def sha256(data: Any) -> str:
-    """The hash of bytes or of a contiguous array, as the names have it."""
-    return hashlib.sha256(data).hexdigest()
+def sha256_of(data: str | Iterable[Any]) -> str:
+    """The hash of a text or of pieces of bytes, as the names have it."""
+    digest = hashlib.sha256()
+    pieces: Iterable[Any] = [os.fsencode(data)] if isinstance(data, str) else data
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()

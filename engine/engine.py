@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from engine import backends
-from engine.artifacts import open_artifact
 from engine.errors import (
+    Cancelled,
     EngineError,
     InvalidRequest,
     ModelAlreadyLoaded,
@@ -20,11 +20,13 @@ from engine.errors import (
     Overloaded,
 )
 from engine.loop import Loop
+from engine.manifest import Manifests
 from engine.memory import MIB, Budget, return_freed_memory
 from engine.model import Model
 from engine.parameters import Parameters
 from engine.prompts import Inputs, Prompts
 from engine.prune import prune
+from engine.reading import Reading
 from engine.scheduler import PREFILL_CHUNK, Batch
 from engine.sequence import Sequence, Token
 from engine.settings import Settings
@@ -38,6 +40,8 @@ class Engine:
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
         self.budget = Budget(self.settings.budget_bytes)
+        self._cache_dir = Path(self.settings.cache_dir) if self.settings.cache_dir else None
+        self._manifests = Manifests(self._cache_dir)
         self._models: dict[str, Model] = {}
         self._loading: dict[str, Future[Model]] = {}
         self._chunk = PREFILL_CHUNK[self.settings.device]
@@ -48,26 +52,37 @@ class Engine:
     # Models
 
     def load(
-        self, name: str, model_dir: str, backend: str | None = None, precision: str | None = None
+        self,
+        name: str,
+        model_dir: str,
+        backend: str | None = None,
+        precision: str | None = None,
+        reading: Reading | None = None,
     ) -> Model:
         """Loads the model in `model_dir`. Of several loads of one name at once, one does the work.
 
-        Raises `ArtifactError`, `OutOfMemory`, `InvalidRequest`; `ModelAlreadyLoaded` if the name
-        stands for another folder, backend or precision. A failed load leaves nothing behind.
+        Whoever gives up `reading` ends it, with `Cancelled`; another load then takes over. Raises
+        `ArtifactError`, `OutOfMemory`, `InvalidRequest`; `ModelAlreadyLoaded` if the name stands
+        for another folder, backend or precision. A failed load leaves nothing behind.
         """
         backend, precision = self._resolve(backend, precision)
         wanted = (Path(model_dir).resolve(), backend, precision)
-        with self._changed:
-            future = self._loading.get(name)
-            mine = future is None
-            if name in self._models:
-                return self._same(self._models[name], wanted)
-            if future is None:
-                future = self._loading[name] = Future()
-        if not mine:
-            return self._same(future.result(), wanted)
+        reading = reading or Reading()
+        while True:
+            reading.check()
+            with self._changed:
+                future = self._loading.get(name)
+                if name in self._models:
+                    return self._same(self._models[name], wanted)
+                if future is None:
+                    future = self._loading[name] = Future()
+                    break
+            try:
+                return self._same(future.result(), wanted)
+            except Cancelled:
+                continue  # it was given up by whoever did the work
         try:
-            model = self._load(name, *wanted)
+            model = self._load(name, *wanted, reading)
         except BaseException as error:
             with self._changed:
                 del self._loading[name]
@@ -81,14 +96,19 @@ class Engine:
         return model
 
     def check(
-        self, name: str, model_dir: str, backend: str | None = None, precision: str | None = None
+        self,
+        name: str,
+        model_dir: str,
+        backend: str | None = None,
+        precision: str | None = None,
+        reading: Reading | None = None,
     ) -> int:
         """What the weights of the model in `model_dir` will take, in bytes, if there is room now.
 
-        Reads nothing but the artifact's index. Raises what `load` would for want of room or for an
-        artifact that is none.
+        What it reads, a load need not read again. Raises what `load` would for want of room or for
+        an artifact that is none.
         """
-        config = open_artifact(model_dir).config
+        config = self._manifests.open(Path(model_dir), (reading or Reading()).run).config
         needed = backends.weight_bytes(config, *self._resolve(backend, precision))
         self.budget.check_weights(needed, name)
         return needed
@@ -113,20 +133,23 @@ class Engine:
             )
         return model
 
-    def _load(self, name: str, path: Path, backend: str, precision: str) -> Model:
+    def _load(self, name: str, path: Path, backend: str, precision: str, reading: Reading) -> Model:
         started = time.monotonic()
-        artifact = open_artifact(path)
+        artifact = self._manifests.open(path, reading.run)
         prompts = Prompts(artifact)
         needed = backends.weight_bytes(artifact.config, backend, precision)
         self.budget.reserve_weights(needed, name)
         try:
-            cache_dir = Path(self.settings.cache_dir) if self.settings.cache_dir else None
-            device = self.settings.device
             compute = backends.load(
-                artifact, backend, precision, device=device, cache_dir=cache_dir
+                artifact,
+                backend,
+                precision,
+                device=self.settings.device,
+                cache_dir=self._cache_dir,
+                run=reading.run,
             )
-            if cache_dir is not None:
-                prune(cache_dir, self.settings.cache_max_mib * MIB)
+            if self._cache_dir is not None:
+                prune(self._cache_dir, self.settings.cache_max_mib * MIB)
         except BaseException:
             self.budget.release_weights(needed)
             return_freed_memory()

@@ -5,7 +5,7 @@ A cache folder is flat, and nothing in it is ever changed in place:
     <sha256>.bin, <sha256>.onnx   files named by their content: a graph, its large tensors (each in
                                   a file of its own), its small ones, and the embeddings as fp32
     <key>.json                    one prepared model: the files it consists of; written last
-    <path hash>.source.json       what was found in weight files of these sizes, times and inodes
+    <path hash>.source.json       what an artifact was found to hold (`engine.manifest`)
 
 So what two models share byte for byte is stored once and shares its pages in memory; whoever
 builds writes each file under another name and renames it, so several may build at once; and an
@@ -22,9 +22,7 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 import tempfile
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,18 +34,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.artifacts import Artifact, Weights
+from engine.artifacts import Artifact
 from engine.backends import onnx_session
-from engine.blobs import Store, is_whole, sha256
+from engine.blobs import Store, is_whole, sha256_of
+from engine.cache_folder import BUILDING, cache_folder, read_object, remove_abandoned, write_object
 from engine.errors import OutOfMemory
-from engine.memory import return_freed_memory
+from engine.manifest import NICENESS, Run, content_of, directly, from_manifest, to_manifest
+from engine.memory import MIB
 from engine.prune import in_use
+from engine.sandbox import Limits
 
 FORMAT = 2  # raise it when the graph or the quantization changes
-FOLDER = ".prepared"
-BUILDING = ".building-"
-ABANDONED_AFTER_S = 3600
 THREADS = 2
+# To build: libraries and threads, and the weights as given, quantized, packed and written.
+BUILD_MIB, BUILD_TIMES_FP32 = 1024, 3
+BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
 
 logger = logging.getLogger(__name__)
 Floats = NDArray[np.float32]
@@ -64,47 +65,50 @@ class Prepared:
 
 
 @contextmanager
-def prepared(artifact: Artifact, precision: str, cache_dir: Path | None) -> Iterator[Prepared]:
-    """Finds the artifact in the cache or builds it there.
+def prepared(
+    artifact: Artifact, precision: str, cache_dir: Path | None, run: Run = directly
+) -> Iterator[Prepared]:
+    """Finds the artifact in the cache or has `run` build it there.
 
     The cache is `cache_dir` or `.prepared` in the artifact's folder. Where it cannot be written,
     the model is built in a temporary folder, which is gone after the `with` (an open session and
     the mapped arrays remain usable). Raises `OutOfMemory`, also where no disk has room.
     """
-    folder = cache_dir or artifact.path / FOLDER
+    folder = cache_folder(artifact.path, cache_dir)
+    key = _key(artifact, precision)
     with ExitStack() as stack:
-        stack.enter_context(in_use(folder))
-        content = _content(artifact, folder)
-        key = _key(artifact, precision, content)
-        found = _read(folder, key)
-        if found is None:
+        found = None
+        if folder is None:
+            logger.warning("%s: its prepared models are another user's", artifact.path)
+        else:
+            stack.enter_context(in_use(folder))
+            found = _read(folder, key)
             try:
-                found = _build(artifact, precision, folder, key)
+                found = found or _build(artifact, precision, folder, key, run)
             except OSError as error:
                 logger.warning("cannot keep a prepared model in %s: %s", folder, error)
-        if found is not None:
-            with suppress(OSError):  # when it was used last
-                os.utime(folder / f"{key}.json")
-            yield found
-            return
-        try:
-            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepared-"))
-            found = _build(artifact, precision, Path(temporary), key)
-        except OSError as error:
-            raise OutOfMemory(f"no disk has room to prepare {artifact.path.name}") from error
+            if found is not None:
+                with suppress(OSError):  # when it was used last
+                    os.utime(folder / f"{key}.json")
+        if found is None:
+            try:
+                temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepared-"))
+                found = _build(artifact, precision, Path(temporary), key, run)
+            except OSError as error:
+                raise OutOfMemory(f"no disk has room to prepare {artifact.path.name}") from error
         yield found
 
 
-def _key(artifact: Artifact, precision: str, content: str) -> str:
+def _key(artifact: Artifact, precision: str) -> str:
     parts = [
         FORMAT,
-        content,
+        artifact.content or content_of(artifact),
         dataclasses.asdict(artifact.config),
         precision,
         onnx_session.VERSION,
         _cpu_model(),
     ]
-    return sha256(json.dumps(parts, sort_keys=True).encode())
+    return sha256_of(json.dumps(parts, sort_keys=True))
 
 
 def _cpu_model() -> str:
@@ -118,52 +122,12 @@ def _cpu_model() -> str:
     return "\n".join(s for s in first.splitlines() if s.partition(":")[0].strip() in wanted)
 
 
-# What an artifact contains
-
-
-def _content(artifact: Artifact, folder: Path) -> str:
-    """The hash of the artifact's weights; read again only if a file was touched since."""
-    paths = [file.resolve() for file in artifact.weight_files]
-    stats = [path.stat() for path in paths]
-    now = [
-        [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino]
-        for path, stat in zip(paths, stats, strict=True)
-    ]
-    index = folder / f"{sha256(str(paths[0]).encode())}.source.json"
-    known = _read_json(index)
-    if known.get("files") == now and isinstance(known.get("content"), str):
-        return str(known["content"])
-    content = _hash_weights(artifact.weights)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_json(index, {"files": now, "content": content})
-    except OSError:
-        logger.info("cannot write %s: the weights are hashed at every load", index)
-    return content
-
-
-def _hash_weights(weights: Weights) -> str:
-    names = sorted(weights)
-    with ThreadPoolExecutor(THREADS) as pool:
-        digests = pool.map(lambda name: sha256(_bytes(weights[name])), names)
-        parts = [
-            [name, weights[name].dtype.str, weights[name].shape, digest]
-            for name, digest in zip(names, digests, strict=True)
-        ]
-    return sha256(json.dumps(parts).encode())
-
-
-def _bytes(weight: NDArray[Any]) -> NDArray[np.uint8]:
-    """Those of a contiguous array: hashlib knows no bfloat16."""
-    return np.ascontiguousarray(weight).reshape(-1).view(np.uint8)
-
-
 # Reading an entry
 
 
 def _read(folder: Path, key: str) -> Prepared | None:
     path = folder / f"{key}.json"
-    entry = _read_json(path)
+    entry = read_object(path)
     try:
         files: dict[str, list[int]] = entry["files"]
         changed = [name for name, stamp in files.items() if _stamp(folder / name) != stamp]
@@ -176,7 +140,7 @@ def _read(folder: Path, key: str) -> Prepared | None:
             # A copied cache has other times: remember them, if we may.
             entry["files"] = {name: _stamp(folder / name) for name in files}
             with suppress(OSError):
-                _write_json(path, entry)
+                write_object(path, entry)
         _read_ahead(folder, entry["read"])
         return Prepared(
             folder / entry["graph"],
@@ -212,42 +176,44 @@ def _map(path: Path, shape: list[int]) -> Floats:
     return found
 
 
-def _build(artifact: Artifact, precision: str, folder: Path, key: str) -> Prepared:
-    # onnx takes 0.2 s to import and is not needed for what is prepared already.
-    from engine import packing
-
+def _build(artifact: Artifact, precision: str, folder: Path, key: str, run: Run) -> Prepared:
+    """Raises `OSError` where the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder)
-    with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:
-        store = Store(folder, Path(building))
-        entry = packing.build(artifact, precision, store)
-        entry["files"] = {name: _stamp(folder / name) for name in sorted(store.names)}
-        _write_json(folder / f"{key}.json", entry)
-    return_freed_memory()
+    remove_abandoned(folder)
+    size = artifact.fp32_bytes
+    problem = run(
+        build,
+        str(artifact.path),
+        to_manifest(artifact),
+        precision,
+        str(folder),
+        key,
+        what=artifact.path.name,
+        limits=Limits(
+            memory_mib=BUILD_MIB + BUILD_TIMES_FP32 * size // MIB,
+            cpu_s=BUILD_CPU_S + size // BUILD_BYTES_PER_CPU_S,
+            write_mib=64 + BUILD_TIMES_FP32 * size // MIB,
+            niceness=NICENESS,
+        ),
+    )
     found = _read(folder, key)
-    if found is None:
-        raise OSError(f"{folder} does not keep what is written")
+    if problem is not None or found is None:
+        raise OSError(problem or f"{folder} does not keep what is written")
     return found
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Removes what a builder that was killed left behind."""
-    for path in folder.glob(BUILDING + "*"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
-                shutil.rmtree(path)
+def build(path: str, manifest: dict[str, Any], precision: str, folder: str, key: str) -> str | None:
+    """Builds the entry, in the sandbox. Says what is wrong with the folder, if it is that."""
+    # onnx takes 0.2 s to import and is not needed for what is prepared already.
+    from engine import packing
 
-
-def _read_json(path: Path) -> dict[str, Any]:
+    target = Path(folder)
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory(prefix=BUILDING, dir=path.parent) as building:
-        file = Path(building) / path.name
-        file.write_text(json.dumps(value), encoding="utf-8")
-        file.replace(path)
+        with tempfile.TemporaryDirectory(prefix=BUILDING, dir=target) as building:
+            store = Store(target, Path(building))
+            entry = packing.build(from_manifest(Path(path), manifest), precision, store)
+            entry["files"] = {name: _stamp(target / name) for name in sorted(store.names)}
+            write_object(target / f"{key}.json", entry)
+    except OSError as error:
+        return str(error)
+    return None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-SOURCE = ".source.json"
+from engine.cache_folder import SOURCE, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,6 @@ def _files(entry: Path) -> set[str]:
 
 
 def _is_there(source: Path) -> bool:
-    """Whether the (first) file that `source` speaks of still exists."""
-    try:
-        return os.path.exists(json.loads(source.read_bytes())["files"][0][0])
-    except (ValueError, KeyError, TypeError, IndexError):
-        return False
+    """Whether the artifact that `source` speaks of still exists."""
+    path = read_object(source).get("path")
+    return isinstance(path, str) and os.path.exists(path)

@@ -32,7 +32,7 @@ import stat
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
@@ -48,6 +48,7 @@ from engine.engine import Engine
 from engine.errors import Cancelled, EngineError, InvalidRequest, ModelNotFound
 from engine.parameters import Parameters
 from engine.prompts import Inputs
+from engine.reading import Reading
 from engine.sequence import Token
 from engine.settings import Settings
 
@@ -57,6 +58,7 @@ logger = logging.getLogger(__name__)
 LEASE_GRACE_S = 3.0
 MAX_TIMEOUT_S = 3600.0
 CANCELLED_KEPT = 1000
+T = TypeVar("T")
 
 
 class EngineApp:
@@ -91,12 +93,14 @@ class EngineApp:
         body = await _json_object(request)
         name, model_dir = _text(body, "name"), _text(body, "model_dir")
         backend, precision = body.get("backend"), body.get("precision")
-        load = self._engine.load
         lease = bool(body.get("lease"))
         if lease:  # counted first, so that another lease's end does not unload it meanwhile
             self._leases[name] = self._leases.get(name, 0) + 1
         try:
-            model = await run_in_threadpool(load, name, model_dir, backend, precision)
+            model = await self._unless_gone(
+                request,
+                lambda reading: self._engine.load(name, model_dir, backend, precision, reading),
+            )
         except BaseException:
             if lease:
                 self._release(name)
@@ -109,6 +113,23 @@ class EngineApp:
             await self.stopping.wait()
 
         return _NdjsonStream(hold(), lambda: self._release(name))
+
+    async def _unless_gone(self, request: Request, work: Callable[[Reading], T]) -> T:
+        """What `work` returns, on a thread; given up if the client goes or the engine stops."""
+        reading = Reading()
+        working = asyncio.ensure_future(run_in_threadpool(work, reading))
+        ends: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(_disconnected(request.receive)),
+            asyncio.ensure_future(self.stopping.wait()),
+        ]
+        try:
+            await asyncio.wait([working, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                reading.give_up()
+            return await working
+        finally:
+            for end in ends:
+                end.cancel()
 
     def _release(self, name: str) -> None:
         self._leases[name] -= 1
@@ -128,7 +149,10 @@ class EngineApp:
         body = await _json_object(request)
         name, model_dir = _text(body, "name"), _text(body, "model_dir")
         backend, precision = body.get("backend"), body.get("precision")
-        needed = await run_in_threadpool(self._engine.check, name, model_dir, backend, precision)
+        needed = await self._unless_gone(
+            request,
+            lambda reading: self._engine.check(name, model_dir, backend, precision, reading),
+        )
         return JSONResponse({"weight_bytes": needed})
 
     async def _list(self, request: Request) -> Response:

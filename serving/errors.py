@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from engine.errors import cut
-
 
 class ServingError(Exception):
     """Base of the serving package's errors; the message is meant for people.
@@ -15,8 +13,8 @@ class ServingError(Exception):
     type = "InternalServerException"
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        self.message = cut(message)
-        super().__init__(self.message)
+        super().__init__(message)
+        self.message = message
         self.retry_after_s = retry_after_s
 
     def to_body(self) -> dict[str, object]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from engine.artifacts import Artifact
 from engine.config import GPT2Config
 from engine.errors import InvalidRequest
+from engine.manifest import Run, directly
 
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
@@ -103,8 +104,12 @@ def load(
     *,
     device: str = "cpu",
     cache_dir: Path | None = None,
+    run: Run = directly,
 ) -> BackendModel:
-    """Loads a model. Raises `ArtifactError`, `OutOfMemory`, `InvalidRequest` (wrong names)."""
+    """Loads a model; `run` does what may take long or go wrong with its files.
+
+    Raises `ArtifactError`, `OutOfMemory`, `InvalidRequest` (wrong names).
+    """
     if backend not in BACKENDS:
         raise InvalidRequest(f"backend is {backend!r}, must be one of {', '.join(BACKENDS)}")
     if precision not in precisions(backend, device):
@@ -122,4 +127,4 @@ def load(
         return onnx_gpu_backend.load(artifact)
     from engine.backends import onnx_backend
 
-    return onnx_backend.load(artifact, precision, cache_dir=cache_dir)
+    return onnx_backend.load(artifact, precision, cache_dir=cache_dir, run=run)

@@ -16,6 +16,7 @@ from engine.artifacts import Artifact
 from engine.backends import Ids, Logits, onnx_session
 from engine.config import GPT2Config
 from engine.errors import InvalidRequest, OutOfMemory, PromptTooLong
+from engine.manifest import Run, directly
 from engine.memory import return_freed_memory
 from engine.prepared import Prepared, prepared
 
@@ -198,11 +199,13 @@ class KVCache:
         return -(-length * self._token_bytes // PAGE) * PAGE
 
 
-def load(artifact: Artifact, precision: str, *, cache_dir: Path | None = None) -> OnnxModel:
+def load(
+    artifact: Artifact, precision: str, *, cache_dir: Path | None = None, run: Run = directly
+) -> OnnxModel:
     """Loads a model, `precision` `fp32` or `int8`, from the cache of prepared models.
 
-    The cache (see `engine.prepared`) is `cache_dir` or a folder in the artifact's own. Raises
-    `OutOfMemory`.
+    The cache (see `engine.prepared`) is `cache_dir` or a folder in the artifact's own; `run` builds
+    what is not in it. Raises `OutOfMemory`, `ArtifactError`.
     """
-    with prepared(artifact, precision, cache_dir) as found:
+    with prepared(artifact, precision, cache_dir, run) as found:
         return OnnxModel(artifact.config, found)

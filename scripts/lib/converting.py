@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from engine import backends, hugging_face
 from engine.artifacts import CONFIG_FILE, EMBEDDING, OUTPUT, Artifact, open_artifact
+from engine.cache_folder import NAME as PREPARED
 from engine.config import GPT2Config
 from engine.errors import EngineError
 from engine.generation import FILE as GENERATION_FILE
 from engine.generation import HUGGING_FACE_FILE
-from engine.prepared import FOLDER as PREPARED
+from engine.manifest import Manifests
 from engine.prepared import prepared
 from engine.prompts import Prompts
 from scripts.lib import spiece_to_tokenizer
@@ -174,7 +175,7 @@ def prepare(folder: Path, precision: str) -> None:
     """Where it is now: a prepared model remembers the place of the files that it was made from."""
     for source in (folder / PREPARED).glob("*.source.json"):
         source.unlink()
-    with prepared(open_artifact(folder), precision, None):
+    with prepared(Manifests().open(folder), precision, None):
         pass
 
 

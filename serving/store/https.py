@@ -17,8 +17,7 @@ from serving.errors import (
     StoreUnavailable,
     UrlNotAllowed,
 )
-from serving.names import normal_name
-from serving.store.stored import StoredFile, StoredModel
+from serving.store.stored import StoredFile, StoredModel, without_suffix
 
 TIMEOUT_S = (3.0, 20.0)  # to connect, to the next byte
 MAX_REDIRECTS = 5
@@ -44,7 +43,7 @@ class Https:
         with self._open(url, "bytes=0-0") as answer:
             size = _size_bytes(answer)
             version = _version(answer, size)
-        name = normal_name(basename(unquote(urlsplit(url).path)))
+        name = without_suffix(basename(unquote(urlsplit(url).path)))
         return StoredModel(name or "model", url, version, size, "archive")
 
     def files(self, model: StoredModel) -> list[StoredFile]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import prepared
+from engine import cache_folder, prepared
 from engine.artifacts import open_artifact
 from engine.backends import onnx_backend
 from engine.backends.onnx_backend import OnnxModel
@@ -75,12 +75,12 @@ def test_a_second_load_finds_the_first_ones_files(
     assert time.perf_counter() - started < 0.5
     np.testing.assert_array_equal(first, second)
     assert files(cache) == written
-    assert not any(name.startswith(prepared.BUILDING) for name in written)
+    assert not any(name.startswith(cache_folder.BUILDING) for name in written)
 
 
 def test_without_a_cache_folder_it_is_in_the_artifacts_own(artifact: Path) -> None:
     answer(artifact, None)
-    assert len(entries(artifact / prepared.FOLDER)) == 1
+    assert len(entries(artifact / cache_folder.NAME)) == 1
     open_artifact(artifact)  # still a model folder
 
 
@@ -214,11 +214,11 @@ def test_several_processes_may_build_the_same_entry_at_once(artifact: Path, cach
     assert all(process.returncode == 0 for process in processes)
     assert len(answers) == 1
     assert len(entries(cache)) == 1
-    assert not list(cache.glob(prepared.BUILDING + "*"))
+    assert not list(cache.glob(cache_folder.BUILDING + "*"))
 
 
 def test_what_a_killed_builder_left_is_removed_after_an_hour(artifact: Path, cache: Path) -> None:
-    old, fresh = cache / f"{prepared.BUILDING}old", cache / f"{prepared.BUILDING}fresh"
+    old, fresh = cache / f"{cache_folder.BUILDING}old", cache / f"{cache_folder.BUILDING}fresh"
     for folder in (old, fresh):
         folder.mkdir(parents=True)
         (folder / "file").write_bytes(b"half")
