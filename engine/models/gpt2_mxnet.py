@@ -152,6 +152,7 @@ class FeedForward(gluon.Block):  # type: ignore[misc, name-defined]
 
 
 def _cuts(size: int, n: int) -> list[slice]:
+    n = min(n, size)  # none is empty
     edges = [i * size // n for i in range(n + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
