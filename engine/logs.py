@@ -8,9 +8,14 @@ import sys
 import time
 from typing import Any
 
+from engine.errors import cut
+
 
 class JsonFormatter(logging.Formatter):
-    """`{"time", "level", "process", "message"}` and what is passed as `extra={"fields": {...}}`."""
+    """`{"time", "level", "process", "message"}` and what is passed as `extra={"fields": {...}}`.
+
+    Texts are cut: no line is longer than some kilobytes, tracebacks aside.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -25,9 +30,12 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
         }
+        entry = {k: cut(v) if isinstance(v, str) else v for k, v in entry.items()}
         if record.exc_info:
-            entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+            lines = self.formatException(record.exc_info).split("\n")
+            entry["traceback"] = "\n".join(cut(line) for line in lines)
+        text = json.dumps(entry, ensure_ascii=False)
+        return text.encode("utf-8", "backslashreplace").decode()  # names need not be UTF-8
 
 
 def log_as_json(process: str, level: int = logging.INFO) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from engine.errors import cut
+
 
 class ServingError(Exception):
     """Base of the serving package's errors; the message is meant for people.
@@ -13,8 +15,8 @@ class ServingError(Exception):
     type = "InternalServerException"
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = cut(message)
+        super().__init__(self.message)
         self.retry_after_s = retry_after_s
 
     def to_body(self) -> dict[str, object]:

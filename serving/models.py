@@ -147,7 +147,9 @@ class Registry:
     async def _clean_up(self, model: Model) -> None:
         await self._workers.end(model)
         if model.fetched is not None:
-            await asyncio.to_thread(self._cache.release, model.fetched.path)
+            # What is no model is fetched again when it is asked for again, and may be one then.
+            refused = 400 <= getattr(model.error, "status", 500) < 500
+            await asyncio.to_thread(self._cache.release, model.fetched.path, discard=refused)
 
     async def adopt(self, model: Model) -> None:
         """Takes over a model that a gateway before this one has loaded, under a free name.

@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.errors import EngineError
 from serving.api.common import Gateway
 from serving.errors import Conflict, ServingError
+from serving.names import normal_name
 from serving.store import locate
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,6 @@ async def _preload(gateway: Gateway) -> None:
             gateway.start_error = error.message
     for name in filter(None, (n.strip() for n in settings.preload_models.split(","))):
         try:
-            await gateway.on_demand.preload(name)
+            await gateway.on_demand.preload(normal_name(name))
         except (ServingError, EngineError) as error:
             logger.error("model %s is not preloaded: %s", name, error.message)

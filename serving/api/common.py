@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -25,6 +26,7 @@ from serving.errors import (
 from serving.mms_client import MMSClient
 from serving.model import Model
 from serving.models import Registry
+from serving.names import normal_name
 from serving.on_demand import OnDemand
 from serving.recovery import Recovery
 from serving.settings import Settings
@@ -34,6 +36,21 @@ logger = logging.getLogger(__name__)
 
 TARGET_MODEL = "x-amzn-sagemaker-target-model"
 CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
+
+
+class ModelName(Convertor[str]):
+    """`{name:model}` in a route: a model's name, which may have slashes, in its normal form."""
+
+    regex = ".*"
+
+    def convert(self, value: str) -> str:
+        return normal_name(value)
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("model", ModelName())
 
 
 @dataclass

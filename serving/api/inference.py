@@ -22,7 +22,7 @@ from serving.api.common import TARGET_MODEL, Gateway, check_token, header_text
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.invoke import invoke
 from serving.errors import BadRequest, ServingError
-from serving.store.stored import without_suffix
+from serving.names import normal_name
 
 # Names the model where AWS has no TargetModel: in calls for a stream.
 INFERENCE_COMPONENT = "x-amzn-sagemaker-inference-component"
@@ -34,8 +34,8 @@ class Inference:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/models/{name:path}/invoke", self.named, methods=["POST"]),
-            Route("/predictions/{name:path}", self.named, methods=["POST", "GET", "PUT"]),
+            Route("/models/{name:model}/invoke", self.named, methods=["POST"]),
+            Route("/predictions/{name:model}", self.named, methods=["POST", "GET", "PUT"]),
             Route("/invocations", self.invocations, methods=["POST"]),
             Route("/endpoints/{endpoint}/invocations", self.endpoint, methods=["POST"]),
             Route(
@@ -57,7 +57,7 @@ class Inference:
         said = (request.headers.get(name) for name in (TARGET_MODEL, INFERENCE_COMPONENT))
         target = next(filter(None, said), request.query_params.get("model_name"))
         if target:
-            return without_suffix(header_text(target)).lstrip("/")
+            return normal_name(header_text(target)).lstrip("/")
         if self._gateway.single_model is not None:
             return self._gateway.single_model
         raise BadRequest(

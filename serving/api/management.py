@@ -21,6 +21,7 @@ from engine.errors import EngineError
 from serving.api.common import Gateway, check_token, read_json_object
 from serving.errors import BadRequest, ModelNotFound, ServingError, Unavailable
 from serving.mms import HANDLER
+from serving.names import model_name
 from serving.store import locate
 
 PAGE = 100
@@ -42,9 +43,9 @@ class Management:
         return [
             Route("/models", self.load, methods=["POST"]),
             Route("/models", self.list, methods=["GET"]),
-            Route("/models/{name:path}", self.describe, methods=["GET"]),
-            Route("/models/{name:path}", self.scale, methods=["PUT"]),
-            Route("/models/{name:path}", self.unload, methods=["DELETE"]),
+            Route("/models/{name:model}", self.describe, methods=["GET"]),
+            Route("/models/{name:model}", self.scale, methods=["PUT"]),
+            Route("/models/{name:model}", self.unload, methods=["DELETE"]),
         ]
 
     async def load(self, request: Request) -> Response:
@@ -84,7 +85,7 @@ class Management:
             stored = await asyncio.to_thread(locate, url, gateway.store, gateway.store_settings)
         except OSError as error:  # a name that the file system cannot have
             raise ModelNotFound(f"Model not found: {url[:200]} ({error.strerror})") from None
-        name = name or stored.name
+        name = model_name(name or stored.name)
         request.state.model = name
         load = gateway.registry.load(name, url, stored, **options)
         if _boolean(given, "synchronous", True):

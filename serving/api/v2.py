@@ -45,7 +45,7 @@ class V2:
         def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
             return Route(path, self._in_its_shape(endpoint), methods=[method])
 
-        model = "/v2/models/{name:path}"
+        model = "/v2/models/{name:model}"
         version = model + "/versions/{version}"
         return [
             route("/v2", self.server),

@@ -102,8 +102,11 @@ class Cache:
             self._pins.setdefault(path, []).append(pin)
         return fetched
 
-    def release(self, path: Path) -> None:
-        """Gives back what one `acquire` returned; from now on it may be removed for others."""
+    def release(self, path: Path, *, discard: bool = False) -> None:
+        """Gives back what one `acquire` returned; from now on it may be removed for others.
+
+        With `discard` it is removed at once, unless somebody else uses it.
+        """
         with self._guard:
             pins = self._pins.get(path)
             if not pins:  # a folder in place
@@ -114,6 +117,9 @@ class Cache:
         with contextlib.suppress(OSError):
             _touch(path)
         os.close(pin)
+        if discard and (alone := self._pin_alone(path.name)) is not None:
+            self._remove(path.name)
+            os.close(alone)
 
     def used_bytes(self) -> int:
         """On disk, and reserved by what is being fetched."""

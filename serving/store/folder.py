@@ -8,17 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from serving.errors import ModelNotInStore, StartError, UrlNotAllowed
+from serving.names import archive_spellings, model_name, normal_name, spellings
 from serving.store.disk import walk
 from serving.store.stored import (
-    SUFFIXES,
     StoredFile,
     StoredModel,
-    clean_name,
     folder_model,
     is_model,
     models_among,
-    spellings,
-    without_suffix,
 )
 
 
@@ -39,11 +36,11 @@ class FolderStore:
         return models_among(_files(self.root), lambda path: str(self.root / path).rstrip("/"))
 
     def find(self, name: str) -> StoredModel:
-        name = clean_name(name)
+        name = model_name(name)
+        for archive in (self.root / spelling for spelling in archive_spellings(name)):
+            if archive.is_file() and _resolved(archive, (self.root,)) is not None:
+                return local_model(archive.resolve(), name)
         for path in (self.root / spelling for spelling in spellings(name)):
-            for archive in (path.with_name(path.name + suffix) for suffix in SUFFIXES):
-                if archive.is_file() and _resolved(archive, (self.root,)) is not None:
-                    return local_model(archive.resolve(), name)
             if path.is_dir() and (folder := _resolved(path, (self.root,))) is not None:
                 files = list(_files(folder))
                 if is_model(file.path for file in files):
@@ -60,7 +57,7 @@ def find_path(path: Path, roots: tuple[Path, ...]) -> StoredModel:
     found = _resolved(path, roots)
     if found is None:
         raise UrlNotAllowed(f"{path} is outside of {', '.join(map(str, roots)) or 'what is known'}")
-    return local_model(found, without_suffix(found.name))
+    return local_model(found, normal_name(found.name))
 
 
 def local_model(path: Path, name: str) -> StoredModel:

@@ -17,7 +17,8 @@ from serving.errors import (
     StoreUnavailable,
     UrlNotAllowed,
 )
-from serving.store.stored import StoredFile, StoredModel, without_suffix
+from serving.names import normal_name
+from serving.store.stored import StoredFile, StoredModel
 
 TIMEOUT_S = (3.0, 20.0)  # to connect, to the next byte
 MAX_REDIRECTS = 5
@@ -43,7 +44,7 @@ class Https:
         with self._open(url, "bytes=0-0") as answer:
             size = _size_bytes(answer)
             version = _version(answer, size)
-        name = without_suffix(basename(unquote(urlsplit(url).path)))
+        name = normal_name(basename(unquote(urlsplit(url).path)))
         return StoredModel(name or "model", url, version, size, "archive")
 
     def files(self, model: StoredModel) -> list[StoredFile]:

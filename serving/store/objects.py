@@ -8,17 +8,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from serving.errors import ArtifactChanged, ModelNotInStore, UrlNotAllowed
-from serving.store.rules import MAX_FILES
+from serving.names import archive_spellings, is_clean, model_name, spellings
+from serving.store.rules import MAX_DEPTH, MAX_FILES
 from serving.store.stored import (
-    SUFFIXES,
     StoredFile,
     StoredModel,
-    clean_name,
     folder_model,
-    is_clean,
     is_model,
     models_among,
-    spellings,
 )
 
 
@@ -55,9 +52,9 @@ class ObjectStore:
         return models_among(self._below(self._prefix), lambda path: self.location + path)
 
     def find(self, name: str) -> StoredModel:
-        name = clean_name(name)
-        for spelling, suffix in itertools.product(spellings(name), SUFFIXES):
-            file = self._bucket.head(self._prefix + spelling + suffix)
+        name = model_name(name)
+        for spelling in archive_spellings(name):
+            file = self._bucket.head(self._prefix + spelling)
             if file is not None:
                 url = self._address + file.path
                 return StoredModel(name, url, file.version, file.size_bytes, "archive")
@@ -92,6 +89,8 @@ class ObjectStore:
         files = list(itertools.islice((f for f in below if is_clean(f.path)), MAX_FILES + 1))
         if len(files) > MAX_FILES:
             raise UrlNotAllowed(f"{url} has more than {MAX_FILES} files; use a .tar.gz")
+        if any(file.path.count("/") >= MAX_DEPTH for file in files):
+            raise UrlNotAllowed(f"{url} has files deeper than {MAX_DEPTH} folders")
         return files
 
     def _below(self, prefix: str) -> Iterator[StoredFile]:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from serving.errors import UrlNotAllowed
+from serving.names import SUFFIXES, archive_spellings, is_clean, normal_name, spellings
 
-# What archives end with; the first one counts where a name has several.
-SUFFIXES = (".tar.gz", ".mar")
-MAX_NAME_BYTES = 1000  # S3's keys end at 1,024
 # A folder is a model if one of these is in it, or a file that ends with one of WEIGHTS.
 SCRIPTS = ("code/inference.py", "inference.py", "MAR-INF/MANIFEST.json")
 WEIGHTS = (
@@ -83,39 +79,6 @@ class Remote(Protocol):
         """
 
 
-def clean_name(name: str) -> str:
-    """A model's name without `.tar.gz` or `.mar`. Raises `UrlNotAllowed` if it cannot be one."""
-    bare = without_suffix(name)
-    if not is_clean(bare):
-        raise UrlNotAllowed(
-            f"{name[:200]!r} is no model name: a name like sowol or team/sowol is, without"
-            " empty or hidden parts, `..`, backslashes or control characters"
-        )
-    return bare
-
-
-def without_suffix(name: str) -> str:
-    for suffix in SUFFIXES:
-        if name.endswith(suffix):
-            return name.removesuffix(suffix)
-    return name
-
-
-def is_clean(path: str) -> bool:
-    """Whether a relative path stays where it is put, whatever it is joined to."""
-    if any(unicodedata.category(c) in ("Cc", "Cs") or c == "\\" for c in path):
-        return False
-    if len(path.encode()) > MAX_NAME_BYTES:
-        return False
-    return all(part and not part.startswith(".") for part in path.split("/"))
-
-
-def spellings(name: str) -> list[str]:
-    """The ways a Korean name may be spelled in a store: macOS writes one code point per jamo."""
-    forms = (name, unicodedata.normalize("NFC", name), unicodedata.normalize("NFD", name))
-    return list(dict.fromkeys(forms))
-
-
 def is_model(paths: Iterable[str]) -> bool:
     """Whether a folder with these files, relative to it, is a model."""
     return any(
@@ -146,21 +109,24 @@ def models_among(files: Iterable[StoredFile], url: Callable[[str], str]) -> list
     """
     shown = [file for file in files if is_clean(file.path)]
     folders: dict[str, list[StoredFile]] = {root: [] for root in _roots(f.path for f in shown)}
-    found: dict[str, StoredModel] = {}
+    found: dict[str, StoredModel] = {}  # by path in the store
     for file in shown:
         root = next((parent for parent in _parents(file.path) if parent in folders), None)
         if root is not None:
             path = file.path.removeprefix(root + "/")
             folders[root].append(StoredFile(path, file.address, file.size_bytes, file.version))
         elif file.path.endswith(SUFFIXES):
-            name = unicodedata.normalize("NFC", without_suffix(file.path))
-            if name not in found or file.path.endswith(SUFFIXES[0]):
-                address = url(file.path)
-                found[name] = StoredModel(name, address, file.version, file.size_bytes, "archive")
+            name, address = normal_name(file.path), url(file.path)
+            found[file.path] = StoredModel(name, address, file.version, file.size_bytes, "archive")
     for root, content in folders.items():
-        name = unicodedata.normalize("NFC", root)
-        found.setdefault(name, folder_model(name, url(root + "/"), content))
-    return [found[name] for name in sorted(found)]
+        found[root] = folder_model(normal_name(root), url(root + "/"), content)
+    names = sorted({model.name for model in found.values()})
+    # As `Store.find` looks for them.
+    first = (
+        next((path for path in (*archive_spellings(n), *spellings(n)) if path in found), None)
+        for n in names
+    )
+    return [found[path] for path in first if path is not None]
 
 
 def _roots(paths: Iterable[str]) -> list[str]:

@@ -368,3 +368,23 @@ def test_a_refused_archive_leaves_nothing_and_is_told_by_its_size(
         with pytest.raises(ArchiveError, match="MODEL_MAX_MIB"):
             cache.acquire(large)
     assert entries(tmp_path) == set()
+
+
+def test_what_turned_out_to_be_no_model_is_not_kept(s3: S3Server, tmp_path: Path) -> None:
+    cache, model = Cache(settings(tmp_path)), put(s3, "소월")
+    first, second = cache.acquire(model), cache.acquire(model)
+    cache.release(first.path, discard=True)
+    assert entries(tmp_path) == {"소월"}  # another uses it
+    cache.release(second.path, discard=True)
+    assert entries(tmp_path) == set()
+    assert not list((tmp_path / "locks").iterdir())
+    assert not cache.acquire(model).hit
+
+
+def test_a_folder_of_this_machine_is_never_discarded(tmp_path: Path) -> None:
+    (tmp_path / "store" / "a").mkdir(parents=True)
+    (tmp_path / "store" / "a" / "a.params").touch()
+    cache = Cache(settings(tmp_path / "cache"))
+    fetched = cache.acquire(open_store(str(tmp_path / "store")).find("a"))
+    cache.release(fetched.path, discard=True)
+    assert (tmp_path / "store" / "a" / "a.params").exists()
