@@ -49,3 +49,15 @@ def test_the_table_of_settings_is_the_codes(readme: str) -> None:
     text = (REPOSITORY / readme).read_text(encoding="utf-8")
     for variable, default in variables:
         assert f"| `{variable}` | {default} |" in text, variable
+
+
+def test_both_tables_of_differences_name_the_same_things() -> None:
+    english, korean = (
+        [
+            sorted(re.findall(r"`([^`]+)`", line))
+            for line in (REPOSITORY / "docs" / name).read_text(encoding="utf-8").splitlines()
+            if line.startswith("|")
+        ]
+        for name in ("differences.md", "differences.ko.md")
+    )
+    assert english == korean
