@@ -33,10 +33,10 @@ from engine.config import GPT2Config
 from engine.errors import ArtifactError
 from engine.files import read_json
 from engine.generation import Generation, read_generation_config
+from engine.model_files import PARAMS, WEIGHT_FILES
 from engine.tensor_index import Index, check_count
 
 TOKENIZER_FILE = "tokenizer.json"
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 ADAPTER_FILE = "adapter_config.json"
 ACTIVATION_ALIASES = {
     "gelu_python": "gelu",
@@ -73,7 +73,7 @@ def is_in(folder: Path) -> bool:
     """Whether this is such a directory. Raises `ArtifactError` for a mixture, or an adapter."""
     names = {path.name for path in folder.iterdir()}
     theirs = any(name in names or f"{name}.index.json" in names for name in WEIGHT_FILES)
-    ours = any(name.endswith(".params") for name in names)
+    ours = any(name.endswith(PARAMS) for name in names)
     if theirs and ours:
         raise ArtifactError(
             f"{folder.name} holds both a v1 model (*.params) and one of Hugging Face's; it must"

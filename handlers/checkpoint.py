@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ArtifactError
+from engine.model_files import SYMBOL
 from engine.mxnet_compat import mx
-from handlers.tensor_files import SHAPES, SYMBOL
+from handlers.tensor_files import SHAPES
 
 # Operators that run Python of whoever trained the model, or that take addresses in memory.
 REFUSED_OPERATORS = {"Custom", "_Native", "_NDArray", "_CustomFunction"}

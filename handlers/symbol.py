@@ -20,13 +20,14 @@ import numpy as np
 from engine.cpus import cpu_count
 from engine.errors import ArtifactError, DeadlineExceeded, InvalidRequest
 from engine.memory import return_freed_memory
+from engine.model_files import SYMBOL
 from engine.mxnet_compat import mx
 from engine.params_file import read_params
 from handlers import symbol_module
 from handlers.checkpoint import Shapes, data_shapes, load_symbol, reason
 from handlers.names import client_name
 from handlers.room import check_room
-from handlers.tensor_files import PARAMS, SHAPES, SYMBOL, symbol_folder
+from handlers.tensor_files import PARAMS, SHAPES, symbol_folder
 from handlers.tensor_model import describe, transform_fn
 from handlers.tensors import NAMES, Array, TensorSpec
 from handlers.v2 import Metadata

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.errors import ArtifactError
+from engine.model_files import GRAPH, SYMBOL
 
-SYMBOL, PARAMS, SHAPES = "model-symbol.json", "model-0000.params", "model-shapes.json"
-GRAPH = "model.onnx"
+PARAMS, SHAPES = "model-0000.params", "model-shapes.json"
 # A graph that lies beside these is a companion, not what the model is served by.
 OTHER_WEIGHTS = ("*.params", "*.safetensors", "*.spiece", "pytorch_model*.bin")
 

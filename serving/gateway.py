@@ -54,7 +54,7 @@ from serving.recovery import Recovery
 from serving.saved import SavedModels
 from serving.settings import Settings
 from serving.startup import start, watch_health
-from serving.store import Cache, StoreSettings, open_store
+from serving.store import Cache, Lookups, StoreSettings, open_store
 from serving.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -234,18 +234,17 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
     metrics = Metrics()
     client = MMSClient(mms.mms_socket(run_dir), secret)
     async with AsyncEngineClient(mms.engine_socket(run_dir)) as engine:
-        cache = Cache(stores)
+        cache, lookups = Cache(stores), Lookups(store, stores)
         workers, saved = Workers(settings, run_dir, client, engine), SavedModels(run_dir)
         registry = Registry(settings, workers, cache, metrics.observe, saved.write)
         gateway = Gateway(
             settings=settings,
             registry=registry,
-            on_demand=OnDemand(registry, store, metrics.observe),
+            on_demand=OnDemand(registry, lookups, metrics.observe),
             recovery=Recovery(registry, workers, saved),
             mms=client,
             engine=engine,
-            store=store,
-            store_settings=stores,
+            lookups=lookups,
             metrics=metrics,
         )
         try:
@@ -253,6 +252,7 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
         finally:
             for task in gateway.tasks:
                 task.cancel()
+            lookups.close()
             await asyncio.to_thread(cache.close)  # downloads end; the next server resumes them
             await client.close()
 

@@ -15,8 +15,10 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from handlers.scripts.find import manifest_name
 from serving.errors import Conflict, ModelNotFound, Timeout, Unavailable
 from serving.memory import check_room
 from serving.model import Model, State
@@ -46,6 +48,8 @@ class Registry:
         # MMS may still know models of a gateway before this one.
         self._ids = (f"{secrets.token_hex(3)}-{number}" for number in itertools.count(1))
         self._fetches = asyncio.Semaphore(FETCHES_AT_ONCE)
+        # Apart from what only gives things back: fetches may hang.
+        self._fetching = ThreadPoolExecutor(FETCHES_AT_ONCE, "fetch")
         self._tasks: set[asyncio.Task[Any]] = set()
         self.unloads = 0  # so far
 
@@ -96,6 +100,24 @@ class Registry:
         loaded: Model = await asyncio.shield(self.spawn(self._load(model)))
         return loaded
 
+    async def manifest_name(self, stored: StoredModel) -> str | None:
+        """What the manifest of Multi Model Server's archives calls the model; fetches it first.
+
+        None where there is none. Raises what goes wrong.
+        """
+        try:
+            fetched = await asyncio.wait_for(self._fetch(stored), self._settings.load_timeout_s)
+        except asyncio.TimeoutError:
+            limit = self._settings.load_timeout_s
+            raise Timeout(f"{stored.name} was not fetched within {limit} s") from None
+        broken = True
+        try:
+            found = await asyncio.to_thread(manifest_name, fetched.path)
+            broken = False
+        finally:
+            await asyncio.to_thread(self._cache.release, fetched.path, discard=broken)
+        return found
+
     async def _load(self, model: Model) -> Model:
         started = time.monotonic()
         try:
@@ -133,7 +155,8 @@ class Registry:
             self._observe("loaded", model, time.monotonic() - started)
 
     async def _fetch(self, stored: StoredModel) -> Fetched:
-        thread = asyncio.ensure_future(asyncio.to_thread(self._cache.acquire, stored))
+        loop = asyncio.get_running_loop()
+        thread = loop.run_in_executor(self._fetching, self._cache.acquire, stored)
         try:
             return await asyncio.shield(thread)
         except asyncio.CancelledError:  # took too long; the thread goes on
@@ -156,7 +179,7 @@ class Registry:
 
         Raises `ServingError` if its artifact is no longer to be had.
         """
-        model.fetched = await asyncio.to_thread(self._cache.acquire, model.stored)
+        model.fetched = await self._fetch(model.stored)
         model.state = State.READY
         self._models[model.name] = model
 

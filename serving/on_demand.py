@@ -13,7 +13,7 @@ from engine.errors import NeverFits, OutOfMemory
 from serving.errors import Conflict, ModelNotFound, NoRoom
 from serving.model import Model, State
 from serving.models import Registry
-from serving.store import Store, StoredModel
+from serving.store import Lookups, StoredModel
 
 logger = logging.getLogger(__name__)
 
@@ -21,15 +21,15 @@ LOOK_AGAIN_S = 0.02
 
 
 class OnDemand:
-    """Loads what `store` has into `registry`; the least recently used model makes room."""
+    """Loads what the store has into `registry`; the least recently used model makes room."""
 
     def __init__(
         self,
         registry: Registry,
-        store: Store | None,
+        lookups: Lookups,
         observe: Callable[[str, Model, float], None] = lambda event, model, seconds: None,
     ) -> None:
-        self._registry, self._store, self._observe = registry, store, observe
+        self._registry, self._lookups, self._observe = registry, lookups, observe
         self._evictions = asyncio.Lock()
         self._wanted: Counter[str] = Counter()  # requests that have not begun to use their model
         self._loading: dict[str, asyncio.Task[None]] = {}
@@ -70,7 +70,7 @@ class OnDemand:
 
         Raises what `ensure` does, and `NoRoom` or `OutOfMemory`.
         """
-        stored = await asyncio.to_thread(self.find, name)
+        stored = await self._lookups.find(name)
         with contextlib.suppress(Conflict):  # somebody has asked for it already
             await self._registry.load(name, stored.name, stored)
 
@@ -78,22 +78,13 @@ class OnDemand:
         model = self._registry.find(name)
         return model is not None and model.state is State.READY
 
-    def find(self, name: str) -> StoredModel:
-        """What the store has. Raises `ModelNotFound`."""
-        if self._store is None:
-            raise ModelNotFound(f"Model not found: {name}")
-        try:
-            return self._store.find(name)
-        except OSError as error:  # a name that the file system cannot have
-            raise ModelNotFound(f"Model not found: {name[:200]} ({error.strerror})") from None
-
     async def _load(self, name: str) -> None:
         while not self._is_ready(name):
             model = self._registry.find(name)
             if model is not None:  # someone loads it by its url, or it is being unloaded
                 await model.change()
                 continue
-            stored = await asyncio.to_thread(self.find, name)
+            stored = await self._lookups.find(name)
             if self._registry.find(name) is not None:
                 continue
             unloads = self._registry.unloads

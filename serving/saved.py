@@ -23,7 +23,7 @@ class SavedModels:
                 "name": model.name,
                 "url": model.url,
                 "id": model.id,
-                "stored": dataclasses.asdict(model.stored),
+                "stored": dataclasses.asdict(model.stored.without_secrets()),
                 "options": dict(model.options),
                 "in_engine": model.in_engine,
                 "socket": model.socket,

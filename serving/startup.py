@@ -10,7 +10,6 @@ from engine.errors import EngineError
 from serving.api.common import Gateway
 from serving.errors import Conflict, ServingError
 from serving.names import normal_name
-from serving.store import locate
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +51,8 @@ async def _preload(gateway: Gateway) -> None:
     single = Path(settings.base_dir) / "model"
     if not settings.sagemaker_multi_model and single.is_dir() and any(single.iterdir()):
         name = gateway.single_model = settings.single_model_name
-        place = (str(single), gateway.store, gateway.store_settings)
         try:
-            stored = await asyncio.to_thread(locate, *place)
+            stored = await gateway.lookups.locate(str(single))
             await gateway.registry.load(name, str(single), stored)
         except Conflict:  # the gateway before this one has loaded it
             pass

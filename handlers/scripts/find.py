@@ -12,15 +12,15 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ArtifactError
+from engine.model_files import MANIFEST, programs, script_paths
 
-MANIFEST = "MAR-INF/MANIFEST.json"
-DEFAULT_PROGRAM = "inference.py"
+MAX_MANIFEST_BYTES = 1 << 20
 MAX_EMPTY_BYTES = 65_536  # of licences and the like
 NOTHING = re.compile(rb"\s*(#.*|from __future__ import [\w, ]+)?")
 
@@ -82,19 +82,22 @@ def find_script(
     named = handler or _handler_of(manifest)
     if named is not None:
         module, _, entry = named.partition(":")
-        # `a.py`, `a` or, as the archiver takes it, a path to it.
-        candidates = [module, module.rpartition("/")[2]]
-        for name in candidates:
-            file = _in(root, _folders(root, environment), name.removesuffix(".py") + ".py")
-            if file is not None:
-                return Script(root, file, entry or None, manifest, is_service=manifest is not None)
+        file = _first(root, script_paths(named, environment))
+        if file is not None:
+            return Script(root, file, entry or None, manifest, is_service=manifest is not None)
         raise ArtifactError(f"the handler is {named}, but the model has no file {module} in it")
-    for program in filter(None, (environment.get("SAGEMAKER_PROGRAM"), DEFAULT_PROGRAM)):
-        name = program.removesuffix(".py") + ".py"
-        file = _in(root, _folders(root, environment), name)
+    for program in programs(environment):
+        file = _first(root, script_paths(program, environment))
         if file is not None:
             return None if _says_nothing(file) else Script(root, file)
     return None
+
+
+def manifest_name(model_dir: str | os.PathLike[str]) -> str | None:
+    """What an archive's manifest calls the model, if it does. Raises `ArtifactError`."""
+    manifest = _manifest(_root(Path(model_dir)))
+    name = manifest["model"].get("modelName") if manifest is not None else None
+    return name if isinstance(name, str) and name else None
 
 
 def _says_nothing(file: Path) -> bool:
@@ -114,18 +117,10 @@ def _root(folder: Path) -> Path:
     return folder
 
 
-def _folders(root: Path, environment: Mapping[str, str]) -> list[Path]:
-    submitted = environment.get("SAGEMAKER_SUBMIT_DIRECTORY", "").removeprefix("file://")
-    folders = [root / "code", root]
-    if submitted and "://" not in submitted:
-        folders.insert(0, root / submitted)
-    return folders
-
-
-def _in(root: Path, folders: list[Path], name: str) -> Path | None:
-    """The file of this name, if it is in the model's folder."""
-    for folder in folders:
-        file = Path(os.path.normpath(folder / name))
+def _first(root: Path, paths: Iterable[str]) -> Path | None:
+    """The first that is there, if it is in the model's folder."""
+    for path in paths:
+        file = Path(os.path.normpath(root / path))
         if file.is_relative_to(root) and file.is_file():
             return file
     return None
@@ -136,6 +131,8 @@ def _manifest(root: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise ArtifactError(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise ArtifactError(f"{MANIFEST} is not JSON: {error}") from None

@@ -17,12 +17,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from engine.model_files import is_model
 from scripts.aws import locations
 from scripts.aws.account import SHARED, TAG, Account, can_be_dry, key_values, parser
 from scripts.aws.locations import Location
 from scripts.aws.report import mebibytes, phase, table
 from scripts.lib.problem import Problem
-from serving.store.stored import is_model
 
 EXAMPLE = """examples:
   scripts/upload s3://my-bucket/fine-tunes/ poems.tar.gz model_store/*.tar.gz

@@ -30,7 +30,7 @@ from serving.names import normal_name
 from serving.on_demand import OnDemand
 from serving.recovery import Recovery
 from serving.settings import Settings
-from serving.store import Store, StoreSettings
+from serving.store import Lookups
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,7 @@ class Gateway:
     recovery: Recovery
     mms: MMSClient
     engine: AsyncEngineClient
-    store: Store | None
-    store_settings: StoreSettings
+    lookups: Lookups
     metrics: Metrics
     single_model: str | None = None
     healthy: bool = False
@@ -77,7 +76,7 @@ class Gateway:
 
     def use(self, name: str) -> AbstractAsyncContextManager[Model]:
         """A model for one request, loaded first if need be: not where SageMaker decides that."""
-        if self.store is None or self.settings.sagemaker_multi_model:
+        if self.settings.sagemaker_multi_model:
             return self.registry.use(name)
         return self.on_demand.use(name)
 

@@ -19,10 +19,10 @@ from starlette.routing import Route
 
 from engine.errors import EngineError
 from serving.api.common import Gateway, check_token, read_json_object
-from serving.errors import BadRequest, ModelNotFound, ServingError, Unavailable
+from serving.errors import BadRequest, ServingError, Unavailable
 from serving.mms import HANDLER
 from serving.names import model_name
-from serving.store import locate
+from serving.store import public_url
 
 PAGE = 100
 MAX_WORKERS = 64
@@ -81,13 +81,10 @@ class Management:
         )
         if given.get("handler") not in (None, "", HANDLER):
             options["handler"] = _handler(_text(given, "handler"))
-        try:
-            stored = await asyncio.to_thread(locate, url, gateway.store, gateway.store_settings)
-        except OSError as error:  # a name that the file system cannot have
-            raise ModelNotFound(f"Model not found: {url[:200]} ({error.strerror})") from None
-        name = model_name(name or stored.name)
+        stored = await gateway.lookups.locate(url, options.get("handler"))
+        name = model_name(name or await gateway.registry.manifest_name(stored) or stored.name)
         request.state.model = name
-        load = gateway.registry.load(name, url, stored, **options)
+        load = gateway.registry.load(name, public_url(url), stored, **options)
         if _boolean(given, "synchronous", True):
             await load
             return JSONResponse({"status": "Workers scaled"})
@@ -112,9 +109,7 @@ class Management:
     async def _available(self) -> dict[str, Any]:
         """What the store offers, and what of it is loaded."""
         gateway = self._gateway
-        if gateway.store is None:
-            return {"models": []}
-        stored = await asyncio.to_thread(gateway.store.models)
+        stored = await gateway.lookups.models()
         loaded = {model.name for model in gateway.registry.models()}
         return {
             "models": [

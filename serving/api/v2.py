@@ -14,7 +14,6 @@ https://github.com/kserve/open-inference-protocol
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -93,7 +92,7 @@ class V2:
         if model is None:
             if self._gateway.settings.sagemaker_multi_model:
                 raise ModelNotFound(f"Model not found: {name}")
-            await asyncio.to_thread(self._gateway.on_demand.find, name)
+            await self._gateway.lookups.find(name)
             raise Unavailable(f"Model {name} is not loaded yet; a request to it loads it")
         if model.state is not State.READY:
             raise Unavailable(f"Model {name} is {model.state.value}", retry_after_s=1)

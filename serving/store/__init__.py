@@ -2,7 +2,18 @@
 
 from serving.store.cache import Cache, Fetched
 from serving.store.locate import locate, open_store
+from serving.store.lookups import Lookups
 from serving.store.settings import StoreSettings
-from serving.store.stored import Store, StoredModel
+from serving.store.stored import Store, StoredModel, public_url
 
-__all__ = ["Cache", "Fetched", "Store", "StoreSettings", "StoredModel", "locate", "open_store"]
+__all__ = [
+    "Cache",
+    "Fetched",
+    "Lookups",
+    "Store",
+    "StoreSettings",
+    "StoredModel",
+    "locate",
+    "open_store",
+    "public_url",
+]

@@ -13,10 +13,8 @@ A key is made of url and version. Several processes may share a cache.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
-import re
 import shutil
 import threading
 import time
@@ -38,7 +36,7 @@ from serving.store.download import Download
 from serving.store.folder import file_version
 from serving.store.locate import open_remote, open_store
 from serving.store.settings import StoreSettings
-from serving.store.stored import Remote, Store, StoredModel
+from serving.store.stored import Remote, Store, StoredModel, public_url
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +86,7 @@ class Cache:
             if not Path(model.url).is_dir():
                 raise ModelNotInStore(f"there is no folder {model.url}")
             return Fetched(Path(model.url), hit=True)
-        key = key_of(model)
+        key = model.key
         path = self._models / key
         pin = lock(self._pin(key), shared=True)
         assert pin is not None
@@ -168,7 +166,7 @@ class Cache:
         unpack_s = time.monotonic() - started - download_s
         logger.info(
             "fetched %s: %.1f MB downloaded in %.2f s, unpacked after %.2f s more",
-            model.url, downloaded / 1e6, download_s, unpack_s,
+            public_url(model.url), downloaded / 1e6, download_s, unpack_s,
         )  # fmt: skip
         return Fetched(self._models / key, False, downloaded, download_s, unpack_s)
 
@@ -195,7 +193,7 @@ class Cache:
         with download:
             if model.kind == "archive":
                 with download.reader() as stream:
-                    name = model.url.rpartition("/")[2]
+                    name = public_url(model.url).rpartition("/")[2]
                     self._extract(stream, fresh, name, reservation)
             download.wait()
         if model.kind == "folder":
@@ -328,13 +326,6 @@ class _Reservation:
         self._granted = self._wanted
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, b"%d" % self._granted, 0)
-
-
-def key_of(model: StoredModel) -> str:
-    """Names a version of a model in the cache: readable for people, distinct for programs."""
-    digest = hashlib.sha256(f"{model.url}\n{model.version}".encode("utf-8", "surrogateescape"))
-    readable = re.sub(r"[^\w-]", "_", model.name)[-50:]
-    return f"{readable}-{digest.hexdigest()[:24]}"
 
 
 def _touch(path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from serving.errors import ArchiveError, StoreUnavailable
 from serving.store.disk import full_disk_is_an_error_of_ours, remove
-from serving.store.stored import Remote, StoredFile
+from serving.store.stored import Remote, StoredFile, public_url
 
 RANGE_BYTES = 8 << 20
 CONNECTIONS = 8
@@ -186,11 +186,13 @@ class Download:
                     if self._error is not None or self._stopping.is_set():
                         raise Stopping("the download was stopped")
                     if position + len(data) > wanted.stop:
-                        raise StoreUnavailable(f"{file.address} sends more than was asked for")
+                        raise StoreUnavailable(
+                            f"{public_url(file.address)} sends more than was asked for"
+                        )
                     os.pwrite(descriptor, data, position)
                     position += len(data)
                 if position < wanted.stop:
-                    raise StoreUnavailable(f"{file.address} broke off")
+                    raise StoreUnavailable(f"{public_url(file.address)} broke off")
             except Stopping:
                 raise
             except StoreUnavailable:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.model_files import is_model
 from serving.errors import ModelNotInStore, StartError, UrlNotAllowed
 from serving.names import archive_spellings, model_name, normal_name, spellings
 from serving.store.disk import walk
@@ -14,7 +15,6 @@ from serving.store.stored import (
     StoredFile,
     StoredModel,
     folder_model,
-    is_model,
     models_among,
 )
 
@@ -35,7 +35,7 @@ class FolderStore:
     def models(self) -> list[StoredModel]:
         return models_among(_files(self.root), lambda path: str(self.root / path).rstrip("/"))
 
-    def find(self, name: str) -> StoredModel:
+    def find(self, name: str, handler: str | None = None) -> StoredModel:
         name = model_name(name)
         for archive in (self.root / spelling for spelling in archive_spellings(name)):
             if archive.is_file() and _resolved(archive, (self.root,)) is not None:
@@ -43,7 +43,7 @@ class FolderStore:
         for path in (self.root / spelling for spelling in spellings(name)):
             if path.is_dir() and (folder := _resolved(path, (self.root,))) is not None:
                 files = list(_files(folder))
-                if is_model(file.path for file in files):
+                if is_model((file.path for file in files), handler):
                     return folder_model(name, str(folder), files)
         raise ModelNotInStore(f"there is no model {name} in {self.location}")
 

@@ -18,7 +18,7 @@ from serving.errors import (
     UrlNotAllowed,
 )
 from serving.names import normal_name
-from serving.store.stored import StoredFile, StoredModel
+from serving.store.stored import StoredFile, StoredModel, public_url
 
 TIMEOUT_S = (3.0, 20.0)  # to connect, to the next byte
 MAX_REDIRECTS = 5
@@ -58,11 +58,13 @@ class Https:
             size = _size_bytes(answer)
             ranged = answer.status_code == 206
             if _version(answer, size) != file.version or (start > 0 and not ranged):
-                raise ArtifactChanged(f"{_public(file.address)} has changed; try again")
+                raise ArtifactChanged(f"{public_url(file.address)} has changed; try again")
             try:
                 yield from answer.iter_content(CHUNK_BYTES)
             except (requests.RequestException, OSError) as error:
-                raise StoreUnavailable(f"{_public(file.address)} broke off: {error}") from None
+                raise StoreUnavailable(
+                    f"{public_url(file.address)} broke off: {_why(error)}"
+                ) from None
 
     @contextlib.contextmanager
     def _open(self, url: str, wanted: str | None) -> Iterator[requests.Response]:
@@ -76,7 +78,7 @@ class Https:
                     target, headers=headers, stream=True, timeout=TIMEOUT_S, allow_redirects=False
                 )
             except (requests.RequestException, OSError, UnicodeError) as error:
-                raise StoreUnavailable(f"{_public(url)} cannot be read: {_why(error)}") from None
+                raise StoreUnavailable(f"{public_url(url)} cannot be read: {_why(error)}") from None
             with answer:
                 if not answer.is_redirect:
                     _raise_for_status(answer.status_code, url)
@@ -84,17 +86,17 @@ class Https:
                     return
                 target = urljoin(target, answer.headers["Location"])
                 if _origin(target) != _origin(url):
-                    raise UrlNotAllowed(f"{_public(url)} redirects to {_public(target)}")
-        raise StoreUnavailable(f"{_public(url)} redirects more than {MAX_REDIRECTS} times")
+                    raise UrlNotAllowed(f"{public_url(url)} redirects to {public_url(target)}")
+        raise StoreUnavailable(f"{public_url(url)} redirects more than {MAX_REDIRECTS} times")
 
     def _check(self, url: str) -> None:
         scheme, host, port = _origin(url)
         names = {f"{host}:{port}"} | ({host} if port == PORTS.get(scheme) else set())
         if not names & self._hosts:
             allowed = ", ".join(sorted(self._hosts)) or "none"
-            raise UrlNotAllowed(f"{_public(url)}: allowed hosts are {allowed}")
+            raise UrlNotAllowed(f"{public_url(url)}: allowed hosts are {allowed}")
         if scheme == "http" and not _is_loopback(host):
-            raise UrlNotAllowed(f"{_public(url)} is not https://")
+            raise UrlNotAllowed(f"{public_url(url)} is not https://")
 
 
 def _origin(url: str) -> tuple[str, str, int]:
@@ -103,10 +105,10 @@ def _origin(url: str) -> tuple[str, str, int]:
         parts = urlsplit(url)
         port = parts.port or PORTS[parts.scheme]
     except (ValueError, KeyError):
-        raise UrlNotAllowed(f"{url[:200]!r} is no https:// url") from None
+        raise UrlNotAllowed(f"{public_url(url)!r} is no https:// url") from None
     odd = any(character in url for character in "\\ \t\r\n") or "@" in parts.netloc
     if odd or not parts.hostname or not parts.hostname.isascii():
-        raise UrlNotAllowed(f"{_public(url)[:200]!r} is no plain https://host/path url")
+        raise UrlNotAllowed(f"{public_url(url)!r} is no plain https://host/path url")
     return parts.scheme, parts.hostname, port
 
 
@@ -117,20 +119,14 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _public(url: str) -> str:
-    """Without user, password and query, where keys are."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{unquote(parts.path)}"
-
-
 def _raise_for_status(status: int, url: str) -> None:
     if status in (200, 206):
         return
     if status in (404, 410):
-        raise ModelNotInStore(f"there is nothing at {_public(url)}")
+        raise ModelNotInStore(f"there is nothing at {public_url(url)}")
     if status in (401, 403):
-        raise StoreAccessDenied(f"{_public(url)} answers {status}")
-    raise StoreUnavailable(f"{_public(url)} answers {status}")
+        raise StoreAccessDenied(f"{public_url(url)} answers {status}")
+    raise StoreUnavailable(f"{public_url(url)} answers {status}")
 
 
 def _size_bytes(answer: requests.Response) -> int:
@@ -139,7 +135,7 @@ def _size_bytes(answer: requests.Response) -> int:
     if answer.status_code == 206:
         size = answer.headers.get("Content-Range", "").rpartition("/")[2]
     if not size.isdecimal():
-        raise StoreUnavailable(f"{_public(answer.url)} does not say its size")
+        raise StoreUnavailable(f"{public_url(answer.url)} does not say its size")
     return int(size)
 
 

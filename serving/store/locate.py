@@ -10,7 +10,7 @@ from serving.store.drivers import DRIVERS, DriverBucket
 from serving.store.folder import FolderStore, find_path
 from serving.store.objects import ObjectStore
 from serving.store.settings import StoreSettings
-from serving.store.stored import Remote, Store, StoredModel
+from serving.store.stored import Remote, Store, StoredModel, public_url
 
 OBJECTS = ("s3", *DRIVERS)
 
@@ -54,33 +54,37 @@ def open_remote(model: StoredModel, store: Store | None, settings: StoreSettings
     if scheme in OBJECTS:
         if isinstance(store, ObjectStore) and model.url.startswith(store.location):
             return store
-        raise UrlNotAllowed(f"{model.url} is outside of {settings.location}")
+        raise UrlNotAllowed(f"{public_url(model.url)} is outside of {settings.location}")
     from serving.store.https import Https
 
     return Https(settings.https_hosts)
 
 
-def locate(url: str, store: Store | None, settings: StoreSettings) -> StoredModel:
+def locate(
+    url: str, store: Store | None, settings: StoreSettings, handler: str | None = None
+) -> StoredModel:
     """The model that a load request means: a name in the store, or an address that is allowed.
+
+    `handler` is what it names.
 
     Raises `UrlNotAllowed`, which says what is; `ModelNotInStore`; and what `Store.find` raises.
     """
     scheme, separator, _ = url.partition("://")
     try:
         if separator and scheme in OBJECTS and isinstance(store, ObjectStore):
-            return store.locate(url)
+            return store.locate(url, handler)
         if separator and scheme in ("http", "https"):
             from serving.store.https import Https
 
             return Https(settings.https_hosts).locate(url)
-        if url.startswith("/") or scheme == "file":
+        if url.startswith("/") or (separator and scheme == "file"):
             path = _local_path(url)
             if path is not None:
                 own = (store.root,) if isinstance(store, FolderStore) else ()
                 return find_path(path, (*settings.roots, *own))
         elif not separator and store is not None:
-            return store.find(url)
-        raise UrlNotAllowed(f"{url[:200]!r} cannot be loaded")
+            return store.find(url, handler)
+        raise UrlNotAllowed(f"{public_url(url)!r} cannot be loaded")
     except UrlNotAllowed as error:
         raise UrlNotAllowed(f"{error.message}. Allowed: {_allowed(store, settings)}") from None
 

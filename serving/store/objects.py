@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
+from engine.model_files import is_model
 from serving.errors import ArtifactChanged, ModelNotInStore, UrlNotAllowed
 from serving.names import archive_spellings, is_clean, model_name, spellings
 from serving.store.rules import MAX_DEPTH, MAX_FILES
@@ -14,7 +15,6 @@ from serving.store.stored import (
     StoredFile,
     StoredModel,
     folder_model,
-    is_model,
     models_among,
 )
 
@@ -51,7 +51,7 @@ class ObjectStore:
     def models(self) -> list[StoredModel]:
         return models_among(self._below(self._prefix), lambda path: self.location + path)
 
-    def find(self, name: str) -> StoredModel:
+    def find(self, name: str, handler: str | None = None) -> StoredModel:
         name = model_name(name)
         for spelling in archive_spellings(name):
             file = self._bucket.head(self._prefix + spelling)
@@ -61,15 +61,15 @@ class ObjectStore:
         for spelling in spellings(name):
             url = f"{self.location}{spelling}/"
             files = self._folder(url)
-            if is_model(file.path for file in files):
+            if is_model((file.path for file in files), handler):
                 return folder_model(name, url, files)
         raise ModelNotInStore(f"there is no model {name} in {self.location}")
 
-    def locate(self, url: str) -> StoredModel:
+    def locate(self, url: str, handler: str | None = None) -> StoredModel:
         """The model at a url of this store. Raises `UrlNotAllowed` if it is outside."""
         if not url.startswith(self.location):
             raise UrlNotAllowed(f"{url} is outside of {self.location}")
-        return self.find(url.removeprefix(self.location).rstrip("/"))
+        return self.find(url.removeprefix(self.location).rstrip("/"), handler)
 
     def files(self, model: StoredModel) -> list[StoredFile]:
         if model.kind == "archive":

@@ -5,33 +5,38 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from engine.model_files import model_folders, parents
 from serving.names import SUFFIXES, archive_spellings, is_clean, normal_name, spellings
-
-# A folder is a model if one of these is in it, or a file that ends with one of WEIGHTS.
-SCRIPTS = ("code/inference.py", "inference.py", "MAR-INF/MANIFEST.json")
-WEIGHTS = (
-    ".params",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-# Or one of these: tensors in, tensors out (handlers.tensor_files knows which count).
-TENSORS = re.compile(r"(model/)?model-symbol\.json|([0-9]+/)?model\.onnx")
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model that can be fetched. `url` is a path where it is on this machine's disk."""
+    """A model that can be fetched. `url` is a path where it is on this machine's disk.
+
+    `key` names this version in the cache: readable for people, distinct for programs.
+    """
 
     name: str
     url: str
     version: str
     size_bytes: int
     kind: Literal["archive", "folder"]
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.key:
+            text = f"{self.url}\n{self.version}".encode("utf-8", "surrogateescape")
+            readable = re.sub(r"[^\w-]", "_", self.name)[-50:]
+            key = f"{readable}-{hashlib.sha256(text).hexdigest()[:24]}"
+            object.__setattr__(self, "key", key)
+
+    def without_secrets(self) -> StoredModel:
+        """For a file: what is in the cache is found there by its key; a pre-signed url that would
+        fetch it again is not kept."""
+        return replace(self, url=public_url(self.url))
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,10 @@ class Store(Protocol):
     def models(self) -> list[StoredModel]:
         """All of them, by name. Raises `StoreUnavailable`, `StoreAccessDenied`."""
 
-    def find(self, name: str) -> StoredModel:
+    def find(self, name: str, handler: str | None = None) -> StoredModel:
         """One, with or without `.tar.gz` or `.mar`, without listing the store.
 
+        A folder with the file of `handler` is a model, too: what a load request names.
         Raises `ModelNotInStore`, `UrlNotAllowed` for what cannot be a name, and what `models`
         raises.
         """
@@ -79,14 +85,13 @@ class Remote(Protocol):
         """
 
 
-def is_model(paths: Iterable[str]) -> bool:
-    """Whether a folder with these files, relative to it, is a model."""
-    return any(
-        path in SCRIPTS
-        or ("/" not in path and path.endswith(WEIGHTS))
-        or TENSORS.fullmatch(path) is not None
-        for path in paths
-    )
+def public_url(url: str) -> str:
+    """For people and logs: a web address without user, password and query, where keys are."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme in ("s3", "abfs", "gs", "file"):
+        return url
+    host, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
 
 
 def folder_version(files: Iterable[StoredFile]) -> str:
@@ -108,10 +113,12 @@ def models_among(files: Iterable[StoredFile], url: Callable[[str], str]) -> list
     counts.
     """
     shown = [file for file in files if is_clean(file.path)]
-    folders: dict[str, list[StoredFile]] = {root: [] for root in _roots(f.path for f in shown)}
+    folders: dict[str, list[StoredFile]] = {
+        root: [] for root in model_folders(f.path for f in shown)
+    }
     found: dict[str, StoredModel] = {}  # by path in the store
     for file in shown:
-        root = next((parent for parent in _parents(file.path) if parent in folders), None)
+        root = next((parent for parent in parents(file.path) if parent in folders), None)
         if root is not None:
             path = file.path.removeprefix(root + "/")
             folders[root].append(StoredFile(path, file.address, file.size_bytes, file.version))
@@ -127,30 +134,3 @@ def models_among(files: Iterable[StoredFile], url: Callable[[str], str]) -> list
         for n in names
     )
     return [found[path] for path in first if path is not None]
-
-
-def _roots(paths: Iterable[str]) -> list[str]:
-    """The topmost folders that are models."""
-    roots = set()
-    for path in paths:
-        parent, _, last = path.rpartition("/")
-        if last.endswith(WEIGHTS):
-            roots.add(parent)
-        for script in SCRIPTS:
-            if path.endswith("/" + script):
-                roots.add(path.removesuffix("/" + script))
-        if last == "model.onnx":
-            roots.add(
-                parent.rpartition("/")[0] if parent.rpartition("/")[2].isdecimal() else parent
-            )
-        if last == "model-symbol.json":
-            roots.add(parent.removesuffix("/model"))
-    roots.discard("")
-    return [root for root in roots if not any(parent in roots for parent in _parents(root))]
-
-
-def _parents(path: str) -> Iterator[str]:
-    """`a/b/c` has `a` and `a/b`."""
-    for i, character in enumerate(path):
-        if character == "/":
-            yield path[:i]

@@ -79,6 +79,19 @@ def test_a_spelling_of_several_counts_the_same_in_a_list_as_when_it_is_asked_for
     assert listed.url == str(tmp_path / "소월.tar.gz")
 
 
+def test_a_folder_with_the_handler_that_a_load_names_is_a_model(tmp_path: Path) -> None:
+    for path in ("counter/service.py", "팀/셈/code/service.py"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).touch()
+    store = FolderStore(tmp_path)
+    assert store.models() == []
+    for name in ("counter", "팀/셈"):
+        assert store.find(name, "service:handle").kind == "folder"
+        for handler in (None, "other:handle"):
+            with pytest.raises(ModelNotInStore):
+                store.find(name, handler)
+
+
 def test_links_do_not_lead_out_of_a_store(tmp_path: Path) -> None:
     outside, store = tmp_path / "outside", tmp_path / "store"
     for folder in (outside, store):

@@ -1,17 +1,26 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
-from serving.errors import ModelNotInStore, StartError, StoreUnavailable, UrlNotAllowed
+from serving.errors import (
+    ModelNotInStore,
+    ServingError,
+    StartError,
+    StoreUnavailable,
+    UrlNotAllowed,
+)
 from serving.store import Cache, StoreSettings, download, locate, open_store
 from serving.store.drivers import DRIVERS
+from serving.store.https import Https
 from tests.serving.s3 import ENVIRONMENT, archive, settings
 
 ARCHIVE = archive({"a.params": bytes(range(256)) * 4000}, level=0)
@@ -82,6 +91,9 @@ def test_names_and_paths_below_a_root_are_located(folder: StoreSettings, tmp_pat
     assert locate(f"{root}/hash/model", store, folder).url == f"{root}/hash/model"
     for url in (f"{folder.location}/시", f"file://{folder.location}/{quote('시')}"):
         assert locate(url, store, folder) == locate("시", store, folder)
+    (tmp_path / "store" / "file").mkdir()
+    (tmp_path / "store" / "file" / "a.params").touch()
+    assert locate("file", store, folder).name == "file"  # and no scheme
     with pytest.raises(ModelNotInStore):
         locate(f"{root}/없음", store, folder)
 
@@ -165,6 +177,39 @@ def test_an_https_host_that_is_not_there_is_an_error_without_the_query(tmp_path:
     with pytest.raises(StoreUnavailable, match="cannot be read") as raised:
         locate("http://127.0.0.1:1/a.tar.gz?key=secret", None, own)
     assert "secret" not in raised.value.message
+
+
+def test_no_error_and_no_log_has_the_query_of_an_address(
+    host: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    own = settings(tmp_path, https_hosts=(host,), model_max_bytes=100)
+    secret = "?X-Amz-Signature=0123abcd"  # noqa: S105
+    for url in (
+        f"http://{host}/none/a.tar.gz{secret}",
+        f"http://{host}/away/a.tar.gz{secret}",
+        f"https://models.example/a.tar.gz{secret}",
+        f"https://[/a.tar.gz{secret}",
+        f"http://{host}/a b.tar.gz{secret}",
+        f"ftp://{host}/a.tar.gz{secret}",
+        f"HTTPS://{host}/a.tar.gz{secret}",
+    ):
+        with pytest.raises(ServingError) as raised:
+            locate(url, None, own)
+        assert "0123abcd" not in raised.value.message
+    model = locate(f"http://{host}/ranged/a.tar.gz{secret}", None, own)
+    for most in (100, 10_000, 1 << 30):
+        cache = Cache(replace(own, model_max_bytes=most))
+        with contextlib.suppress(ServingError):
+            assert cache.acquire(model).path.is_dir()
+    with monkeypatch.context() as broken:
+        broken.setattr(Https, "read", lambda self, file, start, stop: iter([b"x" * (stop + 1)]))
+        cache = Cache(settings(tmp_path / "other", https_hosts=(host,)))
+        with pytest.raises(StoreUnavailable, match="more than was asked") as raised:
+            cache.acquire(model)
+        assert "0123abcd" not in raised.value.message
+    assert "/ranged/a.tar.gz" in caplog.text
+    assert "0123abcd" not in caplog.text
 
 
 @pytest.mark.parametrize("scheme", DRIVERS)

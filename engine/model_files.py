@@ -1,0 +1,78 @@
+"""Which files make a folder a model: for the store, the handlers and the engine.
+
+Imports nothing that is large.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Iterable, Mapping
+
+# Of Hugging Face's, whole or in shards (`<name>.index.json`); v1's end with PARAMS.
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+PARAMS = ".params"
+# Tensors in, tensors out: an MXNet symbol checkpoint, an ONNX graph, also in a version's folder.
+SYMBOL, GRAPH = "model-symbol.json", "model.onnx"
+MANIFEST = "MAR-INF/MANIFEST.json"  # of Multi Model Server's archives
+DEFAULT_PROGRAM = "inference.py"  # of the SageMaker Inference Toolkit
+
+TENSORS = re.compile(rf"(model/)?{re.escape(SYMBOL)}|([0-9]+/)?{re.escape(GRAPH)}")
+WEIGHTS = re.compile(
+    rf"[^/]*({re.escape(PARAMS)}|({'|'.join(map(re.escape, WEIGHT_FILES))})(\.index\.json)?)"
+)
+
+
+def programs(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The scripts that answer for a model where nothing names another, the first that is there."""
+    return tuple(filter(None, (environment.get("SAGEMAKER_PROGRAM"), DEFAULT_PROGRAM)))
+
+
+def script_paths(named: str, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Where the script `module`, `path/module.py` or `module:function` may lie, the first counts.
+
+    In `SAGEMAKER_SUBMIT_DIRECTORY`, in `code/`, beside the weights; as it is named, or in that
+    folder itself, which is how archivers take a path.
+    """
+    submitted = environment.get("SAGEMAKER_SUBMIT_DIRECTORY", "").removeprefix("file://")
+    folders = [submitted] if submitted and "://" not in submitted else []
+    module = named.partition(":")[0].removesuffix(".py") + ".py"
+    return tuple(
+        posixpath.normpath(posixpath.join(folder, name))
+        for name in dict.fromkeys((module, posixpath.basename(module)))
+        for folder in (*folders, "code", "")
+    )
+
+
+def is_model(
+    paths: Iterable[str],
+    handler: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> bool:
+    """Whether a folder with these files, relative to it, is a model.
+
+    `handler` is what a load request names.
+    """
+    everywhere = filter(None, (environment.get("SAGEMAKER_HANDLER"), *programs(environment)))
+    named = (handler,) if handler else everywhere
+    scripts = {path for name in named for path in script_paths(name, environment)} | {MANIFEST}
+    return any(
+        path in scripts or WEIGHTS.fullmatch(path) or TENSORS.fullmatch(path) for path in paths
+    )
+
+
+def model_folders(paths: Iterable[str]) -> set[str]:
+    """The topmost folders that are models, of those with files in a store."""
+    found = {
+        parent
+        for path in paths
+        for parent in parents(path)
+        if is_model((path.removeprefix(parent + "/"),))
+    }
+    return {folder for folder in found if found.isdisjoint(parents(folder))}
+
+
+def parents(path: str) -> list[str]:
+    """`a/b/c` has `a` and `a/b`."""
+    return [path[:i] for i, character in enumerate(path) if character == "/"]

@@ -1,0 +1,94 @@
+"""Asks the store what it has, for a gateway of many requests and one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from serving.errors import ModelNotInStore, Unavailable
+from serving.store.locate import locate
+from serving.store.settings import StoreSettings
+from serving.store.stored import Store, StoredModel
+
+# A name that the store does not have is not looked up again for so long.
+MISSING_S = 1.0
+MAX_MISSING = 4096
+# Threads of its own: a store that hangs holds up nothing else.
+THREADS = 8
+MAX_WAITING = 256
+
+T = TypeVar("T")
+Key = tuple[str, ...]
+
+
+class Lookups:
+    """Looks each name up once for all who ask at the same time. Not thread-safe.
+
+    `now` is a clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        settings: StoreSettings,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._settings, self._now = store, settings, now
+        self._threads = ThreadPoolExecutor(THREADS, "store")
+        self._asked: dict[Key, asyncio.Future[StoredModel]] = {}
+        self._missing: dict[Key, tuple[float, str]] = {}  # until when, and what was said; in order
+        self._waiting = 0
+
+    async def find(self, name: str) -> StoredModel:
+        """See `Store.find`."""
+        return await self._once(("name", name), lambda: self._store.find(name))
+
+    async def locate(self, url: str, handler: str | None = None) -> StoredModel:
+        """See `serving.store.locate`."""
+        key = ("url", url, handler or "")
+        return await self._once(key, lambda: locate(url, self._store, self._settings, handler))
+
+    async def models(self) -> list[StoredModel]:
+        """See `Store.models`."""
+        return await self._ask(self._store.models)
+
+    def close(self) -> None:
+        """What is being asked may go on for a while; nobody waits for it."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _once(self, key: Key, look_up: Callable[[], StoredModel]) -> StoredModel:
+        until, reason = self._missing.get(key, (0.0, ""))
+        if reason and self._now() < until:
+            raise ModelNotInStore(reason)
+        asked = self._asked.get(key)
+        if asked is None:
+            asked = self._asked[key] = asyncio.ensure_future(self._look_up(key, look_up))
+            asked.add_done_callback(lambda done: self._done(key, done))
+        return await asyncio.shield(asked)
+
+    async def _look_up(self, key: Key, look_up: Callable[[], StoredModel]) -> StoredModel:
+        try:
+            return await self._ask(look_up)
+        except OSError as error:  # a name that the file system cannot have
+            raise ModelNotInStore(f"Model not found: {key[1]} ({error.strerror})") from None
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        if self._waiting >= MAX_WAITING:
+            raise Unavailable("the store does not answer fast enough", retry_after_s=1)
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, question)
+        finally:
+            self._waiting -= 1
+
+    def _done(self, key: Key, done: asyncio.Future[StoredModel]) -> None:
+        del self._asked[key]
+        error = None if done.cancelled() else done.exception()  # whoever asked may have gone
+        if isinstance(error, ModelNotInStore):
+            self._missing.pop(key, None)
+            self._missing[key] = self._now() + MISSING_S, error.message
+            if len(self._missing) > MAX_MISSING:
+                del self._missing[next(iter(self._missing))]
