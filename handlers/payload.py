@@ -14,7 +14,7 @@ import dataclasses
 import enum
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +52,13 @@ class GenerateRequest:
 
 def parse(body: bytes | bytearray | str | None, content_type: str | None) -> GenerateRequest:
     """Raises `InvalidRequest` naming the field, or `UnsupportedMediaType`."""
-    media_type, charset = _media_type(content_type)
-    if media_type not in (JSON, TEXT) or charset not in ("utf-8", "us-ascii"):
+    kind, _ = media_type(content_type)
+    if kind not in (JSON, TEXT):
         raise UnsupportedMediaType(
             f"Content-Type is {content_type}, must be {JSON} or {TEXT} in UTF-8"
             " (with curl: -H 'Content-Type: application/json')"
         )
-    if media_type == TEXT:
+    if kind == TEXT:
         return _checked(Form.TEXT, as_text(body or b""), {})
     value = parse_json(body or b"")
     if isinstance(value, str):
@@ -133,38 +133,43 @@ def _fields(inputs: Mapping[str, Any]) -> dict[str, str]:
     return {f"inputs.{name}": text for name, text in inputs.items()}
 
 
-def _media_type(content_type: str | None) -> tuple[str, str]:
-    """The type and its charset, lower case; JSON and UTF-8 where nothing is said."""
+def media_type(content_type: str | None) -> tuple[str, dict[str, str]]:
+    """The type and its parameters in lower case; JSON where nothing is said.
+
+    Raises `UnsupportedMediaType` for a charset that is not UTF-8.
+    """
     kind, *options = (content_type or JSON).lower().split(";")
-    charset = "utf-8"
-    for option in options:
-        name, _, value = option.strip().partition("=")
-        if name == "charset":
-            charset = value.strip('" ')
-    return kind.strip(), {"utf8": "utf-8", "ascii": "us-ascii"}.get(charset, charset)
+    pairs = (option.partition("=") for option in options)
+    parameters = {name.strip(): value.strip('" ') for name, _, value in pairs}
+    charset = parameters.get("charset", "utf-8")
+    if charset not in ("utf-8", "utf8", "us-ascii", "ascii"):
+        raise UnsupportedMediaType(f"Content-Type has the charset {charset}, must be UTF-8")
+    return kind.strip(), parameters
 
 
 def answer_type(accept: str | None, form: Form) -> str:
     """`application/json` or `text/plain`, by the client's Accept. Raises `NotAcceptable`."""
-    own = TEXT if form is Form.TEXT else JSON
-    other = JSON if form is Form.TEXT else TEXT
-    ranges = [part.split(";")[0].strip().lower() for part in (accept or "*/*").split(",")]
-    for candidate in (own, other):
-        major = candidate.split("/")[0]
-        if {candidate, f"{major}/*", "*/*", "*"} & set(ranges):
-            return candidate
-    raise NotAcceptable(f"Accept is {accept}, can be {JSON} or {TEXT}")
+    return accepted(accept, (TEXT, JSON) if form is Form.TEXT else (JSON, TEXT))
+
+
+def accepted(accept: str | None, offered: Sequence[str]) -> str:
+    """The first of the types offered that the client takes. Raises `NotAcceptable`."""
+    ranges = {part.split(";")[0].strip().lower() for part in (accept or "*/*").split(",")}
+    for kind in offered:
+        if {kind, f"{kind.split('/')[0]}/*", "*/*", "*"} & ranges:
+            return kind
+    raise NotAcceptable(f"Accept is {accept}, can be {' or '.join(offered)}")
 
 
 def format_answer(
-    request: GenerateRequest, answer: Mapping[str, Any], media_type: str
+    request: GenerateRequest, answer: Mapping[str, Any], kind: str
 ) -> tuple[bytes, str]:
     """The body and its content type for `engine.client.ModelHandle.generate`'s answer."""
     completions = answer["completions"]
     full = request.form is Form.GUIDE or bool(request.parameters.get("return_full_text"))
     prompt = request.inputs if full and isinstance(request.inputs, str) else ""
     texts = [prompt + c["text"] for c in completions]
-    if media_type == TEXT:
+    if kind == TEXT:
         return "\n\n".join(texts).encode("utf-8"), f"{TEXT}; charset=utf-8"
     value: Any
     if request.form is Form.GUIDE:

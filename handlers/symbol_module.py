@@ -18,7 +18,7 @@ from engine.errors import ArtifactError, InvalidRequest
 from engine.mxnet_compat import mx
 from handlers import tensors
 from handlers.checkpoint import data_shapes, load_symbol, reason
-from handlers.payload import JSON
+from handlers.payload import accepted, media_type
 from handlers.scripts import formats
 from handlers.tensor_files import PARAMS, symbol_folder
 from handlers.tensors import NAMES, TensorSpec
@@ -67,9 +67,9 @@ def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
     """
     name, shape = _only_input(model)
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
-    media_type = (content_type or JSON).split(";")[0].strip().lower()
+    kind, _ = media_type(content_type)
     spec = TensorSpec(name, "FP32", ("batch", *shape[1:]), functools.partial(_takes, model))
-    return _batches(mx.nd.array(tensors.decode(raw, media_type, spec)), model)
+    return _batches(mx.nd.array(tensors.decode(raw, kind, spec)), model)
 
 
 def predict_fn(data: Any, model: Any, timeout_s: float) -> Any:
@@ -111,12 +111,12 @@ def output_fn(prediction: Any, accept: str) -> tuple[Any, str]:
     several = prediction if isinstance(prediction, list | tuple) else [prediction]
     if not several or not all(isinstance(array, mx.nd.NDArray) for array in several):
         return formats.output_fn(prediction, accept)  # of a predict_fn of the script's own
-    media_type = tensors.answer_type(accept)
+    kind = accepted(accept, tensors.MEDIA_TYPES)
     outputs = {f"output{i}": array.asnumpy() for i, array in enumerate(several)}
     for name, array in outputs.items():
         if array.dtype not in NAMES:
             raise TypeError(f"{name} is of {array.dtype}, which cannot be sent")
-    return tensors.encode(outputs, media_type), media_type
+    return tensors.encode(outputs, kind), kind
 
 
 def _only_input(model: Any) -> tuple[str, tuple[int, ...]]:

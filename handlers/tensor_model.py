@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from engine.errors import EngineError, InvalidRequest
 from handlers import tensors, v2
-from handlers.payload import JSON, UnsupportedMediaType
+from handlers.payload import JSON, accepted, media_type
 from handlers.tensors import Array
 from handlers.v2_binary import BINARY, HEADER_SIZE, split
 
@@ -54,28 +54,16 @@ def transform_fn(
 ) -> tuple[bytes, str]:
     """The answer's bytes and content type. Raises `EngineError`."""
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
-    media_type, parameters = _media_type(content_type)
-    if media_type == BINARY:
+    kind, parameters = media_type(content_type)
+    if kind == BINARY:
         header, binary = split(raw, parameters.get(HEADER_SIZE, ""))
         return _infer(model, tensors.parse_json(header), binary, timeout_s)
-    if media_type != JSON:
-        return _plain(model, _only_input(model, raw, media_type), accept, timeout_s)
+    if kind != JSON:
+        return _plain(model, _only_input(model, raw, kind), accept, timeout_s)
     value = tensors.parse_json(raw)
     if v2.is_request(value):
         return _infer(model, value, b"", timeout_s)
     return _plain(model, _inputs(model, value), accept, timeout_s)
-
-
-def _media_type(content_type: str | None) -> tuple[str, dict[str, str]]:
-    kind, *options = (content_type or JSON).lower().split(";")
-    parameters = {}
-    for option in options:
-        name, _, value = option.strip().partition("=")
-        parameters[name] = value.strip('" ')
-    charset = parameters.get("charset", "utf-8")
-    if charset not in ("utf-8", "utf8", "us-ascii", "ascii"):
-        raise UnsupportedMediaType(f"the charset is {charset}, must be utf-8")
-    return kind.strip(), parameters
 
 
 def _infer(
@@ -90,20 +78,20 @@ def _infer(
 def _plain(
     model: TensorModel, inputs: Mapping[str, Array], accept: str | None, timeout_s: float | None
 ) -> tuple[bytes, str]:
-    media_type = tensors.answer_type(accept)
+    kind = accepted(accept, tensors.MEDIA_TYPES)
     outputs = model.run(inputs, [spec.name for spec in model.metadata.outputs], timeout_s)
     _check_size(outputs)
-    return _checked(tensors.encode(outputs, media_type), media_type)
+    return _checked(tensors.encode(outputs, kind), kind)
 
 
-def _only_input(model: TensorModel, body: bytes, media_type: str) -> dict[str, Array]:
+def _only_input(model: TensorModel, body: bytes, kind: str) -> dict[str, Array]:
     specs = model.metadata.inputs
-    if len(specs) != 1 and media_type in tensors.MEDIA_TYPES:
+    if len(specs) != 1 and kind in tensors.MEDIA_TYPES:
         raise InvalidRequest(
-            f"{media_type} holds one tensor, but the model takes {tensors.listed(specs)};"
+            f"{kind} holds one tensor, but the model takes {tensors.listed(specs)};"
             f' {JSON} holds them all: {{"{specs[0].name}": [...], ...}}'
         )
-    return {specs[0].name: tensors.decode(body, media_type, specs[0])}
+    return {specs[0].name: tensors.decode(body, kind, specs[0])}
 
 
 def _inputs(model: TensorModel, value: Any) -> dict[str, Array]:

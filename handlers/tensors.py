@@ -237,15 +237,6 @@ def from_npy(body: bytes) -> Array:
 # To bytes
 
 
-def answer_type(accept: str | None) -> str:
-    """Which of `MEDIA_TYPES` the client takes, JSON if it can. Raises `NotAcceptable`."""
-    ranges = {part.split(";")[0].strip().lower() for part in (accept or "*/*").split(",")}
-    for candidate in MEDIA_TYPES:
-        if {candidate, f"{candidate.split('/')[0]}/*", "*/*", "*"} & ranges:
-            return candidate
-    raise NotAcceptable(f"Accept is {accept}, can be {', '.join(MEDIA_TYPES)}")
-
-
 def encode(outputs: Mapping[str, Array], media_type: str) -> bytes:
     """One output as it is; several as a JSON object by their names. Raises `NotAcceptable`."""
     if media_type == JSON:

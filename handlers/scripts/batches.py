@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from engine.errors import EngineError
+from engine.errors import ArtifactError, EngineError
 from handlers.scripts.context import ScriptContext, answer_of
 from handlers.scripts.messages import Answer, Request, ScriptError
 
@@ -18,11 +18,7 @@ from handlers.scripts.messages import Answer, Request, ScriptError
 class LoadAndPredict:
     def __init__(self, module: ModuleType, orders: Mapping[str, Any]) -> None:
         if not callable(getattr(module, "predict", None)):
-            raise ScriptError(
-                "the script defines load_model without predict(model, payload)",
-                400,
-                "ArtifactError",
-            )
+            raise ArtifactError("the script defines load_model without predict(model, payload)")
         self._module, self._orders = module, orders
 
     def load(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import ArtifactError, EngineError, InvalidRequest
 from handlers.scripts.batches import answers_of_batch
 from handlers.scripts.context import ScriptContext, decoded
 from handlers.scripts.messages import Answer, Request, ScriptError
@@ -21,11 +21,13 @@ STEPS = ("preprocess", "inference", "postprocess")
 
 def find_handler(module: ModuleType, entry: str | None) -> Any:
     """The function or class that answers: the one named `entry`, else `handle`, else the only class
-    that can. None if there is none, or several. Raises `ScriptError` where there is no `entry`."""
+    that can. None if there is none, or several. Raises `ArtifactError` if `entry` is not there."""
     if entry is not None:
         found = getattr(module, entry, None)
         if not callable(found):
-            raise _refused(f"the handler {module.__name__}:{entry} is not in {module.__name__}.py")
+            raise ArtifactError(
+                f"the handler {module.__name__}:{entry} is not in {module.__name__}.py"
+            )
         return found
     if callable(getattr(module, "handle", None)):
         return module.handle
@@ -48,7 +50,7 @@ class HandlerService:
         self._handler, self._orders = handler, orders
         self._what = getattr(handler, "__name__", "handle")
         if inspect.isclass(handler) and not _can_handle(handler):
-            raise _refused(f"the class {self._what} has no handle(data, context)")
+            raise ArtifactError(f"the class {self._what} has no handle(data, context)")
 
     def load(self) -> None:
         context = ScriptContext(self._orders)
@@ -92,7 +94,3 @@ class HandlerService:
             status = status if 400 <= status <= 599 else 500
             raise ScriptError(str(error.message), status, "PredictionException") from None
         return answers_of_batch(values, context, self._what)
-
-
-def _refused(message: str) -> ScriptError:
-    return ScriptError(message, 400, "ArtifactError")

@@ -31,7 +31,7 @@ class Service(Protocol):
 
 
 def service_of(module: ModuleType, orders: Mapping[str, Any]) -> Service:
-    """Raises `ScriptError` for a script that breaks the convention that it follows."""
+    """Raises `ArtifactError` for a script that breaks the convention that it follows."""
     is_service = orders["is_service"] or orders["entry"]
     handler = find_handler(module, orders["entry"])
     if handler is not None and is_service:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import ArtifactError, EngineError, InvalidRequest
 from handlers.choose import Handler
 from handlers.payload import JSON
 from handlers.request_id import request_id
@@ -43,7 +43,7 @@ UTF8_TYPES = (JSON, "text/csv")
 
 
 class SageMakerFunctions:
-    """Raises `ScriptError` for functions that do not go together."""
+    """Raises `ArtifactError` for functions that do not go together."""
 
     def __init__(self, module: ModuleType, orders: Mapping[str, Any]) -> None:
         self._orders = orders
@@ -59,7 +59,7 @@ class SageMakerFunctions:
 
     def _check(self) -> None:
         if "transform_fn" in self._own and any(name in self._own for name in STAGES):
-            raise _refused(
+            raise ArtifactError(
                 "Cannot use transform_fn implementation in conjunction with input_fn, predict_fn,"
                 " and/or output_fn implementation"
             )
@@ -74,7 +74,7 @@ class SageMakerFunctions:
             self._model = self._call("model_fn", (model_dir,), context)
             self._defaults = defaults_for(self._model, formats)
             if self._defaults is formats and not {"transform_fn", "predict_fn"} & set(self._own):
-                raise _refused("Please provide a predict_fn implementation (or transform_fn)")
+                raise ArtifactError("Please provide a predict_fn implementation (or transform_fn)")
         else:
             built_in = BuiltIn(self._orders)
             alone = set(self._own) <= {"pre_model_fn"}
@@ -182,7 +182,7 @@ def _check_arguments(name: str, function: Callable[..., Any]) -> None:
     if any(p.kind in (p.VAR_POSITIONAL, p.KEYWORD_ONLY) for p in parameters):
         return
     if len(parameters) not in (wanted, wanted + 1):
-        raise _refused(
+        raise ArtifactError(
             f"{name} takes {len(parameters)} arguments, must take {wanted}, or the context as one"
             " more"
         )
@@ -215,7 +215,3 @@ def _decoded(request: Request) -> tuple[bytes | str, str]:
         raise ScriptError(
             f"the charset {charset[:40]} is not known", 415, "UnsupportedFormatError"
         ) from None
-
-
-def _refused(message: str) -> ScriptError:
-    return ScriptError(message, 400, "ArtifactError")

@@ -14,7 +14,7 @@ import pytest
 from engine.errors import EngineError, InvalidRequest
 from handlers import tensor_model, tensors, v2
 from handlers.names import client_name
-from handlers.payload import JSON, NotAcceptable, UnsupportedMediaType
+from handlers.payload import JSON, NotAcceptable, UnsupportedMediaType, accepted
 from handlers.tensors import CSV, NPY, TensorSpec
 from serving import mms
 
@@ -192,12 +192,12 @@ def test_nan_and_infinity_are_not_hidden() -> None:
     ],
 )
 def test_accept_chooses_the_answer(accept: str | None, media_type: str) -> None:
-    assert tensors.answer_type(accept) == media_type
+    assert accepted(accept, tensors.MEDIA_TYPES) == media_type
 
 
 def test_an_accept_that_cannot_be_is_406() -> None:
     with pytest.raises(NotAcceptable, match="Accept is image/png, can be application/json"):
-        tensors.answer_type("image/png")
+        accepted("image/png", tensors.MEDIA_TYPES)
 
 
 # The Open Inference Protocol
