@@ -53,7 +53,12 @@ def parse(body: bytes | bytearray | str, content_type: str | None) -> TextReques
         raw, binary = split(raw, size)
     elif b'"datatype"' not in raw:
         return None
-    value = parse_json(raw)
+    try:
+        value = parse_json(raw)
+    except InvalidRequest:
+        if kind == BINARY:
+            raise
+        return None  # a plain text that speaks of datatypes, or for `handlers.payload` to refuse
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), list):
         return None
     for name in value:
