@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from serving.errors import SettingError
+from serving.errors import SettingError, UrlNotAllowed
+from serving.names import model_name
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 MAX_PORT = 65535
-MODEL_NAME = re.compile(r"\w[\w.+-]{,127}")
 
 
 def _setting(
@@ -139,11 +138,10 @@ class Settings:
                 f"SAGEMAKER_HANDLER is {self.handler:.200}, must name a file in the models, such as"
                 " service:handle: a module of the image does not serve them"
             )
-        if not MODEL_NAME.fullmatch(self.single_model_name):
-            raise SettingError(
-                f"SAGEMAKER_MODEL_NAME is {self.single_model_name!r:.100}, must be letters, digits"
-                " and . _ - + (not first)"
-            )
+        try:
+            model_name(self.single_model_name)
+        except UrlNotAllowed as error:
+            raise SettingError(f"SAGEMAKER_MODEL_NAME: {error.message}") from None
 
     @property
     def ports(self) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ async def _preload(gateway: Gateway) -> None:
     settings = gateway.settings
     single = Path(settings.base_dir) / "model"
     if not settings.sagemaker_multi_model and single.is_dir() and any(single.iterdir()):
-        name = gateway.single_model = settings.single_model_name
+        name = gateway.single_model = normal_name(settings.single_model_name)
         try:
             stored = await gateway.lookups.locate(str(single))
             await gateway.registry.load(name, str(single), stored)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import threading
 import time
+import unicodedata
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -439,7 +440,7 @@ def test_a_single_model_is_loaded_at_the_start_on_the_port_that_sagemaker_names(
     environment = {
         "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"),
         "MODEL_STORE": str(tmp_path / "store"),
-        "SAGEMAKER_MODEL_NAME": "봄노래",
+        "SAGEMAKER_MODEL_NAME": unicodedata.normalize("NFD", "봄노래"),
     }
     server = Server(tmp_path / "server", None, {**FAST, **environment}, options=False)
     try:
