@@ -70,6 +70,13 @@ class MethodNotAllowed(ServingError):
     type = "MethodNotAllowedException"
 
 
+class RequestTimeout(ServingError):
+    """The request itself did not arrive in time."""
+
+    status = 408
+    type = "RequestTimeoutException"
+
+
 class Conflict(ServingError):
     """The name is taken: by a model that is loaded, loading or being unloaded."""
 

@@ -45,6 +45,7 @@ from serving.errors import (
     StillLoading,
     Unavailable,
 )
+from serving.http_protocol import MAX_HEADER_BYTES, HTTPProtocol
 from serving.mms_client import MMSClient
 from serving.models import Registry
 from serving.on_demand import OnDemand
@@ -60,7 +61,6 @@ from serving.workers import Workers
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-MAX_HEADER_BYTES = 65_536
 
 
 class App:
@@ -266,7 +266,8 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
             log_config=None,
             access_log=False,
             lifespan="off",
-            h11_max_incomplete_event_size=65_536,
+            http=HTTPProtocol,
+            ws="none",
             timeout_graceful_shutdown=2,
             server_header=False,
         )
