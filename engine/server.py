@@ -46,6 +46,7 @@ from starlette.types import Receive, Scope, Send
 from engine.answer import Answer, logprobs_body
 from engine.engine import Engine
 from engine.errors import Cancelled, EngineError, InvalidRequest, ModelNotFound
+from engine.json_body import read_json
 from engine.parameters import Parameters
 from engine.prompts import Inputs
 from engine.reading import Reading
@@ -286,16 +287,9 @@ def _token_body(token: Token) -> dict[str, Any]:
 
 
 async def _json_object(request: Request) -> dict[str, Any]:
-    try:
-        body = json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    body = read_json(await request.body())
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
-    try:
-        json.dumps(body, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise InvalidRequest("the body holds half a surrogate pair, no character") from None
     return body
 
 

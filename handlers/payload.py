@@ -13,17 +13,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import EngineError, InvalidRequest
+from engine.json_body import read_json, read_text
 from engine.parameters import Parameters
 
 JSON = "application/json"
 TEXT = "text/plain"
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
 class UnsupportedMediaType(EngineError):
@@ -59,8 +58,8 @@ def parse(body: bytes | bytearray | str | None, content_type: str | None) -> Gen
             " (with curl: -H 'Content-Type: application/json')"
         )
     if kind == TEXT:
-        return _checked(Form.TEXT, as_text(body or b""), {})
-    value = parse_json(body or b"")
+        return _checked(Form.TEXT, read_text(body or b""), {})
+    value = read_json(body or b"")
     if isinstance(value, str):
         # The guide's loop knows no limit but `</s>`: the context is the only one here.
         return _checked(Form.GUIDE, value, {"max_new_tokens": 1_000_000})
@@ -85,31 +84,6 @@ def parse(body: bytes | bytearray | str | None, content_type: str | None) -> Gen
     if not isinstance(stream, bool):
         raise InvalidRequest("stream must be true or false")
     return dataclasses.replace(_checked(Form.OBJECT, inputs, parameters or {}), stream=stream)
-
-
-def as_text(body: bytes | bytearray | str) -> str:
-    """Raises `InvalidRequest` for what is not UTF-8."""
-    try:
-        return body if isinstance(body, str) else body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the body is not UTF-8 (byte {error.start})") from None
-
-
-def parse_json(body: bytes | bytearray | str) -> Any:
-    """Raises `InvalidRequest`, also for texts that no text can hold."""
-    text = as_text(body)
-    try:
-        value = json.loads(text)
-        if SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):x}"
-        raise InvalidRequest(
-            f"the body holds {half}, half a surrogate pair, which is no character"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
-    return value
 
 
 def to_json(value: Any) -> bytes:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest
-from handlers.payload import JSON, parse_json, to_json
+from engine.json_body import read_json
+from handlers.payload import JSON, to_json
 from handlers.v2_binary import BINARY, HEADER_SIZE, joined, pack_texts, split, unpack_texts
 
 DATATYPES = {"generated_text": "BYTES", "tokens": "INT64", "finish_reason": "BYTES"}
@@ -54,7 +55,7 @@ def parse(body: bytes | bytearray | str, content_type: str | None) -> TextReques
     elif b'"datatype"' not in raw:
         return None
     try:
-        value = parse_json(raw)
+        value = read_json(raw)
     except InvalidRequest:
         if kind == BINARY:
             raise

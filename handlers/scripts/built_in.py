@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import ArtifactError
+from engine.json_body import read_json, read_text
 from handlers.choose import Handler, built_in
-from handlers.payload import JSON, TEXT, as_text, parse_json, to_json
+from handlers.payload import JSON, TEXT, to_json
 from handlers.scripts import formats
 from handlers.scripts.messages import ScriptError
 
@@ -45,9 +46,9 @@ class BuiltIn:
         """Raises `InvalidRequest`, or 415."""
         kind = (content_type or JSON).split(";")[0].strip()
         if kind == JSON:
-            return parse_json(body)
+            return read_json(body)
         if kind == TEXT:
-            return as_text(body)
+            return read_text(body)
         raise ScriptError(
             f"Content type {content_type} is not supported, {JSON} and {TEXT} are",
             415,

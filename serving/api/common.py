@@ -15,7 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from engine.async_client import AsyncEngineClient
-from engine.errors import EngineError
+from engine.errors import EngineError, InvalidRequest
+from engine.json_body import read_json
 from serving.api.metrics import Metrics
 from serving.errors import (
     BadRequest,
@@ -100,9 +101,9 @@ async def read_json_object(request: Request, limit: int) -> dict[str, Any]:
     if not body.strip():
         return {}
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from None
+        value = read_json(body)
+    except InvalidRequest as error:
+        raise BadRequest(error.message) from None
     if not isinstance(value, dict):
         raise BadRequest("the body must be a JSON object")
     return value

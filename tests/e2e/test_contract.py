@@ -131,6 +131,7 @@ def test_a_korean_name_works_as_curl_sends_it(server: Server) -> None:
         ({"url": "a", "batch_size": {}}, 400, "batch_size"),
         ({"url": "a", "handler": "os:system"}, 400, "handler"),
         ({"url": "a", "모름": 1}, 400, "모름"),
+        ({"url": "a", "\ud800": 1}, 400, "half a surrogate pair"),
         ({"url": "nothing"}, 404, "nothing"),
         ({"url": "x" * 300}, 404, "xxx"),
         ({"url": "../store/a"}, 400, ".."),

@@ -105,6 +105,8 @@ def test_a_client_that_goes_away_frees_its_place_and_the_model(server: Server, a
         ({"inputs": ""}, 400),
         ({"inputs": "가", "parameters": {"온도": 1}}, 400),
         ({"inputs": "가" * 3000}, 413),
+        ({"inputs": "가", "\ud800": 1}, 400),
+        ({"inputs": "가", "parameters": {"\ud800": 1}}, 400),
     ],
 )
 def test_a_wrong_request_has_its_status_and_no_stream(

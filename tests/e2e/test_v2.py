@@ -236,6 +236,8 @@ def test_a_text_model_takes_a_text(server: Server) -> None:
         ({"inputs": [tensor("text", ["가"], parameters=[1])], "id": 5}, "id must be a string"),
         ({"parameters": {"온도": 1}}, "parameters.온도 is not known"),
         ({"모름": 1}, "모름 is not known"),
+        ({"id": "\ud800"}, "half a surrogate pair"),
+        ({"parameters": {"\ud800": 1}}, "half a surrogate pair"),
     ],
 )
 def test_a_text_model_tells_what_is_wrong(

@@ -154,7 +154,7 @@ def test_requests_at_once_share_steps_and_are_exact(
     ("method", "path", "body", "status", "kind", "said"),
     [
         ("POST", "/models", b"{", 400, "InvalidRequest", "not JSON"),
-        ("POST", "/models", b"\xff", 400, "InvalidRequest", "not JSON"),
+        ("POST", "/models", b"\xff", 400, "InvalidRequest", "not UTF-8"),
         ("POST", "/models", b"[" * 100_000, 400, "InvalidRequest", "not JSON"),
         ("POST", "/models", [], 400, "InvalidRequest", "object"),
         ("POST", "/models", {"model_dir": "/"}, 400, "InvalidRequest", "name"),

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from engine.errors import EngineError, InvalidRequest
+from handlers import text_v2
 from handlers.payload import (
     Form,
     NotAcceptable,
@@ -203,6 +204,10 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_stands(body: str) -> None:
     with pytest.raises(InvalidRequest, match="half a surrogate pair") as caught:
         parse(body, "application/json")
     to_json(caught.value.to_body())
+
+
+def test_a_plain_text_may_talk_of_datatypes() -> None:
+    assert text_v2.parse('그 "datatype"은'.encode(), "text/plain") is None
 
 
 def test_both_halves_are_a_character() -> None:
