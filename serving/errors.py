@@ -53,6 +53,11 @@ class Unauthorized(ServingError):
     type = "UnauthorizedException"
 
 
+class Forbidden(ServingError):
+    status = 403
+    type = "ForbiddenException"
+
+
 class ModelNotFound(ServingError):
     status = 404
     type = "ModelNotFoundException"
@@ -87,6 +92,22 @@ class Conflict(ServingError):
 class BodyTooLarge(ServingError):
     status = 413
     type = "RequestTooLargeException"
+
+
+class UnsupportedMediaType(ServingError):
+    status = 415
+    type = "UnsupportedMediaTypeException"
+
+
+class UnsupportedEncoding(UnsupportedMediaType):
+    """The body is compressed in a way that is not known here."""
+
+
+class TooManyRequests(ServingError):
+    """As many requests to the model are waiting as may."""
+
+    status = 429
+    type = "TooManyRequestsException"
 
 
 class HeadersTooLarge(ServingError):

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -42,8 +43,6 @@ from serving.errors import (
     MethodNotAllowed,
     ResourceNotFound,
     ServingError,
-    StillLoading,
-    Unavailable,
 )
 from serving.http_protocol import MAX_HEADER_BYTES, HTTPProtocol
 from serving.mms_client import MMSClient
@@ -103,7 +102,7 @@ class App:
         if scope["type"] != "http":
             return
         started = time.monotonic()
-        scope["state"] = {"request_id": _request_id(scope), "model": None}
+        scope["state"] = {"request_id": _request_id(scope), "model": None, "started": started}
         request_id: str = scope["state"]["request_id"]
         status = 0
 
@@ -149,15 +148,7 @@ class App:
         logger.info("request", extra={"fields": fields})
 
     async def _ping(self, request: Request) -> Response:
-        gateway = self._gateway
-        if gateway.draining:
-            raise Unavailable("the server is stopping", retry_after_s=5)
-        if gateway.start_error is not None:
-            raise Unavailable(f"the model did not load: {gateway.start_error}")
-        if not (gateway.healthy and gateway.adopted):
-            raise Unavailable("the server is starting", retry_after_s=1)
-        if not gateway.started:
-            raise StillLoading("models are being loaded", retry_after_s=1)
+        self._gateway.check_health()
         return JSONResponse({"status": "Healthy"})
 
     async def _metrics(self, request: Request) -> Response:
@@ -260,6 +251,7 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
 async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
     """Runs until SIGTERM. Raises `ServingError` if it cannot start."""
     listeners = [listen(settings.host, port) for port in settings.ports]
+    HTTPProtocol.max_connections = min(settings.max_connections, _open_files() // 2)
     async with _gateway(settings, run_dir, secret) as gateway:
         config = uvicorn.Config(
             App(gateway),
@@ -274,6 +266,13 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
         for work in (watch_health(gateway), gateway.recovery.watch(), start(gateway)):
             gateway.tasks.add(asyncio.create_task(work))
         await _Server(config, gateway).serve(sockets=listeners)
+
+
+def _open_files() -> int:
+    """How many files this process may open, now that it may open as many as it is ever allowed."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
 
 
 def main() -> int:

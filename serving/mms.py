@@ -86,7 +86,7 @@ def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
         # MMS lets its environment win over the configuration file that the toolkit writes.
         "MMS_INFERENCE_ADDRESS": address,
         "MMS_MANAGEMENT_ADDRESS": address,
-        "MMS_DEFAULT_WORKERS_PER_MODEL": str(settings.workers_per_model),
+        "MMS_DEFAULT_WORKERS_PER_MODEL": str(settings.requests_at_once),
         "MMS_JOB_QUEUE_SIZE": str(QUEUE_SIZE),
         "MMS_MAX_REQUEST_SIZE": str(settings.max_request_bytes + HEADROOM_BYTES),
         "MMS_MAX_RESPONSE_SIZE": str(MAX_RESPONSE_BYTES),

@@ -47,7 +47,9 @@ class MMSClient:
 
     def __init__(self, socket_path: str, probe_secret: str) -> None:
         self._session = aiohttp.ClientSession(
-            base_url="http://mms", connector=aiohttp.UnixConnector(socket_path, limit=0)
+            base_url="http://mms",
+            connector=aiohttp.UnixConnector(socket_path, limit=0),
+            auto_decompress=False,  # an answer is as its model wrote it
         )
         self._probe_secret = probe_secret
 

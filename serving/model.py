@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from serving.admission import Line
 from serving.store import Fetched, StoredModel
 
 
@@ -38,6 +39,10 @@ class Model:
     error: Exception | None = None
     # Set when its worker is given up: requests that wait for that worker try again.
     lost: asyncio.Event = field(default_factory=asyncio.Event)
+    # What waits for it and what it works on.
+    line: Line = field(default_factory=Line)
+    batch_size: int = 1  # requests that one of its workers takes at once
+    metadata: dict[str, Any] = field(default_factory=dict)  # what its worker told of it for /v2
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

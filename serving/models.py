@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from handlers.scripts.find import manifest_name
+from serving.admission import Line
 from serving.errors import Conflict, ModelNotFound, Timeout, Unavailable
 from serving.memory import check_room
 from serving.model import Model, State
@@ -95,7 +96,8 @@ class Registry:
             state = self._models[name].state.value
             raise Conflict(f"Model {name} is already registered ({state})")
         options = {"response_timeout": self._settings.request_timeout_s, **options}
-        model = Model(name, url, next(self._ids), stored, options)
+        line = Line(max_waiting=self._settings.max_waiting)
+        model = Model(name, url, next(self._ids), stored, options, line=line)
         self._models[name] = model
         loaded: Model = await asyncio.shield(self.spawn(self._load(model)))
         return loaded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from typing import Any
+from urllib.parse import quote
 
 from engine.parameters import Parameters
 
@@ -30,14 +31,14 @@ def document() -> dict[str, Any]:
             " every route, the management port those under `management`.",
         },
         "paths": {
-            "/ping": {"get": _operation("health", "200 when a request would work, else 503")},
+            "/ping": {"get": _operation("health", "200 when a request would work", errors=(503,))},
             "/metrics": {"get": _operation("health", "Prometheus metrics")},
             "/models": {
                 "post": _operation(
                     "management",
                     "Load a model",
                     body={"$ref": "#/components/schemas/Load"},
-                    errors=(400, 401, 404, 409, 500, 503, 504, 507),
+                    errors=(400, 401, 403, 404, 408, 409, 413, 415, 500, 503, 504, 507),
                 ),
                 "get": _operation(
                     "management",
@@ -47,30 +48,44 @@ def document() -> dict[str, Any]:
                         _query("next_page_token", "string"),
                         _query("available", "boolean"),
                     ],
+                    errors=(400, 401),
                 ),
             },
             "/models/{name}": {
-                "get": _operation("management", "Describe a model", [name], errors=(404,)),
+                "get": _operation("management", "Describe a model", [name], errors=(401, 404)),
                 "put": _operation(
                     "management",
                     "Change how many requests are passed on to a model at once",
                     [name, _query("min_worker", "integer"), _query("max_worker", "integer")],
-                    errors=(400, 401, 404),
+                    errors=(400, 401, 404, 503),
                 ),
                 "delete": _operation(
                     "management",
                     "Unload a model; answers once its memory is free",
                     [name],
-                    errors=(401, 404),
+                    errors=(401, 404, 503),
                 ),
             },
             "/models/{name}/invoke": {"post": _generation("SageMaker multi-model", [name])},
-            "/predictions/{name}": {"post": _generation("Multi Model Server", [name])},
+            "/predictions/{name}": {
+                "post": _generation("Multi Model Server", [name]),
+                "options": _operation("inference", "This, of one model", [name], errors=(401, 404)),
+            },
+            "/{name}/predict": {"post": _generation("Multi Model Server's legacy route", [name])},
             "/invocations": {"post": _generation("SageMaker", [target])},
             **_v2(name),
         },
         "components": {"schemas": _schemas()},
     }
+
+
+def of_model(name: str) -> dict[str, Any]:
+    """The same of calling one model."""
+    described = document()
+    operation = described["paths"]["/predictions/{name}"]["post"]
+    path = "/predictions/" + quote(name, safe="")
+    described["paths"] = {path: {"post": {**operation, "parameters": []}}}
+    return described
 
 
 def _operation(
@@ -98,11 +113,18 @@ def _operation(
 
 def _generation(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
     body = {"oneOf": [{"$ref": "#/components/schemas/Generate"}, {"type": "string"}]}
-    errors = (400, 401, 404, 406, 413, 415, 500, 503, 504, 507)
+    errors = (400, 401, 404, 406, 408, 413, 415, 429, 500, 503, 504, 507)
     described = _operation("inference", f"Continue a prompt ({summary})", parameters, body, errors)
     described["requestBody"]["content"]["text/plain"] = {"schema": {"type": "string"}}
     described["responses"]["200"]["content"] = {
-        "application/json": {"schema": {"$ref": "#/components/schemas/Generated"}},
+        "application/json": {
+            "schema": {
+                "oneOf": [
+                    {"$ref": "#/components/schemas/Generated"},
+                    {"$ref": "#/components/schemas/Guide"},
+                ]
+            }
+        },
         "text/plain": {"schema": {"type": "string"}},
         "text/event-stream": {"schema": {"type": "string"}},
         "application/x-ndjson": {"schema": {"type": "string"}},
@@ -118,7 +140,7 @@ def _v2(name: dict[str, Any]) -> dict[str, Any]:
         "Tensors in, tensors out",
         [name],
         {"$ref": "#/components/schemas/Infer"},
-        (400, 401, 404, 413, 500, 503, 504, 507),
+        (400, 401, 404, 408, 413, 415, 429, 500, 503, 504, 507),
     )
     binary = {"schema": {"type": "string", "format": "binary"}}
     infer["requestBody"]["content"]["application/octet-stream"] = binary
@@ -126,8 +148,10 @@ def _v2(name: dict[str, Any]) -> dict[str, Any]:
         "application/json": {"schema": {"$ref": "#/components/schemas/Inferred"}},
         "application/octet-stream": binary,
     }
-    described = _operation(tag, "The model's inputs and outputs", [name], errors=(401, 404, 507))
-    ready = _operation(tag, "200 when the model is loaded", [name], errors=(401, 404, 503))
+    described = _operation(
+        tag, "The model's inputs and outputs", [name], errors=(400, 401, 404, 503, 504, 507)
+    )
+    ready = _operation(tag, "200 when the model is loaded", [name], errors=(400, 401, 404, 503))
     paths = {
         "/v2": {"get": _operation(tag, "The server's name and extensions")},
         "/v2/health/live": {"get": _operation(tag, "200 as long as the server answers")},
@@ -200,6 +224,11 @@ def _schemas() -> dict[str, Any]:
                 "finish_reason": {"enum": ["stop", "length"]},
                 "seconds": number,
             },
+        },
+        "Guide": {
+            "description": "of a JSON string: the text with its prompt, steps, seconds",
+            "type": "array",
+            "prefixItems": [text, integer, number],
         },
         "Infer": {
             "type": "object",

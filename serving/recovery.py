@@ -109,7 +109,7 @@ class Recovery:
         end = time.monotonic() + timeout_s
         while time.monotonic() < end and self._registry.find(model.name) is model:
             with contextlib.suppress(ServingError, ValueError):
-                registered = await self._workers.registered()
+                registered = {model.id} if await self._workers.is_registered(model.id) else set()
                 if self._is_lost(model, registered, self._workers.listening()):
                     self._restore(model)
                 elif not model.restoring:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from serving.admission import Line
 from serving.model import Model
 from serving.store import StoredModel
 
@@ -27,6 +29,8 @@ class SavedModels:
                 "options": dict(model.options),
                 "in_engine": model.in_engine,
                 "socket": model.socket,
+                "metadata": model.metadata,
+                "capacity": model.line.capacity,
             }
             for model in models
         ]
@@ -40,4 +44,8 @@ class SavedModels:
             rows = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return []
-        return [Model(**{**row, "stored": StoredModel(**row["stored"])}) for row in rows]
+        return [_model(**row) for row in rows]
+
+
+def _model(stored: Mapping[str, Any], capacity: int, **fields: Any) -> Model:
+    return Model(stored=StoredModel(**stored), line=Line(capacity), **fields)

@@ -15,6 +15,10 @@ from serving.names import model_name
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 MAX_PORT = 65535
+AT_LEAST_ONE = (
+    "script_workers", "max_rows", "max_waiting", "max_connections", "request_timeout_s",
+    "start_timeout_s",
+)  # fmt: skip
 
 
 def _setting(
@@ -88,7 +92,18 @@ class Settings:
         "DRAIN_S", 25, "how long a stop waits for requests in flight (SageMaker kills after 30 s)"
     )
     workers_per_model: int = _setting(
-        "WORKERS_PER_MODEL", 8, "requests to one model that MMS passes on at the same time"
+        "WORKERS_PER_MODEL",
+        0,
+        "requests to one model that are worked on at once; 0: as many as `ENGINE_MAX_ROWS`",
+    )
+    max_rows: int = _setting("ENGINE_MAX_ROWS", 16, "sequences of one model that share a step")
+    max_waiting: int = _setting(
+        "MAX_WAITING", 256, "requests of one model that wait for a place; one more gets 429"
+    )
+    max_connections: int = _setting(
+        "MAX_CONNECTIONS",
+        4096,
+        "clients' connections; the one that has been silent for longest makes room for one more",
     )
     script_workers: int = _setting(
         "SCRIPT_WORKERS",
@@ -128,7 +143,7 @@ class Settings:
                 raise SettingError(
                     f"{_variable(name)} is {getattr(self, name)}, must be from 1 to {MAX_PORT}"
                 )
-        for name in ("workers_per_model", "script_workers", "request_timeout_s", "start_timeout_s"):
+        for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise SettingError(f"{_variable(name)} must be at least 1")
         module = self.handler.partition(":")[0].removesuffix(".py")
@@ -142,6 +157,11 @@ class Settings:
             model_name(self.single_model_name)
         except UrlNotAllowed as error:
             raise SettingError(f"SAGEMAKER_MODEL_NAME: {error.message}") from None
+
+    @property
+    def requests_at_once(self) -> int:
+        """Of one model: as many as share its steps, unless it is said otherwise."""
+        return self.workers_per_model or self.max_rows
 
     @property
     def ports(self) -> tuple[int, ...]:

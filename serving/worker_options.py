@@ -28,5 +28,5 @@ def worker_options(
     if brings_script(path, handler):
         options.setdefault("initial_workers", settings.script_workers)
         return options, handler
-    options.setdefault("initial_workers", settings.workers_per_model)
+    options.setdefault("initial_workers", settings.requests_at_once)
     return {k: v for k, v in options.items() if k not in BATCHING}, handler

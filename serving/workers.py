@@ -65,6 +65,9 @@ class Workers:
         if outcome["status"] != 200:
             raise _load_error(outcome)
         model.in_engine = bool(outcome["in_engine"])
+        model.metadata = outcome.get("metadata", {})
+        model.batch_size = options.get("batch_size", 1)
+        model.line.capacity = options["initial_workers"] * model.batch_size
         model.socket = str(self._run_dir / f".mms.sock.{await self._mms.socket_number(model.id)}")
 
     async def _check_room(self, name: str, path: Path, handler: str | None) -> None:
@@ -92,6 +95,10 @@ class Workers:
     async def registered(self) -> set[str]:
         """The ids of all that MMS has. Raises `ServingError` or `ValueError`."""
         return await self._mms.names()
+
+    async def is_registered(self, id: str) -> bool:
+        """Whether MMS has it. Raises `ServingError` or `ValueError`."""
+        return bool(await self._mms.describe(id))
 
     async def held_by_engine(self) -> set[str]:
         """The engine's names of the models that it holds. Raises `EngineError`."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import secrets
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
+from anyio import CancelScope
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -17,12 +20,20 @@ from starlette.responses import Response
 from engine.async_client import AsyncEngineClient
 from engine.errors import EngineError, InvalidRequest
 from engine.json_body import read_json
+from serving.admission import Admission
+from serving.api.encoding import Decoder
 from serving.api.metrics import Metrics
 from serving.errors import (
     BadRequest,
     BodyTooLarge,
+    Forbidden,
+    RequestTimeout,
     ServingError,
+    StillLoading,
     Unauthorized,
+    Unavailable,
+    UnsupportedEncoding,
+    UnsupportedMediaType,
 )
 from serving.mms_client import MMSClient
 from serving.model import Model
@@ -66,6 +77,7 @@ class Gateway:
     engine: AsyncEngineClient
     lookups: Lookups
     metrics: Metrics
+    admission: Admission = field(default_factory=Admission)
     single_model: str | None = None
     healthy: bool = False
     adopted: bool = False  # knows what the gateway before it had loaded
@@ -75,6 +87,24 @@ class Gateway:
     requests: int = 0  # being answered
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
+    def check_ready(self) -> None:
+        """Raises `Unavailable` while requests are not taken: the same for every route."""
+        if self.draining:
+            raise Unavailable("the server is stopping", retry_after_s=5)
+        if self.start_error is not None:
+            raise Unavailable(f"the model did not load: {self.start_error}")
+        if not self.adopted:
+            raise Unavailable("the server is starting", retry_after_s=1)
+        if not self.started:
+            raise StillLoading("models are being loaded", retry_after_s=1)
+
+    def check_health(self) -> None:
+        """Raises `Unavailable` where a request would not be answered now; one that is there
+        already waits for what is started again."""
+        self.check_ready()
+        if not self.healthy:
+            raise Unavailable("a part of the server is being started again", retry_after_s=1)
+
     def use(self, name: str) -> AbstractAsyncContextManager[Model]:
         """A model for one request, loaded first if need be: not where SageMaker decides that."""
         if self.settings.sagemaker_multi_model:
@@ -82,24 +112,33 @@ class Gateway:
         return self.on_demand.use(name)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Raises `BodyTooLarge` as soon as it is."""
+async def read_body(request: Request, settings: Settings) -> bytes:
+    """The body, decompressed. Raises `BodyTooLarge` as soon as it is, `RequestTimeout` if it is
+    not there in time, `UnsupportedEncoding` and `BadRequest`."""
+    limit = settings.max_request_bytes
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise BodyTooLarge(f"the body has {announced} bytes, at most {limit} are taken")
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit:
-            raise BodyTooLarge(f"the body has more than {limit} bytes")
-    return bytes(body)
+    decoder = Decoder(request.headers.get("content-encoding", ""), limit)
+    with CancelScope(deadline=request.state.started + settings.request_timeout_s) as scope:
+        async for piece in request.stream():
+            decoder.feed(piece)
+    if scope.cancelled_caught:
+        raise RequestTimeout(f"the body has {settings.request_timeout_s} s to arrive")
+    return decoder.finish()
 
 
-async def read_json_object(request: Request, limit: int) -> dict[str, Any]:
-    """A JSON body, `{}` where there is none. Raises `BadRequest`."""
-    body = await read_body(request, limit)
+async def read_json_object(request: Request, settings: Settings) -> dict[str, Any]:
+    """A JSON body, `{}` where there is none. Raises `BadRequest` and what `read_body` does."""
+    body = await read_body(request, settings)
     if not body.strip():
         return {}
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise UnsupportedMediaType(
+            f"Content-Type is {kind[:100] or 'missing'}, must be application/json"
+            " (with curl: -H 'Content-Type: application/json')"
+        )
     try:
         value = read_json(body)
     except InvalidRequest as error:
@@ -117,13 +156,26 @@ def header_text(value: str) -> str:
         return value
 
 
-def check_token(request: Request, token: str) -> None:
-    """Raises `Unauthorized` unless the request carries `Authorization: Bearer <token>`."""
-    if not token:
+def check_token(request: Request, *tokens: str) -> None:
+    """Raises `Unauthorized` unless the request carries `Authorization: Bearer <token>` with one of
+    those that are set, if any is."""
+    known = [token for token in tokens if token]
+    if not known:
         return
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if not secrets.compare_digest(given.encode("latin-1"), token.encode()):
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    sent = given.strip().encode("latin-1")
+    if scheme.lower() != "bearer" or not any(
+        secrets.compare_digest(sent, token.encode()) for token in known
+    ):
         raise Unauthorized("send the token as Authorization: Bearer <token>")
+
+
+def check_origin(request: Request) -> None:
+    """Raises `Forbidden` for what a page of another site sends, through the browser of somebody
+    who can reach this port: without asking first it may send bodies that are no JSON, or none."""
+    origin = request.headers.get("origin")
+    if origin and urlsplit(origin).netloc != request.headers.get("host", ""):
+        raise Forbidden("pages of other sites load no models here")
 
 
 def error_response(request: Request, error: Exception) -> Response:
@@ -135,8 +187,10 @@ def error_response(request: Request, error: Exception) -> Response:
         error = ServingError("an error inside the server; the log has it under the request id")
     headers = {}
     if error.retry_after_s is not None:
-        headers["Retry-After"] = f"{max(error.retry_after_s, 1):.0f}"
+        headers["Retry-After"] = f"{math.ceil(max(error.retry_after_s, 1))}"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, UnsupportedEncoding):
+        headers["Accept-Encoding"] = "gzip, deflate"
     text = json.dumps(error.to_body(), ensure_ascii=False).encode("utf-8", "backslashreplace")
     return Response(text, error.status, headers, media_type="application/json")

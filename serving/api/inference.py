@@ -3,7 +3,8 @@
 POST /models/{name}/invoke            SageMaker multi-model
 POST /invocations                     X-Amzn-SageMaker-Target-Model, ?model_name=, or the one
                                       model of a single-model endpoint
-POST /predictions/{name}              Multi Model Server
+POST /predictions/{name}              Multi Model Server; OPTIONS describes it
+POST /{name}/predict                  its legacy route
 POST /endpoints/{name}/invocations    boto3's sagemaker-runtime with `endpoint_url` set to here
 POST /endpoints/{name}/invocations-response-stream
 GET  /ping
@@ -11,17 +12,20 @@ GET  /ping
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from engine.errors import EngineError
+from serving import openapi
 from serving.api.common import TARGET_MODEL, Gateway, check_token, header_text
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.invoke import invoke
-from serving.errors import BadRequest, ServingError
+from serving.api.stream import TokenStream
+from serving.errors import BadRequest, ModelNotFound, ServingError
 from serving.names import normal_name
 
 # Names the model where AWS has no TargetModel: in calls for a stream.
@@ -36,6 +40,7 @@ class Inference:
         return [
             Route("/models/{name:model}/invoke", self.named, methods=["POST"]),
             Route("/predictions/{name:model}", self.named, methods=["POST", "GET", "PUT"]),
+            Route("/predictions/{name:model}", self.interface, methods=["OPTIONS"]),
             Route("/invocations", self.invocations, methods=["POST"]),
             Route("/endpoints/{endpoint}/invocations", self.endpoint, methods=["POST"]),
             Route(
@@ -43,11 +48,22 @@ class Inference:
                 self.endpoint_stream,
                 methods=["POST"],
             ),
+            Route("/{name:model}/predict", self.named, methods=["POST"]),
         ]
 
     async def named(self, request: Request) -> Response:
         check_token(request, self._gateway.settings.inference_token)
         return await invoke(self._gateway, request, request.path_params["name"])
+
+    async def interface(self, request: Request) -> Response:
+        """What a model takes and answers, as Multi Model Server tells it; asking loads nothing."""
+        gateway, name = self._gateway, request.path_params["name"]
+        check_token(request, gateway.settings.inference_token)
+        if gateway.registry.find(name) is None:
+            if gateway.settings.sagemaker_multi_model:
+                raise ModelNotFound(f"Model not found: {name}")
+            await asyncio.to_thread(gateway.on_demand.find, name)
+        return JSONResponse(openapi.of_model(name))
 
     async def invocations(self, request: Request) -> Response:
         check_token(request, self._gateway.settings.inference_token)
@@ -98,7 +114,8 @@ class Inference:
         headers = response.headers
         headers["x-amzn-sagemaker-content-type"] = headers["content-type"]
         headers["content-type"] = EVENT_STREAM
-        if isinstance(response, StreamingResponse):
+        if isinstance(response, TokenStream):
+            response.frame = payload_part
             response.body_iterator = (payload_part(piece) async for piece in response.body_iterator)
             return response
         del headers["content-length"]

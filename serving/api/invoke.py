@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
+from typing import Any
 from urllib.parse import quote
 
+from anyio import CancelScope
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -23,8 +25,15 @@ from serving.api.common import (
     read_body,
 )
 from serving.api.stream import open_stream, wanted
-from serving.errors import BadRequest, ServingError, Unavailable, WorkerFailed
-from serving.mms_client import REQUEST_HEADER, TIMEOUT_HEADER, Answer, Query, message_of
+from serving.errors import BadRequest, ServingError, Timeout, Unavailable, WorkerFailed
+from serving.mms_client import (
+    REQUEST_HEADER,
+    TIMEOUT_HEADER,
+    WORKER_HEADER,
+    Answer,
+    Query,
+    message_of,
+)
 from serving.model import Model
 from serving.workers import MMS_GRACE_S
 
@@ -34,38 +43,119 @@ MAX_QUERY_CHARACTERS = 3000  # MMS takes a first line of 4096
 FORWARDED = ("content-type", "accept", TARGET_MODEL, CUSTOM_ATTRIBUTES)
 # A worker dies in two steps, its process and the one that watches it, so twice is not enough.
 ATTEMPTS = 3
+LOOK_AGAIN_S = 0.1
 AWS_ACCEPT = "x-amzn-sagemaker-accept"
-# Of a worker's headers only these reach the client.
-RETURNED = ("retry-after", CUSTOM_ATTRIBUTES)
+# What a worker's answer may not set: this connection's own headers, what holds for the whole origin
+# and so for other models, and what Multi Model Server puts on each answer.
+WITHHELD = {
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
+    "te", "trailer", "transfer-encoding", "upgrade", "content-length", "date", "server",
+    "alt-svc", "clear-site-data", "set-cookie", "set-cookie2", "strict-transport-security",
+    "cache-control", "expires", "pragma", "x-request-id", WORKER_HEADER,
+}  # fmt: skip
+
+
+Check = Callable[[Model], None]
 
 
 async def invoke(
-    gateway: Gateway, request: Request, name: str, headers: Mapping[str, str] | None = None
+    gateway: Gateway,
+    request: Request,
+    name: str,
+    headers: Mapping[str, str] | None = None,
+    check: Check = lambda model: None,
 ) -> Response:
     """Has a model answer a request, loading it first where that is allowed.
 
-    `headers` are for the worker, in place of the client's.
+    `headers` are for the worker, in place of the client's; `check` raises what is wrong with the
+    model. The answer has the model's time from the moment that the request's head was there.
     """
-    if gateway.draining:
-        raise Unavailable("the server is stopping", retry_after_s=5)
-    if not gateway.adopted:
-        raise Unavailable("the server is starting", retry_after_s=1)
+    gateway.check_ready()
     request.state.model = name
     async with AsyncExitStack() as resources:
         counted = resources.enter_context(_Counted(gateway))
         headers = {**forwarded_headers(request), **(headers or {})}
-        body = await read_body(request, gateway.settings.max_request_bytes)
-        model = await resources.enter_async_context(gateway.use(name))
-        counted.model = name
-        # Elsewhere a body's "stream" is the model's own matter.
-        stream = wanted(body, headers) if model.in_engine else None
-        if stream is not None:
-            return await open_stream(gateway, model, stream, headers.get("accept", ""), resources)
-        headers[REQUEST_HEADER] = secrets.token_hex(8)
-        async with _cancelled_when_gone(gateway, request, headers[REQUEST_HEADER]):
-            answer = await _ask(gateway, model, body, headers, _query(request))
+        query = _query(request)
+        body = await read_body(request, gateway.settings)
+        used = await resources.enter_async_context(AsyncExitStack())
+        async with _until(request, gateway.settings.request_timeout_s) as scope:
+            model = await used.enter_async_context(gateway.use(name))
+            counted.model = name
+            check(model)
+            end = request.state.started + model.request_timeout_s
+            scope.deadline = end
+            await used.enter_async_context(gateway.admission.place(model.line, end))
+            # Elsewhere a body's "stream" is the model's own matter.
+            stream = wanted(body, headers) if model.in_engine else None
+            if stream is not None:
+                accept = headers.get("accept", "")
+                return await open_stream(gateway, model, stream, accept, end, resources)
+            headers[REQUEST_HEADER] = secrets.token_hex(8)
+            asked = _ask(gateway, model, body, headers, query, end)
+            answer = await _answer(gateway, asked, headers[REQUEST_HEADER], used.pop_all())
         counted.status = answer.status
         return _response(answer)
+
+
+async def describe(
+    gateway: Gateway, request: Request, name: str, check: Check = lambda model: None
+) -> dict[str, Any]:
+    """What a model's worker told of it (`GET /v2/models/{name}`), loading it as `invoke` does."""
+    gateway.check_ready()
+    request.state.model = name
+    with _Counted(gateway) as counted:
+        async with _until(request, gateway.settings.request_timeout_s), gateway.use(name) as model:
+            counted.model = name
+            check(model)
+            return model.metadata
+
+
+@contextlib.asynccontextmanager
+async def _until(request: Request, timeout_s: float) -> AsyncIterator[CancelScope]:
+    """Ends what is inside at its deadline (`Timeout`), or when the client goes away."""
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        scope.cancel()
+
+    with CancelScope(deadline=request.state.started + timeout_s) as scope:
+        watching = asyncio.create_task(watch())
+        try:
+            yield scope
+        finally:
+            watching.cancel()
+    if scope.cancelled_caught:
+        if gone:
+            raise ClientDisconnect
+        raise Timeout(f"no answer within {scope.deadline - request.state.started:g} s")
+
+
+async def _answer(
+    gateway: Gateway, asked: Coroutine[Any, Any, Answer], id: str, used: AsyncExitStack
+) -> Answer:
+    """The answer of a worker. One that nobody waits for any more comes soon, as the engine is told
+    so, which Multi Model Server is not; until it does, the model and its place are in use."""
+
+    async def ask() -> Answer:
+        async with used:
+            return await asked
+
+    task = gateway.registry.spawn(ask())
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        gateway.registry.spawn(_call_off(gateway, id))
+        raise
+
+
+async def _call_off(gateway: Gateway, id: str) -> None:
+    with contextlib.suppress(EngineError):
+        await gateway.engine.cancel(id)
 
 
 class _Counted:
@@ -98,26 +188,6 @@ class _Counted:
         self._gateway.metrics.request(self.model, self.status, seconds)
 
 
-@contextlib.asynccontextmanager
-async def _cancelled_when_gone(
-    gateway: Gateway, request: Request, request_id: str
-) -> AsyncIterator[None]:
-    """Tells the engine when the client goes away, which MMS does not: the answer then comes soon,
-    and the model is in use until it does."""
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        with contextlib.suppress(EngineError):
-            await gateway.engine.cancel(request_id)
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watching.cancel()
-
-
 def _query(request: Request) -> Query:
     """For services of Multi Model Server. Raises `BadRequest` for one that it could not take."""
     size = len(request.url.query)
@@ -130,20 +200,27 @@ def _query(request: Request) -> Query:
 
 
 async def _ask(
-    gateway: Gateway, model: Model, body: bytes, headers: dict[str, str], query: Query
+    gateway: Gateway,
+    model: Model,
+    body: bytes,
+    headers: Mapping[str, str],
+    query: Query,
+    end: float,
 ) -> Answer:
     """The worker's answer. One that is lost meanwhile is asked again when it is back; a request
     that kills whoever answers it is given up."""
-    limit_s = model.request_timeout_s
-    headers = {**headers, TIMEOUT_HEADER: f"{limit_s:g}"}
-    end = time.monotonic() + limit_s + MMS_GRACE_S
     answer: Answer | None = None
     for attempt in range(ATTEMPTS):
+        if answer is not None and answer.status == 503:  # of MMS, which has no worker now
+            await asyncio.sleep(LOOK_AGAIN_S * 2**attempt)
         if attempt:
             await gateway.recovery.wait_for(model, end - time.monotonic())
+        left_s = end - time.monotonic()
+        if left_s <= 0:
+            break
         try:
-            left_s = max(end - time.monotonic(), 1.0)
-            answer = await _ask_once(gateway, model, body, headers, query, left_s)
+            timed = {**headers, TIMEOUT_HEADER: f"{left_s:.3f}"}
+            answer = await _ask_once(gateway, model, body, timed, query, left_s + MMS_GRACE_S)
         except Unavailable:  # MMS is being started again
             if attempt == ATTEMPTS - 1:
                 raise
@@ -159,7 +236,7 @@ async def _ask_once(
     gateway: Gateway,
     model: Model,
     body: bytes,
-    headers: dict[str, str],
+    headers: Mapping[str, str],
     query: Query,
     timeout_s: float,
 ) -> Answer | None:
@@ -179,14 +256,16 @@ def _error_of_mms(model: Model, answer: Answer | None) -> ServingError:
     if answer is None or answer.status == 404:
         return Unavailable(f"Model {model.name} is being loaded again", retry_after_s=1)
     if answer.status == 503:
-        return Unavailable(f"Model {model.name} has too many requests", retry_after_s=1)
+        return Unavailable(f"Model {model.name} has no worker now", retry_after_s=1)
     return WorkerFailed(f"the worker of model {model.name} failed ({message_of(answer)})")
 
 
 def _response(answer: Answer) -> Response:
-    headers = {name: answer.headers[name] for name in RETURNED if name in answer.headers}
-    kind = answer.headers.get("content-type", "application/octet-stream")
-    return Response(answer.body, answer.status, {**headers, "content-type": kind})
+    headers = {"content-type": "application/octet-stream"}
+    for name, value in answer.headers.items():
+        if name.lower() not in WITHHELD and value.isascii() and value.isprintable():
+            headers[name.lower()] = value
+    return Response(answer.body, answer.status, headers)
 
 
 def forwarded_headers(request: Request) -> dict[str, str]:

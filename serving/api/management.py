@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from engine.errors import EngineError
-from serving.api.common import Gateway, check_token, read_json_object
+from serving.api.common import Gateway, check_origin, check_token, read_json_object
 from serving.errors import BadRequest, ServingError, Unavailable
 from serving.mms import HANDLER
 from serving.names import model_name
@@ -29,6 +29,7 @@ MAX_WORKERS = 64
 MAX_TEXT = 1024
 INTEGER = re.compile(r"-?[0-9]{1,18}")
 OWN_HANDLER = re.compile(r"(?:[\w-]+/){0,8}[\w-]+(?:\.py)?(?::[A-Za-z_]\w*)?", re.ASCII)
+RUNTIMES = ("", "python", "python3")  # of those that MMS knows the one that is here
 LOAD_PARAMETERS = {
     "model_name", "url", "handler", "runtime", "batch_size", "max_batch_delay", "initial_workers",
     "synchronous", "response_timeout", "preload_model",
@@ -51,11 +52,9 @@ class Management:
     async def load(self, request: Request) -> Response:
         gateway = self._gateway
         check_token(request, gateway.settings.management_token)
-        if gateway.draining:
-            raise Unavailable("the server is stopping", retry_after_s=5)
-        if not gateway.adopted:
-            raise Unavailable("the server is starting", retry_after_s=1)
-        body = await read_json_object(request, gateway.settings.max_request_bytes)
+        check_origin(request)
+        gateway.check_ready()
+        body = await read_json_object(request, gateway.settings)
         given = {**body, **request.query_params}
         for name in given:
             if name not in LOAD_PARAMETERS:
@@ -79,6 +78,9 @@ class Management:
         options["response_timeout"] = _integer(
             given, "response_timeout", 1, 3600, gateway.settings.request_timeout_s
         )
+        if _text(given, "runtime") not in RUNTIMES:
+            known = ", ".join(filter(None, RUNTIMES))
+            raise BadRequest(f"runtime is {given['runtime']!r:.100}, can be {known}")
         if given.get("handler") not in (None, "", HANDLER):
             options["handler"] = _handler(_text(given, "handler"))
         stored = await gateway.lookups.locate(url, options.get("handler"))
@@ -93,11 +95,16 @@ class Management:
         task.add_done_callback(gateway.tasks.discard)
         return JSONResponse({"status": "Processing worker updates..."}, 202)
 
+    def _check_reader(self, request: Request) -> None:
+        settings = self._gateway.settings
+        check_token(request, settings.management_token, settings.inference_token)
+
     async def list(self, request: Request) -> Response:
+        self._check_reader(request)
         gateway = self._gateway
         if request.query_params.get("available", "").lower() == "true":
             return JSONResponse(await self._available())
-        limit = _integer(request.query_params, "limit", 1, PAGE, PAGE)
+        limit = min(_integer(request.query_params, "limit", 1, 10**9, PAGE), PAGE)
         start = _integer(request.query_params, "next_page_token", 0, 10**9, 0)
         models = gateway.registry.models()
         page = [{"modelName": m.name, "modelUrl": m.url} for m in models[start : start + limit]]
@@ -124,6 +131,7 @@ class Management:
         }
 
     async def describe(self, request: Request) -> Response:
+        self._check_reader(request)
         model = self._gateway.registry.get(request.path_params["name"])
         found: dict[str, Any] = {}
         with contextlib.suppress(ServingError, ValueError):
@@ -132,9 +140,10 @@ class Management:
         return JSONResponse(found)
 
     async def scale(self, request: Request) -> Response:
-        """`PUT /models/{name}?min_worker=N&max_worker=M`: requests that MMS passes on at once."""
+        """`PUT /models/{name}?min_worker=N&max_worker=M`: requests that are worked on at once."""
         gateway = self._gateway
         check_token(request, gateway.settings.management_token)
+        gateway.check_ready()
         model = gateway.registry.get(request.path_params["name"])
         query = request.query_params
         low = _integer(query, "min_worker", 1, MAX_WORKERS, 1)
@@ -148,10 +157,12 @@ class Management:
             raise Unavailable("Multi Model Server could not scale the workers", retry_after_s=1)
         # For the next start of its workers.
         model.options = {**model.options, "initial_workers": low}
+        model.line.capacity = low * model.batch_size
         return JSONResponse({"status": "Workers scaled"})
 
     async def unload(self, request: Request) -> Response:
         check_token(request, self._gateway.settings.management_token)
+        self._gateway.check_ready()
         name = request.path_params["name"]
         request.state.model = name
         await self._gateway.registry.unload(name)
@@ -168,7 +179,7 @@ def _text(given: Mapping[str, Any], name: str) -> str:
     value = given.get(name, "")
     if not isinstance(value, str):
         raise BadRequest(f"{name} must be text")
-    if len(value) > MAX_TEXT or any(unicodedata.category(c) in ("Cc", "Cs") for c in value):
+    if len(value) > MAX_TEXT or any(unicodedata.category(c) == "Cc" for c in value):
         raise BadRequest(f"{name} must have at most {MAX_TEXT} characters and no control ones")
     return value
 

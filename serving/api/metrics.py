@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from engine.histogram import SECONDS
 
+LABELS = ("model",)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -43,15 +44,17 @@ class Metrics:
         )
         self._stages = {
             event: Histogram(
-                f"kogpt2_model_{name}_seconds", text, ["model"], buckets=SECONDS, registry=on
+                f"kogpt2_model_{name}_seconds", text, labels, buckets=SECONDS, registry=on
             )
-            for event, name, text in (
-                ("fetched", "fetch", "Time to fetch and unpack a model; near zero when cached"),
-                ("loaded", "load", "Time from a fetched model to a ready one"),
-                ("unloaded", "unload", "Time to drain and free a model"),
-                ("evicted", "idle_at_eviction", "How long an evicted model had been idle"),
+            for event, name, labels, text in (
+                ("fetched", "fetch", LABELS, "Time to fetch and unpack one; near zero when cached"),
+                ("loaded", "load", LABELS, "Time from a fetched model to a ready one"),
+                # Those are gone then.
+                ("unloaded", "unload", (), "Time to drain and free a model"),
+                ("evicted", "idle_at_eviction", (), "How long an evicted model had been idle"),
             )
         }
+        self._labelled: set[str] = set()
         self._fetches = Counter(
             "kogpt2_cache_requests",
             "Fetches of models, from the disk cache or not",
@@ -69,18 +72,31 @@ class Metrics:
     def request(self, model: str, status: int, seconds: float) -> None:
         if status == 404:  # names that do not exist are no label
             model = ""
+        self._labelled.add(model)
         self._requests.labels(model, str(status)).inc()
         self._seconds.labels(model).observe(seconds)
 
     def observe(self, event: str, model: Any, seconds: float) -> None:
         """A stage in a model's life; see `serving.models.Registry` and `serving.on_demand`."""
-        self._stages[event].labels(model.name).observe(seconds)
+        stage = self._stages[event]
+        if event in ("fetched", "loaded"):
+            self._labelled.add(model.name)
+            stage = stage.labels(model.name)
+        stage.observe(seconds)
         if event == "fetched" and model.fetched is not None:
             self._fetches.labels(str(model.fetched.hit).lower()).inc()
             self._fetched_bytes.inc(model.fetched.bytes)
 
     def text(self, statistics: dict[str, Any] | None, names: dict[str, str]) -> bytes:
-        """The exposition format. `names` maps the engine's names to the models'."""
+        """The exposition format. `names` maps the engine's names to those of all models that there
+        are; what belonged to others is dropped."""
+        gone = self._labelled - {"", *names.values()}
+        for metric in (
+            self._requests, self._seconds, self._stages["fetched"], self._stages["loaded"]
+        ):  # fmt: skip
+            for name in gone:
+                metric.remove_by_labels({"model": name})
+        self._labelled -= gone
         self._engine.statistics, self._engine.names = statistics, names
         return generate_latest(self._registry)
 

@@ -17,13 +17,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any
 
+from anyio import CancelScope
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import EngineError, EngineUnavailable, ModelNotFound
+from engine.errors import DeadlineExceeded, EngineError, EngineUnavailable, ModelNotFound
 from handlers.payload import GenerateRequest, NotAcceptable, parse
 from serving.api.common import Gateway
-from serving.errors import ServingError
+from serving.errors import ServingError, Timeout
 from serving.mms_client import TIMEOUT_HEADER
 from serving.model import Model
 
@@ -31,6 +32,8 @@ EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 RESTORE_S = 15.0
 LOOK_AGAIN_S = 0.2
+# How much later than its end a stream has to be read.
+UNREAD_S = 5.0
 
 Item = dict[str, Any]
 
@@ -46,23 +49,44 @@ def wanted(body: bytes, headers: Mapping[str, str]) -> GenerateRequest | None:
 
 
 class TokenStream(StreamingResponse):
-    """Keeps `resources` until the last token is sent, or nobody is there to read it."""
+    """Keeps `resources` until the last token is sent, nobody is there to read it, or `end` comes:
+    then `late` is the last piece, and who does not read it either is cut off."""
 
-    def __init__(self, content: AsyncIterator[bytes], kind: str, resources: AsyncExitStack) -> None:
+    def __init__(
+        self,
+        content: AsyncIterator[bytes],
+        kind: str,
+        end: float,
+        late: bytes,
+        resources: AsyncExitStack,
+    ) -> None:
         super().__init__(content, media_type=kind, headers={"cache-control": "no-store"})
-        self._resources = resources
+        self._end, self._resources = end, resources
+        self._late = late
+        self.frame: Callable[[bytes], bytes] = bytes  # what the protocol puts around each piece
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._resources:
-            await super().__call__(scope, receive, send)
+            with CancelScope(deadline=self._end) as work:
+                await super().__call__(scope, receive, send)
+            if work.cancelled_caught:
+                with CancelScope(deadline=self._end + UNREAD_S) as unread:
+                    last = {"type": "http.response.body", "body": self.frame(self._late)}
+                    await send(last)
+                if unread.cancelled_caught:
+                    raise Timeout("the stream was not read in time")
 
 
 async def open_stream(
-    gateway: Gateway, model: Model, request: GenerateRequest, accept: str, resources: AsyncExitStack
+    gateway: Gateway,
+    model: Model,
+    request: GenerateRequest,
+    accept: str,
+    end: float,
+    resources: AsyncExitStack,
 ) -> TokenStream:
     """Waits for the first token, so that what goes wrong before it has a status of its own."""
     kind = _kind(accept)
-    end = time.monotonic() + model.request_timeout_s
     restored = min(end, time.monotonic() + RESTORE_S)
     while True:
         try:
@@ -74,7 +98,9 @@ async def open_stream(
             await asyncio.sleep(LOOK_AGAIN_S)
             await _have_it_loaded(gateway, model, request)
     encode = _event if kind == EVENTS else _line
-    return TokenStream(_encoded(request, first, items, encode), kind, resources.pop_all())
+    late = encode({"error": DeadlineExceeded("the answer was not ready in time").to_body()})
+    pieces = _encoded(request, first, items, encode)
+    return TokenStream(pieces, kind, end, late, resources.pop_all())
 
 
 async def _have_it_loaded(gateway: Gateway, model: Model, request: GenerateRequest) -> None:
@@ -93,7 +119,7 @@ async def _begin(
     resources: AsyncExitStack,
 ) -> tuple[AsyncIterator[Item], Item]:
     items = gateway.engine.stream(
-        model.engine_name, request.inputs, request.parameters, max(timeout_s, 1.0)
+        model.engine_name, request.inputs, request.parameters, max(timeout_s, 0.001)
     )
     await resources.enter_async_context(aclosing(items))
     return items, await anext(items)

@@ -15,7 +15,7 @@ https://github.com/kserve/open-inference-protocol
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -24,9 +24,9 @@ from starlette.routing import Route
 
 from engine.errors import EngineError
 from serving.api.common import Gateway, check_token, error_response
-from serving.api.invoke import invoke
+from serving.api.invoke import Check, describe, invoke
 from serving.errors import BadRequest, ModelNotFound, ResourceNotFound, ServingError, Unavailable
-from serving.model import State
+from serving.model import Model, State
 
 NAME, VERSION = "kogpt2-serving", "0.1.0"
 HEADER_LENGTH = "inference-header-content-length"
@@ -79,14 +79,13 @@ class V2:
         return JSONResponse({"live": True})
 
     async def ready(self, request: Request) -> Response:
-        gateway = self._gateway
-        if gateway.draining or not (gateway.healthy and gateway.started):
-            raise Unavailable("the server is not ready; /ping says why", retry_after_s=1)
+        self._gateway.check_health()
         return JSONResponse({"ready": True})
 
     async def model_ready(self, request: Request) -> Response:
         """Whether the model is loaded; asking loads nothing."""
         check_token(request, self._gateway.settings.inference_token)
+        self._gateway.check_health()
         name = request.path_params["name"]
         model = self._gateway.registry.find(name)
         if model is None:
@@ -96,24 +95,25 @@ class V2:
             raise Unavailable(f"Model {name} is not loaded yet; a request to it loads it")
         if model.state is not State.READY:
             raise Unavailable(f"Model {name} is {model.state.value}", retry_after_s=1)
-        await self._check_version(request)
+        _version_check(request)(model)
         return JSONResponse({"name": name, "ready": True})
 
     async def model(self, request: Request) -> Response:
         check_token(request, self._gateway.settings.inference_token)
-        await self._check_version(request)
-        return JSONResponse(await self._metadata(request))
+        name = request.path_params["name"]
+        metadata = await describe(self._gateway, request, name, _version_check(request))
+        return JSONResponse(_described(name, metadata))
 
     async def infer(self, request: Request) -> Response:
         check_token(request, self._gateway.settings.inference_token)
-        await self._check_version(request)
         headers = {"content-type": "application/json", "accept": "*/*"}
         length = request.headers.get(HEADER_LENGTH)
         if length is not None:
             if not (length.isascii() and length.isdecimal() and len(length) < 16):
                 raise BadRequest(f"{HEADER_LENGTH} must be a number of bytes")
             headers["content-type"] = f"{BINARY};{HEADER_SIZE}={length}"
-        response = await invoke(self._gateway, request, request.path_params["name"], headers)
+        name, check = request.path_params["name"], _version_check(request)
+        response = await invoke(self._gateway, request, name, headers, check)
         kind, _, size = response.headers["content-type"].partition(f";{HEADER_SIZE}=")
         if kind == BINARY:
             response.headers["content-type"] = "application/octet-stream"
@@ -123,24 +123,23 @@ class V2:
     async def unknown(self, request: Request) -> Response:
         raise ResourceNotFound("Requested resource is not found.")
 
-    async def _check_version(self, request: Request) -> None:
-        """Raises `ModelNotFound` for another version than the one that is loaded."""
-        version = request.path_params.get("version")
-        if version is None:
-            return
-        name = request.path_params["name"]
-        (own,) = (await self._metadata(request))["versions"]
-        if version != own:
-            raise ModelNotFound(f"Model {name} has version {own}, not {version[:50]}")
 
-    async def _metadata(self, request: Request) -> dict[str, Any]:
-        """What the model's worker tells of it. Own scripts tell nothing."""
-        gateway, name = self._gateway, request.path_params["name"]
-        request.state.model = name
-        async with gateway.use(name) as model:
-            outcome = await gateway.mms.probe(model.id, model.request_timeout_s)
-        known = {"name": name, "versions": ["1"], "platform": "", "inputs": [], "outputs": []}
-        return {**known, **outcome.get("metadata", {}), "name": name}
+def _version_check(request: Request) -> Check:
+    """Raises `ModelNotFound` for another version than the one that is loaded."""
+
+    def check(model: Model) -> None:
+        version = request.path_params.get("version")
+        own = _described(model.name, model.metadata)["versions"][0]
+        if version not in (None, own):
+            raise ModelNotFound(f"Model {model.name} has version {own}, not {version[:50]}")
+
+    return check
+
+
+def _described(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's metadata. Own scripts tell nothing."""
+    known = {"name": name, "versions": ["1"], "platform": "", "inputs": [], "outputs": []}
+    return {**known, **metadata, "name": name}
 
 
 def _as_error(response: Response) -> Response:

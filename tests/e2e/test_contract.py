@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.server
 import json
 import re
@@ -11,6 +12,7 @@ import subprocess
 import threading
 import time
 import unicodedata
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -119,8 +121,8 @@ def test_a_korean_name_works_as_curl_sends_it(server: Server) -> None:
         ({"url": 5}, 400, "url"),
         ({"url": "a", "model_name": ["x"]}, 400, "model_name"),
         ({"url": "a", "model_name": "a\nb"}, 400, "model_name"),
-        ({"url": "a", "model_name": "\ud800"}, 400, "model_name"),
-        ({"url": "\ud800"}, 400, "url"),
+        ({"url": "a", "model_name": "\ud800"}, 400, "half a surrogate pair"),
+        ({"url": "\ud800"}, 400, "half a surrogate pair"),
         ({"url": "a", "model_name": "x" * 5000}, 400, "model_name"),
         ({"url": "a", "initial_workers": "many"}, 400, "initial_workers"),
         ({"url": "a", "initial_workers": 0}, 400, "initial_workers"),
@@ -130,6 +132,8 @@ def test_a_korean_name_works_as_curl_sends_it(server: Server) -> None:
         ({"url": "a", "synchronous": "maybe"}, 400, "synchronous"),
         ({"url": "a", "batch_size": {}}, 400, "batch_size"),
         ({"url": "a", "handler": "os:system"}, 400, "handler"),
+        ({"url": "a", "runtime": "python2"}, 400, "can be python, python3"),
+        ({"url": "a", "runtime": 3}, 400, "runtime"),
         ({"url": "a", "모름": 1}, 400, "모름"),
         ({"url": "a", "\ud800": 1}, 400, "half a surrogate pair"),
         ({"url": "nothing"}, 404, "nothing"),
@@ -155,9 +159,25 @@ def test_a_wrong_load_is_told_what_is_wrong(
 
 @pytest.mark.parametrize("body", [b"{", b"nonsense", b"\xff\xfe", b"[" * 100_000, b'{"a":1e}'])
 def test_malformed_json_is_a_bad_request(server: Server, body: bytes) -> None:
-    for headers in ({"Content-Type": "application/json"}, {}):
-        answer = requests.post(server.url("/models"), data=body, headers=headers, timeout=10)
-        assert error(answer) == (400, "BadRequestException")
+    headers = {"Content-Type": "application/json"}
+    answer = requests.post(server.url("/models"), data=body, headers=headers, timeout=10)
+    assert error(answer) == (400, "BadRequestException")
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_page_of_another_site_loads_no_model(server: Server, kind: str | None) -> None:
+    """A browser sends these without asking first."""
+    headers = {} if kind is None else {"Content-Type": kind}
+    for url in (server.url("/models"), server.management("/models")):
+        answer = requests.post(url, data=b'{"url": "a"}', headers=headers, timeout=10)
+        assert error(answer) == (415, "UnsupportedMediaTypeException")
+        strange = {**headers, "Origin": "http://example.com"}
+        answer = requests.post(f"{url}?url=a", headers=strange, timeout=10)
+        assert error(answer) == (403, "ForbiddenException")
+        assert models(server) == []
+        own = {"Origin": url.removesuffix("/models")}
+        assert requests.post(f"{url}?url=a", headers=own, timeout=30).status_code == 200
+        server.unload("a")
 
 
 def test_links_that_lead_out_of_the_store_are_refused(server: Server, tmp_path: Path) -> None:
@@ -223,7 +243,8 @@ def test_the_list_comes_in_pages(server: Server) -> None:
     assert page(limit=3)[0] == ["m1", "m2", "m3"]
     assert page(limit=4) == (["m1", "m2", "m3", "m4"], None)
     assert page() == (["m1", "m2", "m3", "m4"], None)
-    for query in ("limit=0", "limit=101", "limit=x", "next_page_token=x", "next_page_token=-1"):
+    assert page(limit=101) == page(limit=10_000) == page()
+    for query in ("limit=0", "limit=x", "next_page_token=x", "next_page_token=-1"):
         assert error(requests.get(f"{url}?{query}", timeout=10))[0] == 400, query
 
 
@@ -241,6 +262,37 @@ def test_unknown_routes_and_methods_are_told(server: Server) -> None:
     assert error(post(server.url("/invocations"), SHORT))[0] == 400
     assert requests.head(server.url("/ping"), timeout=10).status_code == 200
     assert requests.head(server.url("/models/nothing"), timeout=10).status_code == 404
+
+
+def test_the_other_routes_of_multi_model_server_are_there(server: Server) -> None:
+    server.load("봄", "a")
+    assert text(post(server.url("/봄/predict"), SHORT))
+    assert error(post(server.url("/없음/predict"), SHORT)) == (404, "ModelNotFoundException")
+    described = requests.options(server.url("/predictions/봄"), timeout=10).json()
+    assert list(described["paths"]) == [f"/predictions/{quote('봄')}"]
+    answer = requests.options(server.url("/predictions/없음"), timeout=10)
+    assert error(answer) == (404, "ModelNotFoundException")
+    for method in ("get", "post", "delete"):  # not in the way of others
+        answer = requests.request(method, server.url("/models/predict"), timeout=10)
+        assert error(answer)[0] in (404, 405)
+
+
+def test_a_body_may_be_compressed(server: Server) -> None:
+    server.load("a")
+    body, url = json.dumps(SHORT).encode(), server.url("/predictions/a")
+    plain = {"Content-Type": "application/json"}
+    expected = text(requests.post(url, data=body, headers=plain, timeout=20))
+    for encoding, packed in (("gzip", gzip.compress(body)), ("deflate", zlib.compress(body))):
+        headers = {**plain, "Content-Encoding": encoding}
+        assert text(requests.post(url, data=packed, headers=headers, timeout=20)) == expected
+    headers = {**plain, "Content-Encoding": "br"}
+    answer = requests.post(url, data=body, headers=headers, timeout=20)
+    assert error(answer) == (415, "UnsupportedMediaTypeException")
+    assert answer.headers["accept-encoding"] == "gzip, deflate"
+    bomb = gzip.compress(bytes(20_000_000))
+    headers = {**plain, "Content-Encoding": "gzip"}
+    answer = requests.post(url, data=bomb, headers=headers, timeout=20)
+    assert error(answer) == (413, "RequestTooLargeException")
 
 
 def test_workers_can_be_scaled(server: Server) -> None:

@@ -71,6 +71,20 @@ def test_calls_need_the_inference_token(server: Server) -> None:
         assert text(requests.post(server.url(path), json=SHORT, headers=INFER, timeout=10))
 
 
+@pytest.mark.parametrize("port", ["port", "management_port"])
+def test_models_are_listed_to_those_who_have_a_token(server: Server, port: str) -> None:
+    base = f"http://127.0.0.1:{getattr(server, port)}/models"
+    bare: list[dict[str, bytes]] = [
+        {"Authorization": SECRETS["INFERENCE_TOKEN"].encode()},
+        {"Authorization": b"Basic " + SECRETS["INFERENCE_TOKEN"].encode()},
+    ]
+    for url in (base, f"{base}/a", f"{base}?available=true"):
+        for headers in ({}, bearer("wrong"), *bare):
+            assert error(requests.get(url, headers=headers, timeout=10))[0] == 401
+        for headers in (MANAGE, INFER, {"Authorization": b"bearer  infer-me"}):
+            assert requests.get(url, headers=headers, timeout=10).status_code == 200
+
+
 def test_health_needs_no_token(server: Server) -> None:
     for path in ("/ping", "/metrics", "/openapi.json"):
         assert requests.get(server.url(path), timeout=10).status_code == 200

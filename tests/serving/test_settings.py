@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.settings import Settings as EngineSettings
 from serving.errors import SettingError
 from serving.settings import Settings
 
@@ -19,7 +20,8 @@ def test_options_win_over_the_environment() -> None:
         ({"SAGEMAKER_BIND_TO_PORT": "많이"}, "SAGEMAKER_BIND_TO_PORT"),
         ({"SAGEMAKER_BIND_TO_PORT": "0"}, "SAGEMAKER_BIND_TO_PORT"),
         ({"MANAGEMENT_PORT": "65536"}, "MANAGEMENT_PORT"),
-        ({"WORKERS_PER_MODEL": "0"}, "WORKERS_PER_MODEL"),
+        ({"SCRIPT_WORKERS": "0"}, "SCRIPT_WORKERS"),
+        ({"MAX_WAITING": "0"}, "MAX_WAITING"),
         ({"REQUEST_TIMEOUT_S": "1.5"}, "REQUEST_TIMEOUT_S"),
         ({"SHOW_EXAMPLES": "yes"}, "SHOW_EXAMPLES"),
         ({"SAGEMAKER_MODEL_SERVER_WORKERS": "둘"}, "SAGEMAKER_MODEL_SERVER_WORKERS"),
@@ -32,6 +34,13 @@ def test_options_win_over_the_environment() -> None:
 def test_a_bad_value_is_named(environment: dict[str, str], named: str) -> None:
     with pytest.raises(SettingError, match=named):
         Settings.read([], environment)
+
+
+def test_the_workers_agree_with_the_engine() -> None:
+    assert Settings.read([], {}).requests_at_once == EngineSettings.max_rows
+    assert Settings.read([], {"ENGINE_MAX_ROWS": "4"}).requests_at_once == 4
+    given = {"ENGINE_MAX_ROWS": "4", "WORKERS_PER_MODEL": "2"}
+    assert Settings.read([], given).requests_at_once == 2
 
 
 def test_one_port_can_serve_both() -> None:

@@ -1,0 +1,119 @@
+"""More requests than a server can answer in time: none is answered late or worked on in vain."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.e2e.server import Server, eventually
+from tests.e2e.stores import LONG, SHORT, error, running, serving, slow, small, statistics, text
+
+CLIENTS, AT_ONCE, LIMIT_S = 64, 16, 1
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("admission")
+    slow(folder / "store" / "느린")
+    small(folder / "store" / "빠른")
+    with serving(folder / "run", folder / "store") as running_server:
+        assert running_server.load("느린", response_timeout=LIMIT_S).status_code == 200
+        assert running_server.load("빠른").status_code == 200
+        yield running_server
+
+
+def of(server: Server, name: str) -> dict[str, Any]:
+    (found,) = (m for m in statistics(server)["models"] if m["name"].startswith(f"{name}#"))
+    return dict(found)
+
+
+def logged(server: Server) -> dict[str, dict[str, Any]]:
+    """The log lines of requests, by id."""
+    lines = (json.loads(line) for line in server.text().splitlines() if '"request"' in line)
+    return {line["request_id"]: line for line in lines if line.get("message") == "request"}
+
+
+def crowd(server: Server, body: dict[str, Any]) -> list[requests.Response]:
+    """64 clients at once; every fourth reads a stream."""
+
+    def ask(number: int) -> requests.Response:
+        sent = {**body, "stream": True} if number % 4 == 0 else body
+        return server.predict("느린", sent, **{"x-request-id": f"{id(body)}-{number}"})
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return list(pool.map(ask, range(CLIENTS)))
+
+
+def test_nobody_is_answered_after_its_deadline_and_nothing_is_worked_on_after_it(
+    server: Server,
+) -> None:
+    before = of(server, "느린")
+    answers = crowd(server, LONG)
+    eventually(lambda: running(server) == 0, 5)
+    after = of(server, "느린")
+    streams = [a for a in answers if a.status_code == 200]  # they had begun, and ended in an error
+    assert all('"error": {"code": 504' in a.text for a in streams)
+    odd = [a.text for a in answers if a.status_code not in (200, 429, 504)]
+    assert odd == []
+    begun = after["requests"] - before["requests"]
+    assert AT_ONCE <= begun < CLIENTS  # the others did not come as far as the engine
+    assert of(server, "느린")["steps"] == after["steps"]
+    assert text(server.predict("빠른", SHORT))
+
+
+def test_those_that_are_answered_are_answered_in_time(server: Server) -> None:
+    body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 150}}
+    answers = crowd(server, body)
+    found = Counter(a.status_code for a in answers)
+    assert set(found) <= {200, 429, 504}, found
+    assert found[200] >= 1
+    log = eventually(lambda: len(logged(server)) >= CLIENTS and logged(server))
+    late = [
+        log[a.headers["x-request-id"]]
+        for a in answers
+        if a.status_code == 200
+        and log[a.headers["x-request-id"]]["seconds"] > LIMIT_S
+        and '"error": {"code": 504' not in a.text
+    ]
+    assert late == []
+    for answer in answers:
+        if answer.status_code == 429:
+            assert error(answer)[1] == "TooManyRequestsException"
+            assert int(answer.headers["retry-after"]) >= 1
+    eventually(lambda: running(server) == 0, 5)
+
+
+def test_sixteen_clients_of_a_default_server_share_a_step(server: Server) -> None:
+    body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 100, "temperature": 0.01}}
+    assert text(server.predict("빠른", body))
+    before = of(server, "빠른")
+    with ThreadPoolExecutor(16) as pool:
+        for answer in pool.map(lambda _: server.predict("빠른", body), range(48)):
+            assert text(answer)
+    after = of(server, "빠른")
+    rows, steps = (after[name] - before[name] for name in ("rows", "steps"))
+    assert rows / steps > 8  # with eight workers it cannot be
+
+
+def test_a_full_line_is_told_and_the_other_model_answers(tmp_path: Path) -> None:
+    slow(tmp_path / "store" / "느린")
+    small(tmp_path / "store" / "빠른")
+    limits = {"WORKERS_PER_MODEL": "1", "MAX_WAITING": "2"}
+    with serving(tmp_path / "run", tmp_path / "store", **limits) as server:
+        assert server.load("느린").status_code == 200
+        with ThreadPoolExecutor(8) as pool:
+            answers = [pool.submit(server.predict, "느린", LONG) for _ in range(8)]
+            assert text(server.predict("빠른", SHORT))
+            done = [answer.result() for answer in answers]
+        assert Counter(a.status_code for a in done) == {200: 3, 429: 5}
+        refused = next(a for a in done if a.status_code == 429)
+        assert error(refused)[1] == "TooManyRequestsException"
+        assert "2 requests to this model are waiting" in refused.json()["message"]
+        assert of(server, "느린")["requests"] == 3
