@@ -12,7 +12,6 @@ GET  /ping
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 from starlette.requests import Request
@@ -62,7 +61,7 @@ class Inference:
         if gateway.registry.find(name) is None:
             if gateway.settings.sagemaker_multi_model:
                 raise ModelNotFound(f"Model not found: {name}")
-            await asyncio.to_thread(gateway.on_demand.find, name)
+            await gateway.lookups.find(name)
         return JSONResponse(openapi.of_model(name))
 
     async def invocations(self, request: Request) -> Response:

@@ -71,9 +71,8 @@ def test_nobody_is_answered_after_its_deadline_and_nothing_is_worked_on_after_it
 def test_those_that_are_answered_are_answered_in_time(server: Server) -> None:
     body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 150}}
     answers = crowd(server, body)
-    found = Counter(a.status_code for a in answers)
-    assert set(found) <= {200, 429, 504}, found
-    assert found[200] >= 1
+    assert [a.text for a in answers if a.status_code not in (200, 429, 504)] == []
+    assert 200 in {a.status_code for a in answers}
     log = eventually(lambda: len(logged(server)) >= CLIENTS and logged(server))
     late = [
         log[a.headers["x-request-id"]]
@@ -108,8 +107,9 @@ def test_a_full_line_is_told_and_the_other_model_answers(tmp_path: Path) -> None
     limits = {"WORKERS_PER_MODEL": "1", "MAX_WAITING": "2"}
     with serving(tmp_path / "run", tmp_path / "store", **limits) as server:
         assert server.load("느린").status_code == 200
+        body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 300}}
         with ThreadPoolExecutor(8) as pool:
-            answers = [pool.submit(server.predict, "느린", LONG) for _ in range(8)]
+            answers = [pool.submit(server.predict, "느린", body) for _ in range(8)]
             assert text(server.predict("빠른", SHORT))
             done = [answer.result() for answer in answers]
         assert Counter(a.status_code for a in done) == {200: 3, 429: 5}

