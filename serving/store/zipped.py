@@ -50,7 +50,7 @@ def _check_list(stream: IO[bytes]) -> None:
 def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, output: Output) -> None:
     name = member.orig_filename  # not cut at a zero byte
     mode = member.external_attr >> 16
-    if member.is_dir():
+    if name.endswith("/"):  # ZipInfo.is_dir fails without a name
         output.add_folder(name)
         return
     if stat.S_IFMT(mode) not in (0, stat.S_IFREG):

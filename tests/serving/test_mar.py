@@ -127,3 +127,8 @@ def test_a_mar_in_s3_is_read_from_its_end_while_it_is_downloaded(
         cache = Cache(StoreSettings(location, tmp_path / "cache", 1 << 30, 4 << 30, (), ()))
         fetched = cache.acquire(open_store(location).find("마르"))
         assert (fetched.path / "weights").read_bytes() == weights
+
+
+def test_a_member_without_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match="twice"):
+        unpack(make(tmp_path / "a.mar", {"": b"1"}), tmp_path / "m")
