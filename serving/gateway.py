@@ -102,7 +102,12 @@ class App:
         if scope["type"] != "http":
             return
         started = time.monotonic()
-        scope["state"] = {"request_id": _request_id(scope), "model": None, "started": started}
+        scope["state"] = {
+            "request_id": _request_id(scope),
+            "model": None,
+            "started": started,
+            "body_bytes": 0,
+        }
         request_id: str = scope["state"]["request_id"]
         status = 0
 
@@ -129,6 +134,7 @@ class App:
             if status == 0:
                 raise
         finally:
+            self._gateway.body_bytes -= scope["state"]["body_bytes"]
             self._log(scope, status, time.monotonic() - started)
 
     @staticmethod

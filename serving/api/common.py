@@ -46,6 +46,8 @@ from serving.store import Lookups
 
 logger = logging.getLogger(__name__)
 
+# All bodies together may take as much memory as so many of the largest.
+LARGEST_BODIES = 32
 TARGET_MODEL = "x-amzn-sagemaker-target-model"
 CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 
@@ -85,6 +87,7 @@ class Gateway:
     start_error: str | None = None  # why the one model of a single-model server is not there
     draining: bool = False
     requests: int = 0  # being answered
+    body_bytes: int = 0  # of their bodies
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def check_ready(self) -> None:
@@ -112,9 +115,10 @@ class Gateway:
         return self.on_demand.use(name)
 
 
-async def read_body(request: Request, settings: Settings) -> bytes:
+async def read_body(gateway: Gateway, request: Request) -> bytes:
     """The body, decompressed. Raises `BodyTooLarge` as soon as it is, `RequestTimeout` if it is
-    not there in time, `UnsupportedEncoding` and `BadRequest`."""
+    not there in time, `Unavailable` if too many are, `UnsupportedEncoding` and `BadRequest`."""
+    settings = gateway.settings
     limit = settings.max_request_bytes
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
@@ -122,15 +126,19 @@ async def read_body(request: Request, settings: Settings) -> bytes:
     decoder = Decoder(request.headers.get("content-encoding", ""), limit)
     with CancelScope(deadline=request.state.started + settings.request_timeout_s) as scope:
         async for piece in request.stream():
-            decoder.feed(piece)
+            more = decoder.feed(piece)
+            gateway.body_bytes += more
+            request.state.body_bytes += more
+            if gateway.body_bytes > LARGEST_BODIES * limit:
+                raise Unavailable("too many large bodies are being worked on", retry_after_s=1)
     if scope.cancelled_caught:
         raise RequestTimeout(f"the body has {settings.request_timeout_s} s to arrive")
     return decoder.finish()
 
 
-async def read_json_object(request: Request, settings: Settings) -> dict[str, Any]:
+async def read_json_object(gateway: Gateway, request: Request) -> dict[str, Any]:
     """A JSON body, `{}` where there is none. Raises `BadRequest` and what `read_body` does."""
-    body = await read_body(request, settings)
+    body = await read_body(gateway, request)
     if not body.strip():
         return {}
     kind = request.headers.get("content-type", "")

@@ -23,8 +23,10 @@ class Decoder:
         self._inflate: zlib._Decompress | None = None
         self._is_plain = self._encoding in ("", "identity")
 
-    def feed(self, piece: bytes) -> None:
-        """Raises `BodyTooLarge`, and `BadRequest` for what is not compressed so."""
+    def feed(self, piece: bytes) -> int:
+        """How many bytes longer the body is. Raises `BodyTooLarge`, and `BadRequest` for what is
+        not compressed so."""
+        before = len(self._body)
         if self._is_plain:
             self._body += piece
         while piece and not self._is_plain:
@@ -45,6 +47,7 @@ class Decoder:
                     self._inflate = None
         if len(self._body) > self._limit:
             raise BodyTooLarge(f"the body has more than {self._limit} bytes")
+        return len(self._body) - before
 
     def _window(self, piece: bytes) -> int:
         if self._encoding != "deflate":

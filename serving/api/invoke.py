@@ -76,7 +76,7 @@ async def invoke(
         counted = resources.enter_context(_Counted(gateway))
         headers = {**forwarded_headers(request), **(headers or {})}
         query = _query(request)
-        body = await read_body(request, gateway.settings)
+        body = await read_body(gateway, request)
         used = await resources.enter_async_context(AsyncExitStack())
         async with _until(request, gateway.settings.request_timeout_s) as scope:
             model = await used.enter_async_context(gateway.use(name))

@@ -54,7 +54,7 @@ class Management:
         check_token(request, gateway.settings.management_token)
         check_origin(request)
         gateway.check_ready()
-        body = await read_json_object(request, gateway.settings)
+        body = await read_json_object(gateway, request)
         given = {**body, **request.query_params}
         for name in given:
             if name not in LOAD_PARAMETERS:

@@ -190,6 +190,30 @@ def test_a_full_line_is_429_with_the_time_to_come_back() -> None:
     run(test())
 
 
+def test_all_bodies_together_are_bounded() -> None:
+    async def test() -> None:
+        world = World(max_request_bytes=100)
+        release = asyncio.Event()
+
+        async def answer(number: int) -> Answer:
+            await release.wait()
+            return answered()
+
+        world.mms.answer = answer
+        body = b'"text"'.ljust(100)
+        calls = [asyncio.create_task(world.call("POST", PATH, body)) for _ in range(32)]
+        await settle()
+        status, headers, said_ = await world.call("POST", PATH, body)
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "large bodies" in said(said_)[1]
+        release.set()
+        assert {(await call)[0] for call in calls} == {200}
+        assert (await world.call("POST", PATH, body))[0] == 200
+        assert world.gateway.body_bytes == 0
+
+    run(test())
+
+
 def test_headers_of_a_service_reach_the_client_unless_they_are_dangerous() -> None:
     async def test() -> None:
         world = World()
