@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.model_files import is_model
 from serving.errors import ModelNotInStore, StartError, UrlNotAllowed
 from serving.names import archive_spellings, model_name, normal_name, spellings
 from serving.store.disk import walk
@@ -15,6 +14,7 @@ from serving.store.stored import (
     StoredFile,
     StoredModel,
     folder_model,
+    holds_model,
     models_among,
 )
 
@@ -43,7 +43,7 @@ class FolderStore:
         for path in (self.root / spelling for spelling in spellings(name)):
             if path.is_dir() and (folder := _resolved(path, (self.root,))) is not None:
                 files = list(_files(folder))
-                if is_model((file.path for file in files), handler):
+                if holds_model(files, handler):
                     return folder_model(name, str(folder), files)
         raise ModelNotInStore(f"there is no model {name} in {self.location}")
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from engine.model_files import is_model
 from serving.errors import ArtifactChanged, ModelNotInStore, UrlNotAllowed
 from serving.names import archive_spellings, is_clean, model_name, spellings
 from serving.store.rules import MAX_DEPTH, MAX_FILES
@@ -15,6 +14,7 @@ from serving.store.stored import (
     StoredFile,
     StoredModel,
     folder_model,
+    holds_model,
     models_among,
 )
 
@@ -61,7 +61,7 @@ class ObjectStore:
         for spelling in spellings(name):
             url = f"{self.location}{spelling}/"
             files = self._folder(url)
-            if is_model((file.path for file in files), handler):
+            if holds_model(files, handler):
                 return folder_model(name, url, files)
         raise ModelNotInStore(f"there is no model {name} in {self.location}")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from engine.model_files import model_folders, parents
+from engine.model_files import is_model, model_folders, parents
 from serving.names import SUFFIXES, archive_spellings, is_clean, normal_name, spellings
 
 
@@ -98,6 +98,13 @@ def folder_version(files: Iterable[StoredFile]) -> str:
     """Changes when any file does."""
     lines = sorted(f"{file.path}\0{file.size_bytes}\0{file.version}" for file in files)
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def holds_model(files: Iterable[StoredFile], handler: str | None) -> bool:
+    """Whether a folder of these files is a model by the `handler` that a load names, or without:
+    then whoever loads it says that the handler is not there."""
+    paths = [file.path for file in files]
+    return is_model(paths, handler) or is_model(paths)
 
 
 def folder_model(name: str, url: str, files: list[StoredFile]) -> StoredModel:

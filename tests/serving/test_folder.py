@@ -90,6 +90,10 @@ def test_a_folder_with_the_handler_that_a_load_names_is_a_model(tmp_path: Path) 
         for handler in (None, "other:handle"):
             with pytest.raises(ModelNotInStore):
                 store.find(name, handler)
+    (
+        tmp_path / "counter" / "inference.py"
+    ).touch()  # a model: that the handler is not is for its load
+    assert store.find("counter", "other:handle").kind == "folder"
 
 
 def test_links_do_not_lead_out_of_a_store(tmp_path: Path) -> None:
