@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine.parameters import Parameters
-from engine.sampling import Sampler, top_indices
+from engine.sampling import FEW, Sampler, top_indices
 
 VOCAB = 3000
 Array = NDArray[Any]
@@ -145,6 +145,50 @@ def test_candidates_and_their_shares_are_those_of_a_full_sort(
         assert drawn[outside].sum() == 0
         inside = np.array(expected)
         assert drawn[inside[shares[inside] * count > 2]].min() >= 1
+
+
+def spreads(size: int = 5000) -> dict[str, NDArray[np.float32]]:
+    """Of logits, with all the ways in which many of them may lie close together."""
+    rng = np.random.default_rng(12)
+    normal = rng.standard_normal(size)
+    return {
+        "flat": np.zeros(size),
+        "almost flat": 0.001 * normal,
+        "two levels": np.where(np.arange(size) % 2, 0.0, 1e-3),
+        "steps": rng.integers(0, 7, size) / 3,
+        "an outlier": np.where(np.arange(size) == 77, 4.0, 1e-4 * normal),
+        "a low outlier": np.where(np.arange(size) == 77, -1e30, normal),
+        "clusters in clusters": -(2.0 ** -rng.integers(0, 100, size)),
+        "peaked": 3 * normal,
+    }
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_p": 0.9003}, {"top_k": 3000}, {"top_k": 900, "top_p": 0.3005}]
+)
+@pytest.mark.parametrize("spread", spreads())
+def test_however_logits_lie_a_draw_is_that_of_a_full_sort_and_sorts_few(
+    spread: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two cores 16 rows of 50,000 flat logits with top_p took 57 ms, almost flat ones 153; now
+    1.6 and 5 (`time.thread_time` around 16 calls of `choose`)."""
+    logits = spreads()[spread].astype(np.float32)
+    kept = nucleus(logits, 1.0, options.get("top_k", 0), options.get("top_p", 1.0))
+    edges = np.cumsum(softmax(logits)[kept])
+    count = 400
+    sampler = Sampler(Parameters(do_sample=True, seed=0, **options))
+    sampler._random = EvenlySpaced(count)  # type: ignore[assignment]
+    sizes: list[int] = []
+    argsort = np.argsort
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "argsort", lambda a, **how: sizes.append(len(a)) or argsort(a, **how))
+        drawn = [sampler.choose(logits, [])[0] for _ in range(count)]
+    assert max(sizes, default=0) <= FEW
+    for i, token in enumerate(drawn):
+        mass = (i + 0.5) / count * edges[-1]
+        near = (np.abs(edges - mass) < 1e-9).any()  # sums are rounded in another order
+        at = int(np.searchsorted(edges, mass, side="right"))
+        assert token == kept[at] or near
 
 
 def test_twenty_thousand_draws_follow_the_distribution() -> None:
