@@ -109,8 +109,9 @@ class Engine:
         an artifact that is none.
         """
         config = self._manifests.open(Path(model_dir), (reading or Reading()).run).config
-        needed = backends.weight_bytes(config, *self._resolve(backend, precision))
-        self.budget.check_weights(needed, name)
+        backend, precision = self._resolve(backend, precision)
+        needed = backends.weight_bytes(config, backend, precision)
+        self.budget.check_weights(needed, backends.row_bytes(config, precision), name)
         return needed
 
     def _resolve(self, backend: str | None, precision: str | None) -> tuple[str, str]:
@@ -138,7 +139,8 @@ class Engine:
         artifact = self._manifests.open(path, reading.run)
         prompts = Prompts(artifact)
         needed = backends.weight_bytes(artifact.config, backend, precision)
-        self.budget.reserve_weights(needed, name)
+        row = backends.row_bytes(artifact.config, precision)
+        self.budget.reserve_weights(needed, row, name)
         try:
             compute = backends.load(
                 artifact,
@@ -151,7 +153,7 @@ class Engine:
             if self._cache_dir is not None:
                 prune(self._cache_dir, self.settings.cache_max_mib * MIB)
         except BaseException:
-            self.budget.release_weights(needed)
+            self.budget.release_weights(needed, row)
             return_freed_memory()
             raise
         batch = Batch(compute, self.settings.max_rows, self.budget, self._chunk)
@@ -185,7 +187,8 @@ class Engine:
         try:
             model.compute.close()
         finally:
-            self.budget.release_weights(model.reserved_bytes)
+            row = backends.row_bytes(model.compute.config, model.precision)
+            self.budget.release_weights(model.reserved_bytes, row)
             return_freed_memory()
 
     def _find(self, name: str) -> Model:

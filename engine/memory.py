@@ -54,37 +54,49 @@ def return_freed_memory() -> None:
 
 
 class Budget:
-    """Counts weights and K/V bytes against a total. Safe to use from several threads."""
+    """Counts weights and K/V bytes against a total. Safe to use from several threads.
+
+    Beside all weights there is always room for one row of full context of any of the models: a
+    request may have to wait for those before it, but none waits for ever.
+    """
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self.weight_bytes = 0
         self.kv_bytes = 0
+        self._rows: list[int] = []  # bytes of such a row, of each model
         self._lock = threading.Lock()
 
     @property
     def free_bytes(self) -> int:
         return self.total_bytes - self.weight_bytes - self.kv_bytes
 
-    def reserve_weights(self, size: int, model: str) -> None:
-        """Raises what `check_weights` does."""
+    def reserve_weights(self, size: int, row: int, model: str) -> None:
+        """`row`: bytes of keys and values of one row of full context.
+
+        Raises what `check_weights` does.
+        """
         with self._lock:
-            self.check_weights(size, model)
+            self.check_weights(size, row, model)
             self.weight_bytes += size
+            self._rows.append(row)
 
-    def check_weights(self, size: int, model: str) -> None:
+    def check_weights(self, size: int, row: int, model: str) -> None:
         """Raises `OutOfMemory`; `NeverFits` if not even an empty engine had room."""
-        if size > self.total_bytes:
+        if size + row > self.total_bytes:
             raise NeverFits(
-                f"model {model} needs {size / MIB:.0f} MiB, the engine has"
-                f" {self.total_bytes / MIB:.0f} MiB in all (ENGINE_MEMORY_MIB sets it)"
+                f"model {model} needs {size / MIB:.0f} MiB and {row / MIB:.0f} for one request of"
+                f" its whole context, the engine has {self.total_bytes / MIB:.0f} MiB in all"
+                " (ENGINE_MEMORY_MIB sets it)"
             )
-        if size > self.free_bytes:
-            raise OutOfMemory(self.explain(f"model {model}", size))
+        kept = max(row, *self._rows, self.kv_bytes)
+        if size > self.total_bytes - self.weight_bytes - kept:
+            raise OutOfMemory(self.explain(f"model {model}", size, kept))
 
-    def release_weights(self, size: int) -> None:
+    def release_weights(self, size: int, row: int) -> None:
         with self._lock:
             self.weight_bytes -= size
+            self._rows.remove(row)
 
     def reserve_kv(self, size: int) -> bool:
         with self._lock:
@@ -101,9 +113,11 @@ class Budget:
         """Whether `size` would fit if nothing else were running."""
         return size <= self.total_bytes - self.weight_bytes
 
-    def explain(self, what: str, size: int) -> str:
+    def explain(self, what: str, size: int, kept: int | None = None) -> str:
+        """`kept`: bytes for requests, where they are more than those of the running ones."""
+        requests = self.kv_bytes if kept is None else kept
         return (
             f"{what} needs {size / MIB:.0f} MiB, but of the engine's"
             f" {self.total_bytes / MIB:.0f} MiB {self.weight_bytes / MIB:.0f} are taken by models"
-            f" and {self.kv_bytes / MIB:.0f} by running requests"
+            f" and {requests / MIB:.0f} by requests"
         )

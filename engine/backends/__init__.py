@@ -83,6 +83,11 @@ def weight_bytes(config: GPT2Config, backend: str, precision: str) -> int:
     return (2 if precision == "fp16" else 4) * config.num_parameters
 
 
+def row_bytes(config: GPT2Config, precision: str) -> int:
+    """What the keys and values of one row of full context will take."""
+    return config.max_length * config.kv_bytes_per_token // (2 if precision == "fp16" else 1)
+
+
 def import_backend(backend: str) -> None:
     """Imports a backend's library ahead of its first use: MXNet costs 1.2 s and 276 MB.
 
