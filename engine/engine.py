@@ -13,6 +13,7 @@ from typing import Any
 from engine import backends
 from engine.errors import (
     Cancelled,
+    DeadlineExceeded,
     EngineError,
     InvalidRequest,
     ModelAlreadyLoaded,
@@ -24,12 +25,14 @@ from engine.manifest import Manifests
 from engine.memory import MIB, Budget, return_freed_memory
 from engine.model import Model
 from engine.parameters import Parameters
-from engine.prompts import Inputs, Prompts
+from engine.prompts import Inputs
 from engine.prune import prune
 from engine.reading import Reading
 from engine.scheduler import PREFILL_CHUNK, Batch
 from engine.sequence import Sequence, Token
 from engine.settings import Settings
+from engine.statistics import Statistics
+from engine.texts import Texts
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +140,12 @@ class Engine:
     def _load(self, name: str, path: Path, backend: str, precision: str, reading: Reading) -> Model:
         started = time.monotonic()
         artifact = self._manifests.open(path, reading.run)
-        prompts = Prompts(artifact)
         needed = backends.weight_bytes(artifact.config, backend, precision)
         row = backends.row_bytes(artifact.config, precision)
         self.budget.reserve_weights(needed, row, name)
+        statistics, texts = Statistics(), None
         try:
+            texts = Texts(artifact, statistics, self.settings.max_queue)
             compute = backends.load(
                 artifact,
                 backend,
@@ -153,12 +157,16 @@ class Engine:
             if self._cache_dir is not None:
                 prune(self._cache_dir, self.settings.cache_max_mib * MIB)
         except BaseException:
+            if texts is not None:
+                texts.close(ModelNotFound(f"{name} was not loaded"))
             self.budget.release_weights(needed, row)
             return_freed_memory()
             raise
         batch = Batch(compute, self.settings.max_rows, self.budget, self._chunk)
         took = time.monotonic() - started
-        return Model(name, path, backend, precision, compute, prompts, batch, needed, took)
+        return Model(
+            name, path, backend, precision, compute, texts, batch, needed, took, statistics
+        )
 
     def unload(self, name: str) -> None:
         """Frees a model and gives its memory back; its running requests fail with 404.
@@ -184,6 +192,7 @@ class Engine:
     def _free(self, model: Model, reason: EngineError) -> None:
         for sequence in model.batch.clear():
             sequence.fail(reason)
+        model.texts.close(reason)
         try:
             model.compute.close()
         finally:
@@ -212,44 +221,60 @@ class Engine:
 
     def parameters(self, name: str, given: Any) -> Parameters:
         """A request's parameters over the model's own. Raises `ModelNotFound`, `InvalidRequest`."""
-        return self._find(name).prompts.parameters(given)
+        return self._find(name).texts.parameters(given)
 
-    def submit(
+    def submit(self, name: str, *arguments: Any, **options: Any) -> list[Sequence]:
+        """As `submit_soon`, and waits for it."""
+        return self.submit_soon(name, *arguments, **options).result()
+
+    def submit_soon(
         self,
         name: str,
         inputs: Inputs,
         parameters: Parameters,
         emit: Callable[[Token | EngineError], None],
         timeout_s: float | None = None,
-    ) -> list[Sequence]:
-        """Queues a prompt: a text, or the fields of the model's template.
+        stream: bool = True,
+    ) -> Future[list[Sequence]]:
+        """Queues a prompt, a text or the fields of the model's template, once it is cut into
+        tokens, which the model's text process does.
 
-        `emit` is called on the engine's thread and must not block.
+        `emit` is called on a thread of the model's and must not block; without `stream` some
+        tokens come together.
 
-        Raises `ModelNotFound`, `InvalidRequest`, `PromptTooLong`, `Overloaded`.
+        Raises `ModelNotFound`, `Overloaded`; the future raises those, `InvalidRequest`,
+        `PromptTooLong`, and what `Texts.encode` does.
         """
         model = self._find(name)
-        longest = model.compute.config.max_length
-        ids = model.prompts.encode(inputs)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        sequences = [
-            Sequence(
-                prompt=ids,
-                parameters=parameters,
-                max_length=longest,
-                stop_ids=model.prompts.stop_ids,
-                detokenizer=model.prompts.detokenizer(ids),
-                emit=emit,
-                index=i,
-                strip=model.prompts.strip,
-                deadline=deadline,
-            )
-            for i in range(parameters.num_return_sequences)
-        ]
+
+        def submit() -> list[Sequence]:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"the prompt was not begun within {timeout_s:.1f} s")
+            ids = model.texts.encode(inputs)
+            sequences = [
+                Sequence(
+                    prompt=ids,
+                    parameters=parameters,
+                    max_length=model.compute.config.max_length,
+                    stop_ids=model.texts.stop_ids,
+                    emit=emit,
+                    index=i,
+                    eager=stream,
+                    deadline=deadline,
+                )
+                for i in range(parameters.num_return_sequences)
+            ]
+            self._queue(model, sequences)
+            return sequences
+
+        return model.texts.soon(submit)
+
+    def _queue(self, model: Model, sequences: list[Sequence]) -> None:
         with self._changed:
             self._loop.check()
-            if self._closed or self._models.get(name) is not model:
-                raise ModelNotFound(f"model {name} is not loaded")
+            if self._closed or self._models.get(model.name) is not model:
+                raise ModelNotFound(f"model {model.name} is not loaded")
             waiting = len(model.batch.waiting)
             if len(sequences) > self.settings.max_queue:
                 raise InvalidRequest(
@@ -259,14 +284,13 @@ class Engine:
             if waiting + len(sequences) > self.settings.max_queue:
                 pace = model.statistics.seconds_per_request / model.batch.max_rows
                 raise Overloaded(
-                    f"{waiting} requests wait for {name} already",
+                    f"{waiting} requests wait for {model.name} already",
                     retry_after_s=max(1.0, round(waiting * pace)),
                 )
             model.statistics.requests += 1
-            model.statistics.prompt_tokens += len(ids)
+            model.statistics.prompt_tokens += len(sequences[0].prompt)
             model.batch.waiting.extend(sequences)
             self._changed.notify_all()
-        return sequences
 
     def cancel(self, sequences: list[Sequence]) -> None:
         """Frees the places of a request whose client has gone, at the next step."""

@@ -17,6 +17,7 @@ from engine.tokenizers import check_unicode, control_in_text
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTED = ("additional_special_tokens", "extra_special_tokens")
+CONFIG = "tokenizer_config.json"
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -31,14 +32,16 @@ class HuggingFaceTokenizer:
     def __init__(self, path: Path) -> None:
         try:
             self._tokenizer = FastTokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises Exception itself
+        except (MemoryError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # Exception itself; and a panic in Rust is not even one
             raise ArtifactError(f"{path.name} is not a tokenizer: {error}") from None
         # Settings of the last training run, of which a prompt must know nothing.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None):
             self._tokenizer.model.dropout = None
-        said = read_json(path.with_name("tokenizer_config.json"))
+        said = read_json(path.with_name(CONFIG))
         # As transformers 5 has it: the older file counts where the newer one lists no tokens.
         named = dict(said)
         if "added_tokens_decoder" not in said:
@@ -46,7 +49,6 @@ class HuggingFaceTokenizer:
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         self._add_tokens(named)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.longest_piece = max(map(len, vocabulary), default=1)
         self.eos_id = self._named_id(named, "eos_token")
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
@@ -61,6 +63,8 @@ class HuggingFaceTokenizer:
     def _add_tokens(self, named: dict[str, Any]) -> None:
         """Tokens that are special only because a file beside `tokenizer.json` says so."""
         decoder = named.get("added_tokens_decoder") or {}
+        if not isinstance(decoder, dict):
+            raise ArtifactError(f"{CONFIG}: added_tokens_decoder must be an object, tokens by id")
         known = {str(t.content): t for t in self._tokenizer.get_added_tokens_decoder().values()}
         new = []
         for _, entry in sorted(decoder.items(), key=lambda item: _number(item[0])):
@@ -71,6 +75,8 @@ class HuggingFaceTokenizer:
         values = [named.get(name) for name in NAMED]
         for name in LISTED:
             listed = named.get(name) or []
+            if not isinstance(listed, list | dict):
+                raise ArtifactError(f"{CONFIG}: {name} must be a list of tokens, or an object")
             values += list(listed.values()) if isinstance(listed, dict) else list(listed)
         for value in values:
             token = _added_token(value)
@@ -170,14 +176,23 @@ class WindowDetokenizer:
 def _added_token(value: Any) -> AddedToken | None:
     """A token as the files write it: its text, or an object."""
     if isinstance(value, str) and value:
-        return AddedToken(value, special=True)
+        return AddedToken(_unicode(value), special=True)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         return None
     flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
     given = {name: value[name] for name in flags if isinstance(value.get(name), bool)}
     given.setdefault("special", True)
-    return AddedToken(value["content"], **given)
+    return AddedToken(_unicode(value["content"]), **given)
+
+
+def _unicode(token: str) -> str:
+    try:
+        token.encode("utf-8")
+    except UnicodeEncodeError:
+        message = f"{CONFIG}: the token {token!a} holds half a surrogate pair, which is no text"
+        raise ArtifactError(message) from None
+    return token
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else -1
+    return int(text) if text.isdecimal() and len(text) < 10 else -1

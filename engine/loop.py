@@ -144,14 +144,14 @@ class Loop:
             model.prefilled_at = self._turns
             if compute.length(chunk.row) == 0:
                 counters.queue_s.observe(time.monotonic() - sequence.queued_at)
-            with self._ending(model, [sequence]):
+            with self._ending(model, sequence):
                 logits = compute.extend(chunk.row, np.array(chunk.ids))
                 if chunk.completes:
                     sequence.state = State.DECODE
                     waited_s = time.monotonic() - sequence.queued_at
                     counters.time_to_first_token_s.observe(waited_s)
-                    sequence.advance(logits)
-                    _count(model, sequence)
+                    if sequence.advance(logits):
+                        model.texts.write([sequence])
         batch.collect()
         running = batch.running()
         if running:
@@ -177,20 +177,21 @@ class Loop:
             return
         model.statistics.steps += 1
         model.statistics.rows += len(running)
+        told = []
         for sequence, logits in zip(running, rows, strict=True):
-            with self._ending(model, [sequence]):
-                sequence.advance(logits)
-                _count(model, sequence)
+            with self._ending(model, sequence):
+                if sequence.advance(logits):
+                    told.append(sequence)
+        if told:
+            model.texts.write(told)
 
     @contextmanager
-    def _ending(self, model: Model, sequences: list[Sequence]) -> Iterator[None]:
-        """What goes wrong inside ends these, and nothing else."""
+    def _ending(self, model: Model, sequence: Sequence) -> Iterator[None]:
+        """What goes wrong inside ends this one, and nothing else."""
         try:
             yield
         except Exception as error:
-            failure = self._fault(model, error)
-            for sequence in sequences:
-                sequence.fail(failure)
+            sequence.fail(self._fault(model, error))
 
     @staticmethod
     def _fault(model: Model, error: Exception) -> EngineError:
@@ -202,12 +203,3 @@ class Loop:
         failure = error if known else EngineError(f"a step of {model.name} failed")
         assert isinstance(failure, EngineError)
         return failure
-
-
-def _count(model: Model, sequence: Sequence) -> None:
-    """A token that was made."""
-    counters = model.statistics
-    counters.tokens += 1
-    if sequence.state is State.FINISHED:
-        took = time.monotonic() - sequence.queued_at
-        counters.seconds_per_request += (took - counters.seconds_per_request) / 8

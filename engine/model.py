@@ -1,4 +1,4 @@
-"""A loaded model, and what is counted of it."""
+"""A loaded model."""
 
 from __future__ import annotations
 
@@ -7,40 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from engine.backends import BackendModel
-from engine.histogram import Histogram
-from engine.prompts import Prompts
 from engine.scheduler import Batch
-
-
-@dataclass
-class Statistics:
-    """Counters of one model since it was loaded."""
-
-    requests: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    steps: int = 0
-    rows: int = 0  # summed over steps: rows / steps is the mean batch size
-    queue_s: Histogram = field(default_factory=Histogram)  # until its prompt is begun
-    time_to_first_token_s: Histogram = field(default_factory=Histogram)
-    seconds_per_request: float = 0.0  # moving average
+from engine.statistics import Statistics
+from engine.texts import Texts
 
 
 @dataclass
 class Model:
-    """Its weights on a backend, its way with text, its batch."""
+    """Its weights on a backend, its texts, its batch."""
 
     name: str
     path: Path
     backend: str
     precision: str
     compute: BackendModel
-    prompts: Prompts
+    texts: Texts
     batch: Batch
     reserved_bytes: int
     load_s: float
-    prefilled_at: int = 0  # the engine's turn in which it last computed a part of a prompt
     statistics: Statistics = field(default_factory=Statistics)
+    prefilled_at: int = 0  # the engine's turn in which it last computed a part of a prompt
 
     def describe(self) -> dict[str, Any]:
         config, counters = self.compute.config, self.statistics

@@ -12,6 +12,9 @@ from engine.parameters import Parameters
 from engine.tokenizers import Detokenizer, SentencePieceTokenizer, Tokenizer
 
 Inputs = str | Mapping[str, str]
+# Real text has two to six characters a token, and a run of spaces or unknown characters may be one
+# token. What is far beyond either is not cut only to be counted: megabytes take seconds.
+CHARACTERS_PER_TOKEN = 64
 
 
 class Prompts:
@@ -54,11 +57,11 @@ class Prompts:
             raise InvalidRequest("inputs is empty, must be text")
         texts = [inputs] if isinstance(inputs, str) else list(inputs.values())
         length = sum(map(len, texts))
-        most = self._max_length * self.tokenizer.longest_piece
-        if length > most:  # known without tokenizing megabytes
+        most = self._max_length * CHARACTERS_PER_TOKEN
+        if length > most:
             raise PromptTooLong(
-                f"inputs has {length} characters, more than {most} cannot fit into the"
-                f" model's context of {self._max_length} tokens"
+                f"inputs has {length} characters, more than the {most} that are cut into tokens"
+                f" for this model's context of {self._max_length} tokens"
             )
         ids = self._encode(inputs)
         if len(ids) >= self._max_length:

@@ -98,7 +98,7 @@ class Batch:
     def _drop(self) -> None:
         now = time.monotonic()
         for sequence in [*self.rows, *self.waiting]:
-            if sequence.cancelled:
+            if sequence.over:
                 sequence.state = State.FINISHED
             elif sequence.deadline is not None and now >= sequence.deadline:
                 waited = now - sequence.queued_at

@@ -1,18 +1,19 @@
-"""One answer in the making: its ids, its text so far, and where it stands."""
+"""One answer in the making: its ids, and where it stands."""
 
 from __future__ import annotations
 
 import enum
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError
 from engine.parameters import Parameters
 from engine.sampling import Logits, Sampler, TokenLogprobs
-from engine.stripper import Stripper
-from engine.tokenizers import Detokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -35,30 +36,38 @@ class Token:
     finish_reason: str | None = None  # "stop" or "length"
 
 
-@dataclass
+# How many tokens of an answer that nobody reads while it is made are told at once.
+TOGETHER = 8
+
+
+@dataclass(eq=False)
 class Sequence:
-    """`emit` is called on the engine's thread with each `Token`, or once with an error."""
+    """The engine's thread chooses its tokens, the model's text thread tells them.
+
+    `emit` is called with each `Token`, or once with an error, and with nothing behind an end. With
+    `eager` each token is told as soon as it is chosen.
+    """
 
     prompt: list[int]
     parameters: Parameters
     max_length: int
     stop_ids: frozenset[int]
-    detokenizer: Detokenizer
     emit: Callable[[Token | EngineError], None]
     index: int = 0
-    strip: tuple[str, ...] = ()
+    eager: bool = True
     deadline: float | None = None  # on time.monotonic()
     state: State = State.WAITING
     cancelled: bool = False
     ids: list[int] = field(init=False)
+    characters: int = 0  # of its text so far
     queued_at: float = field(default_factory=time.monotonic)
-    first_token_at: float | None = None
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)
         self._sampler = Sampler(self.parameters, self.index)
-        self._held = ""  # text that may be the beginning of a stop string
-        self._stripper = Stripper(self.strip)
+        self._tokens: deque[Token] = deque()  # that were not told yet
+        self._told_all = False
+        self._telling = threading.Lock()
 
     @property
     def num_new(self) -> int:
@@ -69,50 +78,49 @@ class Sequence:
         """The most tokens that its row can come to hold."""
         return min(len(self.prompt) + self.parameters.max_new_tokens, self.max_length)
 
-    def advance(self, logits: Logits) -> None:
-        """Chooses the next token from the logits (V,) of this row and emits it."""
-        token, logprobs = self._sampler.choose(logits, self.ids)
-        if self.first_token_at is None:
-            self.first_token_at = time.monotonic()
-        self.ids.append(token)
-        if token in self.stop_ids:
-            self._finish(token, self._held + self.detokenizer.flush(), logprobs, "stop")
-            return
-        text = self._held + self.detokenizer.feed(token)
-        at, keep = _find_stop(text, self.parameters.stop)
-        if at is not None:
-            self._finish(token, text[:at], logprobs, "stop")
-        elif self.num_new >= self.parameters.max_new_tokens or len(self.ids) >= self.max_length:
-            text += self.detokenizer.flush()
-            at, _ = _find_stop(text, self.parameters.stop)
-            reason = "length" if at is None else "stop"
-            self._finish(token, text[:at], logprobs, reason)
-        else:
-            self._held = text[len(text) - keep :]
-            text = self._stripper.feed(text[: len(text) - keep])
-            self.emit(Token(self.index, token, text, logprobs))
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to be told: it needs no row."""
+        return self.cancelled or self._told_all
 
-    def _finish(self, token: int, text: str, logprobs: TokenLogprobs | None, reason: str) -> None:
-        self.state = State.FINISHED
-        self.emit(Token(self.index, token, self._stripper.finish(text), logprobs, reason))
+    def advance(self, logits: Logits) -> bool:
+        """Chooses the next token from the logits (V,) of this row. Says whether it is time to tell
+        what was chosen."""
+        token, logprobs = self._sampler.choose(logits, self.ids)
+        self.ids.append(token)
+        reason = None
+        if token in self.stop_ids:
+            reason = "stop"
+        elif self.num_new >= self.parameters.max_new_tokens or len(self.ids) >= self.max_length:
+            reason = "length"
+        if reason is not None:
+            self.state = State.FINISHED
+        self._tokens.append(Token(self.index, token, "", logprobs, reason))
+        # A stop string is looked for at once: what is computed behind it is for nothing.
+        eager = self.eager or self.num_new == 1 or bool(self.parameters.stop)
+        return eager or reason is not None or len(self._tokens) >= TOGETHER
+
+    def take(self) -> list[Token]:
+        """The tokens that were not told yet, without their texts."""
+        return [self._tokens.popleft() for _ in range(len(self._tokens))]
+
+    def tell(self, item: Token | EngineError) -> None:
+        """Never raises: one that cannot be told (its client's event loop has gone) ends, and keeps
+        no other from being told."""
+        with self._telling:
+            if self.over:
+                return
+            self._told_all = isinstance(item, EngineError) or item.finish_reason is not None
+            try:
+                self.emit(item)
+            except Exception:
+                logger.exception("a request could not be told what became of it")
+                self._told_all = True
+                if isinstance(item, Token):
+                    with suppress(Exception):
+                        self.emit(EngineError("the answer could not be given"))
 
     def fail(self, error: EngineError) -> None:
-        """Never raises: one that cannot be told (its client's event loop has gone) keeps no other
-        from being told."""
+        """Ends it, on the engine's thread, whose rows go by the state."""
         self.state = State.FINISHED
-        try:
-            self.emit(error)
-        except Exception:
-            logger.exception("a request could not be told that it failed")
-
-
-def _find_stop(text: str, stops: tuple[str, ...]) -> tuple[int | None, int]:
-    """Where the first stop string begins, and how many last characters may begin one."""
-    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-    if found:
-        return min(found), 0
-    longest = max((len(stop) for stop in stops), default=0)
-    for keep in range(min(longest - 1, len(text)), 0, -1):
-        if any(stop.startswith(text[-keep:]) for stop in stops):
-            return None, keep
-    return None, 0
+        self.tell(error)

@@ -187,7 +187,7 @@ class EngineApp:
         if not isinstance(stream, bool):
             raise InvalidRequest("stream must be true or false")
         if stream:
-            return self._stream(name, inputs, parameters, timeout_s)
+            return await self._stream(name, inputs, parameters, timeout_s)
         request_id = _text(body, "request_id") if "request_id" in body else ""
         if request_id in self._cancelled:
             raise Cancelled("the request was cancelled")
@@ -202,7 +202,9 @@ class EngineApp:
             loop.call_soon_threadsafe(wake)
 
         answer = Answer(parameters.num_return_sequences, done)
-        sequences = self._engine.submit(name, inputs, parameters, answer.emit, timeout_s)
+        sequences = await asyncio.wrap_future(
+            self._engine.submit_soon(name, inputs, parameters, answer.emit, timeout_s, stream=False)
+        )
         cancelled = asyncio.Event()
         self._running.setdefault(request_id, set()).add(cancelled)
         gone = asyncio.ensure_future(_disconnected(request.receive))
@@ -229,7 +231,7 @@ class EngineApp:
             cancelled.set()
         return Response(status_code=204)
 
-    def _stream(
+    async def _stream(
         self, name: str, inputs: Inputs, parameters: Parameters, timeout_s: float | None
     ) -> Response:
         loop = asyncio.get_running_loop()
@@ -238,7 +240,9 @@ class EngineApp:
         def emit(item: Token | EngineError) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, item)
 
-        sequences = self._engine.submit(name, inputs, parameters, emit, timeout_s)
+        sequences = await asyncio.wrap_future(
+            self._engine.submit_soon(name, inputs, parameters, emit, timeout_s)
+        )
 
         async def lines() -> AsyncIterator[str]:
             left = len(sequences)

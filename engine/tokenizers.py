@@ -30,7 +30,6 @@ class Detokenizer(Protocol):
 
 class Tokenizer(Protocol):
     vocab_size: int  # without what was added beside the model's own vocabulary
-    longest_piece: int  # in characters
     eos_id: int | None
 
     def encode(self, text: str) -> list[int]:
@@ -72,7 +71,6 @@ class SentencePieceTokenizer:
         self._silent = set(itertools.compress(ids, self._model.is_control(ids)))
         byte_ids = itertools.compress(ids, self._model.is_byte(ids))
         self._bytes = {i: int(self._pieces[i][3:-1], 16) for i in byte_ids}
-        self.longest_piece = max(map(len, self._pieces), default=1)
         self.bos_id = self.token_id("<s>")
         self.eos_id = self.token_id("</s>")
 

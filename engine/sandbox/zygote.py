@@ -26,7 +26,10 @@ from engine.logs import log_as_json
 from engine.sandbox import seccomp
 from engine.sandbox.messages import receive, send
 
-PRELOADED = ("numpy", "ml_dtypes", "sentencepiece", "tokenizers", "zipfile", "pickletools")
+PRELOADED = (
+    *("numpy", "ml_dtypes", "sentencepiece", "tokenizers", "zipfile", "pickletools"),
+    *("engine.text_child", "engine.hugging_face_tokenizer"),
+)
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38
 MIB = 1 << 20

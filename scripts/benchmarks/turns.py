@@ -25,7 +25,7 @@ def main() -> None:
         for model, text in requests:
             answer = WaitingAnswer(1)
             parameters = Parameters(max_new_tokens=new_tokens)
-            engine.submit(str(model), text, parameters, answer.emit, timeout_s=120)
+            engine.submit(str(model), text, parameters, answer.emit, timeout_s=120, stream=False)
             waiting.append(answer)
         return sum(answer.wait()["completions"][0]["tokens"] for answer in waiting)
 

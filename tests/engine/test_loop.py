@@ -22,7 +22,7 @@ from engine.parameters import Parameters
 from engine.scheduler import Batch
 from engine.sequence import Sequence, Token
 from engine.settings import Settings
-from engine.tokenizers import PieceDetokenizer
+from engine.tokenizers import SentencePieceTokenizer
 from tests.engine.engines import WAIT_S, Request, make_talkative, prompt_of, until
 
 CHUNK = 64
@@ -84,6 +84,15 @@ class Fake:
         self._do("close")
 
 
+class Untold:
+    """Stands in for `engine.texts.Texts`: tells tokens at once and without a text."""
+
+    def write(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            for token in sequence.take():
+                sequence.tell(token)
+
+
 class Asked:
     """A sequence in a model's queue, and what became of it."""
 
@@ -96,7 +105,6 @@ class Asked:
             parameters=Parameters(max_new_tokens=new),
             max_length=1024,
             stop_ids=frozenset(),
-            detokenizer=PieceDetokenizer([], {}, set()),
             emit=self._emit,
         )
         model.batch.waiting.append(self.sequence)
@@ -134,7 +142,7 @@ class House:
     def add(self, name: str, max_rows: int = 8) -> Model:
         compute = Fake(name, self.done)
         batch = Batch(compute, max_rows, self.budget, CHUNK)
-        model = Model(name, Path(), "fake", "", compute, cast(Any, None), batch, 0, 0)
+        model = Model(name, Path(), "fake", "", compute, cast(Any, Untold()), batch, 0, 0)
         self.models[name] = model
         return model
 
@@ -201,7 +209,8 @@ def test_what_a_prompt_gives_does_not_depend_on_who_computes_beside_it(
     folder = make_talkative(tmp_path / "m", max_length=448)
     engine = Engine(Settings(backend=backend, memory_mib=256))
     try:
-        encode = engine.load("m", str(folder)).prompts.tokenizer.encode
+        engine.load("m", str(folder))
+        encode = SentencePieceTokenizer(folder / "kogpt2.spiece").encode
         engine.load("other", str(folder))
         prompts = [prompt_of(encode, length) for length in (63, 130, 300)]
 
@@ -228,10 +237,10 @@ def test_what_a_prompt_gives_does_not_depend_on_who_computes_beside_it(
 def break_sampling(asked: Asked, after: int) -> None:
     advance = asked.sequence.advance
 
-    def broken(logits: Any) -> None:
+    def broken(logits: Any) -> bool:
         if asked.sequence.num_new == after:
             raise ValueError("probabilities are NaN")
-        advance(logits)
+        return advance(logits)
 
     asked.sequence.advance = broken  # type: ignore[method-assign]
 

@@ -16,7 +16,6 @@ from engine.memory import Budget
 from engine.parameters import Parameters
 from engine.scheduler import Batch, Chunk
 from engine.sequence import Sequence, State, Token
-from engine.tokenizers import PieceDetokenizer
 from tests.engine.models import make_artifact
 
 CONTEXT = 512
@@ -41,7 +40,6 @@ class Bench:
             parameters=Parameters(max_new_tokens=new),
             max_length=CONTEXT,
             stop_ids=frozenset(),
-            detokenizer=PieceDetokenizer([], {}, set()),
             emit=emitted.append,
             **options,
         )
@@ -56,16 +54,22 @@ class Bench:
             logits = self.model.extend(chunk.row, np.array(chunk.ids))
             if chunk.completes:
                 self.batch.rows[chunk.row].state = State.DECODE
-                self.batch.rows[chunk.row].advance(logits)
+                self._advance(self.batch.rows[chunk.row], logits)
         self.batch.collect()
         running = self.batch.running()
         if running:
             rows = self.model.decode(np.array([s.ids[-1] for s in running]))
             for sequence, logits in zip(running, rows, strict=True):
-                sequence.advance(logits)
+                self._advance(sequence, logits)
             self.batch.collect()
         self.check()
         return chunks
+
+    @staticmethod
+    def _advance(sequence: Sequence, logits: Any) -> None:
+        sequence.advance(logits)
+        for token in sequence.take():
+            sequence.tell(token)
 
     def check(self) -> None:
         """What holds between any two steps."""

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.answer_text import AnswerText
 from engine.errors import DeadlineExceeded, EngineError
 from engine.parameters import Parameters
-from engine.sequence import Sequence, State, Token
+from engine.sequence import TOGETHER, Sequence, State, Token
 from engine.tokenizers import PieceDetokenizer
 
 EOS = 0
@@ -32,12 +33,13 @@ class Story:
             parameters=Parameters(**options),
             max_length=max_length,
             stop_ids=frozenset() if eos_id is None else frozenset({eos_id}),
-            detokenizer=PieceDetokenizer(vocabulary, byte_pieces, {EOS}),
             emit=self.emitted.append,
         )
+        detokenizer = PieceDetokenizer(vocabulary, byte_pieces, {EOS})
+        self.text = AnswerText(detokenizer, self.sequence.parameters.stop, ())
         self.size = len(vocabulary)
         for piece in pieces:
-            if self.sequence.state is State.FINISHED:
+            if self.sequence.over:
                 break
             self.advance(vocabulary.index(piece))
 
@@ -45,6 +47,11 @@ class Story:
         logits = np.zeros(self.size, dtype=np.float32)
         logits[token] = 1
         self.sequence.advance(logits)
+        for made in self.sequence.take():
+            made.text, stopped = self.text.write(made.id, made.finish_reason)
+            if stopped:
+                made.finish_reason = "stop"
+            self.sequence.tell(made)
 
     @property
     def tokens(self) -> list[Token]:
@@ -203,6 +210,21 @@ def test_an_error_ends_a_sequence() -> None:
     story.sequence.fail(error)
     assert story.emitted[-1] is error
     assert story.sequence.state is State.FINISHED
+
+
+def test_nothing_is_told_behind_an_end() -> None:
+    story = Story("a", "끝", stop=("끝",))
+    story.advance(1)
+    story.sequence.fail(DeadlineExceeded("too late"))
+    assert [token.finish_reason for token in story.tokens] == [None, "stop"]
+    assert len(story.emitted) == 2
+
+
+def test_an_answer_that_nobody_reads_meanwhile_is_told_in_few_pieces() -> None:
+    sequence = Sequence([1], Parameters(max_new_tokens=20), 100, frozenset(), print, eager=False)
+    logits = np.eye(4, dtype=np.float32)[2]
+    counts = [len(sequence.take()) for _ in range(20) if sequence.advance(logits)]
+    assert counts == [1, TOGETHER, TOGETHER, 20 - 1 - 2 * TOGETHER]
 
 
 @pytest.mark.parametrize(("asked", "most"), [(5, 6), (98, 99), (99, 100), (1000, 100)])

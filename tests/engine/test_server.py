@@ -238,7 +238,7 @@ def test_a_model_that_does_not_fit_is_507(engine: EngineProcess, tmp_path: Path)
 
 
 def test_a_deadline_is_504_and_in_a_stream_the_last_line(engine: EngineProcess, url: str) -> None:
-    body = {**LONG, "timeout_s": 0.2}
+    body = {**LONG, "timeout_s": 1.0}
     status, error = engine.call("POST", f"{url}/generate", body)
     assert (status, error["type"]) == (504, "DeadlineExceeded")
     lines = [json.loads(x) for x in engine.open("POST", f"{url}/generate", body | {"stream": True})]
@@ -353,7 +353,7 @@ def test_the_engine_ends_at_sigterm_and_leaves_the_models_alone(
         held = lease(engine, model_dir)
         status, took = engine.terminate()
         assert (status, held.read()) == (0, b"")  # the lease ends as a whole answer does
-        assert took < 2
+        assert took < 10
         engine.drop(held)
     assert sorted(model_dir.iterdir()) == files
     assert "Traceback" not in (tmp_path / "engine.log").read_text()

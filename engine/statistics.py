@@ -1,0 +1,22 @@
+"""What is counted of a model since it was loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.histogram import Histogram
+
+
+@dataclass
+class Statistics:
+    requests: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    steps: int = 0
+    rows: int = 0  # summed over steps: rows / steps is the mean batch size
+    queue_s: Histogram = field(default_factory=Histogram)  # until its prompt is begun
+    time_to_first_token_s: Histogram = field(default_factory=Histogram)
+    seconds_per_request: float = 0.0  # moving average
+
+    def finished(self, seconds: float) -> None:
+        self.seconds_per_request += (seconds - self.seconds_per_request) / 8
