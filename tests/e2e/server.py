@@ -84,7 +84,7 @@ class Server:
         found = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                line = " ".join(process.cmdline())
+                line = " ".join([*process.cmdline(), ""])
                 if process.status() != psutil.STATUS_ZOMBIE and all(w in line for w in words):
                     found.append(process)
             except psutil.Error:

@@ -42,7 +42,7 @@ def churn(server: Server, expected: dict[str, str], seconds: float) -> Counter[i
 def held(server: Server) -> tuple[int, int, int]:
     """Open files of the gateway and of the engine, and the gateway's memory in bytes."""
     gateway = server.descendants("serving.gateway")[0]
-    engine = server.descendants("-m engine")[0]
+    engine = server.descendants("-m engine ")[0]
     return gateway.num_fds(), engine.num_fds(), gateway.memory_info().rss
 
 

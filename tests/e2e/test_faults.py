@@ -382,7 +382,7 @@ def test_a_gateway_that_is_killed_during_a_load_leaves_no_worker_of_it(own: Serv
 
 
 def test_idle_models_come_back_after_the_engine_was_killed(own: Server) -> None:
-    own.descendants("-m engine")[0].kill()
+    own.descendants("-m engine ")[0].kill()
     eventually(lambda: "the engine was killed by SIGKILL" in own.text())
 
     def held() -> int:

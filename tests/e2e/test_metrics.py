@@ -87,7 +87,7 @@ def test_loads_and_evictions_and_the_engines_memory_are_shown(server: Server) ->
 
 
 def test_metrics_come_also_without_the_engine(server: Server) -> None:
-    engine = server.descendants("-m engine")[0]
+    engine = server.descendants("-m engine ")[0]
     engine.suspend()
     try:
         assert metrics(server)[("kogpt2_engine_up",)] == 0

@@ -57,7 +57,7 @@ def test_a_killed_gateway_comes_back_and_knows_its_models(own_server: Server) ->
 def test_a_killed_engine_comes_back_with_its_models(own_server: Server) -> None:
     own_server.load("sowol")
     before = own_server.predict("sowol", PROMPT).json()["generated_text"]
-    own_server.descendants("-m engine")[0].kill()
+    own_server.descendants("-m engine ")[0].kill()
     assert own_server.predict("sowol", PROMPT).json()["generated_text"] == before
     assert "the engine was killed by SIGKILL" in own_server.text()
 

@@ -127,7 +127,7 @@ def test_a_stream_that_breaks_off_says_so_and_the_next_one_works(server: Server,
     answer = ask("slow", LONG)
     lines = answer.iter_lines()
     next(lines)
-    (engine,) = server.descendants("-m", "engine")
+    (engine,) = server.descendants("-m engine ")
     psutil.Process(engine.pid).kill()
     *_, last = [line for line in lines if line]
     said = json.loads(last.removeprefix(b"data: "))["error"]

@@ -147,7 +147,7 @@ def test_what_is_prepared_for_a_while_goes_where_a_read_only_container_can_write
 ) -> None:
     """The platform's folder of models and all others may be closed to the container's user."""
     server = pair[0].server
-    (engine,) = server.descendants("-m engine")
+    (engine,) = server.descendants("-m engine ")
     assert engine.environ()["TMPDIR"] == str(server.run_dir)
 
 
