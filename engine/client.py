@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -51,6 +51,39 @@ def error_of(status: int, body: bytes, retry_after: str | None) -> EngineError:
     return kind(message, retry_after_s=float(retry_after) if retry_after else None)
 
 
+class Uses:
+    """The connections on which somebody waits for a model, so that all can be given up at once."""
+
+    def __init__(self) -> None:
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self.ended = False
+
+    @contextlib.contextmanager
+    def of(self, connection: http.client.HTTPConnection) -> Iterator[None]:
+        """While a request is on this connection. Raises `ModelNotFound` after `end`."""
+        if connection.sock is None:
+            connection.connect()
+        used = connection.sock
+        with self._lock:
+            if self.ended:
+                raise ModelNotFound("the model is unloaded")
+            self._sockets.add(used)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sockets.discard(used)
+
+    def end(self) -> None:
+        """The engine sees each of them go, and computes for nobody."""
+        with self._lock:
+            self.ended = True
+            for used in self._sockets:
+                with contextlib.suppress(OSError):
+                    used.shutdown(socket.SHUT_RDWR)
+
+
 class EngineClient:
     """One per process; a connection per thread is kept open."""
 
@@ -59,7 +92,12 @@ class EngineClient:
         self._local = threading.local()
 
     def request(
-        self, method: str, url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0
+        self,
+        method: str,
+        url: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float = 60.0,
+        uses: Uses | None = None,
     ) -> Any:
         """The parsed answer. Raises the engine's error, or `EngineUnavailable`."""
         connection: Any = getattr(self._local, "connection", None)
@@ -71,9 +109,10 @@ class EngineClient:
             try:
                 if connection.sock is not None:
                     connection.sock.settimeout(timeout_s)
-                connection.request(method, url, payload, {"Content-Type": "application/json"})
-                response = connection.getresponse()
-                content = response.read()
+                with uses.of(connection) if uses else contextlib.nullcontext():
+                    connection.request(method, url, payload, {"Content-Type": "application/json"})
+                    response = connection.getresponse()
+                    content = response.read()
             except TimeoutError as error:
                 self.close()
                 message = f"the engine did not answer within {timeout_s:.0f} s"
@@ -152,6 +191,7 @@ class ModelHandle:
         self._client, self._name, self._model_dir = client, name, model_dir
         self._options = options
         self._lock = threading.Lock()
+        self._uses = Uses()
         self._lease = client.lease(name, model_dir, **options)
 
     @property
@@ -187,12 +227,15 @@ class ModelHandle:
     def _send(self, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         body = {**body, "timeout_s": timeout_s}
         url = f"/models/{quote(self._name, safe='')}/generate"
-        answer: dict[str, Any] = self._client.request("POST", url, body, timeout_s + GRACE_S)
+        limit_s = timeout_s + GRACE_S
+        answer: dict[str, Any] = self._client.request("POST", url, body, limit_s, self._uses)
         return answer
 
     def _renew(self, old: Lease, deadline: float) -> None:
         """Loads the model again, once for all threads that lost it."""
         with self._lock:
+            if self._uses.ended:
+                raise ModelNotFound(f"model {self._name} is not loaded")
             if self._lease is not old:
                 return
             while True:
@@ -210,5 +253,7 @@ class ModelHandle:
             self._lease = lease
 
     def close(self) -> None:
-        self._lease.close()
-        self._client.close()
+        """Gives the model up, and with it whatever waits for it."""
+        self._uses.end()
+        with self._lock:
+            self._lease.close()

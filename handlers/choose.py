@@ -55,6 +55,14 @@ def has_handler(model_dir: str | os.PathLike[str], handler: str) -> bool:
     return script is not None and script.manifest is None
 
 
+def is_hosted(model_dir: str | os.PathLike[str], handler: str | None = None) -> bool:
+    """Whether the engine holds the model, so that `handlers.host` answers for it."""
+    if brings_script(model_dir, handler):
+        return False
+    folder = os.fspath(model_dir)
+    return not (tensor_files.is_symbol(folder) or tensor_files.is_graph(folder))
+
+
 def choose(model_dir: str, handler: str | None = None) -> Handler | ScriptHandler:
     """`handler` is what the load request names. Raises `ArtifactError` for what no one serves."""
     script = find_script(model_dir, handler)

@@ -63,6 +63,10 @@ class HandlerService(DefaultHandlerService):  # type: ignore[misc]
     def disconnected(self) -> None:
         self._service.disconnected()
 
+    def close(self) -> None:
+        """Gives up what the model holds, in a process that goes on without it."""
+        self._service.close()
+
     def _outcome(self) -> dict[str, Any]:
         if self.load_error is None:
             handler = self._service.handler

@@ -12,6 +12,7 @@ from typing import Any
 
 from sagemaker_inference.transformer import Transformer
 
+from engine.client import ModelHandle
 from engine.errors import EngineError
 from handlers.choose import Handler, choose
 from handlers.payload import JSON, to_json
@@ -36,6 +37,7 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
         super().__init__()
         self.handler: Handler | ScriptHandler | None = None
         self.metadata: dict[str, Any] | None = None  # what /v2 tells of the model
+        self._model: Any = None  # a built-in handler's
         self._answer: Callable[[Sequence[Request], float | None], Sequence[Answer | EngineError]]
 
     def load(self, slot: Slot) -> None:
@@ -45,7 +47,7 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
             handler.load(slot)
             self._answer = handler.answer
         else:
-            model = handler.model_fn(slot.path, slot.engine_name)
+            model = self._model = handler.model_fn(slot.path, slot.engine_name)
             self._answer = _one_by_one(handler, model)
             if hasattr(handler, "describe"):
                 self.metadata = handler.describe(model)
@@ -58,6 +60,10 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
     def disconnected(self) -> None:
         if isinstance(self.handler, ScriptHandler):
             self.handler.disconnected()
+
+    def close(self) -> None:
+        if isinstance(self._model, ModelHandle):
+            self._model.close()
 
     def transform(
         self, data: list[Mapping[str, Any]], context: Any, failure: EngineError | None = None

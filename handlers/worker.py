@@ -12,7 +12,6 @@ a worker that crashed, but never starts that first process again.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -22,8 +21,8 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
+from handlers.connection import Connection, LoadedModel
 from handlers.deferred import deferred
 from handlers.scripts.output import print_anything
 
@@ -37,7 +36,6 @@ CONNECTIONS_AT_ONCE = 128
 LOOK_AROUND_S = 0.25
 RESTART_S = 0.2
 
-LOAD = b"L"
 PR_SET_PDEATHSIG = 1
 
 
@@ -45,9 +43,8 @@ class Worker:
     """Loads one model once and answers on each connection with a context of its own."""
 
     def __init__(self, socket_path: str, tmp_dir: str, parent: int) -> None:
-        self._socket_path, self._tmp_dir = Path(socket_path), Path(tmp_dir)
+        self._socket_path, self._model = Path(socket_path), LoadedModel(tmp_dir)
         self._lock = threading.Lock()
-        self._handler: Any = None
         self._connections = 0
         self._alone_since = time.monotonic()
         self._had_connections = False
@@ -65,7 +62,8 @@ class Worker:
             with self._lock:
                 self._connections += 1
                 self._had_connections = True
-            threading.Thread(target=self._serve_connection, args=(connection,), daemon=True).start()
+            served = Connection(connection, self._model)
+            threading.Thread(target=self._serve_connection, args=(served,), daemon=True).start()
         self._leave()
 
     def _left_alone(self) -> bool:
@@ -75,80 +73,23 @@ class Worker:
             alone = orphaned or time.monotonic() - self._alone_since > limit_s
             return alone and not self._connections
 
-    def _serve_connection(self, connection: socket.socket) -> None:
-        from mms.protocol.otf_message_handler import create_load_model_response, retrieve_msg
-
-        service: Any = None
-        handler: Any = None
-        pipes = contextlib.ExitStack()
+    def _serve_connection(self, connection: Connection) -> None:
         try:
-            while True:
-                try:
-                    command, message = retrieve_msg(connection)
-                except (ValueError, OSError):  # MMS has hung up
-                    return
-                if command == LOAD:
-                    service = self._service(message)
-                    if handler is None:
-                        handler = service._entry_point.__self__
-                        handler.connected()
-                    name = message["modelName"].decode()
-                    paths = self._make_pipes(message["ioFileDescriptor"].decode())
-                    answer = create_load_model_response(
-                        200, f"loaded model {name}. [PID]:{os.getpid()}"
-                    )
-                    connection.sendall(bytes(answer))
-                    _open_pipes(paths, pipes)
-                else:
-                    connection.sendall(bytes(service.predict(message)))
+            while connection.answer():
+                pass
         except Exception:
             logging.exception("a connection of Multi Model Server ended")
         finally:
-            if handler is not None:
-                handler.disconnected()
             connection.close()
-            pipes.close()
             with self._lock:
                 self._connections -= 1
                 self._alone_since = time.monotonic()
-
-    def _service(self, message: dict[str, Any]) -> Any:
-        """A service with its own context over the model that all connections share."""
-        from mms.model_loader import MmsModelLoader
-        from mms.service import Service
-
-        name, model_dir = message["modelName"].decode(), message["modelPath"].decode()
-        handler, gpu = message["handler"].decode(), message.get("gpu")
-        batch_size = message.get("batchSize", 1)
-        with self._lock:
-            if self._handler is None:
-                loaded = MmsModelLoader().load(name, model_dir, handler, gpu, batch_size)
-                self._handler = loaded._entry_point
-            return Service(name, model_dir, None, self._handler, gpu, batch_size)
 
     def _leave(self) -> None:
         """Ends the process at once, not held up by a request that never ends."""
         self._socket_path.unlink(missing_ok=True)  # its parent may be gone
         sys.stdout.flush()
         os._exit(0)
-
-    def _make_pipes(self, io_name: str) -> list[Path]:
-        """The named pipes that MMS opens after a load. Nothing is written to them: what the worker
-        prints goes to its own stdout, which MMS reads as long as the process lives."""
-        paths = [self._tmp_dir / f"{io_name}-{stream}" for stream in ("stdout", "stderr")]
-        for path in paths:
-            os.mkfifo(path)
-        return paths
-
-
-def _open_pipes(paths: list[Path], pipes: contextlib.ExitStack) -> None:
-    """Lets MMS's readers begin; at the end closes and removes the pipes."""
-    for path in paths:
-        pipes.callback(path.unlink, missing_ok=True)
-    for path in paths:
-        # For reading, too, or it would wait for MMS, which never reads if the model is unregistered
-        # first: then this thread, and with it the process, would stay for ever.
-        pipes.callback(os.close, os.open(path, os.O_RDWR))
 
 
 def main() -> None:
@@ -181,3 +122,7 @@ def main() -> None:
             sys.exit(0)
         logging.error("the worker of %s ended with %d; it is started again", path.name, status)
         time.sleep(RESTART_S)
+
+
+if __name__ == "__main__":
+    main()

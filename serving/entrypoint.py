@@ -81,6 +81,7 @@ def serve(settings: Settings) -> int:
         run = [sys.executable, "-m"]
         children = [
             Child("the engine", [*run, "engine"], engine, gives_up=2),
+            Child("the workers' host", [*run, "handlers.host"], workers),
             Child("Multi Model Server", [*run, "serving.mms"], workers),
             Child(
                 "the gateway",

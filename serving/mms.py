@@ -22,6 +22,7 @@ from serving.json_output import JsonOutput
 from serving.settings import REPOSITORY, Settings
 
 HANDLER = "handlers.handler_service"
+MMS_HOME = REPOSITORY / "handlers" / "mms_home"
 EXIT_NOT_STARTED = 3
 LAUNCHER_S = 5
 # How much longer than a request may take MMS waits for its worker.
@@ -91,7 +92,9 @@ def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
         "MMS_MAX_REQUEST_SIZE": str(settings.max_request_bytes + HEADROOM_BYTES),
         "MMS_MAX_RESPONSE_SIZE": str(MAX_RESPONSE_BYTES),
         "MMS_DECODE_INPUT_REQUEST": "false",
-        "MODEL_SERVER_HOME": str(REPOSITORY / "handlers" / "mms_home"),
+        "MODEL_SERVER_HOME": str(MMS_HOME),
+        "MMS_PYTHON_EXECUTABLE": str(MMS_HOME / "python"),
+        "WORKER_PYTHON": sys.executable,
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from engine import errors as engine_errors
 from engine.async_client import AsyncEngineClient
 from engine.errors import ArtifactError, EngineError, EngineUnavailable
-from handlers.choose import brings_script
+from handlers.choose import is_hosted
 from serving.errors import ServingError, WorkerFailed
 from serving.mms_client import MMSClient
 from serving.model import Model
@@ -56,6 +56,8 @@ class Workers:
         if handler is not None:
             described["handler"] = handler
         (slot / "model.json").write_text(json.dumps(described), encoding="utf-8")
+        if is_hosted(path, handler):
+            (slot / "hosted").touch()
         timeout_s = self._settings.load_timeout_s
         # MMS has one limit for loads and requests; the gateway and the engine keep the requests'.
         limit_s = max(timeout_s, model.request_timeout_s + MMS_GRACE_S)
@@ -72,7 +74,7 @@ class Workers:
 
     async def _check_room(self, name: str, path: Path, handler: str | None) -> None:
         """Raises `OutOfMemory` before a worker is started in vain, if it can be known."""
-        if brings_script(path, handler):  # which need not use the engine
+        if not is_hosted(path, handler):  # and need not use the engine
             return
         with contextlib.suppress(ArtifactError, EngineUnavailable):  # its worker knows more
             await self._engine.check(name, str(path))

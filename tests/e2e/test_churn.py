@@ -76,7 +76,7 @@ def test_twenty_models_in_the_room_of_five_answer_as_each_does_alone(tmp_path: P
         loaded = requests.get(server.url("/models"), timeout=10).json()["models"]
         assert len(loaded) <= ROOM
         eventually(lambda: len(statistics(server)["models"]) == len(loaded))
-        eventually(lambda: len(server.descendants("model_service_worker")) == 2 * len(loaded))
+        eventually(lambda: len(server.descendants("model_service_worker")) == len(loaded))
         eventually(lambda: len(list(server.run_dir.glob(".mms.sock.*"))) <= len(loaded) + 1)
         assert len(list(server.run_dir.glob("slots/*"))) == len(loaded)
         assert not list(server.run_dir.glob("*-stdout")) or len(loaded)

@@ -62,11 +62,11 @@ def test_a_killed_engine_comes_back_with_its_models(own_server: Server) -> None:
     assert "the engine was killed by SIGKILL" in own_server.text()
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["watcher", "worker"])
-def test_a_killed_worker_comes_back(own_server: Server, which: int) -> None:
+@pytest.mark.parametrize("which", ["model_service_worker", "handlers.host"])
+def test_a_killed_worker_comes_back(own_server: Server, which: str) -> None:
     own_server.load("sowol")
     before = own_server.predict("sowol", PROMPT).json()["generated_text"]
-    own_server.descendants("model_service_worker")[which].kill()
+    own_server.descendants(which)[0].kill()
 
     def answers() -> bool:
         answer = own_server.predict("sowol", PROMPT)

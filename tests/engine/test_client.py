@@ -122,6 +122,19 @@ def test_a_handle_that_is_closed_gives_its_model_back(
     until(lambda: not engine.statistics("short-lived"), timeout_s=LEASE_GRACE_S + 2)
 
 
+def test_nobody_computes_for_a_handle_that_is_closed_and_it_loads_nothing_again(
+    engine: EngineProcess, client: EngineClient, model_dir: Path
+) -> None:
+    handle = ModelHandle(client, "given up", str(model_dir))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(handle.generate, PROMPT, {"max_new_tokens": 100_000})
+        until(lambda: (engine.statistics("given up") or {})["running"] == 1)
+        handle.close()
+        assert isinstance(answer.exception(30), ModelNotFound)
+    until(lambda: (engine.statistics("given up") or {"running": 0})["running"] == 0)
+    until(lambda: not engine.statistics("given up"), timeout_s=LEASE_GRACE_S + 20)
+
+
 def test_a_model_that_was_unloaded_is_loaded_again(
     engine: EngineProcess, client: EngineClient, handle: ModelHandle
 ) -> None:

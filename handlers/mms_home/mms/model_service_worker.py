@@ -1,12 +1,59 @@
 """What Multi Model Server starts for each model (`$MODEL_SERVER_HOME/mms/model_service_worker.py`).
 
-Only a doorway to `handlers.worker`: its folder leaves the path, so that `mms` stays the package.
+For a model of the engine's it owns the socket that MMS connects to, hands it to the host of all of
+them (`handlers.host`) and waits; for any other it becomes a worker (`handlers.worker`). Nothing is
+imported but what is built in: this process is there once a model.
 """
 
+import posix
 import sys
+import time
 
-del sys.path[0]
+RETRY_S = 0.05
 
-from handlers.worker import main  # noqa: E402
+
+def unlink(path: str) -> None:
+    try:  # noqa: SIM105  (contextlib would cost half a megabyte)
+        posix.unlink(path)
+    except OSError:
+        pass
+
+
+def own(path: str, tmp_dir: str, host_path: str) -> None:
+    """Until the host says that MMS has left the model alone, or MMS is gone."""
+    import _socket
+
+    unlink(path)
+    listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen(128)
+    # MMS waits for these two lines.
+    posix.write(1, b"[PID] %d\nMMS worker started.\n" % posix.getpid())
+    number = listener.fileno().to_bytes(4, sys.byteorder)
+    mms = posix.getppid()
+    while posix.getppid() == mms:
+        host = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        try:
+            host.connect(host_path)
+            host.sendmsg([tmp_dir.encode()], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, number)])
+            if host.recv(1):
+                break
+        except OSError:
+            pass
+        host.close()  # it has ended; the next one is being started
+        time.sleep(RETRY_S)
+    unlink(path)
+
+
+def main() -> None:
+    try:
+        posix.stat("hosted")  # in the model's slot, which MMS starts a worker in
+    except OSError:
+        python = posix.environ[b"WORKER_PYTHON"].decode()
+        posix.execv(python, [python, "-m", "handlers.worker", *sys.argv[1:]])
+    arguments = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=False))
+    host_path = posix.environ[b"RUN_DIR"].decode() + "/workers.sock"
+    own(arguments["--sock-name"], arguments["--tmp-dir"], host_path)
+
 
 main()

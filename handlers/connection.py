@@ -1,0 +1,100 @@
+"""One connection of Multi Model Server to a model's worker, in MMS's own protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+LOAD = b"L"
+
+
+class LoadedModel:
+    """What all connections to one model share: its handler service, loaded by the first of them."""
+
+    def __init__(self, tmp_dir: str) -> None:
+        self.tmp_dir = Path(tmp_dir)
+        self._lock = threading.Lock()
+        self._handler: Any = None
+        self._closed = False
+
+    def service(self, message: dict[str, Any]) -> Any:
+        """A service of MMS's with a context of its own. Raises `OSError` once it was closed."""
+        from mms.model_loader import MmsModelLoader
+        from mms.service import Service
+
+        name, model_dir = message["modelName"].decode(), message["modelPath"].decode()
+        handler, gpu = message["handler"].decode(), message.get("gpu")
+        batch_size = message.get("batchSize", 1)
+        with self._lock:
+            if self._closed:
+                raise OSError("the model's worker has ended")
+            if self._handler is None:
+                loaded = MmsModelLoader().load(name, model_dir, handler, gpu, batch_size)
+                self._handler = loaded._entry_point
+            return Service(name, model_dir, None, self._handler, gpu, batch_size)
+
+    def close(self) -> None:
+        """Gives up the model, after a load that is under way. It can be loaded no more."""
+        with self._lock:
+            self._closed = True
+            if self._handler is not None:
+                self._handler.__self__.close()
+
+
+class Connection:
+    """Answers one message of MMS after the other."""
+
+    def __init__(self, connection: socket.socket, model: LoadedModel) -> None:
+        self.socket, self._model = connection, model
+        self._service: Any = None
+        self._handler: Any = None
+        self._pipes = contextlib.ExitStack()
+
+    def answer(self) -> bool:
+        """Waits for the next message and answers it. False when MMS has hung up."""
+        from mms.protocol.otf_message_handler import create_load_model_response, retrieve_msg
+
+        try:
+            command, message = retrieve_msg(self.socket)
+        except (ValueError, OSError):
+            return False
+        if command != LOAD:
+            self.socket.sendall(bytes(self._service.predict(message)))
+            return True
+        self._service = self._model.service(message)
+        if self._handler is None:
+            self._handler = self._service._entry_point.__self__
+            self._handler.connected()
+        name = message["modelName"].decode()
+        paths = self._make_pipes(message["ioFileDescriptor"].decode())
+        answer = create_load_model_response(200, f"loaded model {name}. [PID]:{os.getpid()}")
+        self.socket.sendall(bytes(answer))
+        self._open_pipes(paths)
+        return True
+
+    def close(self) -> None:
+        if self._handler is not None:
+            self._handler.disconnected()
+        self.socket.close()
+        self._pipes.close()
+
+    def _make_pipes(self, io_name: str) -> list[Path]:
+        """The named pipes that MMS opens after a load. Nothing is written to them: what a worker
+        prints goes to its own stdout, which MMS reads as long as the process lives."""
+        paths = [self._model.tmp_dir / f"{io_name}-{stream}" for stream in ("stdout", "stderr")]
+        for path in paths:
+            os.mkfifo(path)
+        return paths
+
+    def _open_pipes(self, paths: list[Path]) -> None:
+        """Lets MMS's readers begin; at the end closes and removes the pipes."""
+        for path in paths:
+            self._pipes.callback(path.unlink, missing_ok=True)
+        for path in paths:
+            # For reading, too, or it would wait for MMS, which never reads if the model is
+            # unregistered first: then this thread would wait for ever.
+            self._pipes.callback(os.close, os.open(path, os.O_RDWR))

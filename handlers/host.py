@@ -1,0 +1,208 @@
+"""One process that answers for all models that the engine holds.
+
+The handler for such a model only passes requests on to the engine, so one process serves any
+number of them: a further model costs some objects here, and the 2.6 MB of the process that Multi
+Model Server starts for it, which is no more than the owner of its socket (`handlers/mms_home`). It
+hands that socket over here, and the model lives until it ends. Where this process ends instead, the
+next one gets the sockets, and MMS connects again.
+
+Whoever is free takes the next message, of whichever model: as many threads as there are requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.logs import log_as_json
+from handlers.connection import Connection, LoadedModel
+from handlers.deferred import deferred
+from handlers.worker import CONNECTIONS_AT_ONCE, LEFT_ALONE_S, NEVER_CONNECTED_S
+
+# Each request in flight has one, and so has each load.
+MAX_THREADS = 512
+LOOK_AROUND_S = 0.5
+MAX_HELLO_BYTES = 8192
+LEAVE = b"."
+
+logger = logging.getLogger(__name__)
+
+
+class Sources:
+    """Sockets to read from, each by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._ready: dict[int, Callable[[], bool]] = {}
+
+    def add(self, source: socket.socket, read: Callable[[], bool]) -> None:
+        """`read` is called when there is something; as long as it says so, again and again."""
+        self._ready[source.fileno()] = read
+        self._epoll.register(source, select.EPOLLIN | select.EPOLLONESHOT)
+
+    def discard(self, source: socket.socket) -> None:
+        """Before it is closed."""
+        with contextlib.suppress(OSError, ValueError):
+            self._ready.pop(source.fileno(), None)
+            self._epoll.unregister(source)
+
+    def serve_one(self, taken: Callable[[], None]) -> None:
+        for number, _ in self._epoll.poll(maxevents=1):
+            taken()
+            read = self._ready.get(number)
+            if read is not None and read():
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    self._epoll.modify(number, select.EPOLLIN | select.EPOLLONESHOT)
+
+
+class HostedModel:
+    """One model's socket, connections and handler."""
+
+    def __init__(self, owner: socket.socket, listener: socket.socket, tmp_dir: str) -> None:
+        self.owner, self.listener = owner, listener
+        self.loaded = LoadedModel(tmp_dir)
+        self.connections: set[socket.socket] = set()
+        self.alone_since = time.monotonic()
+        self.had_connections = False
+
+    def is_left_alone(self) -> bool:
+        limit_s = LEFT_ALONE_S if self.had_connections else NEVER_CONNECTED_S
+        return not self.connections and time.monotonic() - self.alone_since > limit_s
+
+
+class Host:
+    """Serves what comes through `listener`: models, each by the process that MMS started for it."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self._sources = listener, Sources()
+        self._models: set[HostedModel] = set()
+        self._lock = threading.Lock()
+        self._threads = self._idle = 0
+
+    def serve(self) -> None:
+        """Never returns."""
+        self._sources.add(self._listener, self._meet_owner)
+        self._start_thread()
+        while True:
+            time.sleep(LOOK_AROUND_S)
+            with self._lock:
+                left = [model for model in self._models if model.is_left_alone()]
+            for model in left:  # MMS has unregistered it, or is gone
+                with contextlib.suppress(OSError):
+                    model.owner.send(LEAVE)
+                self._drop(model)
+
+    # Threads
+
+    def _start_thread(self) -> None:
+        self._threads += 1
+        self._idle += 1
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._sources.serve_one(self._taken)
+            except Exception:
+                logger.exception("a message of Multi Model Server was not answered")
+            with self._lock:
+                self._idle += 1
+
+    def _taken(self) -> None:
+        """This thread has something to do; another one waits for what comes next."""
+        with self._lock:
+            self._idle -= 1
+            if self._idle == 0 and self._threads < MAX_THREADS:
+                self._start_thread()
+
+    # Models
+
+    def _meet_owner(self) -> bool:
+        owner, _ = self._listener.accept()
+        with contextlib.suppress(OSError, ValueError):
+            tmp_dir, files, _, _ = socket.recv_fds(owner, MAX_HELLO_BYTES, 1)
+            listener = socket.socket(fileno=files[0])
+            listener.setblocking(False)
+            model = HostedModel(owner, listener, tmp_dir.decode())
+            with self._lock:
+                self._models.add(model)
+            self._sources.add(owner, lambda: self._owner_ended(model))
+            self._sources.add(listener, lambda: self._connect(model))
+            return True
+        owner.close()
+        return True
+
+    def _owner_ended(self, model: HostedModel) -> bool:
+        self._drop(model)
+        return False
+
+    def _connect(self, model: HostedModel) -> bool:
+        try:
+            accepted, _ = model.listener.accept()
+        except BlockingIOError:  # whoever it was has hung up
+            return True
+        except OSError:  # it was dropped
+            return False
+        accepted.setblocking(True)
+        connection = Connection(accepted, model.loaded)
+        with self._lock:
+            if model not in self._models:
+                accepted.close()
+                return False
+            model.connections.add(accepted)
+            model.had_connections = True
+        self._sources.add(accepted, lambda: self._answer(model, connection))
+        return True
+
+    def _answer(self, model: HostedModel, connection: Connection) -> bool:
+        try:
+            if connection.answer():
+                return True
+        except OSError:
+            pass
+        except Exception:
+            logger.exception("a connection of Multi Model Server ended")
+        self._sources.discard(connection.socket)
+        with self._lock:
+            model.connections.discard(connection.socket)
+            model.alone_since = time.monotonic()
+        connection.close()
+        return False
+
+    def _drop(self, model: HostedModel) -> None:
+        """Closes everything of a model. Its connections end with the message they are at."""
+        with self._lock:
+            if model not in self._models:
+                return
+            self._models.remove(model)
+            connections = list(model.connections)
+        for source in (model.owner, model.listener):
+            self._sources.discard(source)
+            source.close()
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        model.loaded.close()
+
+
+def main() -> None:
+    log_as_json("worker")
+    path = Path(os.environ["RUN_DIR"]) / "workers.sock"
+    path.unlink(missing_ok=True)
+    with deferred("numpy", "scipy", "scipy.sparse"):
+        import sagemaker_inference.default_handler_service  # noqa: F401
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(CONNECTIONS_AT_ONCE)
+    Host(listener).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The host of the engine's models and the owners of their sockets, as MMS sees them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from handlers.choose import is_hosted
+from serving.mms import MMS_HOME
+from tests.e2e.server import REPOSITORY, eventually
+
+# A handler service that says what happened to it.
+ECHO = """
+    import os
+
+    class Echo:
+        def initialize(self, context):
+            self.folder = context.system_properties["model_dir"]
+            self.note("loaded")
+
+        def handle(self, data, context):
+            if data[0]["body"] == b"fail":
+                raise SystemError("wrong")
+            return [f"{os.path.basename(self.folder)} heard ".encode() + bytes(data[0]["body"])]
+
+        def connected(self):
+            self.note("connected")
+
+        def disconnected(self):
+            self.note("disconnected")
+
+        def close(self):
+            self.note("closed")
+
+        def note(self, what):
+            with open(f"{self.folder}/notes", "a") as notes:
+                notes.write(what + "\\n")
+"""
+HOST = """
+import sys
+import handlers.host as host
+host.LEFT_ALONE_S = host.LOOK_AROUND_S = float(sys.argv[1])
+host.main()
+"""
+
+
+class Processes:
+    """A host, and owners that are started as MMS does."""
+
+    def __init__(self, folder: Path, left_alone_s: float) -> None:
+        self.folder, self._left_alone_s = folder, left_alone_s
+        (folder / "echo.py").write_text(textwrap.dedent(ECHO))
+        self._environment = {
+            **os.environ,
+            "RUN_DIR": str(folder),
+            "PYTHONPATH": f"{REPOSITORY}:{folder}",
+            "WORKER_PYTHON": sys.executable,
+        }
+        self._started: list[subprocess.Popen[str]] = []
+        self._models: list[Model] = []
+        self.host = self.start_host()
+
+    def start_host(self) -> subprocess.Popen[str]:
+        return self._start([sys.executable, "-c", HOST, str(self._left_alone_s)], self.folder)
+
+    def own(self, name: str, within: Sequence[str] = ()) -> Model:
+        """A model, started by the program `within`, if there is one."""
+        slot = self.folder / name
+        slot.mkdir()
+        (slot / "hosted").touch()
+        path = self.folder / f"{name}.sock"
+        command = [str(MMS_HOME / "python"), str(MMS_HOME / "mms" / "model_service_worker.py")]
+        command += ["--sock-type", "unix", "--sock-name", str(path), "--handler", "echo"]
+        command += ["--model-path", str(slot), "--model-name", name, "--preload-model", "false"]
+        owner = self._start([*within, *command, "--tmp-dir", str(self.folder)], slot)
+        assert owner.stdout is not None
+        said = owner.stdout.readline()
+        assert within or said == f"[PID] {owner.pid}\n"
+        assert owner.stdout.readline() == "MMS worker started.\n"
+        self._models.append(Model(name, slot, path, owner))
+        return self._models[-1]
+
+    def _start(self, command: list[str], folder: Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command, cwd=folder, env=self._environment, stdout=subprocess.PIPE, text=True
+        )
+        self._started.append(process)
+        return process
+
+    def end(self) -> None:
+        for model in self._models:
+            for connection in model.sockets:
+                connection.close()
+        for process in self._started:
+            process.kill()
+            process.communicate()
+
+
+class Model:
+    def __init__(self, name: str, slot: Path, path: Path, owner: subprocess.Popen[str]) -> None:
+        self.name, self.slot, self.path, self.owner = name, slot, path, owner
+        self._connections = 0
+        self.sockets: list[socket.socket] = []
+
+    def connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sockets.append(connection)
+        connection.settimeout(30)
+        connection.connect(str(self.path))
+        return connection
+
+    def load(self, connection: socket.socket) -> bytes:
+        """MMS's load message (com.amazonaws.ml.mms.util.codec.ModelRequestEncoder)."""
+        self._connections += 1
+        io_name = f"{self.name}-{self._connections}"
+        texts = [self.name, str(self.slot), "echo"]
+        message = b"L" + _sized(texts[0]) + _sized(texts[1]) + struct.pack("!i", 1)
+        message += _sized(texts[2]) + struct.pack("!i", -1) + _sized(io_name)
+        connection.sendall(message)
+        return connection.recv(1 << 16)
+
+    def ask(self, connection: socket.socket, body: bytes) -> bytes:
+        message = b"I" + _sized("id") + struct.pack("!i", -1) + _sized("body")
+        message += _sized("application/octet-stream") + struct.pack("!i", len(body)) + body
+        connection.sendall(message + struct.pack("!ii", -1, -1))
+        return connection.recv(1 << 16)
+
+    def notes(self) -> list[str]:
+        return (self.slot / "notes").read_text().split()
+
+
+def _sized(text: str) -> bytes:
+    return struct.pack("!i", len(text.encode())) + text.encode()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[float], Processes]]:
+    started: list[Processes] = []
+
+    def processes(left_alone_s: float = 60.0) -> Processes:
+        started.append(Processes(tmp_path, left_alone_s))
+        return started[-1]
+
+    yield processes
+    for each in started:
+        each.end()
+
+
+def test_one_host_answers_for_several_models(start: Callable[..., Processes]) -> None:
+    processes = start()
+    models = [processes.own("a"), processes.own("b")]
+    connections = [model.connect() for model in models]
+    for model, connection in zip(models, connections, strict=True):
+        assert b"loaded model" in model.load(connection)
+    for model, connection in zip(models, connections, strict=True):
+        for _ in range(3):
+            assert f"{model.name} heard 봄".encode() in model.ask(connection, "봄".encode())
+
+
+def test_connections_to_one_model_share_what_it_loaded(start: Callable[..., Processes]) -> None:
+    model = start().own("a")
+    connections = [model.connect() for _ in range(20)]
+    for connection in connections:
+        model.load(connection)
+    assert all(b"a heard x" in model.ask(c, b"x") for c in connections)
+    for connection in connections:
+        connection.close()
+    eventually(
+        lambda: sorted(model.notes()) == sorted(["loaded"] + 20 * ["connected", "disconnected"])
+    )
+
+
+def test_a_request_that_fails_costs_nobody_a_connection(start: Callable[..., Processes]) -> None:
+    model = start().own("a")
+    connection = model.connect()
+    model.load(connection)
+    assert b"Prediction failed" in model.ask(connection, b"fail")
+    assert b"a heard x" in model.ask(connection, b"x")
+
+
+def test_a_model_ends_with_its_owner(start: Callable[..., Processes]) -> None:
+    processes = start()
+    killed, other = processes.own("a"), processes.own("b")
+    connection, kept = killed.connect(), other.connect()
+    killed.load(connection)
+    other.load(kept)
+    killed.owner.kill()
+    assert connection.recv(1) == b""  # MMS sees its worker end
+    eventually(lambda: "closed" in killed.notes())
+    with pytest.raises(ConnectionRefusedError):
+        killed.connect()
+    assert b"b heard x" in other.ask(kept, b"x")
+    assert "closed" not in other.notes()
+
+
+def test_a_model_that_everybody_left_ends_its_owner(start: Callable[..., Processes]) -> None:
+    model = start(left_alone_s=0.2).own("a")
+    connection = model.connect()
+    model.load(connection)
+    connection.close()
+    assert model.owner.wait(30) == 0
+    assert not model.path.exists()
+    eventually(lambda: "closed" in model.notes())
+
+
+def test_the_next_host_takes_over_what_a_killed_one_had(start: Callable[..., Processes]) -> None:
+    processes = start()
+    model = processes.own("a")
+    before = model.connect()
+    model.load(before)
+    processes.host.send_signal(signal.SIGKILL)
+    assert before.recv(1) == b""
+    after = model.connect()  # before the next one is there
+    processes.start_host()
+    assert b"loaded model" in model.load(after)
+    assert b"a heard x" in model.ask(after, b"x")
+
+
+def test_an_owner_without_a_host_ends_with_multi_model_server(
+    start: Callable[..., Processes],
+) -> None:
+    processes = start()
+    processes.host.kill()
+    processes.host.wait()
+    model = processes.own("a", within=["/bin/sh", "-c", '"$@" & wait', "mms"])
+    (owner,) = eventually(psutil.Process(model.owner.pid).children)
+    model.owner.kill()
+    eventually(lambda: not owner.is_running())
+    assert not model.path.exists()
+
+
+def test_only_models_of_the_engine_are_hosted(tmp_path: Path) -> None:
+    text, script, graph = (tmp_path / name for name in ("글", "script", "graph"))
+    for folder in (text, script / "code", graph):
+        folder.mkdir(parents=True)
+    (text / "m.params").touch()
+    (text / "m.spiece").touch()
+    (script / "m.params").touch()
+    (script / "code" / "inference.py").write_text("def model_fn(model_dir): ...")
+    (graph / "model.onnx").touch()
+    assert [is_hosted(folder) for folder in (text, script, graph)] == [True, False, False]
+    assert not is_hosted(text, "module:function")
