@@ -16,7 +16,7 @@ from anyio import CancelScope
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from engine.errors import EngineError
+from engine.errors import EngineError, EngineUnavailable
 from serving.api.common import (
     CUSTOM_ATTRIBUTES,
     TARGET_MODEL,
@@ -124,13 +124,18 @@ async def _until(request: Request, timeout_s: float) -> AsyncIterator[CancelScop
 
     with CancelScope(deadline=request.state.started + timeout_s) as scope:
         watching = asyncio.create_task(watch())
+        late = False
         try:
             yield scope
+        except (Unavailable, EngineUnavailable):  # whoever waited for something to come back
+            late = time.monotonic() >= scope.deadline
+            if not late:
+                raise
         finally:
             watching.cancel()
-    if scope.cancelled_caught:
-        if gone:
-            raise ClientDisconnect
+    if gone and scope.cancelled_caught:
+        raise ClientDisconnect
+    if late or scope.cancelled_caught:
         raise Timeout(f"no answer within {scope.deadline - request.state.started:g} s")
 
 

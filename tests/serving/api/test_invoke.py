@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from serving.errors import Unavailable
 from serving.mms_client import Answer
 from tests.serving.api.gateways import World, answered, model, settle
 
@@ -69,6 +70,24 @@ def test_at_the_deadline_the_client_is_answered_and_the_engine_told() -> None:
         release.set()
         await asyncio.gather(*world.registry.tasks)
         assert (world.model.line.running, world.model.in_flight) == (0, 0)
+
+    run(test())
+
+
+def test_a_worker_that_does_not_come_back_in_time_is_no_other_error() -> None:
+    async def test() -> None:
+        world = World(model(limit_s=0.1))
+
+        async def lost(number: int) -> Answer:
+            return answered(500, by_worker=False)
+
+        async def wait_for(model: Any, timeout_s: float) -> None:
+            time.sleep(timeout_s)  # so that this comes before the deadline's own
+            raise Unavailable("being loaded again", retry_after_s=1)
+
+        world.mms.answer, world.recovery.wait_for = lost, wait_for  # type: ignore
+        status, _, body = await world.call("POST", PATH)
+        assert (status, said(body)) == (504, ("TimeoutException", "no answer within 0.1 s"))
 
     run(test())
 
