@@ -40,6 +40,12 @@ class Answer:
             self._finished = time.monotonic()
             self._done()
 
+    @property
+    def entries(self) -> int:
+        """How many log-probabilities the result holds."""
+        shown = (t.logprobs for tokens in self._tokens for t in tokens)
+        return sum(1 + len(logprobs.top) for logprobs in shown if logprobs is not None)
+
     def result(self) -> dict[str, Any]:
         """`{"completions": [{"text", "tokens", "finish_reason", "logprobs"?}], "seconds", ...}`.
 

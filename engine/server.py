@@ -59,6 +59,9 @@ logger = logging.getLogger(__name__)
 LEASE_GRACE_S = 3.0
 MAX_TIMEOUT_S = 3600.0
 CANCELLED_KEPT = 1000
+# What takes milliseconds to read or to write is not done on the event loop.
+LARGE_BYTES = 64 << 10
+LARGE_ENTRIES = 500  # log-probabilities of an answer
 T = TypeVar("T")
 
 
@@ -222,7 +225,11 @@ class EngineApp:
                 self._engine.cancel(sequences)
         if not finished.done():
             raise Cancelled("the request was cancelled")
-        return JSONResponse({"prompt_tokens": len(sequences[0].prompt), **answer.result()})
+
+        def build() -> Response:
+            return JSONResponse({"prompt_tokens": len(sequences[0].prompt), **answer.result()})
+
+        return await run_in_threadpool(build) if answer.entries > LARGE_ENTRIES else build()
 
     async def _cancel(self, request: Request) -> Response:
         request_id = request.path_params["id"]
@@ -291,7 +298,9 @@ def _token_body(token: Token) -> dict[str, Any]:
 
 
 async def _json_object(request: Request) -> dict[str, Any]:
-    body = read_json(await request.body())
+    content = await request.body()
+    large = len(content) > LARGE_BYTES
+    body = await run_in_threadpool(read_json, content) if large else read_json(content)
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     return body

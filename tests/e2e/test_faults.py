@@ -94,7 +94,7 @@ def test_a_script_is_not_silently_replaced_by_the_built_in_handler(
 
 
 def test_ping_is_503_while_a_part_does_not_answer(shared: Server) -> None:
-    for words in ("-m engine", "ModelServer"):
+    for words in ("-m engine ", "ModelServer"):
         process = shared.descendants(words)[0]
         process.suspend()
         try:
@@ -295,7 +295,7 @@ def own(store: Path, tmp_path: Path) -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("words", "which", "bound_s"),
     [
-        ("-m engine", slice(0, 1), BOUND_S),
+        ("-m engine ", slice(0, 1), BOUND_S),
         ("ModelServer", slice(0, 1), BOUND_S),
         ("serving.mms", slice(0, 1), BOUND_S),
         (WORKER, slice(0, 1), WORKER_BACK_S),

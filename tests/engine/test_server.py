@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from urllib.parse import quote
 import pytest
 from starlette.requests import Request
 
+from engine import server
 from engine.engine import Engine
 from engine.server import LEASE_GRACE_S, EngineApp
 from engine.settings import Settings
@@ -290,6 +292,39 @@ def test_a_request_that_was_cancelled_before_it_came_does_not_begin(
     before = engine.statistics(NAME)["requests"]
     assert engine.call("POST", f"{url}/generate", {**LONG, "request_id": "b2"})[0] == 499
     assert engine.statistics(NAME)["requests"] == before
+
+
+@pytest.mark.parametrize(("tokens", "elsewhere"), [(4, False), (60, True)])
+def test_large_bodies_are_read_and_written_beside_the_event_loop(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, elsewhere: bool
+) -> None:
+    work: dict[str, bool] = {}
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            work[name] = threading.current_thread() is not threading.main_thread()
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(server, "read_json", noted("read", server.read_json))
+    monkeypatch.setattr(server, "JSONResponse", noted("written", server.JSONResponse))
+    padding = " " * (server.LARGE_BYTES if elsewhere else 0)
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens, "logprobs": 20}}
+    sent = [{"type": "http.request", "body": (json.dumps(body) + padding).encode()}]
+
+    async def receive() -> Any:
+        return sent.pop() if sent else await asyncio.Event().wait()
+
+    engine = Engine(Settings(memory_mib=32))
+    try:
+        engine.load("m", str(model_dir))
+        scope = {"type": "http", "path_params": {"name": "m"}}
+        answer = asyncio.run(EngineApp(engine)._generate(Request(scope, receive)))
+    finally:
+        engine.close()
+    assert len(json.loads(answer.body)["completions"][0]["logprobs"]) == tokens
+    assert work == {"read": elsewhere, "written": elsewhere}
 
 
 # Leases
