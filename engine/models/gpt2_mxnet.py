@@ -17,11 +17,13 @@ import numpy as np
 
 from engine.config import GPT2Config
 from engine.kv_shape import grown
+from engine.models.mxnet_product import padded, product
 from engine.mxnet_compat import mx
 
 nd, gluon, nn = mx.nd, mx.gluon, mx.gluon.nn
 
-WIDE_ROWS = 8
+# With several rows oneDNN reads a weight more than once: from the cache, if it fits there.
+LOGITS_BLOCK_BYTES = 4 << 20
 
 
 class Dense(gluon.Block):  # type: ignore[misc, name-defined]
@@ -50,16 +52,6 @@ class Dense(gluon.Block):  # type: ignore[misc, name-defined]
         return product(x, *self.data())
 
 
-def product(x: Any, weight: Any, bias: Any = None) -> Any:
-    """x W^T + b."""
-    return nd.FullyConnected(
-        *((x, weight) if bias is None else (x, weight, bias)),
-        num_hidden=weight.shape[0],
-        no_bias=bias is None,
-        flatten=False,
-    )
-
-
 # Attention and feed-forward can be cut into shards, as Megatron-LM cuts them for several GPUs
 # (Shoeybi et al. 2019): each shard has some of the heads, or some of the hidden units, and gives a
 # part of the sum that the residual stream gets. MXNet computes an fp32 product of few rows on one
@@ -84,13 +76,16 @@ class SelfAttention(gluon.Block):  # type: ignore[misc, name-defined]
             w_out_s = nd.slice_axis(w_out, axis=1, begin=cut.start, end=cut.stop)
             self._shards.append((w_s, b_s, w_out_s, None if self._shards else b_out))
 
-    def forward(self, x: Any, lengths: Any, cache: KVCache | None, layer: int) -> list[Any]:
+    def forward(
+        self, x: Any, lengths: Any, cache: KVCache | None, layer: int, fill: Any = None
+    ) -> list[Any]:
         """x (B, T, C) -> parts (B, T, C) of a sum.
 
-        lengths (B * heads of a shard, T): how many positions each query may see.
+        lengths (B * heads of a shard, T): how many positions each query may see. With `fill`, x has
+        rows more than that, to fill up a product: fill (B) says whose attention they get.
         """
         shards = self._shards or [(*self._multi_head_qkv_proj.data(), *self._out_proj.data())]
-        return [self._attend(x, lengths, cache, (layer, i), *s) for i, s in enumerate(shards)]
+        return [self._attend(x, lengths, cache, (layer, i), fill, *s) for i, s in enumerate(shards)]
 
     def _attend(
         self,
@@ -98,16 +93,18 @@ class SelfAttention(gluon.Block):  # type: ignore[misc, name-defined]
         lengths: Any,
         cache: KVCache | None,
         place: tuple[int, int],
+        fill: Any,
         w_qkv: Any,
         b_qkv: Any,
         w_out: Any,
         b_out: Any,
     ) -> Any:
-        B, T, _ = x.shape
+        T = x.shape[1]
         hs = self._head_size
         C = w_out.shape[1]  # units of this shard: its heads
         nh = C // hs
-        qkv = product(x, w_qkv, b_qkv)  # (B, T, 3C): q, k, v, heads inside each
+        B = lengths.shape[0] // nh
+        qkv = product(x, w_qkv, b_qkv)[:B]  # (B, T, 3C): q, k, v, heads inside each
         q, k, v = nd.split(qkv, num_outputs=3, axis=-1)
         if T == 1:
             q, k, v = (z.reshape((B * nh, 1, hs)) for z in (q, k, v))
@@ -126,7 +123,8 @@ class SelfAttention(gluon.Block):  # type: ignore[misc, name-defined]
         y = nd.batch_dot(weights, v)  # (B * nh, T, hs)
         if T > 1:
             y = y.reshape((B, nh, T, hs)).transpose((0, 2, 1, 3))
-        return product(y.reshape((B, T, C)), w_out, b_out)
+        y = y.reshape((B, T, C))
+        return product(y if fill is None else y.take(fill), w_out, b_out)
 
 
 class FeedForward(gluon.Block):  # type: ignore[misc, name-defined]
@@ -198,7 +196,8 @@ class GPT2(gluon.Block):  # type: ignore[misc, name-defined]
             self._self_attention_layers[i].shard(n)
             self._ffn_layers[i].shard(n)
         weight = self._logits_proj.weight.data()
-        self._logits_blocks = [weight[cut] for cut in _cuts(weight.shape[0], n)]
+        blocks = -(-4 * weight.size // LOGITS_BLOCK_BYTES)
+        self._logits_blocks = [weight[cut] for cut in _cuts(len(weight), max(n, blocks))]
         self.num_shards = n
 
     def arrays(self) -> Iterator[Any]:
@@ -232,23 +231,22 @@ class GPT2(gluon.Block):  # type: ignore[misc, name-defined]
         lengths = np.repeat(positions + 1, self.config.num_heads // self.num_shards, axis=0)
         lengths = nd.array(lengths, ctx=ctx, dtype="int32")
         x = self._embed(ids) + self._pos_embed(nd.array(positions, ctx=ctx))  # (B, T, C)
+        fill = None
+        if T == 1 and padded(B, ctx) > B:
+            fill = nd.array(np.arange(padded(B, ctx)) % B, ctx=ctx, dtype="int32")
+            x = x.take(fill)
         for i in range(self.config.num_layers):
             attention, ffn = self._self_attention_layers[i], self._ffn_layers[i]
-            x = nd.add_n(x, *attention(self._attn_ln[i](x), lengths, cache, i))
+            x = nd.add_n(x, *attention(self._attn_ln[i](x), lengths, cache, i, fill))
             x = nd.add_n(x, *ffn(self._ffn_ln[i](x)))
         if cache is not None:
             cache.end(T)
         if last_only:
-            x = nd.slice_axis(x, axis=1, begin=T - 1, end=T).reshape((B, -1))
-        return self._logits(self._final_ln(x))
-
-    def _logits(self, x: Any) -> Any:
+            x = nd.slice_axis(x, axis=1, begin=T - 1, end=T).reshape((len(x), -1))
+        x = self._final_ln(x)
         if not self._logits_blocks:
-            return self._logits_proj(x)
-        if len(x.shape) == 3 or x.shape[0] < WIDE_ROWS:
-            return nd.concat(*(product(x, w) for w in self._logits_blocks), dim=-1)
-        # Of this many rows W x^T is faster than x W^T, by a quarter for 50,000 outputs.
-        return nd.concat(*(product(w, x) for w in self._logits_blocks), dim=0).transpose()
+            return self._logits_proj(x)[:B]
+        return nd.concat(*(product(x, w) for w in self._logits_blocks), dim=-1)[:B]
 
 
 class KVCache:

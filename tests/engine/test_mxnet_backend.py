@@ -50,6 +50,67 @@ def test_weights_as_a_gpu_has_them_compute_what_shards_do(tmp_path: Path, activa
     cut.close()
 
 
+# Prompts' lengths lie on both sides of where oneDNN takes another kernel, and of the blocks in
+# which keys and values grow.
+PROMPTS = (7, 1, 15, 16, 17, 40, 2, 64, 65, 3, 33, 200, 12, 5, 90, 31, 8, 19)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"vocab": 51_201, "units": 768, "heads": 12, "layers": 1},
+        {"vocab": 51_200, "units": 96, "heads": 4},
+        {"vocab": 50_000, "units": 128, "heads": 4},
+        {"vocab": 501, "units": 60, "heads": 3},
+        {"vocab": 163, "units": 36, "heads": 2, "activation": "gelu_new"},
+    ],
+    ids=str,
+)
+def test_a_row_has_the_same_logits_alone_and_beside_any_others(
+    tmp_path: Path, shape: dict[str, Any]
+) -> None:
+    """Bit for bit: from 1 to 18 rows of all lengths, that join while the others run and leave."""
+    model = mxnet_backend.load(
+        open_artifact(make_artifact(tmp_path / "model", max_length=250, **shape))
+    )
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, shape["vocab"], length + 2 * len(PROMPTS)) for length in PROMPTS]
+    found: list[list[Any]] = [[] for _ in texts]  # logits after the prompt, and after each step
+
+    def prefill(text: int) -> Any:
+        return model.extend(model.add_row(), texts[text][: PROMPTS[text]])
+
+    def decode(rows: list[int], at: list[int]) -> Any:
+        ids = [texts[text][PROMPTS[text] + i] for text, i in zip(rows, at, strict=True)]
+        return model.decode(np.array(ids)).copy()
+
+    rows: list[int] = []  # which text each row is
+
+    def step() -> None:
+        logits = decode(rows, [len(found[text]) - 1 for text in rows])
+        for text, row in zip(rows, logits, strict=True):
+            found[text].append(row)
+
+    for text in range(len(texts)):
+        found[text].append(prefill(text))
+        rows.append(text)
+        step()
+    while rows:
+        step()
+        gone = int(rng.integers(len(rows)))
+        model.move_row(len(rows) - 1, gone)
+        rows[gone] = rows[-1]
+        rows.pop()
+        model.remove_last_row()
+
+    for text, together in enumerate(found):
+        alone = [prefill(text)]
+        alone += [decode([text], [at])[0] for at in range(len(together) - 1)]
+        model.remove_last_row()
+        np.testing.assert_array_equal(together, alone)
+    model.close()
+
+
 def test_closing_a_model_frees_it_at_once(tmp_path: Path) -> None:
     """Python's collector, which does not see a GPU's memory, is not waited for."""
     artifact = open_artifact(make_artifact(tmp_path / "model", units=256, heads=4, vocab=20_000))
