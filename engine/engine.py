@@ -168,13 +168,17 @@ class Engine:
             name, path, backend, precision, compute, texts, batch, needed, took, statistics
         )
 
-    def unload(self, name: str) -> None:
+    def unload(self, name: str, unless: Callable[[], bool] = lambda: False) -> None:
         """Frees a model and gives its memory back; its running requests fail with 404.
+
+        `unless` is asked while nobody can load or find the model: it stays if that says so.
 
         Raises `ModelNotFound`.
         """
         with self._changed:
             model = self._find(name)
+            if unless():
+                return
             del self._models[name]
         self._loop.call(lambda: self._free(model, ModelNotFound(f"{name} was unloaded")))
         logger.info("unloaded %s", name)
@@ -205,8 +209,16 @@ class Engine:
             raise ModelNotFound(f"model {name} is not loaded")
         return self._models[name]
 
+    def describe(self, model: Model) -> dict[str, Any]:
+        """Raises `ModelNotFound` if it was unloaded meanwhile."""
+        with self._changed:
+            if self._models.get(model.name) is not model:
+                raise ModelNotFound(f"model {model.name} is not loaded")
+            return model.describe()
+
     def models(self) -> list[dict[str, Any]]:
-        return [model.describe() for model in list(self._models.values())]
+        with self._changed:  # none of them is freed before it is done
+            return [model.describe() for model in self._models.values()]
 
     def statistics(self) -> dict[str, Any]:
         return {

@@ -43,9 +43,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from engine import leases
 from engine.answer import Answer, logprobs_body
 from engine.engine import Engine
-from engine.errors import Cancelled, EngineError, InvalidRequest, ModelNotFound
+from engine.errors import Cancelled, EngineError, InvalidRequest
 from engine.json_body import read_json
 from engine.parameters import Parameters
 from engine.prompts import Inputs
@@ -55,8 +56,6 @@ from engine.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-# How long a model outlives its last lease: a worker that crashed is restarted within this time.
-LEASE_GRACE_S = 3.0
 MAX_TIMEOUT_S = 3600.0
 CANCELLED_KEPT = 1000
 # What takes milliseconds to read or to write is not done on the event loop.
@@ -68,12 +67,10 @@ T = TypeVar("T")
 class EngineApp:
     """The routes over one `Engine`."""
 
-    def __init__(self, engine: Engine, lease_grace_s: float = LEASE_GRACE_S) -> None:
+    def __init__(self, engine: Engine, lease_grace_s: float = leases.GRACE_S) -> None:
         self._engine = engine
-        self._leases: dict[str, int] = {}
-        self._grace_s = lease_grace_s
-        self._tasks: set[asyncio.Task[None]] = set()
         self.stopping = asyncio.Event()
+        self._leases = leases.Leases(engine, self.stopping, lease_grace_s)
         self._running: dict[str, set[asyncio.Event]] = {}  # by request id
         # A request may still be on its way when it is cancelled.
         self._cancelled: deque[str] = deque(maxlen=CANCELLED_KEPT)
@@ -98,25 +95,26 @@ class EngineApp:
         name, model_dir = _text(body, "name"), _text(body, "model_dir")
         backend, precision = body.get("backend"), body.get("precision")
         lease = bool(body.get("lease"))
-        if lease:  # counted first, so that another lease's end does not unload it meanwhile
-            self._leases[name] = self._leases.get(name, 0) + 1
+        if lease:
+            self._leases.take(name)
         try:
             model = await self._unless_gone(
                 request,
                 lambda reading: self._engine.load(name, model_dir, backend, precision, reading),
             )
+            loaded = self._engine.describe(model)
         except BaseException:
             if lease:
-                self._release(name)
+                self._leases.release(name)
             raise
         if not lease:
-            return JSONResponse(model.describe())
+            return JSONResponse(loaded)
 
         async def hold() -> AsyncIterator[str]:
-            yield _line(model.describe())
+            yield _line(loaded)
             await self.stopping.wait()
 
-        return _NdjsonStream(hold(), lambda: self._release(name))
+        return _NdjsonStream(hold(), lambda: self._leases.release(name))
 
     async def _unless_gone(self, request: Request, work: Callable[[Reading], T]) -> T:
         """What `work` returns, on a thread; given up if the client goes or the engine stops."""
@@ -134,20 +132,6 @@ class EngineApp:
         finally:
             for end in ends:
                 end.cancel()
-
-    def _release(self, name: str) -> None:
-        self._leases[name] -= 1
-        if self._leases[name] == 0:
-            del self._leases[name]
-            task = asyncio.get_running_loop().create_task(self._unload_unless_leased(name))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _unload_unless_leased(self, name: str) -> None:
-        await asyncio.sleep(self._grace_s)
-        if name not in self._leases:
-            with contextlib.suppress(ModelNotFound):
-                await run_in_threadpool(self._engine.unload, name)
 
     async def _room(self, request: Request) -> Response:
         body = await _json_object(request)

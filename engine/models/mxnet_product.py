@@ -43,7 +43,8 @@ def row_counts() -> tuple[int, ...]:
         y = _fully_connected(nd.array(row.repeat(count, axis=0)), weight).asnumpy()
         if (y == y[0]).all():
             agree[y[0].tobytes()].append(count)
-    return tuple(max(agree.values(), key=len))
+    most: list[int] = max(agree.values(), key=len)
+    return tuple(most)
 
 
 def padded(rows: int, ctx: Any) -> int:

@@ -22,7 +22,8 @@ from starlette.requests import Request
 
 from engine import server
 from engine.engine import Engine
-from engine.server import LEASE_GRACE_S, EngineApp
+from engine.leases import GRACE_S
+from engine.server import EngineApp
 from engine.settings import Settings
 from engine.tokenizers import SentencePieceTokenizer
 from tests.engine.engines import (
@@ -344,13 +345,13 @@ def test_a_model_is_unloaded_soon_after_its_last_lease_ends_and_not_before(
     first, second = lease(engine, model_dir), lease(engine, model_dir)
     lasting = lease(engine, model_dir, "other")
     engine.drop(first)
-    time.sleep(LEASE_GRACE_S + 0.5)
+    time.sleep(GRACE_S + 0.5)
     assert engine.statistics(NAME)
 
     engine.drop(second)
-    time.sleep(LEASE_GRACE_S / 3)
+    time.sleep(GRACE_S / 3)
     assert engine.statistics(NAME)  # its worker may be on its way back
-    until(lambda: not engine.statistics(NAME), timeout_s=LEASE_GRACE_S + 2)
+    until(lambda: not engine.statistics(NAME), timeout_s=GRACE_S + 2)
     assert engine.statistics("other")
     engine.drop(lasting)
 
@@ -360,7 +361,7 @@ def test_a_lease_taken_soon_after_the_last_one_keeps_the_model(
 ) -> None:
     engine.drop(lease(engine, model_dir))
     again = lease(engine, model_dir)
-    time.sleep(LEASE_GRACE_S + 0.5)
+    time.sleep(GRACE_S + 0.5)
     assert engine.statistics(NAME)
     engine.drop(again)
 
