@@ -17,7 +17,7 @@ import numpy as np
 
 from engine.config import GPT2Config
 from engine.kv_shape import grown
-from engine.models.mxnet_product import padded, product
+from engine.models.mxnet_rows import padded
 from engine.mxnet_compat import mx
 
 nd, gluon, nn = mx.nd, mx.gluon, mx.gluon.nn
@@ -50,6 +50,16 @@ class Dense(gluon.Block):  # type: ignore[misc, name-defined]
 
     def forward(self, x: Any) -> Any:  # (..., in) -> (..., out)
         return product(x, *self.data())
+
+
+def product(x: Any, weight: Any, bias: Any = None) -> Any:
+    """x W^T + b."""
+    return nd.FullyConnected(
+        *((x, weight) if bias is None else (x, weight, bias)),
+        num_hidden=weight.shape[0],
+        no_bias=bias is None,
+        flatten=False,
+    )
 
 
 # Attention and feed-forward can be cut into shards, as Megatron-LM cuts them for several GPUs
@@ -232,8 +242,8 @@ class GPT2(gluon.Block):  # type: ignore[misc, name-defined]
         lengths = nd.array(lengths, ctx=ctx, dtype="int32")
         x = self._embed(ids) + self._pos_embed(nd.array(positions, ctx=ctx))  # (B, T, C)
         fill = None
-        if T == 1 and padded(B, ctx) > B:
-            fill = nd.array(np.arange(padded(B, ctx)) % B, ctx=ctx, dtype="int32")
+        if T == 1 and cache is not None and ctx.device_type == "cpu" and padded(B) > B:
+            fill = nd.array(np.arange(padded(B)) % B, ctx=ctx, dtype="int32")
             x = x.take(fill)
         for i in range(self.config.num_layers):
             attention, ffn = self._self_attention_layers[i], self._ffn_layers[i]

@@ -52,7 +52,7 @@ def test_weights_as_a_gpu_has_them_compute_what_shards_do(tmp_path: Path, activa
 
 # Prompts' lengths lie on both sides of where oneDNN takes another kernel, and of the blocks in
 # which keys and values grow.
-PROMPTS = (7, 1, 15, 16, 17, 40, 2, 64, 65, 3, 33, 200, 12, 5, 90, 31, 8, 19)
+PROMPTS = (7, 1, 15, 16, 17, 40, 2, 64, 65, 3, 33, 200, 12, 5, 90)
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,13 @@ PROMPTS = (7, 1, 15, 16, 17, 40, 2, 64, 65, 3, 33, 200, 12, 5, 90, 31, 8, 19)
 def test_a_row_has_the_same_logits_alone_and_beside_any_others(
     tmp_path: Path, shape: dict[str, Any]
 ) -> None:
-    """Bit for bit: from 1 to 18 rows of all lengths, that join while the others run and leave."""
+    """Bit for bit: rows of all lengths, up to the most, that join while others run, and leave."""
     model = mxnet_backend.load(
         open_artifact(make_artifact(tmp_path / "model", max_length=250, **shape))
     )
     rng = np.random.default_rng(0)
-    texts = [rng.integers(0, shape["vocab"], length + 2 * len(PROMPTS)) for length in PROMPTS]
+    prompts = PROMPTS[: model.max_rows]
+    texts = [rng.integers(0, shape["vocab"], length + 2 * len(prompts)) for length in prompts]
     found: list[list[Any]] = [[] for _ in texts]  # logits after the prompt, and after each step
 
     def prefill(text: int) -> Any:
