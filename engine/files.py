@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -13,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ArtifactError
+from engine.errors import ArtifactError, OutOfMemory
 
 MAX_JSON_BYTES = 16 << 20
 # Half of a pair, as JSON writes it: no character, and no UTF-8. The whole pair is matched first.
@@ -40,7 +41,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def map_file(path: Path, advice: int = mmap.MADV_NORMAL) -> NDArray[np.uint8]:
-    """A file's bytes, mapped. Raises `ArtifactError`."""
+    """A file's bytes, mapped. Raises `ArtifactError`, and `OutOfMemory` where there is no room."""
     try:
         with open_file(path) as file:
             if os.fstat(file.fileno()).st_size == 0:
@@ -49,6 +50,8 @@ def map_file(path: Path, advice: int = mmap.MADV_NORMAL) -> NDArray[np.uint8]:
     except FileNotFoundError:
         raise ArtifactError(f"there is no {path.name}") from None
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise OutOfMemory(f"there is no memory to map {path.name}") from error
         raise ArtifactError(f"{path.name} cannot be read: {error.strerror}") from None
     if advice != mmap.MADV_NORMAL:
         data._mmap.madvise(advice)  # type: ignore[attr-defined]
