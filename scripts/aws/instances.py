@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engine.memory import budget_bytes
 from scripts.aws.report import table
 from scripts.lib.problem import Problem
 
@@ -31,8 +32,7 @@ class Instance:
 
     def holds(self, model_bytes: int) -> int:
         """Models of this size in memory: the engine's default budget, less K/V caches."""
-        memory = int(self.memory_gib * GIB)
-        budget = memory - max(512 * MIB, memory // 4)
+        budget = budget_bytes(int(self.memory_gib * GIB))
         return max(0, (budget - KV_BYTES) // model_bytes)
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 
-from tests.container.containers import docker
+import engine.settings
+import serving.settings
+from tests.container.containers import Container, docker
 
 pytestmark = pytest.mark.container
 
@@ -38,6 +42,36 @@ def test_it_says_what_it_can_do(image: str) -> None:
     assert config["User"] not in ("", "0", "root")
     assert config["Entrypoint"] == ["dockerd-entrypoint.py"]
     assert config["Cmd"] == ["serve"]
+
+
+@pytest.mark.parametrize(
+    ("read", "default", "own"),
+    [
+        ("serving.settings import Settings; s = Settings.read()", serving.settings, {"run_dir"}),
+        (
+            "engine.settings import Settings; s = Settings.from_environment()",
+            engine.settings,
+            set(),
+        ),
+    ],
+    ids=["the server's", "the engine's"],
+)
+def test_its_settings_are_those_that_were_measured(
+    image: str, read: str, default: Any, own: set[str]
+) -> None:
+    """The defaults of the code: it sets nothing but what only an image can know."""
+    show = f"import json; from dataclasses import asdict; from {read}; print(json.dumps(asdict(s)))"
+    found = json.loads(inside(image, "python", "-c", show))
+    expected = asdict(default.Settings())
+    if "model_store" in expected:
+        expected["model_store"] = "/opt/kogpt2/model_store"
+    assert {name for name in found if found[name] != expected[name]} == own
+
+
+def test_java_gets_the_options_that_were_measured(shared: Container) -> None:
+    processes = docker("top", shared.id, "-eo", "pid,args")
+    (java,) = (line for line in processes.splitlines() if "mms.ModelServer" in line)
+    assert set(serving.settings.Settings().jvm_options.split()) <= set(java.split())
 
 
 def test_it_stays_small(image: str) -> None:

@@ -31,6 +31,7 @@ RESOURCES = {
 }
 POD = RESOURCES["Deployment", "kogpt2"]["spec"]["template"]
 SERVER = POD["spec"]["containers"][0]
+PROBES = ("startup", "readiness", "liveness")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -62,8 +63,8 @@ def test_names_lead_to_what_is_there() -> None:
             backend = path["backend"]["service"]
             shown = {port["name"] for port in services[backend["name"]]["ports"]}
             assert backend["port"]["name"] in shown
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert SERVER[probe]["httpGet"]["port"] in ports
+    for probe in PROBES:
+        assert SERVER[f"{probe}Probe"]["httpGet"]["port"] in ports
     assert POD["metadata"]["annotations"]["prometheus.io/port"] == str(ports["http"])
     assert ports == {"http": Settings().port, "management": Settings().management_port}
     account = POD["spec"]["serviceAccountName"]
@@ -72,6 +73,18 @@ def test_names_lead_to_what_is_there() -> None:
     assert mounted == {volume["name"] for volume in POD["spec"]["volumes"]}
     (map_,) = KUSTOMIZATION["configMapGenerator"]
     assert SERVER["envFrom"][0]["configMapRef"]["name"] == map_["name"]
+
+
+def test_only_readiness_waits_for_models() -> None:
+    """A preload may take longer than any probe: a restart in its midst would begin it again."""
+    paths = {probe: SERVER[f"{probe}Probe"]["httpGet"]["path"] for probe in PROBES}
+    assert paths == {
+        "startup": "/v2/health/live",
+        "readiness": "/ping",
+        "liveness": "/v2/health/live",
+    }
+    startup = SERVER["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] > Settings().start_timeout_s
 
 
 def test_the_autoscaler_asks_for_a_metric_that_is_served() -> None:
