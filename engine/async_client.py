@@ -13,7 +13,7 @@ import aiohttp
 from yarl import URL
 
 from engine.client import GRACE_S, LOAD_TIMEOUT_S, error_of
-from engine.errors import EngineError, EngineUnavailable
+from engine.errors import EngineError, EngineUnavailable, OutOfMemory
 
 CHECK_TIMEOUT_S = 10.0
 
@@ -48,10 +48,14 @@ class AsyncEngineClient:
         loaded: dict[str, Any] = await self._call("POST", "/models", body, LOAD_TIMEOUT_S)
         return loaded
 
-    async def check(self, name: str, model_dir: str) -> None:
+    async def check(
+        self, name: str, model_dir: str, backend: str | None = None, precision: str | None = None
+    ) -> None:
         """Raises what `load` would for want of room, or for an artifact that is none."""
-        body = {"name": name, "model_dir": model_dir}
-        await self._call("POST", "/room", body, CHECK_TIMEOUT_S)
+        body = {"name": name, "model_dir": model_dir, "backend": backend, "precision": precision}
+        room = await self._call("POST", "/room", body, CHECK_TIMEOUT_S)
+        if "missing_bytes" in room:
+            raise OutOfMemory(room["message"], missing_bytes=room["missing_bytes"])
 
     async def unload(self, name: str) -> None:
         """Returns once the memory is free again."""
@@ -132,6 +136,8 @@ class AsyncEngineClient:
                 return json.loads(content) if content else None
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
+        except ValueError as error:
+            raise EngineUnavailable("the engine's answer is not JSON", retry_after_s=1) from error
 
 
 def _url(name: str, action: str = "") -> URL:

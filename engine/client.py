@@ -139,12 +139,13 @@ class EngineClient:
         model_dir: str,
         backend: str | None = None,
         precision: str | None = None,
+        max_rows: int | None = None,
         timeout_s: float = LOAD_TIMEOUT_S,
     ) -> Lease:
         """Loads a model that stays loaded while the lease is open (or this process lives)."""
         connection = _Connection(self._path, timeout_s)
         body = {"name": name, "model_dir": model_dir, "lease": True}
-        body |= {"backend": backend, "precision": precision}
+        body |= {"backend": backend, "precision": precision, "max_rows": max_rows}
         try:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", "/models", json.dumps(body).encode(), headers)

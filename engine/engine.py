@@ -60,11 +60,13 @@ class Engine:
         model_dir: str,
         backend: str | None = None,
         precision: str | None = None,
+        max_rows: int | None = None,
         reading: Reading | None = None,
     ) -> Model:
         """Loads the model in `model_dir`. Of several loads of one name at once, one does the work.
 
-        Whoever gives up `reading` ends it, with `Cancelled`; another load then takes over. Raises
+        At most `max_rows` sequences share a step, ENGINE_MAX_ROWS where it is not given. Whoever
+        gives up `reading` ends it, with `Cancelled`; another load then takes over. Raises
         `ArtifactError`, `OutOfMemory`, `InvalidRequest`; `ModelAlreadyLoaded` if the name stands
         for another folder, backend or precision. A failed load leaves nothing behind.
         """
@@ -85,7 +87,7 @@ class Engine:
             except Cancelled:
                 continue  # it was given up by whoever did the work
         try:
-            model = self._load(name, *wanted, reading)
+            model = self._load(name, *wanted, max_rows or self.settings.max_rows, reading)
         except BaseException as error:
             with self._changed:
                 del self._loading[name]
@@ -120,13 +122,11 @@ class Engine:
     def _resolve(self, backend: str | None, precision: str | None) -> tuple[str, str]:
         """With the defaults for what is not given. Raises `InvalidRequest`."""
         backend = backend or self.settings.backend
-        if backend not in backends.BACKENDS:
-            raise InvalidRequest(
-                f"backend is {backend!r}, must be one of {', '.join(backends.BACKENDS)}"
-            )
         default = self.settings.precision if backend == self.settings.backend else ""
         known = backends.precisions(backend, self.settings.device)
-        return backend, precision or default or known[0]
+        precision = precision or default or known[0]
+        backends.check(backend, precision, self.settings.device)
+        return backend, precision
 
     @staticmethod
     def _same(model: Model, wanted: tuple[Path, str, str]) -> Model:
@@ -137,7 +137,15 @@ class Engine:
             )
         return model
 
-    def _load(self, name: str, path: Path, backend: str, precision: str, reading: Reading) -> Model:
+    def _load(
+        self,
+        name: str,
+        path: Path,
+        backend: str,
+        precision: str,
+        max_rows: int,
+        reading: Reading,
+    ) -> Model:
         started = time.monotonic()
         artifact = self._manifests.open(path, reading.run)
         needed = backends.weight_bytes(artifact.config, backend, precision)
@@ -162,7 +170,7 @@ class Engine:
             self.budget.release_weights(needed, row)
             return_freed_memory()
             raise
-        batch = Batch(compute, self.settings.max_rows, self.budget, self._chunk)
+        batch = Batch(compute, max_rows, self.budget, self._chunk)
         took = time.monotonic() - started
         return Model(
             name, path, backend, precision, compute, texts, batch, needed, took, statistics

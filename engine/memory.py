@@ -93,8 +93,10 @@ class Budget:
                 " (ENGINE_MEMORY_MIB sets it)"
             )
         kept = max(row, *self._rows, self.kv_bytes)
-        if size > self.total_bytes - self.weight_bytes - kept:
-            raise OutOfMemory(self.explain(f"model {model}", size, kept))
+        missing = size - (self.total_bytes - self.weight_bytes - kept)
+        if missing > 0:
+            explained = self.explain(f"model {model}", size, kept)
+            raise OutOfMemory(explained, missing_bytes=missing)
 
     def release_weights(self, size: int, row: int) -> None:
         with self._lock:

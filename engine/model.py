@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.backends import BackendModel
+from engine.backends import BackendModel, row_bytes
 from engine.scheduler import Batch
 from engine.statistics import Statistics
 from engine.texts import Texts
@@ -39,6 +39,9 @@ class Model:
             "max_length": config.max_length,
             "weight_bytes": self.compute.weight_bytes,
             "kv_bytes": self.compute.kv_bytes,
+            # Of the budget, what goes with it at most: the other models may need a shorter row.
+            "reserved_bytes": self.reserved_bytes,
+            "row_bytes": row_bytes(config, self.precision),
             "load_seconds": round(self.load_s, 3),
             "running": len(self.batch.rows),
             "waiting": len(self.batch.waiting),

@@ -1,6 +1,7 @@
 """The engine's face: HTTP on a unix socket.
 
-    POST   /models                  {"name", "model_dir", "backend"?, "precision"?, "lease"?}
+    POST   /models                  {"name", "model_dir", "backend"?, "precision"?, "max_rows"?,
+                                     "lease"?}
     GET    /models
     DELETE /models/{name}
     POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?,
@@ -8,7 +9,8 @@
                                      fields of the model's template
     DELETE /requests/{request_id}   for one who knows that nobody waits any more
     POST   /room                    {"name", "model_dir", "backend"?, "precision"?}: whether a load
-                                    would find room now
+                                    would find room now: `weight_bytes`, or `missing_bytes` and
+                                    a `message`
     GET    /health                  503 where no step gets on, see `engine.loop`
     GET    /statistics
 
@@ -46,7 +48,13 @@ from starlette.types import Receive, Scope, Send
 from engine import leases
 from engine.answer import Answer, logprobs_body
 from engine.engine import Engine
-from engine.errors import Cancelled, EngineError, InvalidRequest
+from engine.errors import (
+    Cancelled,
+    EngineError,
+    InvalidRequest,
+    NeverFits,
+    OutOfMemory,
+)
 from engine.json_body import read_json
 from engine.parameters import Parameters
 from engine.prompts import Inputs
@@ -94,13 +102,18 @@ class EngineApp:
         body = await _json_object(request)
         name, model_dir = _text(body, "name"), _text(body, "model_dir")
         backend, precision = body.get("backend"), body.get("precision")
+        max_rows = body.get("max_rows")
+        if max_rows is not None and (type(max_rows) is not int or max_rows < 1):
+            raise InvalidRequest("max_rows must be an integer of at least 1")
         lease = bool(body.get("lease"))
         if lease:
             self._leases.take(name)
         try:
             model = await self._unless_gone(
                 request,
-                lambda reading: self._engine.load(name, model_dir, backend, precision, reading),
+                lambda reading: self._engine.load(
+                    name, model_dir, backend, precision, max_rows, reading
+                ),
             )
             loaded = self._engine.describe(model)
         except BaseException:
@@ -137,10 +150,15 @@ class EngineApp:
         body = await _json_object(request)
         name, model_dir = _text(body, "name"), _text(body, "model_dir")
         backend, precision = body.get("backend"), body.get("precision")
-        needed = await self._unless_gone(
-            request,
-            lambda reading: self._engine.check(name, model_dir, backend, precision, reading),
-        )
+        try:
+            needed = await self._unless_gone(
+                request,
+                lambda reading: self._engine.check(name, model_dir, backend, precision, reading),
+            )
+        except NeverFits:
+            raise
+        except OutOfMemory as error:
+            return JSONResponse({"missing_bytes": error.missing_bytes, "message": error.message})
         return JSONResponse({"weight_bytes": needed})
 
     async def _list(self, request: Request) -> Response:

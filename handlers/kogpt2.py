@@ -25,12 +25,14 @@ def _client() -> EngineClient:
     return EngineClient(_settings().engine_socket)
 
 
-def model_fn(model_dir: str, name: str | None = None) -> ModelHandle:
+def model_fn(model_dir: str, name: str | None = None, **options: Any) -> ModelHandle:
     """Has the engine load the artifact in `model_dir`, under `name` or else under its path.
+
+    `options` are the engine's: `backend`, `precision`, `max_rows`.
 
     Raises `engine.errors.EngineError`: `ArtifactError`, `OutOfMemory`, `EngineUnavailable`.
     """
-    return ModelHandle(_client(), name or model_dir, model_dir)
+    return ModelHandle(_client(), name or model_dir, model_dir, **options)
 
 
 def describe(model: ModelHandle) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ class Slot:
     handler: str | None = None  # `module:function`, where the load request named one
     batch_size: int = 1
     gpu_id: int | None = None
+    # What the engine is told beside: `backend`, `precision`, `max_rows`.
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, context: Any) -> Slot:
@@ -40,4 +43,5 @@ class Slot:
             str(folder),
             said.get("handler"),
             **sizes,
+            engine=said.get("engine", {}),
         )

@@ -47,7 +47,10 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
             handler.load(slot)
             self._answer = handler.answer
         else:
-            model = self._model = handler.model_fn(slot.path, slot.engine_name)
+            # What is for the engine is for no other: the gateway refuses it for them.
+            options = slot.engine if handler.IN_ENGINE else {}
+            model = handler.model_fn(slot.path, slot.engine_name, **options)
+            self._model = model
             self._answer = _one_by_one(handler, model)
             if hasattr(handler, "describe"):
                 self.metadata = handler.describe(model)

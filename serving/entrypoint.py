@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import secrets
@@ -21,12 +22,14 @@ from pathlib import Path
 
 import requests
 
+from engine.client import EngineClient
 from engine.errors import EngineError
 from engine.logs import log_as_json
 from serving import examples, mms, ports
 from serving.device import check_device
 from serving.errors import ServingError, StartError, StillLoading
 from serving.privacy import close_to_others
+from serving.processes import Poll
 from serving.settings import REPOSITORY, Settings
 from serving.supervisor import Child, Progress, Supervisor
 
@@ -34,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un less its final zero
 PROBE_TIMEOUT_S = 2.0
+HEALTH_S = 1.0
+# Between two looks at how far the gateway has come.
+PROGRESS_S = {Progress.STARTING: 0.05, Progress.LOADING: 0.2}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,17 +85,18 @@ def serve(settings: Settings) -> int:
         gateway = {**python, **settings.environment(), **shared}
         workers = {**mms.environment(settings, run_dir), **shared}
         run = [sys.executable, "-m"]
+        is_healthy = functools.partial(_is_healthy, EngineClient(engine["ENGINE_SOCKET"]))
         children = [
-            Child("the engine", [*run, "engine"], engine, gives_up=2),
+            Child(
+                "the engine",
+                [*run, "engine"],
+                engine,
+                gives_up=2,
+                healthy=Poll(is_healthy, False, lambda healthy: HEALTH_S),
+            ),
             Child("the workers' host", [*run, "handlers.host"], workers),
             Child("Multi Model Server", [*run, "serving.mms"], workers),
-            Child(
-                "the gateway",
-                [*run, "serving.gateway"],
-                gateway,
-                gives_up=1,
-                stop_grace_s=settings.drain_s + 2,
-            ),
+            Child("the gateway", [*run, "serving.gateway"], gateway, gives_up=2),
         ]
 
         def on_ready() -> None:
@@ -97,7 +104,9 @@ def serve(settings: Settings) -> int:
             if settings.show_examples:
                 print(examples.text(settings), file=sys.stderr, flush=True)
 
-        return Supervisor(children, _progress(settings), on_ready, settings.start_timeout_s).run()
+        progress = Poll(_progress(settings), Progress.STARTING, PROGRESS_S.get)
+        limits = (settings.start_timeout_s, settings.drain_s)
+        return Supervisor(children, progress, on_ready, *limits).run()
 
 
 def check_java() -> None:
@@ -153,6 +162,14 @@ def _progress(settings: Settings) -> Callable[[], Progress]:
         return Progress.LOADING if loading else Progress.STARTING
 
     return progress
+
+
+def _is_healthy(engine: EngineClient) -> bool:
+    try:
+        engine.request("GET", "/health", timeout_s=PROBE_TIMEOUT_S)
+    except (EngineError, ValueError):
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -89,6 +89,10 @@ class Conflict(ServingError):
     type = "ConflictStatusException"
 
 
+class LoadCancelled(Conflict):
+    """The model was unloaded while it was being loaded."""
+
+
 class BodyTooLarge(ServingError):
     status = 413
     type = "RequestTooLargeException"
@@ -141,10 +145,14 @@ class Timeout(ServingError):
 
 
 class NoRoom(ServingError):
-    """No memory or disk for the model: unload another one."""
+    """No memory or disk for the model: unload another one. `missing_bytes` is 0 if unknown."""
 
     status = 507
     type = "InsufficientStorageException"
+
+    def __init__(self, message: str, *, missing_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
 
 
 # The artifact store

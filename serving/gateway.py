@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
@@ -51,6 +52,7 @@ from serving.on_demand import OnDemand
 from serving.ports import listen
 from serving.privacy import close_to_others
 from serving.recovery import Recovery
+from serving.residency import Residency
 from serving.saved import SavedModels
 from serving.settings import Settings
 from serving.startup import start, watch_health
@@ -60,6 +62,8 @@ from serving.workers import Workers
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+GIVES_UP = 2  # exit status: it has said why it cannot start
+GRACEFUL_S = 1  # for connections, once the requests are answered or DRAIN_S has passed
 
 
 class App:
@@ -237,8 +241,8 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
         gateway = Gateway(
             settings=settings,
             registry=registry,
-            on_demand=OnDemand(registry, lookups, metrics.observe),
-            recovery=Recovery(registry, workers, saved),
+            on_demand=OnDemand(registry, lookups, Residency(registry, workers, metrics.observe)),
+            recovery=Recovery(settings, registry, workers, saved),
             mms=client,
             engine=engine,
             lookups=lookups,
@@ -255,7 +259,8 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
 
 
 async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
-    """Runs until SIGTERM. Raises `ServingError` if it cannot start."""
+    """Runs until SIGTERM. Raises `ServingError` if it cannot start; an `ExceptionGroup` when work
+    in the background has ended with an error."""
     listeners = [listen(settings.host, port) for port in settings.ports]
     HTTPProtocol.max_connections = min(settings.max_connections, _open_files() // 2)
     async with _gateway(settings, run_dir, secret) as gateway:
@@ -266,12 +271,16 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
             lifespan="off",
             http=HTTPProtocol,
             ws="none",
-            timeout_graceful_shutdown=2,
+            timeout_graceful_shutdown=GRACEFUL_S,
             server_header=False,
         )
-        for work in (watch_health(gateway), gateway.recovery.watch(), start(gateway)):
-            gateway.tasks.add(asyncio.create_task(work))
-        await _Server(config, gateway).serve(sockets=listeners)
+        async with anyio.create_task_group() as background:
+            background.start_soon(watch_health, gateway)
+            background.start_soon(gateway.recovery.watch)
+            background.start_soon(gateway.on_demand.residency.watch)
+            background.start_soon(start, gateway)
+            await _Server(config, gateway).serve(sockets=listeners)
+            background.cancel_scope.cancel()
 
 
 def _open_files() -> int:
@@ -281,22 +290,32 @@ def _open_files() -> int:
     return most
 
 
-def main() -> int:
+async def _run() -> None:
+    """Ends the process: threads that hang in a store or in a file hold up nothing."""
+    status = 0
+    try:
+        settings, run_dir = Settings.read(), Path(os.environ["RUN_DIR"])
+        await serve(settings, run_dir, os.environ["PROBE_SECRET"])
+    except (ServingError, EngineError) as error:
+        print(error.message, file=sys.stderr)
+        status = GIVES_UP
+    except Exception:
+        logger.exception("the gateway ends")
+        status = 1  # the supervisor starts it again
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main() -> None:
     close_to_others()
     log_as_json("gateway")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # uvicorn raises the signal again when it is done; the exit status shall be 0.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.signal(signal.SIGINT, lambda number, frame: None)
-    try:
-        settings = Settings.read()
-        run_dir = Path(os.environ["RUN_DIR"])
-        uvloop.run(serve(settings, run_dir, os.environ["PROBE_SECRET"]))
-    except (ServingError, EngineError) as error:
-        print(error.message, file=sys.stderr)
-        return 1
-    return 0
+    uvloop.run(_run())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -24,5 +24,6 @@ def check_room(model: str, cgroup: Path = CGROUP) -> None:
         raise NoRoom(
             f"model {model} needs a worker and {NEEDED_BYTES // MIB} MiB for it, but of the"
             f" container's {memory.limit_bytes // MIB} MiB"
-            f" {max(memory.free_bytes, 0) // MIB} are free"
+            f" {max(memory.free_bytes, 0) // MIB} are free",
+            missing_bytes=NEEDED_BYTES - memory.free_bytes,
         )

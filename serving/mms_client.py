@@ -142,8 +142,11 @@ class MMSClient:
     async def describe(self, name: str) -> dict[str, Any]:
         """MMS's own description; `{}` of a model that MMS does not know."""
         answer = await self.call("GET", f"/models/{name}", timeout_s=10)
-        found: dict[str, Any] = json.loads(answer.body) if answer.status == 200 else {}
-        return found
+        try:
+            found = json.loads(answer.body) if answer.status == 200 else {}
+        except ValueError:
+            found = {}
+        return found if isinstance(found, dict) else {}
 
     async def socket_number(self, name: str) -> str:
         """N of the socket `.mms.sock.N` of a model's worker. Raises `WorkerFailed`."""
@@ -154,16 +157,22 @@ class MMSClient:
             raise WorkerFailed("the model's worker is gone") from None
 
     async def names(self) -> set[str]:
-        """Of all models that MMS has."""
+        """Of all models that MMS has. Raises `Unavailable` for an answer that is none, too."""
         found: set[str] = set()
         query = {"limit": str(PAGE)}
         for _ in range(1000):
             answer = await self.call("GET", "/models", timeout_s=10, query=query)
-            page = json.loads(answer.body)
-            found |= {model["modelName"] for model in page["models"]}
-            if "nextPageToken" not in page or not page["models"]:
+            try:
+                page = json.loads(answer.body)
+                found |= {str(model["modelName"]) for model in page["models"]}
+                token = page.get("nextPageToken")
+            except (ValueError, LookupError, TypeError, AttributeError):
+                raise Unavailable(
+                    f"Multi Model Server listed its models with {message_of(answer)}"
+                ) from None
+            if token is None or not page["models"]:
                 return found
-            query["next_page_token"] = page["nextPageToken"]
+            query["next_page_token"] = str(token)
         return found
 
 

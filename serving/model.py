@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serving.admission import Line
+from serving.model_settings import ModelSettings
 from serving.store import Fetched, StoredModel
 
 
@@ -21,6 +22,16 @@ class State(enum.Enum):
 
 
 @dataclass
+class Restarts:
+    """How often in a row a model's worker has been lost, and what comes next."""
+
+    failures: int = 0
+    next_at: float = 0.0  # on the monotonic clock
+    back_at: float = 0.0  # when the last one had worked
+    reason: str = ""
+
+
+@dataclass
 class Model:
     """One name that is served or about to be."""
 
@@ -29,11 +40,14 @@ class Model:
     id: str  # MMS's name for it
     stored: StoredModel
     options: Mapping[str, Any]  # those of a load request for its worker
+    settings: ModelSettings = field(default_factory=ModelSettings)  # its file's too, once fetched
     state: State = State.FETCHING
     fetched: Fetched | None = None
     in_flight: int = 0
-    last_used: float = field(default_factory=time.monotonic)
+    last_used: float = field(default_factory=lambda: time.monotonic())
     restoring: bool = False
+    restarts: Restarts = field(default_factory=Restarts)
+    starts: int = 0  # of its worker, so far: tells what was seen before the last one
     in_engine: bool = True  # else its own worker holds it
     socket: str = ""  # where its worker listens for MMS
     error: Exception | None = None
@@ -43,6 +57,8 @@ class Model:
     line: Line = field(default_factory=Line)
     batch_size: int = 1  # requests that one of its workers takes at once
     metadata: dict[str, Any] = field(default_factory=dict)  # what its worker told of it for /v2
+    # What is being done to it: its load, or its worker's restart. Whoever unloads it cancels that.
+    work: asyncio.Task[None] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -53,7 +69,7 @@ class Model:
     @property
     def request_timeout_s(self) -> float:
         """How long an answer may take."""
-        return float(self.options["response_timeout"])
+        return float(self.settings.timeout_s or self.options["response_timeout"])
 
     def set(self, state: State | None = None) -> None:
         if state is not None:

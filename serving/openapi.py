@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from engine.parameters import Parameters
+from serving import model_settings
 
 ERROR = {"$ref": "#/components/schemas/Error"}
 V2_ERROR = {"type": "object", "properties": {"error": {"type": "string"}}}
@@ -200,7 +201,14 @@ def _schemas() -> dict[str, Any]:
                 "max_batch_delay": integer,
                 "response_timeout": integer,
                 "synchronous": {"type": "boolean"},
+                **model_settings.schema(),
             },
+        },
+        "ModelSettings": {
+            "type": "object",
+            "description": "What serving.json beside a model may hold, and a load request, too",
+            "additionalProperties": False,
+            "properties": model_settings.schema(),
         },
         "Generate": {
             "type": "object",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from serving.admission import Line
 from serving.model import Model
+from serving.model_settings import ModelSettings
 from serving.store import StoredModel
+
+logger = logging.getLogger(__name__)
 
 
 class SavedModels:
@@ -18,34 +22,54 @@ class SavedModels:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "models.json"
+        self._written = ""
+        self._failing = False
 
     def write(self, models: Iterable[Model]) -> None:
-        rows = [
-            {
-                "name": model.name,
-                "url": model.url,
-                "id": model.id,
-                "stored": dataclasses.asdict(model.stored.without_secrets()),
-                "options": dict(model.options),
-                "in_engine": model.in_engine,
-                "socket": model.socket,
-                "metadata": model.metadata,
-                "capacity": model.line.capacity,
-            }
-            for model in models
-        ]
+        """What cannot be written, the disk being full, is logged: the next call tries again."""
+        text = json.dumps([_row(model) for model in models])
+        if text == self._written:
+            return
         fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps(rows), encoding="utf-8")
-        fresh.replace(self._path)
+        try:
+            fresh.write_text(text, encoding="utf-8")
+            fresh.replace(self._path)
+        except OSError as error:
+            if not self._failing:
+                logger.error("the list of loaded models was not written: %s", error)
+            self._failing = True
+        else:
+            self._written, self._failing = text, False
 
     def read(self) -> list[Model]:
         """As they were written, not yet fetched; none where no gateway was before."""
         try:
             rows = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return [_model(row) for row in rows]
+        except FileNotFoundError:
             return []
-        return [_model(**row) for row in rows]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            logger.error("the list of loaded models cannot be read: %r", error)
+            return []
 
 
-def _model(stored: Mapping[str, Any], capacity: int, **fields: Any) -> Model:
-    return Model(stored=StoredModel(**stored), line=Line(capacity), **fields)
+def _row(model: Model) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "url": model.url,
+        "id": model.id,
+        "stored": dataclasses.asdict(model.stored.without_secrets()),
+        "options": dict(model.options),
+        "settings": model.settings.said(),
+        "in_engine": model.in_engine,
+        "socket": model.socket,
+        "batch_size": model.batch_size,
+        "metadata": model.metadata,
+        "line": {"capacity": model.line.capacity, "max_waiting": model.line.max_waiting},
+    }
+
+
+def _model(row: dict[str, Any]) -> Model:
+    stored, settings = StoredModel(**row["stored"]), ModelSettings(**row["settings"])
+    line = Line(**row["line"])
+    return Model(**{**row, "stored": stored, "settings": settings, "line": line})

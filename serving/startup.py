@@ -56,10 +56,17 @@ async def _preload(gateway: Gateway) -> None:
             await gateway.registry.load(name, str(single), stored)
         except Conflict:  # the gateway before this one has loaded it
             pass
-        except (ServingError, EngineError) as error:
-            gateway.start_error = error.message
+        except Exception as error:
+            gateway.start_error = _explained(name, error)
     for name in filter(None, (n.strip() for n in settings.preload_models.split(","))):
         try:
             await gateway.on_demand.preload(normal_name(name))
-        except (ServingError, EngineError) as error:
-            logger.error("model %s is not preloaded: %s", name, error.message)
+        except Exception as error:
+            logger.error("model %s is not preloaded: %s", name, _explained(name, error))
+
+
+def _explained(name: str, error: Exception) -> str:
+    if isinstance(error, ServingError | EngineError):
+        return error.message
+    logger.error("model %s did not load", name, exc_info=error)
+    return "an error inside the server; the log has it"

@@ -6,23 +6,29 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from engine import errors as engine_errors
 from engine.async_client import AsyncEngineClient
 from engine.errors import ArtifactError, EngineError, EngineUnavailable
 from handlers.choose import is_hosted
-from serving.errors import ServingError, WorkerFailed
+from serving.errors import BadRequest, ServingError, WorkerFailed
 from serving.mms_client import MMSClient
 from serving.model import Model
 from serving.settings import Settings
+from serving.store.disk import full_disk_is_an_error_of_ours
 from serving.worker_options import worker_options
 
 LOADS_AT_ONCE = 2
 # MMS is given this much longer than the request itself has.
 MMS_GRACE_S = 20.0
+# Of what the engine says of a model: what it holds of the budget.
+ENGINE_PARTS = ("reserved_bytes", "row_bytes", "kv_bytes")
 SOCKETS = Path("/proc/net/unix")
 LISTENING = "00010000"  # __SO_ACCEPTCON in the column of flags
 
@@ -38,6 +44,22 @@ class Workers:
         self._slots.mkdir(parents=True, exist_ok=True)
         self.turn = asyncio.Semaphore(LOADS_AT_ONCE)  # held while one starts
 
+    async def check(self, model: Model) -> None:
+        """Raises `OutOfMemory` and what is wrong with a model's settings before a worker is started
+        in vain, as far as it can be known."""
+        assert model.fetched is not None
+        path = model.fetched.path
+        asked = model.settings
+        if not is_hosted(path, model.options.get("handler")):  # and need not use the engine
+            if engine := asked.of_engine():
+                raise BadRequest(
+                    f"{' and '.join(engine)} cannot be set for model {model.name}: the engine does"
+                    " not compute it"
+                )
+            return
+        with contextlib.suppress(ArtifactError, EngineUnavailable):  # its worker knows more
+            await self._engine.check(model.name, str(path), asked.backend, asked.precision)
+
     async def start(self, model: Model) -> None:
         """Registers a fetched model with MMS and asks its worker how the load went.
 
@@ -45,19 +67,20 @@ class Workers:
         """
         assert model.fetched is not None
         path = model.fetched.path
-        options, handler = worker_options(path, model.options, self._settings)
-        await self._check_room(model.name, path, handler)
+        asked = dict(model.options)
+        if model.settings.max_rows is not None:
+            asked.setdefault("initial_workers", model.settings.max_rows)
+        options, handler = worker_options(path, asked, self._settings)
         slot = self._slots / model.id
-        slot.mkdir(exist_ok=True)
         # MMS puts the folder it is told on the worker's import path, before Python's own modules;
         # so it is told an empty one, and the worker reads here where the model is.
-        described = {"name": model.name, "engine_name": model.engine_name}
+        described: dict[str, Any] = {"name": model.name, "engine_name": model.engine_name}
         described["path"] = str(path)
         if handler is not None:
             described["handler"] = handler
-        (slot / "model.json").write_text(json.dumps(described), encoding="utf-8")
-        if is_hosted(path, handler):
-            (slot / "hosted").touch()
+        if engine := model.settings.of_engine():
+            described["engine"] = engine
+        await asyncio.to_thread(_describe, slot, described, is_hosted(path, handler))
         timeout_s = self._settings.load_timeout_s
         # MMS has one limit for loads and requests; the gateway and the engine keep the requests'.
         limit_s = max(timeout_s, model.request_timeout_s + MMS_GRACE_S)
@@ -71,13 +94,6 @@ class Workers:
         model.batch_size = options.get("batch_size", 1)
         model.line.capacity = options["initial_workers"] * model.batch_size
         model.socket = str(self._run_dir / f".mms.sock.{await self._mms.socket_number(model.id)}")
-
-    async def _check_room(self, name: str, path: Path, handler: str | None) -> None:
-        """Raises `OutOfMemory` before a worker is started in vain, if it can be known."""
-        if not is_hosted(path, handler):  # and need not use the engine
-            return
-        with contextlib.suppress(ArtifactError, EngineUnavailable):  # its worker knows more
-            await self._engine.check(name, str(path))
 
     async def end(self, model: Model) -> None:
         """Leaves no worker, no memory and no slot of a model; each step whatever the others do."""
@@ -95,17 +111,32 @@ class Workers:
         await self._mms.unregister(id)
 
     async def registered(self) -> set[str]:
-        """The ids of all that MMS has. Raises `ServingError` or `ValueError`."""
+        """The ids of all that MMS has. Raises `ServingError`."""
         return await self._mms.names()
 
     async def is_registered(self, id: str) -> bool:
-        """Whether MMS has it. Raises `ServingError` or `ValueError`."""
+        """Whether MMS has it. Raises `ServingError`."""
         return bool(await self._mms.describe(id))
 
     async def held_by_engine(self) -> set[str]:
         """The engine's names of the models that it holds. Raises `EngineError`."""
         statistics = await self._engine.statistics()
         return {str(model["name"]) for model in statistics["models"]}
+
+    async def held_bytes(self, models: Iterable[Model], engine_only: bool) -> dict[str, int]:
+        """By id, the memory that each of the loaded `models` holds: in the engine, and unless
+        `engine_only` in its own processes. Raises `EngineError`."""
+        found = Counter({model.id: 0 for model in models})
+        statistics = await self._engine.statistics()
+        ids = {model.engine_name: model.id for model in models}
+        for held in statistics["models"]:
+            if held["name"] in ids:
+                found[ids[held["name"]]] += sum(held[part] for part in ENGINE_PARTS)
+        if not engine_only:
+            sockets = {model.socket: model.id for model in models}
+            for socket, size in (await asyncio.to_thread(_process_bytes, set(sockets))).items():
+                found[sockets[socket]] += size
+        return found
 
     @staticmethod
     def listening() -> set[str]:
@@ -131,6 +162,40 @@ def _sockets() -> list[tuple[str, bool]]:
     lines = SOCKETS.read_text(encoding="utf-8", errors="replace").splitlines()
     columns = (line.split(maxsplit=7) for line in lines[1:])
     return [(c[7], c[3] == LISTENING) for c in columns if len(c) == 8]
+
+
+def _process_bytes(sockets: set[str]) -> dict[str, int]:
+    """By socket, what the worker that listens there and all that it has started take. What they
+    share counts for each."""
+    found: dict[str, int] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            for socket in sockets & set(process.cmdline()):
+                tree = [process, *process.children(recursive=True)]
+                found[socket] = max(found.get(socket, 0), sum(map(_rss, tree)))
+    return found
+
+
+def _rss(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(process.memory_info().rss)
+    return 0
+
+
+def _describe(slot: Path, described: Mapping[str, Any], hosted: bool) -> None:
+    """Leaves a slot as it is that says this already: its worker comes back on a full disk, too.
+
+    Raises `DiskFull`.
+    """
+    text, file = json.dumps(described), slot / "model.json"
+    with contextlib.suppress(OSError):
+        if file.read_text(encoding="utf-8") == text:
+            return
+    with full_disk_is_an_error_of_ours(f"the slot of {described['name']} in RUN_DIR"):
+        slot.mkdir(exist_ok=True)
+        if hosted:
+            (slot / "hosted").touch()
+        file.write_text(text, encoding="utf-8")
 
 
 def _load_error(outcome: Mapping[str, Any]) -> Exception:

@@ -75,6 +75,17 @@ def precisions(backend: str, device: str) -> tuple[str, ...]:
     return ("fp16",) if device == "gpu" else ("int8", "fp32")
 
 
+def check(backend: str, precision: str, device: str) -> None:
+    """Raises `InvalidRequest` for what no backend computes."""
+    if backend not in BACKENDS:
+        raise InvalidRequest(f"backend is {backend!r}, must be one of {', '.join(BACKENDS)}")
+    if precision not in precisions(backend, device):
+        raise InvalidRequest(
+            f"precision is {precision!r}, must be one of {', '.join(precisions(backend, device))}"
+            f" for backend {backend} on the {device}"
+        )
+
+
 def weight_bytes(config: GPT2Config, backend: str, precision: str) -> int:
     """What a model's weights will take, for admission before anything is allocated."""
     if precision == "int8":
@@ -113,15 +124,9 @@ def load(
 ) -> BackendModel:
     """Loads a model; `run` does what may take long or go wrong with its files.
 
-    Raises `ArtifactError`, `OutOfMemory`, `InvalidRequest` (wrong names).
+    Raises `ArtifactError`, `OutOfMemory`, and what `check` does.
     """
-    if backend not in BACKENDS:
-        raise InvalidRequest(f"backend is {backend!r}, must be one of {', '.join(BACKENDS)}")
-    if precision not in precisions(backend, device):
-        raise InvalidRequest(
-            f"precision is {precision!r}, must be one of {', '.join(precisions(backend, device))}"
-            f" for backend {backend} on the {device}"
-        )
+    check(backend, precision, device)
     if backend == "mxnet":
         from engine.backends import mxnet_backend
 

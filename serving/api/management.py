@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 import unicodedata
 from collections.abc import Mapping
 from typing import Any
@@ -18,9 +19,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from engine.errors import EngineError
+from serving import model_settings
 from serving.api.common import Gateway, check_origin, check_token, read_json_object
 from serving.errors import BadRequest, ServingError, Unavailable
 from serving.mms import HANDLER
+from serving.model_settings import ModelSettings
 from serving.names import model_name
 from serving.store import public_url
 
@@ -30,7 +33,8 @@ MAX_TEXT = 1024
 INTEGER = re.compile(r"-?[0-9]{1,18}")
 OWN_HANDLER = re.compile(r"(?:[\w-]+/){0,8}[\w-]+(?:\.py)?(?::[A-Za-z_]\w*)?", re.ASCII)
 RUNTIMES = ("", "python", "python3")  # of those that MMS knows the one that is here
-LOAD_PARAMETERS = {
+SETTINGS = set(model_settings.schema())
+LOAD_PARAMETERS = SETTINGS | {
     "model_name", "url", "handler", "runtime", "batch_size", "max_batch_delay", "initial_workers",
     "synchronous", "response_timeout", "preload_model",
 }  # fmt: skip
@@ -81,12 +85,15 @@ class Management:
         if _text(given, "runtime") not in RUNTIMES:
             known = ", ".join(filter(None, RUNTIMES))
             raise BadRequest(f"runtime is {given['runtime']!r:.100}, can be {known}")
+        if "response_timeout" in given:  # another name for it
+            given.setdefault("timeout_s", options["response_timeout"])
+        settings = ModelSettings.parse({k: v for k, v in given.items() if k in SETTINGS})
         if given.get("handler") not in (None, "", HANDLER):
             options["handler"] = _handler(_text(given, "handler"))
         stored = await gateway.lookups.locate(url, options.get("handler"))
         name = model_name(name or await gateway.registry.manifest_name(stored) or stored.name)
         request.state.model = name
-        load = gateway.registry.load(name, public_url(url), stored, **options)
+        load = gateway.registry.load(name, public_url(url), stored, settings, **options)
         if _boolean(given, "synchronous", True):
             await load
             return JSONResponse({"status": "Workers scaled"})
@@ -137,6 +144,12 @@ class Management:
         with contextlib.suppress(ServingError, ValueError):
             found = await self._gateway.mms.describe(model.id)
         found |= {"modelName": model.name, "modelUrl": model.url}
+        found["settings"] = model.settings.said()
+        restarts = model.restarts
+        if restarts.reason:
+            wait_s = round(max(restarts.next_at - time.monotonic(), 0), 1)
+            found["restart"] = {"failures": restarts.failures, "reason": restarts.reason}
+            found["restart"]["retryInSeconds"] = wait_s
         return JSONResponse(found)
 
     async def scale(self, request: Request) -> Response:
@@ -158,6 +171,7 @@ class Management:
         # For the next start of its workers.
         model.options = {**model.options, "initial_workers": low}
         model.line.capacity = low * model.batch_size
+        gateway.registry.save()
         return JSONResponse({"status": "Workers scaled"})
 
     async def unload(self, request: Request) -> Response:

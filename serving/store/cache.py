@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from serving.errors import (
 )
 from serving.store.archive import Readable, extract
 from serving.store.disk import full_disk_is_an_error_of_ours, lock, locked, remove, size_bytes
-from serving.store.download import Download
+from serving.store.download import Download, Stopping
 from serving.store.folder import file_version
 from serving.store.locate import open_remote, open_store
 from serving.store.settings import StoreSettings
@@ -67,7 +67,8 @@ class Cache:
         self._pins: dict[Path, list[int]] = {}
         self._guard = threading.Lock()
         self._store: Store | None = None
-        self._stopping = threading.Event()
+        self._fetches: set[threading.Event] = set()  # what ends each of them
+        self._closed = False
         try:
             for folder in (self._models, self._parts, self._temporary, self._locks):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -75,12 +76,13 @@ class Cache:
         except OSError as error:
             raise StartError(f"the model cache {self._root} cannot be used: {error}") from None
 
-    def acquire(self, model: StoredModel) -> Fetched:
+    def acquire(self, model: StoredModel, given_up: threading.Event | None = None) -> Fetched:
         """The model's folder, fetched if it is not there, and kept until `release`.
 
         Whoever asks for a model that another thread or process fetches waits for that. A folder of
         this machine is used in place. Raises `ArchiveError`, `ArtifactChanged`, `DiskFull`,
-        `ModelTooLarge`, `ModelNotInStore`, `StoreUnavailable`, `StoreAccessDenied`.
+        `ModelTooLarge`, `ModelNotInStore`, `StoreUnavailable`, `StoreAccessDenied`; `Stopping` soon
+        after `given_up` is set.
         """
         if model.kind == "folder" and "://" not in model.url:
             if not Path(model.url).is_dir():
@@ -91,7 +93,9 @@ class Cache:
         pin = lock(self._pin(key), shared=True)
         assert pin is not None
         try:
-            fetched = Fetched(path, hit=True) if path.is_dir() else self._fetch_once(model, key)
+            with self._ended_by(given_up or threading.Event()) as stopping:
+                hit = Fetched(path, hit=True) if path.is_dir() else None
+                fetched = hit or self._fetch_once(model, key, stopping)
             _touch(path)
         except BaseException:
             os.close(pin)
@@ -124,18 +128,33 @@ class Cache:
         return sum(self._sizes().values())
 
     def close(self) -> None:
-        """Ends downloads; they raise `StoreUnavailable`, and the next process resumes them."""
-        self._stopping.set()
+        """Ends fetches; they raise `Stopping`, and the next process resumes downloads."""
+        with self._guard:
+            self._closed = True
+            for stopping in self._fetches:
+                stopping.set()
 
     # Fetching
 
-    def _fetch_once(self, model: StoredModel, key: str) -> Fetched:
+    @contextlib.contextmanager
+    def _ended_by(self, stopping: threading.Event) -> Iterator[threading.Event]:
+        with self._guard:
+            self._fetches.add(stopping)
+            if self._closed:
+                stopping.set()
+        try:
+            yield stopping
+        finally:
+            with self._guard:
+                self._fetches.discard(stopping)
+
+    def _fetch_once(self, model: StoredModel, key: str, stopping: threading.Event) -> Fetched:
         with locked(self._fetch_lock(key)) as descriptor:
             if (self._models / key).is_dir():
                 return Fetched(self._models / key, hit=True)
             try:
                 step = self._settings.cache_max_bytes // STEPS or STEP_BYTES
-                return self._fetch(model, key, _Reservation(self, key, descriptor, step))
+                return self._fetch(model, key, _Reservation(self, key, descriptor, step, stopping))
             except (ArchiveError, ArtifactChanged, ModelTooLarge):
                 remove(self._parts / key)
                 raise
@@ -189,7 +208,7 @@ class Cache:
     ) -> tuple[int, float]:
         """Leaves the model in `fresh`; returns bytes and seconds."""
         reservation.grow(model.size_bytes, on_disk=size_bytes(self._parts / key))
-        download = Download(remote, remote.files(model), self._parts / key, self._stopping)
+        download = Download(remote, remote.files(model), self._parts / key, reservation.stopping)
         with download:
             if model.kind == "archive":
                 with download.reader() as stream:
@@ -238,7 +257,8 @@ class Cache:
             if freed < missing:
                 raise DiskFull(
                     f"the model needs {_mb(wanted)} on disk; {_mb(missing - freed)} of it are in"
-                    " use by models that are loaded or being fetched"
+                    " use by models that are loaded or being fetched",
+                    missing_bytes=missing - freed,
                 )
             for key, _ in victims:
                 logger.info("removing %s from the cache: %s", key, _mb(sizes[key]))
@@ -309,14 +329,24 @@ class Cache:
 class _Reservation:
     """What one fetch takes on disk, written into its lock for all processes to see."""
 
-    def __init__(self, cache: Cache, key: str, descriptor: int, step_bytes: int) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        key: str,
+        descriptor: int,
+        step_bytes: int,
+        stopping: threading.Event,
+    ) -> None:
         self._cache, self._key, self._descriptor = cache, key, descriptor
+        self.stopping = stopping
         # An archive of many small files does not ask for each: that would take long.
         self._step = step_bytes
         self._wanted = self._granted = 0
 
     def grow(self, size: int, on_disk: int = 0) -> None:
-        """Raises `DiskFull`, `ModelTooLarge`."""
+        """Raises `DiskFull`, `ModelTooLarge`, `Stopping`."""
+        if self.stopping.is_set():
+            raise Stopping("the fetch was given up")
         self._wanted += size
         if self._wanted - self._granted > self._step:
             growth = max(self._wanted - self._granted - on_disk, 0)

@@ -30,7 +30,7 @@ PAUSE_S = 0.3
 
 
 class Stopping(StoreUnavailable):
-    """The server ends; the download is resumed by the next one."""
+    """The server ends, or nobody wants the model any more; the next download resumes this one."""
 
 
 class Range(NamedTuple):

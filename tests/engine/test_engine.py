@@ -489,6 +489,32 @@ def test_weights_leave_room_for_one_request_of_the_whole_context(
         engine.close()
 
 
+def test_what_is_missing_for_a_model_is_told_in_bytes(model_dir: Path) -> None:
+    engine = Engine(Settings(memory_mib=1))
+    try:
+        model = engine.load("a", str(model_dir))
+        row = CONTEXT * model.compute.kv_bytes_per_token
+        assert model.describe()["row_bytes"] == row
+        for try_it in (engine.check, engine.load):
+            with pytest.raises(OutOfMemory) as refused:
+                try_it("b", str(model_dir))
+            assert refused.value.missing_bytes == 2 * model.reserved_bytes + row - (1 << 20)
+    finally:
+        engine.close()
+
+
+def test_a_model_has_as_many_rows_as_it_was_loaded_with(model_dir: Path) -> None:
+    engine = Engine(Settings(memory_mib=64, max_rows=5))
+    try:
+        assert engine.load("a", str(model_dir)).batch.max_rows == 5
+        assert engine.load("b", str(model_dir), max_rows=2).batch.max_rows == 2
+        for try_it in (engine.check, engine.load):
+            with pytest.raises(InvalidRequest, match="precision is 'int8'"):
+                try_it("c", str(model_dir), "mxnet", "int8")
+    finally:
+        engine.close()
+
+
 def test_memory_for_keys_and_values_is_given_back_after_each_request(
     engine: Engine, model: Model
 ) -> None:

@@ -68,6 +68,21 @@ def url(engine: EngineProcess, model_dir: Path) -> str:
     return f"/models/{quote(NAME, safe='')}"
 
 
+def test_the_engine_says_what_a_load_would_lack(engine: EngineProcess, model_dir: Path) -> None:
+    asked = {"name": "a", "model_dir": str(model_dir)}
+    status, room = engine.call("POST", "/room", asked)
+    assert (status, set(room)) == (200, {"weight_bytes"})
+    loaded = 0
+    while "missing_bytes" not in room:
+        assert loaded < 100
+        engine.call("POST", "/models", {**asked, "name": f"m{loaded}"})
+        loaded += 1
+        status, room = engine.call("POST", "/room", asked)
+    assert status == 200
+    assert room["missing_bytes"] > 0
+    assert "MiB" in room["message"]
+
+
 def test_the_engine_says_that_it_is_well(engine: EngineProcess) -> None:
     status, health = engine.call("GET", "/health")
     assert (status, health["status"], health["thread_alive"]) == (200, "ok", True)
@@ -180,6 +195,17 @@ def test_requests_at_once_share_steps_and_are_exact(
             400,
             "InvalidRequest",
             "mxnet, onnxruntime",
+        ),
+        *(
+            (
+                "POST",
+                "/models",
+                {"name": "a", "model_dir": "/", "max_rows": rows},
+                400,
+                "InvalidRequest",
+                "max_rows",
+            )
+            for rows in (0, True, "4")
         ),
         ("DELETE", "/models/없음", None, 404, "ModelNotFound", "없음"),
         ("POST", "/models/a/b/generate", {"inputs": "가"}, 404, "ModelNotFound", "a/b"),

@@ -1,0 +1,127 @@
+"""What can be set for one model: in its load request, or in a `serving.json` beside it.
+
+A request's own beat the file's. docs/model-settings.md describes them for users.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from serving.errors import BadRequest
+
+FILE = "serving.json"
+MAX_FILE_BYTES = 65_536
+MAX_SECONDS = 3600.0
+
+
+def _setting(help_text: str, **schema: Any) -> Any:
+    return field(default=None, metadata={"schema": {**schema, "description": help_text}})
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """None is the server's own default."""
+
+    pinned: bool | None = _setting(
+        "never unloaded to make room for another, nor for being idle", type="boolean"
+    )
+    backend: str | None = _setting(
+        "what computes it, in place of `ENGINE_BACKEND`",
+        type="string",
+        enum=("mxnet", "onnxruntime"),
+    )
+    precision: str | None = _setting(
+        "in place of `ENGINE_PRECISION`", type="string", enum=("fp32", "fp16", "int8")
+    )
+    max_rows: int | None = _setting(
+        "sequences that share a step, in place of `ENGINE_MAX_ROWS`",
+        type="integer",
+        minimum=1,
+        maximum=32,
+    )
+    queue: int | None = _setting(
+        "requests that may wait for it in the gateway", type="integer", minimum=0, maximum=100_000
+    )
+    timeout_s: float | None = _setting(
+        "an answer that takes longer is given up with 504, in place of `REQUEST_TIMEOUT_S`",
+        type="number",
+        minimum=0.1,
+        maximum=MAX_SECONDS,
+    )
+    idle_unload_s: float | None = _setting(
+        "unloaded when no request came for so long", type="number", minimum=1, maximum=31_536_000
+    )
+
+    def over(self, other: ModelSettings) -> ModelSettings:
+        """These, and where they say nothing `other`'s."""
+        return replace(other, **self.said())
+
+    def said(self) -> dict[str, Any]:
+        """Those that are set."""
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
+
+    def of_engine(self) -> dict[str, Any]:
+        """Those that the engine is told."""
+        return {k: v for k, v in self.said().items() if k in ("backend", "precision", "max_rows")}
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], where: str = "") -> ModelSettings:
+        """Raises `BadRequest` that names what is unknown or out of range; `where` comes first."""
+        known = schema()
+        for name in given:
+            if name not in known:
+                raise BadRequest(
+                    f"{where}{name[:100]} is not known; known are {', '.join(sorted(known))}"
+                )
+        return cls(**{k: _checked(where + k, v, known[k]) for k, v in given.items()})
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelSettings:
+        """From the model's own file, if it has one. Raises `BadRequest`."""
+        path = folder / FILE
+        if not path.is_file():  # a pipe would be waited for
+            return cls()
+        try:
+            with path.open("rb") as file:
+                said = json.loads(file.read(MAX_FILE_BYTES))
+        except (OSError, ValueError, RecursionError) as error:
+            raise BadRequest(f"{FILE} cannot be read: {error}") from None
+        if not isinstance(said, dict):
+            raise BadRequest(f"{FILE} must hold a JSON object")
+        return cls.parse(said, f"{FILE}: ")
+
+
+def schema() -> dict[str, dict[str, Any]]:
+    """JSON Schema of each setting, by name."""
+    return {f.name: f.metadata["schema"] for f in fields(ModelSettings)}
+
+
+def _checked(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
+    kind = schema["type"]
+    if isinstance(value, str) and kind != "string":  # of a query string
+        value = _from_text(value)
+    if kind == "boolean":
+        if not isinstance(value, bool):
+            raise BadRequest(f"{name} must be true or false, is {value!r:.100}")
+        return value
+    if kind == "string":
+        if value not in schema["enum"]:
+            raise BadRequest(f"{name} must be {' or '.join(schema['enum'])}, is {value!r:.100}")
+        return value
+    low, high = schema["minimum"], schema["maximum"]
+    right = isinstance(value, int if kind == "integer" else int | float)
+    if not right or isinstance(value, bool) or not low <= value <= high:
+        what = "an integer" if kind == "integer" else "a number"
+        raise BadRequest(f"{name} must be {what} from {low} to {high}, is {value!r:.100}")
+    return value
+
+
+def _from_text(text: str) -> Any:
+    try:
+        return json.loads(text.lower())
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,128 @@
+"""What a model's own settings do, loads that are ended, and stops and engines that hang."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from tests.e2e.server import Server, eventually
+from tests.e2e.stores import SHORT, error, serving, small, statistics, text
+
+WORKER = "model_service_worker"
+HANGS = "import time\ndef model_fn(model_dir):\n    time.sleep(600)\n"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lifecycle") / "store"
+    for seed, name in enumerate(("a", "b", "봄")):
+        small(folder / name, seed)
+    (folder / "봄" / "serving.json").write_text(
+        json.dumps({"precision": "int8", "max_rows": 2, "idle_unload_s": 3600, "timeout_s": 7})
+    )
+    (folder / "hangs" / "code").mkdir(parents=True)
+    (folder / "hangs" / "code" / "inference.py").write_text(HANGS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), store) as running:
+        yield running
+
+
+def described(server: Server, name: str) -> dict[str, object]:
+    found: dict[str, object] = requests.get(server.url(f"/models/{name}"), timeout=10).json()
+    return found
+
+
+def test_a_models_own_settings_come_from_its_file_and_its_request(server: Server) -> None:
+    assert server.load("봄", pinned=True, timeout_s=9).status_code == 200
+    assert described(server, "봄")["settings"] == {
+        "pinned": True, "precision": "int8", "max_rows": 2, "timeout_s": 9, "idle_unload_s": 3600,
+    }  # fmt: skip
+    (held,) = statistics(server)["models"]
+    assert (held["backend"], held["precision"]) == ("onnxruntime", "int8")
+    text(server.predict("봄", SHORT))
+    server.unload("봄")
+    with_query = server.management("/models?url=a&pinned=true&backend=mxnet&precision=fp32")
+    assert requests.post(with_query, timeout=60).status_code == 200
+    assert statistics(server)["models"][0]["backend"] == "mxnet"
+    server.unload("a")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"고정": True}, "고정 is not known; known are backend, batch_size"),
+        ({"pinned": "예"}, "pinned must be true or false"),
+        ({"precision": "int4"}, "precision must be fp32 or fp16 or int8"),
+        ({"backend": "mxnet", "precision": "int8"}, "must be one of ('fp32',) for backend mxnet"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_400(
+    server: Server, settings: dict[str, object], said: str
+) -> None:
+    answer = server.load("a", **settings)
+    assert error(answer)[0] == 400
+    assert said in answer.json()["message"]
+    assert not server.descendants(WORKER)
+
+
+def test_an_unload_ends_a_load_that_hangs(server: Server) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        load = pool.submit(server.load, "hangs")
+        eventually(lambda: server.descendants(WORKER))
+        eventually(lambda: len(server.descendants("handlers.scripts")) > 0)
+        started = time.monotonic()
+        assert server.unload("hangs").status_code == 200
+        assert error(load.result()) == (409, "ConflictStatusException")
+        assert time.monotonic() - started < 10
+        eventually(lambda: not server.descendants(WORKER))
+        eventually(lambda: not server.descendants("handlers.scripts"))
+    assert error(server.unload("hangs"))[0] == 404
+    assert text(server.predict("a", SHORT))
+
+
+@pytest.mark.parametrize("how", ["worker", "fetch"])
+def test_a_stop_is_bounded_while_a_load_hangs(store: Path, tmp_path: Path, how: str) -> None:
+    if how == "fetch":
+        small(tmp_path / "store" / "pipe")
+        os.mkfifo(tmp_path / "store" / "pipe" / "generation.json")
+        store = tmp_path / "store"
+    with serving(tmp_path, store, DRAIN_S="2") as server, ThreadPoolExecutor(2) as pool:
+        name = "hangs" if how == "worker" else "pipe"
+        loads = [pool.submit(quietly, server, name) for _ in range(2)]
+        if how == "worker":
+            eventually(lambda: server.descendants(WORKER))
+        below = server.descendants()
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 2 + 4
+        assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        for load in loads:
+            load.result()
+
+
+def quietly(server: Server, name: str) -> None:
+    with contextlib.suppress(requests.RequestException):
+        server.predict(name, SHORT)
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_is_started_again(store: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, store) as server:
+        before = text(server.predict("a", SHORT))
+        server.descendants("-m engine")[0].suspend()
+        eventually(lambda: "the engine has not worked for 15 s" in server.text(), 60)
+        eventually(server.is_ready, 60)
+        assert text(server.predict("a", SHORT)) == before

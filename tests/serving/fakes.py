@@ -1,0 +1,177 @@
+"""Workers, an engine's budget, a store and its cache, all in memory and at the test's command."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from engine.errors import NeverFits, OutOfMemory
+from serving.errors import ModelNotInStore
+from serving.model import Model
+from serving.models import Registry
+from serving.on_demand import OnDemand
+from serving.recovery import Recovery
+from serving.residency import Residency
+from serving.saved import SavedModels
+from serving.settings import Settings
+from serving.store import Fetched, StoredModel
+from tests.serving.virtual_time import REAL_S, VirtualLoop
+
+START_S = 1.0
+
+
+def stored(name: str) -> StoredModel:
+    return StoredModel(name, f"/store/{name}", "1", 100, "folder")
+
+
+class FakeWorkers:
+    """As `serving.workers.Workers`: what MMS has registered and the engine holds, by id."""
+
+    def __init__(self, budget: int = 1000) -> None:
+        self.turn = asyncio.Semaphore(2)
+        self.budget, self.size = budget, Counter[str]()  # bytes, by name
+        self.running: dict[str, Model] = {}  # by id
+        self.in_engine: dict[str, int] = {}  # bytes, by the engine's name
+        self.starts: Counter[str] = Counter()  # by name
+        self.ended: list[str] = []  # names
+        self.unregistered: list[str] = []  # ids
+        self.errors: dict[str, list[Exception]] = {}  # by name: what its next starts raise
+        self.hung: set[str] = set()  # names that do not start
+        self.slow: asyncio.Event | None = None  # what `registered` and `held_by_engine` wait for
+        self.listing: Exception | None = None
+        self._sockets = 0
+
+    def bytes_of(self, model: Model) -> int:
+        return self.size[model.name] or 100
+
+    async def check(self, model: Model) -> None:
+        needed = self.bytes_of(model)
+        free = self.budget - sum(self.in_engine.values())
+        if needed > self.budget:
+            raise NeverFits("larger than the engine")
+        if needed > free:
+            raise OutOfMemory("no room", missing_bytes=needed - free)
+
+    async def start(self, model: Model) -> None:
+        self.starts[model.name] += 1
+        self.running[model.id] = model
+        await asyncio.sleep(START_S)
+        if model.name in self.hung:
+            await asyncio.Event().wait()
+        if self.errors.get(model.name):
+            raise self.errors[model.name].pop(0)
+        self._sockets += 1
+        model.socket = f"socket-{self._sockets}"
+        self.in_engine[model.engine_name] = self.bytes_of(model)
+
+    async def end(self, model: Model) -> None:
+        await asyncio.sleep(0)
+        self.running.pop(model.id, None)
+        self.in_engine.pop(model.engine_name, None)
+        self.ended.append(model.name)
+
+    async def unregister(self, id: str) -> None:
+        self.unregistered.append(id)
+        self.running.pop(id, None)
+
+    async def registered(self) -> set[str]:
+        found = set(self.running)
+        if self.slow is not None:
+            await self.slow.wait()
+        if self.listing is not None:
+            raise self.listing
+        return found
+
+    async def is_registered(self, id: str) -> bool:
+        return id in await self.registered()
+
+    async def held_by_engine(self) -> set[str]:
+        return set(self.in_engine)
+
+    def listening(self) -> set[str]:
+        return {model.socket for model in self.running.values()}
+
+    def remove_unused_sockets(self) -> None:
+        pass
+
+    async def held_bytes(self, models: Iterable[Model], engine_only: bool) -> dict[str, int]:
+        return {m.id: self.in_engine.get(m.engine_name, 0) for m in models}
+
+    def kill(self, model: Model) -> None:
+        """Its worker."""
+        del self.running[model.id]
+
+
+class FakeCache:
+    """As `serving.store.Cache`. `hung` is what its fetches wait for, in their threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.in_use = folder, Counter[str]()
+        self.hung: dict[str, threading.Event] = {}
+        self.discarded: list[str] = []
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self._loop = loop
+
+    def hang(self, name: str) -> None:
+        self.hung[name] = threading.Event()
+
+    def let_go(self, name: str) -> None:
+        """To be called only when its fetch hangs."""
+        self._loop.hangs(-1)
+        self.hung.pop(name).set()
+
+    def acquire(self, model: StoredModel, given_up: threading.Event) -> Fetched:
+        hung = self.hung.get(model.name)
+        if hung is not None:
+            self._loop.call_soon_threadsafe(self._loop.hangs, 1)
+            assert hung.wait(REAL_S)
+        path = self.folder / model.name
+        path.mkdir(exist_ok=True)
+        self.in_use[model.name] += 1
+        return Fetched(path, hit=True)
+
+    def release(self, path: Path, discard: bool = False) -> None:
+        self.in_use[path.name] -= 1
+        if discard:
+            self.discarded.append(path.name)
+
+
+class FakeLookups:
+    """Finds every model of `names`."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = set(names)
+
+    async def find(self, name: str) -> StoredModel:
+        if name not in self.names:
+            raise ModelNotInStore(f"Model not found: {name}")
+        return stored(name)
+
+
+class Parts:
+    """All of them around one registry; to be made in a running loop."""
+
+    def __init__(
+        self, folder: Path, budget: int = 1000, names: Iterable[str] = (), **settings: Any
+    ) -> None:
+        self.settings = Settings(**settings)
+        self.workers, self.cache = FakeWorkers(budget), FakeCache(folder)
+        self.saved = SavedModels(folder)
+        workers: Any = self.workers
+        cache: Any = self.cache
+        self.registry = Registry(self.settings, workers, cache, save=self.saved.write)
+        self.residency = Residency(self.registry, workers)
+        lookups: Any = FakeLookups(names)
+        self.on_demand = OnDemand(self.registry, lookups, self.residency)
+        self.recovery = Recovery(self.settings, self.registry, workers, self.saved)
+
+    async def load(self, name: str, **options: Any) -> Model:
+        return await self.registry.load(name, name, stored(name), **options)
+
+    def loaded(self) -> list[str]:
+        return [model.name for model in self.registry.models()]
