@@ -154,9 +154,10 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 class EngineProcess:
-    """`python -m engine` on a unix socket."""
+    """`python -m engine`, or another module, on a unix socket."""
 
-    def __init__(self, folder: Path, **environment: str) -> None:
+    def __init__(self, folder: Path, module: str = "engine", **environment: str) -> None:
+        self._module = module
         self.socket = folder / "engine.sock"
         assert len(str(self.socket)) < 108, "too long for a unix socket"
         self._log = (folder / "engine.log").open("a")
@@ -167,7 +168,7 @@ class EngineProcess:
 
     def start(self, *, wait: bool = True) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "engine"],
+            [sys.executable, "-m", self._module],
             env=self._environment,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -200,6 +201,9 @@ class EngineProcess:
         self._log.close()
         while self._open:
             self.drop(self._open[0])
+
+    def connect(self, timeout_s: float = WAIT_S) -> UnixConnection:
+        return UnixConnection(self.socket, timeout_s)
 
     def open(self, method: str, url: str, body: Any = None) -> http.client.HTTPResponse:
         """An answer of which nothing has been read but the head. `drop` hangs up."""
@@ -234,8 +238,10 @@ class EngineProcess:
 
 
 @contextmanager
-def engine_process(folder: Path, **environment: str) -> Iterator[EngineProcess]:
-    process = EngineProcess(folder, **environment)
+def engine_process(
+    folder: Path, module: str = "engine", **environment: str
+) -> Iterator[EngineProcess]:
+    process = EngineProcess(folder, module, **environment)
     try:
         yield process
     finally:
