@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from engine.artifacts import open_artifact
 from engine.errors import EngineError
+from engine.manifest import content_of
 from engine.prompts import Prompts
 from handlers.choose import choose
 from scripts.lib.problem import Problem
@@ -63,6 +64,7 @@ def check(folder: Path) -> Checked:
 
 def _check_model(folder: Path) -> str:
     artifact = open_artifact(folder)
+    content_of(artifact)  # its weights are numbers
     prompts = Prompts(artifact)
     c = artifact.config
     template = "" if artifact.generation.template is None else ", with a template"

@@ -65,6 +65,15 @@ def test_the_same_files_give_the_same_bytes(make: object, tmp_path: Path) -> Non
     assert made[0] == made[1]
 
 
+def test_weights_that_are_no_numbers_are_refused(folder: Path) -> None:
+    tensor = open_artifact(folder).index["_final_ln.beta"]
+    with (folder / tensor.file).open("r+b") as file:
+        file.seek(tensor.offset)
+        file.write(b"\xff" * 4)
+    with pytest.raises(Problem, match=r"kogpt2\.params: _final_ln\.beta holds NaN or infinity"):
+        check(folder)
+
+
 def test_what_tools_leave_behind_is_left_out(folder: Path, tmp_path: Path) -> None:
     for name in (".prepared", ".git", "__pycache__"):
         (folder / name).mkdir()
