@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
@@ -71,37 +72,47 @@ class Manifests:
         with self._lock:
             known = self._known.get(path)
         if known is None or known[0] != stamps:
-            known = (stamps, self._find(path, stamps, run))
-        manifest = known[1]
+            manifest = self._kept(path, stamps) or self._read(path, stamps, run)
+        else:
+            manifest = known[1]
         artifact = from_manifest(path, manifest)
         with self._lock:
-            self._known[path] = known
+            self._known[path] = (stamps, manifest)
             self._known.move_to_end(path)
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)
         return artifact
 
-    def _find(self, path: Path, stamps: Stamps, run: Run) -> dict[str, Any]:
+    def _file(self, path: Path) -> Path | None:
         folder = cache_folder(path, self._cache_dir)
-        file = folder and folder / (sha256_of(str(path)) + SOURCE)
-        if file is not None:
-            kept = read_object(file)
-            if kept.get("format") == FORMAT and kept.get("files") == stamps:
-                return dict(kept["artifact"])
-        total = sum(size for _, size, *_ in stamps)
+        return folder and folder / (sha256_of(str(path)) + SOURCE)
+
+    def _kept(self, path: Path, stamps: Stamps) -> dict[str, Any] | None:
+        """From an earlier process, if it is about these files and not damaged."""
+        file = self._file(path)
+        kept = {} if file is None else read_object(file)
+        if kept.get("format") != FORMAT or kept.get("files") != stamps:
+            return None
+        manifest = kept.get("artifact")
+        try:
+            from_manifest(path, manifest)
+        except ArtifactError:
+            return None
+        return manifest
+
+    def _read(self, path: Path, stamps: Stamps, run: Run) -> dict[str, Any]:
         limits = Limits(
             memory_mib=READ_MIB,
-            cpu_s=READ_CPU_S + total // READ_BYTES_PER_CPU_S,
+            cpu_s=READ_CPU_S + sum(size for _, size, *_ in stamps) // READ_BYTES_PER_CPU_S,
             niceness=NICENESS,
         )
         manifest: dict[str, Any] = run(read, str(path), what=path.name, limits=limits)
+        file = self._file(path)
         if file is not None and _stamps(path) == stamps:
             said = {"format": FORMAT, "path": str(path), "files": stamps, "artifact": manifest}
-            try:
+            with suppress(OSError):  # then it is read again after a restart
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_object(file, said)
-            except OSError:
-                pass  # it is read again after a restart
         return manifest
 
 
@@ -179,7 +190,7 @@ def to_manifest(artifact: Artifact) -> dict[str, Any]:
 # In the engine
 
 
-def from_manifest(path: Path, said: dict[str, Any]) -> Artifact:
+def from_manifest(path: Path, said: Any) -> Artifact:
     """The artifact, if what is said of it fits itself and the files there. Raises `ArtifactError`.
 
     What is not checked, because nothing depends on it: whether it is what the files say.

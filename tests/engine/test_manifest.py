@@ -88,6 +88,21 @@ def test_where_nothing_can_be_kept_it_is_read_once_by_each_process(
     assert run.reads == 1
 
 
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format": 1}', b"artifact"])
+def test_what_was_kept_and_is_damaged_is_read_again(
+    folder: Path, run: Counted, damage: bytes
+) -> None:
+    first = Manifests().open(folder, run)
+    [kept] = (folder / cache_folder.NAME).glob("*.source.json")
+    said = json.loads(kept.read_bytes())
+    said["artifact"] = {"config": {}}
+    kept.write_bytes(json.dumps(said).encode() if damage == b"artifact" else damage)
+    assert Manifests().open(folder, run) == first
+    assert run.reads == 2
+    assert Manifests().open(folder, run) == first
+    assert run.reads == 2
+
+
 @pytest.mark.parametrize(
     "name", ["config.json", "kogpt2.params", "generation.json", "kogpt2.spiece"]
 )
