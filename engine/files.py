@@ -62,13 +62,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """An object in a file, nothing if there is no file. Raises `ArtifactError`."""
     try:
         with open_file(path) as file:
-            content = file.read(MAX_JSON_BYTES + 1)
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_JSON_BYTES:
+                raise ArtifactError(f"{path.name} is longer than {MAX_JSON_BYTES >> 20} MiB")
+            content = file.read(size)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise ArtifactError(f"{path.name} cannot be read: {error.strerror}") from None
-    if len(content) > MAX_JSON_BYTES:
-        raise ArtifactError(f"{path.name} is longer than {MAX_JSON_BYTES >> 20} MiB")
     return parse_json(content, path.name)
 
 

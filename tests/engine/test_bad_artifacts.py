@@ -153,6 +153,11 @@ def test_a_generation_json_that_says_nonsense(v1: Path, text: str, said: str) ->
     assert said in message
 
 
+def test_a_generation_json_that_is_too_long(v1: Path) -> None:
+    (v1 / "generation.json").write_bytes(b" " * (16 << 20) + b"{}")
+    assert refused(v1) == "generation.json is longer than 16 MiB"
+
+
 def test_a_whole_pair_and_a_backslash_are_text(v1: Path) -> None:
     said = '{"template": "{q} \\ud83d\\ude42 \\\\ud800", "stop_tokens": ["</s>"]}'
     (v1 / "generation.json").write_text(said, encoding="utf-8")
