@@ -17,7 +17,7 @@ import requests
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, statistics, text
 
-WORKER = "model_service_worker"
+WORKER = "--sock-name"
 HANGS = "import time\ndef model_fn(model_dir):\n    time.sleep(600)\n"
 
 
@@ -82,13 +82,13 @@ def test_an_unload_ends_a_load_that_hangs(server: Server) -> None:
     with ThreadPoolExecutor(2) as pool:
         load = pool.submit(server.load, "hangs")
         eventually(lambda: server.descendants(WORKER))
-        eventually(lambda: len(server.descendants("handlers.scripts")) > 0)
+        eventually(lambda: len(server.descendants("scripts/child.py")) > 0)
         started = time.monotonic()
         assert server.unload("hangs").status_code == 200
         assert error(load.result()) == (409, "ConflictStatusException")
         assert time.monotonic() - started < 10
         eventually(lambda: not server.descendants(WORKER))
-        eventually(lambda: not server.descendants("handlers.scripts"))
+        eventually(lambda: not server.descendants("scripts/child.py"))
     assert error(server.unload("hangs"))[0] == 404
     assert text(server.predict("a", SHORT))
 
