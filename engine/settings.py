@@ -41,7 +41,11 @@ class Settings:
         "memory for weights and K/V caches; 0: the container's limit less a quarter,"
         " or the GPU's memory less an eighth",
     )
-    max_rows: int = _setting("ENGINE_MAX_ROWS", 16, "sequences of one model that share a step")
+    max_rows: int = _setting(
+        "ENGINE_MAX_ROWS",
+        16,
+        "sequences of one model that share a step; mxnet on a CPU takes 15 at most",
+    )
     max_queue: int = _setting(
         "ENGINE_MAX_QUEUE", 256, "requests of one model that may wait; beyond it 503"
     )

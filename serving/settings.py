@@ -96,7 +96,11 @@ class Settings:
         0,
         "requests to one model that are worked on at once; 0: as many as `ENGINE_MAX_ROWS`",
     )
-    max_rows: int = _setting("ENGINE_MAX_ROWS", 16, "sequences of one model that share a step")
+    max_rows: int = _setting(
+        "ENGINE_MAX_ROWS",
+        16,
+        "sequences of one model that share a step; mxnet on a CPU takes 15 at most",
+    )
     max_waiting: int = _setting(
         "MAX_WAITING", 256, "requests of one model that wait for a place; one more gets 429"
     )

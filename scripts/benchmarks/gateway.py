@@ -99,7 +99,7 @@ def measure_starts(folder: Path, tries: int, log: Path) -> dict[str, list[float]
     found: dict[str, list[float]] = {name: [] for name in BACKENDS}
     for _ in range(tries):
         for name, backend in BACKENDS.items():
-            server = HTTPServer({}, 8, log, backend, store=folder.parent)
+            server = HTTPServer({}, log, backend, store=folder.parent)
             found[name].append(server.ready_s)
             server.close()
     return found
@@ -108,7 +108,7 @@ def measure_starts(folder: Path, tries: int, log: Path) -> dict[str, list[float]
 def measure_calls(folder: Path, text: str, count: int, log: Path) -> dict[str, list[float]]:
     """Milliseconds of one and the same small call, to the gateway's port and to MMS's own socket
     in turns: pairs of neighbours in time. Each has one connection, which stays open."""
-    server = HTTPServer({"m": folder}, 8, log)
+    server = HTTPServer({"m": folder}, log)
     try:
         (row,) = json.loads((server.run_dir / "models.json").read_text(encoding="utf-8"))
         body = json.dumps({"inputs": text, "parameters": {"max_new_tokens": 1}}).encode()
@@ -139,7 +139,7 @@ def measure_cold(
     folders: dict[str, Path], text: str, count: int, log: Path
 ) -> dict[str, list[float]]:
     """Seconds of a call, for one token, of a model that is on disk, prepared, and not loaded."""
-    server = HTTPServer({}, 8, log, store=next(iter(folders.values())).parent)
+    server = HTTPServer({}, log, store=next(iter(folders.values())).parent)
     found: dict[str, list[float]] = {name: [] for name in folders}
     try:
         with requests.Session() as session:

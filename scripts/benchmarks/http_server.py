@@ -32,7 +32,7 @@ JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 class HTTPServer:
-    """`serve` with our fast backend, or with another, on free ports of this machine.
+    """`serve` with our fast backend, or with another, and its defaults, on free ports.
 
     `models` are names and folders, all of them in one (`store`); `ready_s` is what the start took.
     """
@@ -40,7 +40,6 @@ class HTTPServer:
     def __init__(
         self,
         models: dict[str, Path],
-        workers: int,
         log: Path,
         backend: tuple[str, str] = ("onnxruntime", "int8"),
         store: Path | None = None,
@@ -53,7 +52,6 @@ class HTTPServer:
         settings = {
             "ENGINE_BACKEND": backend[0],
             "ENGINE_PRECISION": backend[1],
-            "WORKERS_PER_MODEL": str(workers),
             "RUN_DIR": str(self.run_dir),
             "MODEL_STORE": str(store),
             "REQUEST_TIMEOUT_S": f"{ANSWER_S:.0f}",

@@ -141,7 +141,7 @@ class Run:
         if "serving" in self.wanted:
             with self._skipping("serving"):
                 models = {"full": self.models[0], "tiny": self.tiny}
-                self._server = HTTPServer(models, self.plan.clients, self._log("serving"))
+                self._server = HTTPServer(models, self._log("serving"))
                 self.results["serving"] = {"clients": self.plan.clients, "rounds": []}
 
     def _start_contender(self, contender: Contender) -> None:
