@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.logs import log_as_json
+from engine.oom import SERVER, expendable
 from handlers.connection import Connection, LoadedModel
 from handlers.deferred import deferred
 from handlers.worker import CONNECTIONS_AT_ONCE, LEFT_ALONE_S, NEVER_CONNECTED_S
@@ -194,6 +195,7 @@ class Host:
 
 def main() -> None:
     log_as_json("worker")
+    expendable(SERVER)
     path = Path(os.environ["RUN_DIR"]) / "workers.sock"
     path.unlink(missing_ok=True)
     with deferred("numpy", "scipy", "scipy.sparse"):

@@ -22,6 +22,7 @@ import threading
 import time
 from pathlib import Path
 
+from engine.oom import WORKER, expendable
 from handlers.connection import Connection, LoadedModel
 from handlers.deferred import deferred
 from handlers.scripts.output import print_anything
@@ -103,6 +104,7 @@ def main() -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     listener.listen(CONNECTIONS_AT_ONCE)
+    expendable(WORKER)
     # MMS waits for these two lines. A process that ends before them stops all its loads for two
     # minutes; one that ends after them is noticed at once. So they come before the slow imports.
     print(f"[PID] {os.getpid()}", flush=True)

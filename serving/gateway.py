@@ -33,6 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.async_client import AsyncEngineClient
 from engine.errors import EngineError
 from engine.logs import log_as_json
+from engine.oom import SERVER, expendable
 from serving import mms, openapi
 from serving.api.common import Gateway, error_response
 from serving.api.inference import Inference
@@ -309,6 +310,7 @@ async def _run() -> None:
 
 def main() -> None:
     close_to_others()
+    expendable(SERVER)
     log_as_json("gateway")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # uvicorn raises the signal again when it is done; the exit status shall be 0.

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 from retrying import retry
 
+from engine.oom import SERVER, expendable
 from serving.json_output import JsonOutput
 from serving.settings import REPOSITORY, Settings
 
@@ -154,6 +155,7 @@ def _wait_for_java(output: JsonOutput, timeout_s: int) -> psutil.Process:
 
 
 def main() -> None:
+    expendable(SERVER)
     output = JsonOutput("mms")  # Java and MMS itself print some lines past its log
     warnings.filterwarnings("ignore", "pkg_resources is deprecated")  # the toolkit uses it
     from sagemaker_inference import model_server

@@ -11,10 +11,13 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import psutil
+
+from engine.oom import SERVER, oom_score_adj
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -83,6 +86,17 @@ class Processes:
         for pid in self.session(id):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    @staticmethod
+    def end_strays(sessions: Set[int]) -> None:
+        """Kills what has come to this process from a session that is none of these: a model's
+        script began it, and the worker that would have ended it is gone. What an operator has left
+        running in the container is not as expendable."""
+        for children in Path("/proc/self/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # of a thread, or a process, that has ended
+                for pid in map(int, children.read_text().split()):
+                    if os.getsid(pid) not in sessions and oom_score_adj(pid) > SERVER:
+                        os.kill(pid, signal.SIGKILL)
 
     @staticmethod
     def kill_descendants() -> bool:

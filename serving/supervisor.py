@@ -100,6 +100,7 @@ class Supervisor:
         while processes.stop_signal is None:
             if self._one_gave_up():
                 return 1
+            processes.end_strays({child.pid for child in self.children if child.pid is not None})
             for child in self.children:
                 if child.restart_at is not None and processes.now() >= child.restart_at:
                     self._start(child)

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from engine.errors import EngineError
+from engine.oom import SCRIPT, expendable
 from handlers.scripts import hooks
 from handlers.scripts.failures import explained
 from handlers.scripts.messages import (
@@ -70,14 +71,12 @@ def main() -> None:
 
 
 def _belong_to(worker: int) -> None:
-    """Ends with the worker, leads a group of its own, and is the first to go without memory."""
+    """Ends with the worker, and is the first to go without memory."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != worker:
         os._exit(0)
-    os.setpgrp()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+    expendable(SCRIPT)
     # As in Multi Model Server's own workers.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MXNET_USE_OPERATOR_TUNING", "0")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from engine.errors import EngineError
+from handlers.scripts import descendants
 from handlers.scripts.messages import Answer, Request, ScriptError
 from handlers.scripts.process import ScriptProcess
 
 logger = logging.getLogger(__name__)
+
+TIDY_S = 0.5
 
 
 class ScriptPool:
@@ -29,6 +33,7 @@ class ScriptPool:
         process.start()
         process.wait_until_loaded()
         self._give_back(process, new=True)
+        threading.Thread(target=self._tidy, name="tidy", daemon=True).start()
 
     def connected(self) -> None:
         """One more connection: one more process, unless there is one for it. Waits for its load,
@@ -58,6 +63,15 @@ class ScriptPool:
     def ask(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
         with self._process(timeout_s) as process:
             return process.ask(requests, timeout_s)
+
+    def _tidy(self) -> None:
+        """What a process leaves that ends while nobody asks does not wait for the next request."""
+        while True:
+            time.sleep(TIDY_S)
+            descendants.reap()
+            with self._changed:
+                for process in self._free:
+                    process.tidy()
 
     @contextlib.contextmanager
     def _process(self, timeout_s: float) -> Iterator[ScriptProcess]:

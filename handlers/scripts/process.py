@@ -7,7 +7,6 @@ and never makes clients wait for its own repair of a worker.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import signal
@@ -17,12 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from engine.errors import DeadlineExceeded, EngineError, EngineUnavailable
+from handlers.scripts import descendants
+from handlers.scripts.descendants import has_ended
 from handlers.scripts.messages import (
     Answer,
     Request,
@@ -40,16 +40,8 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).with_name("child.py")
 HIDDEN = ("PROBE_SECRET",)
-# What a killed process has to be gone within; memory of many gigabytes takes a while.
-REAP_S = 10.0
 # One that has closed its connection is about to end, unless it is up to something.
 END_S = 1.0
-
-
-@functools.cache
-def _spawner() -> ThreadPoolExecutor:
-    """A thread as old as the worker: the kernel ends a script with the thread that started it."""
-    return ThreadPoolExecutor(1, thread_name_prefix="spawner")
 
 
 class ScriptProcess:
@@ -72,8 +64,8 @@ class ScriptProcess:
         environment = {k: v for k, v in os.environ.items() if k not in HIDDEN}
         environment["PYTHONDONTWRITEBYTECODE"] = "1"  # the model's folder may be the store's
 
-        def spawn() -> subprocess.Popen[bytes]:
-            return subprocess.Popen(
+        try:
+            process = self._process = descendants.start(
                 command,
                 env=environment,
                 cwd=self._orders["root"],
@@ -82,9 +74,6 @@ class ScriptProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
             )
-
-        try:
-            process = self._process = _spawner().submit(spawn).result()
         except OSError as error:
             ours.close()
             raise ScriptError(f"the model's script cannot be started: {error.strerror}") from None
@@ -124,7 +113,7 @@ class ScriptProcess:
     def ask(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
         """An answer or an error for each. Raises what is wrong with all of them."""
         end = time.monotonic() + timeout_s
-        if self._process is None or _has_ended(self._process):
+        if self._process is None or has_ended(self._process):
             self.start()
         self.wait_until_loaded(timeout_s)
         assert self._connection is not None
@@ -142,13 +131,16 @@ class ScriptProcess:
             raise ScriptError("the model's script gave another number of answers than of requests")
         return answers
 
+    def tidy(self) -> None:
+        """Ends what the process has started, if it has ended itself."""
+        if self._process is not None and has_ended(self._process):
+            self.stop()
+
     def stop(self) -> None:
         """Ends the process and what it has started, and waits until it is gone."""
         process, self._process = self._process, None
         if process is not None:
-            _kill(process)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(REAP_S)
+            descendants.end(process)
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -161,7 +153,7 @@ class ScriptProcess:
 
         def give_up() -> None:
             self._timed_out = True
-            _kill(process)
+            descendants.kill(process)
 
         self._timed_out = False
         timer = threading.Timer(max(seconds, 0.0), give_up)
@@ -177,7 +169,7 @@ class ScriptProcess:
         process = self._process
         assert process is not None
         end = time.monotonic() + END_S
-        while not (ended := _has_ended(process)) and time.monotonic() < end:
+        while not (ended := has_ended(process)) and time.monotonic() < end:
             time.sleep(0.005)
         self.stop()
         code = process.returncode if ended else None
@@ -197,22 +189,3 @@ class ScriptProcess:
         did = "closed its connection" if code is None else "ended its process"
         status = "" if code is None else f" (status {code})"
         return ScriptError(f"the model's script {did} {when}{status}")
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Leaves it as it is: until it is waited for, its number is that of its group, too."""
-    if process.returncode is not None:
-        return True
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, process.pid, options) is not None
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The process and its group, which it leads once it has begun."""
-    if process.returncode is not None:
-        return
-    with contextlib.suppress(OSError):
-        if os.getpgid(process.pid) == process.pid:
-            os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(OSError):
-        os.kill(process.pid, signal.SIGKILL)

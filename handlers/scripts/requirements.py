@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from engine.errors import ArtifactError, DeadlineExceeded
+from handlers.scripts import descendants
 from handlers.scripts.find import Script
 from handlers.settings import Settings
 from handlers.slot import Slot
@@ -46,23 +45,21 @@ def install(script: Script, slot: Slot, settings: Settings) -> str | None:
 def _pip(file: Path, shown: str, folder: Path, timeout_s: float) -> None:
     command = [sys.executable, "-m", "pip", "install", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--target", str(folder), "-r", str(file)]
-    process = subprocess.Popen(
-        command,
-        cwd=file.parent,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output = process.communicate(timeout=timeout_s)[0].decode("utf-8", "replace")
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise DeadlineExceeded(f"{shown} was not installed within {timeout_s:g} s") from None
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as output:  # a pipe could outlive pip
+        process = descendants.start(
+            command, cwd=file.parent, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise DeadlineExceeded(f"{shown} was not installed within {timeout_s:g} s") from None
+        finally:
+            descendants.end(process)
+        output.seek(0)
+        said = output.read().decode("utf-8", "replace")
     if process.returncode != 0:
-        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
         for line in lines:
             logger.error("pip: %s", line)
         reason = next((line for line in reversed(lines) if "ERROR" in line), "pip failed")

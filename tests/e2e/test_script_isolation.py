@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 
@@ -206,6 +207,100 @@ def test_what_it_has_started_goes_with_it(server: Server, wild: str) -> None:
     code = "import subprocess; subprocess.Popen(['sleep', '987']); time.sleep(1000)"
     assert error(server.predict(wild, code.encode()))[0] == 504
     eventually(lambda: not server.descendants("sleep", "987"))
+
+
+# Leaves its session and its parent behind, as a daemon does.
+DAEMON = """
+import os, subprocess
+if os.fork() == 0:
+    os.setsid()
+    subprocess.Popen(["sleep", "{seconds}"], start_new_session=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def daemon(seconds: int) -> str:
+    return DAEMON.format(seconds=seconds)
+
+
+def test_a_daemon_that_it_has_started_goes_with_it(server: Server, wild: str) -> None:
+    assert server.predict(wild, daemon(9871).encode()).status_code == 200
+    assert server.descendants("sleep", "9871")  # it lives as long as the script
+    assert error(server.predict(wild, b"time.sleep(1000)"))[0] == 504
+    eventually(lambda: not server.descendants("sleep", "9871"))
+
+
+def test_a_daemon_goes_with_a_script_that_ends_while_nobody_asks(server: Server, wild: str) -> None:
+    end = "import threading; threading.Timer(0.1, lambda: os._exit(1)).start()"
+    assert server.predict(wild, (daemon(9872) + end).encode()).status_code == 200
+    eventually(lambda: not server.descendants("sleep", "9872"))
+
+
+def test_orphans_that_have_ended_are_waited_for(server: Server, wild: str) -> None:
+    code = "import subprocess\nfor i in range(20): os.system('sleep 0.1 &')"
+    assert server.predict(wild, code.encode()).status_code == 200
+
+    def ended() -> list[psutil.Process]:
+        below = psutil.Process(server.process.pid).children(recursive=True)
+        return [p for p in below if p.status() == psutil.STATUS_ZOMBIE and p.name() == "sleep"]
+
+    eventually(lambda: not server.descendants("sleep", "0.1") and not ended())
+
+
+@pytest.mark.parametrize("how", ["unloaded", "worker killed"])
+def test_a_daemon_goes_with_its_model(server: Server, store: Path, how: str) -> None:
+    script(store / "daemon", daemon(9873) + "\ndef transform_fn(*a): return 'x'\n")
+    with (store / "daemon" / "inference.py").open("a", encoding="utf-8") as file:
+        file.write("def model_fn(model_dir): return 0\n")
+    assert server.load("daemon").status_code == 200
+    assert server.descendants("sleep", "9873")
+    before = {p.pid for p in server.descendants("sleep", "9873")}
+    if how == "worker killed":
+        parent = server.descendants("sleep", "9873")[0].parent()
+        assert parent is not None
+        assert parent.pid != server.process.pid
+        parent.kill()
+        eventually(lambda: not before & {p.pid for p in server.descendants("sleep", "9873")})
+        eventually(lambda: _answered(server, "daemon"))
+    assert server.unload("daemon").status_code == 200
+    eventually(lambda: not server.descendants("sleep", "9873"))
+
+
+def test_a_pip_that_hangs_ends_with_all_that_it_has_started(store: Path, tmp_path: Path) -> None:
+    hangs = transform(store / "hangs", "return 'x'")
+    source = hangs / "source"
+    source.mkdir()
+    (source / "pyproject.toml").write_text(
+        "[project]\nname = 'hangs'\nversion = '1'\n"
+        "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
+    )
+    (source / "backend.py").write_text(daemon(9874) + "import time\ntime.sleep(1000)\n")
+    (hangs / "requirements.txt").write_text("--no-index\n./source\n")
+    limits = {"ALLOW_MODEL_REQUIREMENTS": "true", "LOAD_TIMEOUT_S": "6"}
+    with serving(tmp_path / "own", store, **limits) as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.load, "hangs")
+        eventually(lambda: server.descendants("sleep", "9874"))
+        assert error(answer.result())[0] == 504
+        eventually(
+            lambda: (
+                not server.descendants("sleep", "9874") and not server.descendants("pip install")
+            )
+        )
+
+
+def test_scripts_go_first_when_memory_runs_out_and_the_engine_last(server: Server) -> None:
+    def score(word: str) -> int:
+        (found,) = {
+            int(Path(f"/proc/{p.pid}/oom_score_adj").read_text()) for p in server.descendants(word)
+        }
+        return found
+
+    words = (CHILD, WORKER, "serving.gateway", "-m engine")
+    found = [score(word) for word in words]
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) == len(found)
+    assert score("ModelServer") == score("serving.gateway")
 
 
 def test_what_it_has_forked_does_not_hold_up_the_news_of_its_death(

@@ -79,6 +79,9 @@ class FakeProcesses:
             process.ends_at = self.time + after_s
             process.status = KILLED if number == signal.SIGKILL else 0
 
+    def end_strays(self, sessions: set[int]) -> None:
+        assert sessions == {id for id in self.all if self.session(id)}
+
     def kill_descendants(self) -> bool:
         left = [id for id in self.all if self.session(id)]
         for id in left:
