@@ -1,7 +1,8 @@
 """Who goes first when memory runs out: `oom_score_adj`, which anybody may raise for his own.
 
-1000 of it weigh as much as all memory in use. So a model's script goes first, then a worker, then
-the gateway or Multi Model Server; the engine, which holds all models, goes last.
+1000 of it weigh as much as all memory in use. So a model's script, or what reads its files, goes
+first, then a worker, then the gateway or Multi Model Server; the engine, which holds all models,
+goes last.
 """
 
 from __future__ import annotations

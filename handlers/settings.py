@@ -35,6 +35,17 @@ class Settings:
         0,
         "memory that each process of a model's own script may take; 0: what the container has",
     )
+    script_isolation: bool = _setting(
+        "SCRIPT_ISOLATION",
+        True,
+        "keep a model's own script from the server's files, sockets and processes",
+    )
+    script_paths: str = _setting(
+        "SCRIPT_PATHS", "", "more folders that every script may read, separated by colons"
+    )
+    script_network: bool = _setting(
+        "SCRIPT_NETWORK", True, "whether a script may use the network, the server's ports included"
+    )
     allow_model_requirements: bool = _setting(
         "ALLOW_MODEL_REQUIREMENTS",
         False,

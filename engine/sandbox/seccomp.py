@@ -12,6 +12,7 @@ import ctypes
 import os
 import platform
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 PR_SET_SECCOMP = 22
@@ -118,9 +119,11 @@ Instruction = tuple[int, int, int, int]  # code, where to jump if true, if false
 def install(libc: Any, may_write: bool) -> bool:
     """Filters this process and what it starts, for good. False where the kernel cannot."""
     machine = platform.machine()
-    if machine not in ARCHITECTURES:
-        return False
-    program = _program(machine, may_write)
+    return machine in ARCHITECTURES and load(libc, _program(machine, may_write))
+
+
+def load(libc: Any, program: Sequence[Instruction]) -> bool:
+    """The same with a program of one's own, for this thread. Needs `no_new_privs`."""
     packed = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(packed, len(packed))
 
@@ -128,7 +131,6 @@ def install(libc: Any, may_write: bool) -> bool:
         _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
     filtered = Program(len(program), ctypes.addressof(buffer))
-    # NO_NEW_PRIVS is set before, without which this is for root alone.
     status: int = libc.prctl(PR_SET_SECCOMP, MODE_FILTER, ctypes.byref(filtered), 0, 0)
     return status == 0
 

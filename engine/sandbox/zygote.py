@@ -23,6 +23,7 @@ from typing import Any
 
 from engine.errors import EngineError
 from engine.logs import log_as_json
+from engine.oom import SCRIPT, expendable
 from engine.sandbox import seccomp
 from engine.sandbox.messages import receive, send
 
@@ -35,7 +36,6 @@ PR_SET_NO_NEW_PRIVS = 38
 MIB = 1 << 20
 MAX_ORDERS_BYTES = 64 * MIB
 OPEN_FILES = 256
-FIRST_TO_GO = 1000  # of all that the kernel may kill for memory
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +139,7 @@ def limit(
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended just before
         os._exit(0)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(FIRST_TO_GO))
+    expendable(SCRIPT)
     if niceness:
         os.nice(niceness)
     # What native libraries print when they give up is no line of a log.

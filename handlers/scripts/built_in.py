@@ -34,6 +34,10 @@ class BuiltIn:
         """
         handler = self.handler if alone else getattr(self.handler, "FOR_SCRIPTS", self.handler)
         try:
+            if self.handler.IN_ENGINE:
+                from handlers.scripts.engine_proxy import EngineModel
+
+                return EngineModel(self._orders["engine"])
             return handler.model_fn(self._orders["root"], self._orders["engine_name"])
         except ArtifactError as error:
             raise ArtifactError(

@@ -1,4 +1,4 @@
-"""The process that runs one model's own script: `python child.py <socket> <worker's pid>`.
+"""The process that runs one model's own script: `python child.py <worker's pid> <sockets>`.
 
 Started by `handlers.scripts.process`. It loads what it is told to and then answers one batch after
 the other, until its worker is gone.
@@ -12,18 +12,16 @@ if __name__ == "__main__":
     del sys.path[0]  # the folder of this file: its modules would stand in for Python's own
 
 import contextlib
-import ctypes
 import logging
 import os
 import resource
-import signal
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from engine.errors import EngineError
-from engine.oom import SCRIPT, expendable
 from handlers.scripts import hooks
+from handlers.scripts.confinement import Confinement, belong_to
 from handlers.scripts.failures import explained
 from handlers.scripts.messages import (
     Answer,
@@ -39,17 +37,19 @@ from handlers.scripts.module import import_script, set_path
 from handlers.scripts.output import print_anything
 from handlers.scripts.styles import Service, service_of
 
-PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
-    descriptor, worker = int(sys.argv[1]), int(sys.argv[2])
-    _belong_to(worker)
-    os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
-    # What the script forks shall not hold it open when the script is gone.
+    worker, *descriptors = map(int, sys.argv[1:])
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    connection, engine = (Connection(descriptor) for descriptor in descriptors)
+    # What the script forks shall not hold them open when the script is gone.
     os.register_at_fork(after_in_child=connection.close)
+    os.register_at_fork(after_in_child=engine.close)
     orders, _ = receive(connection)
+    confinement = orders["confinement"]
+    belong_to(worker, Confinement(**confinement) if confinement else None)
+    orders["engine"] = engine
     print_anything()
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
     if orders["memory_mib"]:
@@ -70,19 +70,10 @@ def main() -> None:
             send_answers(connection, _checked(answers, orders["max_answer_bytes"]))
 
 
-def _belong_to(worker: int) -> None:
-    """Ends with the worker, and is the first to go without memory."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != worker:
-        os._exit(0)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    expendable(SCRIPT)
+def _load(orders: dict[str, Any]) -> Service:
     # As in Multi Model Server's own workers.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MXNET_USE_OPERATOR_TUNING", "0")
-
-
-def _load(orders: dict[str, Any]) -> Service:
     hooks.install()
     os.environ["SM_MODEL_DIR"] = orders["root"]
     set_path(orders["folders"], orders["packages"])

@@ -12,6 +12,7 @@ import codecs
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,8 @@ class Script:
             "gpu_id": None,
             "batch_size": 1,
             "memory_mib": 0,
+            "temporary": tempfile.gettempdir(),
+            "confinement": None,
             "max_answer_bytes": max_answer_bytes,
         }
 

@@ -6,14 +6,19 @@ Script code never runs in the worker: it has processes for that, which may die.
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 from engine.errors import EngineError
+from handlers.scripts.confinement import Confinement, OwnUser
 from handlers.scripts.find import Script
 from handlers.scripts.messages import Answer, Request
 from handlers.scripts.pool import ScriptPool
 from handlers.scripts.process import ScriptProcess
-from handlers.scripts.requirements import install
+from handlers.scripts.requirements import PACKAGES, TEMPORARY, install
 from handlers.settings import Settings
 from handlers.slot import Slot
 
@@ -33,18 +38,38 @@ class ScriptHandler:
     def load(self, slot: Slot) -> None:
         """Raises `EngineError` with the reason why the model does not load."""
         settings = self._settings
-        packages = install(self._script, slot, settings)
+        temporary = Path(slot.folder) / TEMPORARY
+        shutil.rmtree(temporary, ignore_errors=True)  # another worker's of the same model
+        temporary.mkdir(mode=0o700)
+        confinement = self._confinement(slot, temporary) if settings.script_isolation else None
+        packages = install(self._script, slot, settings, confinement)
         orders = self._script.orders(slot.name, settings.max_answer_bytes) | {
             "packages": packages,
             "engine_name": slot.engine_name,
             "gpu_id": slot.gpu_id,
             "batch_size": slot.batch_size,
             "memory_mib": settings.script_memory_mib,
+            "temporary": str(temporary),
+            "confinement": confinement and asdict(confinement),
         }
         make = functools.partial(ScriptProcess, slot.name, orders, settings.load_timeout_s)
         pool = ScriptPool(make)
         pool.load()
         self._pool = pool
+
+    def _confinement(self, slot: Slot, temporary: Path) -> Confinement:
+        """With a user of this model's own, where it can have one."""
+        settings = self._settings
+        self._user = OwnUser(os.environ.get("RUN_DIR", slot.folder))  # as long as this worker lives
+        if self._user.uid is not None:
+            os.chown(temporary, self._user.uid, self._user.uid)
+        more = filter(None, settings.script_paths.split(":"))
+        return Confinement(
+            read=[str(self._script.root), str(Path(slot.folder) / PACKAGES), *more],
+            write=[str(temporary)],
+            network=settings.script_network,
+            uid=self._user.uid,
+        )
 
     def answer(
         self, requests: Sequence[Request], timeout_s: float | None

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import DeadlineExceeded, EngineError, EngineUnavailable
-from handlers.scripts import descendants
+from handlers.scripts import descendants, engine_proxy
+from handlers.scripts.confinement import environment
 from handlers.scripts.descendants import has_ended
 from handlers.scripts.messages import (
     Answer,
@@ -39,7 +40,6 @@ from handlers.scripts.output import relay
 logger = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).with_name("child.py")
-HIDDEN = ("PROBE_SECRET",)
 # One that has closed its connection is about to end, unless it is up to something.
 END_S = 1.0
 
@@ -59,27 +59,31 @@ class ScriptProcess:
     def start(self) -> None:
         """Begins to load the model; `wait_until_loaded` tells how that went."""
         self.stop()
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, str(PROGRAM), str(theirs.fileno()), str(os.getpid())]
-        environment = {k: v for k, v in os.environ.items() if k not in HIDDEN}
-        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # the model's folder may be the store's
-
+        pairs = [socket.socketpair() for _ in range(2)]
+        descriptors = [theirs.fileno() for _, theirs in pairs]
+        command = [sys.executable, str(PROGRAM), str(os.getpid()), *map(str, descriptors)]
+        variables = environment(self._orders["temporary"])
+        variables["PYTHONDONTWRITEBYTECODE"] = "1"  # the model's folder may be the store's
         try:
             process = self._process = descendants.start(
                 command,
-                env=environment,
+                env=variables,
                 cwd=self._orders["root"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
+                pass_fds=descriptors,
             )
         except OSError as error:
-            ours.close()
+            for ours, _ in pairs:
+                ours.close()
             raise ScriptError(f"the model's script cannot be started: {error.strerror}") from None
         finally:
-            theirs.close()
-        self._connection = Connection(ours.detach())
+            for _, theirs in pairs:
+                theirs.close()
+        self._connection, engine = (Connection(ours.detach()) for ours, _ in pairs)
+        model = (self._orders["engine_name"], self._orders["root"])
+        threading.Thread(target=engine_proxy.serve, args=(engine, *model), daemon=True).start()
         self._loaded = False
         self._give_up_loading_at = time.monotonic() + self._load_timeout_s
         assert process.stdout is not None

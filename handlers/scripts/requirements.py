@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from engine.errors import ArtifactError, DeadlineExceeded
 from handlers.scripts import descendants
+from handlers.scripts.confinement import FOLDERS, Confinement
 from handlers.scripts.find import Script
 from handlers.settings import Settings
 from handlers.slot import Slot
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "packages"
-DONE = ".installed"
+PACKAGES, TEMPORARY = "packages", "temporary"
+DONE = "packages.installed"
+PROGRAM = Path(__file__).with_name("pip_child.py")
 
 
-def install(script: Script, slot: Slot, settings: Settings) -> str | None:
+def install(
+    script: Script, slot: Slot, settings: Settings, confinement: Confinement | None
+) -> str | None:
     """The folder with the packages, None where none are asked for.
 
     Raises `ArtifactError` where models may not ask for any, and with pip's reason.
@@ -35,20 +42,34 @@ def install(script: Script, slot: Slot, settings: Settings) -> str | None:
             " ALLOW_MODEL_REQUIREMENTS=true, or build an image with these packages and remove the"
             " file"
         )
-    folder = Path(slot.folder) / FOLDER
-    if not (folder / DONE).exists():
-        _pip(file, str(shown), folder, settings.load_timeout_s)
-        (folder / DONE).touch()
+    folder, done = Path(slot.folder) / PACKAGES, Path(slot.folder) / DONE
+    if not done.exists():
+        folder.mkdir(exist_ok=True)
+        if confinement is not None:
+            if confinement.uid is not None:
+                os.chown(folder, confinement.uid, confinement.uid)
+            write = [*confinement.write, str(folder)]
+            confinement = replace(confinement, write=write, network=True)
+        _pip(file, str(shown), folder, settings.load_timeout_s, confinement)
+        done.touch()
     return str(folder)
 
 
-def _pip(file: Path, shown: str, folder: Path, timeout_s: float) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--no-input", "--quiet"]
-    command += ["--disable-pip-version-check", "--target", str(folder), "-r", str(file)]
-    folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as output:  # a pipe could outlive pip
+def _pip(
+    file: Path, shown: str, folder: Path, timeout_s: float, confinement: Confinement | None
+) -> None:
+    confined = json.dumps(confinement and asdict(confinement))
+    command = [sys.executable, str(PROGRAM), str(os.getpid()), confined]
+    command += ["install", "--no-input", "--quiet", "--disable-pip-version-check"]
+    command += ["--target", str(folder), "-r", str(file)]
+    with tempfile.TemporaryFile(dir=folder.parent) as output:  # a pipe could outlive pip
         process = descendants.start(
-            command, cwd=file.parent, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            command,
+            env={**os.environ, **dict.fromkeys(FOLDERS, str(folder.parent / TEMPORARY))},
+            cwd=file.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
         )
         try:
             process.wait(timeout_s)
