@@ -25,10 +25,11 @@ import requests
 from engine.client import EngineClient
 from engine.errors import EngineError
 from engine.logs import log_as_json
+from handlers.scripts.confinement import missing
 from serving import examples, mms, ports
 from serving.device import check_device
 from serving.errors import ServingError, StartError, StillLoading
-from serving.privacy import close_to_others
+from serving.privacy import close_to_others, passed
 from serving.processes import Poll
 from serving.settings import REPOSITORY, Settings
 from serving.supervisor import Child, Progress, Supervisor
@@ -71,6 +72,8 @@ def serve(settings: Settings) -> int:
         ports.check(settings.host, port)
     if len(settings.ports) == 1:
         logger.warning("port %d serves both requests and management", settings.port)
+    for lack in missing():
+        logger.warning("models' own scripts are not kept apart on this machine: %s", lack)
     with _run_dir(settings) as run_dir:
         mms.remove_stale_files(run_dir)
         secret = secrets.token_urlsafe()
@@ -78,7 +81,8 @@ def serve(settings: Settings) -> int:
         python = {**os.environ, "PYTHONPATH": str(REPOSITORY), **shared}
         # RUN_DIR may be the one place that can be written: models are prepared there, if need be.
         engine = {
-            **mms.without_secrets(python),
+            **passed(python, settings.worker_variables),
+            **shared,
             "ENGINE_SOCKET": mms.engine_socket(run_dir),
             "TMPDIR": str(run_dir),
         }

@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -20,6 +19,7 @@ from retrying import retry
 
 from engine.oom import SERVER, expendable
 from serving.json_output import JsonOutput
+from serving.privacy import passed
 from serving.settings import REPOSITORY, Settings
 
 HANDLER = "handlers.handler_service"
@@ -31,8 +31,6 @@ WORKER_GRACE_S = 15
 QUEUE_SIZE = 1000
 HEADROOM_BYTES = 65_536
 MAX_RESPONSE_BYTES = 104_857_600
-
-SECRET_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")
 
 # MMS's own log lines as JSON. Its access and metrics logs stay silent; what a worker prints comes
 # from WorkerLifeCycle, whose own chatter is left out.
@@ -62,9 +60,9 @@ LOG_CONFIGURATION = """<?xml version="1.0" encoding="UTF-8"?>
 def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
     """The environment of `python -m serving.mms`, of MMS, and of its workers.
 
-    Keys for AWS and our own tokens stay out of it: a model's own code runs there.
+    Of the server's own it has what `serving.privacy` passes: a model's own code runs there.
     """
-    kept = without_secrets(os.environ)
+    kept = passed(os.environ, settings.worker_variables)
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
     address = f"unix:{mms_socket(run_dir)}"
     return {
@@ -97,16 +95,6 @@ def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
         "MMS_PYTHON_EXECUTABLE": str(MMS_HOME / "python"),
         "WORKER_PYTHON": sys.executable,
     }
-
-
-def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in environment.items() if not _is_secret(k)}
-
-
-def _is_secret(variable: str) -> bool:
-    if variable in ("AWS_REGION", "AWS_DEFAULT_REGION"):
-        return False
-    return variable.startswith(SECRET_PREFIXES) or variable.endswith(("_TOKEN", "_SECRET", "_KEY"))
 
 
 def mms_socket(run_dir: Path) -> str:

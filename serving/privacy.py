@@ -1,17 +1,62 @@
-"""Keeps a process's memory and environment from others of the same user.
-
-Models' own scripts run as the server's user, and the kernel lets a user's processes read each
-other's `/proc/<pid>/environ`: the credentials that are kept out of a script's environment would be
-there.
-"""
+"""What the server's processes keep from each other and from models' own scripts."""
 
 from __future__ import annotations
 
 import ctypes
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 PR_SET_DUMPABLE = 4
 
+# What a process below the gateway gets of the server's environment, and nothing else: a password
+# can have any name. docs/security.md lists these for users.
+PASSED = (
+    # the system's
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TERM", "TZ", "LANG", "LANGUAGE",
+    "LC_*", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "GLIBC_TUNABLES",
+    # Python's and Java's
+    "PYTHON*", "VIRTUAL_ENV", "PIP_*", "JAVA_*", "JDK_JAVA_OPTIONS",
+    # the network's
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HTTP_PROXY",
+    "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy",
+    "AWS_REGION", "AWS_DEFAULT_REGION",
+    # what computes
+    "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "NUMEXPR_*", "CUDA_*", "CUBLAS_*", "CUDNN_*",
+    "NVIDIA_*", "NCCL_*", "MXNET_*", "DMLC_*", "ORT_*", "TORCH_*", "PYTORCH_*", "TRANSFORMERS_*",
+    "TOKENIZERS_PARALLELISM", "HF_HOME", "HF_HUB_*",
+    # the platform's and our own
+    "SAGEMAKER_*", "SM_*", "MMS_*", "ENGINE_*", "SCRIPT_*", "ALLOW_MODEL_REQUIREMENTS",
+    "REQUEST_TIMEOUT_S", "LOAD_TIMEOUT_S",
+)  # fmt: skip
+SECRET_WORDS = frozenset(
+    ("TOKEN", "SECRET", "KEY", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS")
+)
+USER_INFO = re.compile(r"://[^/?#\s]*@")  # https://user:password@host
+
+
+def passed(environment: Mapping[str, str], more: str = "") -> dict[str, str]:
+    """The variables of `environment` for the engine, for workers and for models' scripts.
+
+    `more` names others, patterns such as `MY_*` too, separated by commas. One that is named in full
+    is passed whatever it is called and holds; otherwise a name with `TOKEN`, `PASSWORD` and the
+    like in it, and a URL with a user or a password, are left out.
+    """
+    named = [name for name in (part.strip() for part in more.split(",")) if name]
+    patterns = (*PASSED, *named)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in named
+        or (any(fnmatchcase(name, p) for p in patterns) and not _is_secret(name, value))
+    }
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return not SECRET_WORDS.isdisjoint(name.upper().split("_")) or bool(USER_INFO.search(value))
+
 
 def close_to_others() -> None:
-    """Until this process executes another program. Has no effect against root."""
+    """Keeps this process's memory and environment from others of the same user, until it executes
+    another program: the kernel would let them read `/proc/<pid>/environ`. Not from root."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -130,6 +130,12 @@ class Settings:
         " -XX:TieredStopAtLevel=1 -XX:CompileThresholdScaling=0.1",
         "options of MMS's Java process",
     )
+    worker_variables: str = _setting(
+        "WORKER_VARIABLES",
+        "",
+        "more environment variables that models' workers and scripts get: names or patterns"
+        " (`MY_*`), separated by commas",
+    )
     start_timeout_s: int = _setting(
         "START_TIMEOUT_S",
         60,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,13 @@ import psutil
 import pytest
 import requests
 
+from handlers.scripts import landlock
 from tests.e2e.scripts import script, transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, text
 
 SECRETS = {"AWS_SECRET_ACCESS_KEY": "SECRET-1", "MANAGEMENT_TOKEN": "", "HF_TOKEN": "SECRET-2"}
+SECRETS |= {"ORDERS_PASSWORD": "SECRET-3", "ORDERS_URL": "postgres://me:SECRET-4@db/orders"}
 MEMORY_MIB = 512
 WORKER, CHILD = "model_service_worker", "scripts/child.py"
 
@@ -32,6 +35,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     environment = {**SECRETS, "SCRIPT_MEMORY_MIB": str(MEMORY_MIB)}
+    environment |= {"WORKER_VARIABLES": "POEM_*", "POEM_STYLE": "시조"}
     with serving(tmp_path_factory.mktemp("server"), store, **environment) as running:
         for name in ("good", "echo"):
             assert running.load(name).status_code == 200
@@ -115,10 +119,10 @@ def test_a_load_that_fails_says_why_and_leaves_nothing(
 
 def test_a_load_that_never_ends_is_given_up(store: Path, tmp_path: Path) -> None:
     script(store / "endless", "import time\ntime.sleep(1000)")
-    with serving(tmp_path / "own", store, LOAD_TIMEOUT_S="2") as server:
+    with serving(tmp_path / "own", store, LOAD_TIMEOUT_S="8") as server:
         started = time.monotonic()
         assert error(server.load("endless"))[0] == 504
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < 30
         eventually(lambda: not server.descendants(CHILD))
         assert server.load("echo").status_code == 200
 
@@ -267,26 +271,70 @@ def test_a_daemon_goes_with_its_model(server: Server, store: Path, how: str) -> 
     eventually(lambda: not server.descendants("sleep", "9873"))
 
 
-def test_a_pip_that_hangs_ends_with_all_that_it_has_started(store: Path, tmp_path: Path) -> None:
-    hangs = transform(store / "hangs", "return 'x'")
-    source = hangs / "source"
-    source.mkdir()
-    (source / "pyproject.toml").write_text(
+def hanging_pip(model: Path, backend: str) -> None:
+    """A model whose requirements run this source while they are built, and need no network."""
+    transform(model, "return 'x'")
+    (model / "source").mkdir(exist_ok=True)
+    (model / "source" / "pyproject.toml").write_text(
         "[project]\nname = 'hangs'\nversion = '1'\n"
         "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
     )
-    (source / "backend.py").write_text(daemon(9874) + "import time\ntime.sleep(1000)\n")
-    (hangs / "requirements.txt").write_text("--no-index\n./source\n")
-    limits = {"ALLOW_MODEL_REQUIREMENTS": "true", "LOAD_TIMEOUT_S": "6"}
+    (model / "source" / "backend.py").write_text(backend + "\nimport time\ntime.sleep(1000)\n")
+    (model / "requirements.txt").write_text("--no-index\n./source\n")
+
+
+def test_a_pip_that_hangs_ends_with_all_that_it_has_started(store: Path, tmp_path: Path) -> None:
+    hanging_pip(store / "hangs", daemon(9874))
+    limits = {"ALLOW_MODEL_REQUIREMENTS": "true", "LOAD_TIMEOUT_S": "15"}
     with serving(tmp_path / "own", store, **limits) as server, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.load, "hangs")
-        eventually(lambda: server.descendants("sleep", "9874"))
+        eventually(lambda: server.descendants("sleep", "9874"), 30)
         assert error(answer.result())[0] == 504
         eventually(
-            lambda: (
-                not server.descendants("sleep", "9874") and not server.descendants("pip install")
-            )
+            lambda: not server.descendants("sleep", "9874") and not server.descendants("pip_child")
         )
+
+
+DRAIN_S = 2
+
+
+def test_a_script_that_will_not_end_does_not_hold_up_a_stop(store: Path, tmp_path: Path) -> None:
+    deaf = "import signal, subprocess\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    transform(store / "deaf", "subprocess.Popen(['sleep', '9876'])\nwhile True: pass", top=deaf)
+    hanging_pip(store / "hangs", deaf + daemon(9875))
+    settings = {"ALLOW_MODEL_REQUIREMENTS": "true", "DRAIN_S": str(DRAIN_S)}
+    with serving(tmp_path / "own", store, **settings) as server, ThreadPoolExecutor(2) as pool:
+        assert server.load("deaf").status_code == 200
+        pool.submit(server.load, "hangs")
+        pool.submit(server.predict, "deaf", SHORT)
+        eventually(lambda: server.descendants("sleep", "9875"), 30)
+        eventually(lambda: server.descendants("sleep", "9876"))
+        below = server.descendants()
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < DRAIN_S + 4
+        assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_script_around_the_built_in_model_reaches_no_other(server: Server, store: Path) -> None:
+    small(store / "around")
+    source = """
+        import json, os, socket
+        def transform_fn(model, body, content_type, accept):
+            try:
+                socket.socket(socket.AF_UNIX)
+            except PermissionError:
+                body = json.loads(body)
+                answer = model.generate(body["inputs"], body["parameters"], 30)
+                return json.dumps(answer, ensure_ascii=False), "application/json"
+            return "reached"
+    """
+    script(store / "around", source)
+    assert server.load("around").status_code == 200
+    said = server.predict("around", SHORT)
+    assert said.status_code == 200
+    assert said.json()["completions"][0]["text"] == text(server.predict("good", SHORT))
+    assert server.unload("around").status_code == 200
 
 
 def test_scripts_go_first_when_memory_runs_out_and_the_engine_last(server: Server) -> None:
@@ -296,11 +344,11 @@ def test_scripts_go_first_when_memory_runs_out_and_the_engine_last(server: Serve
         }
         return found
 
-    words = (CHILD, WORKER, "serving.gateway", "-m engine")
+    words = (CHILD, "handlers.worker", "serving.gateway", "-m engine ")
     found = [score(word) for word in words]
     assert found == sorted(found, reverse=True)
     assert len(set(found)) == len(found)
-    assert score("ModelServer") == score("serving.gateway")
+    assert score("ModelServer") == score("serving.gateway") == score("handlers.host")
 
 
 def test_what_it_has_forked_does_not_hold_up_the_news_of_its_death(
@@ -313,7 +361,7 @@ def test_what_it_has_forked_does_not_hold_up_the_news_of_its_death(
     assert "killed by SIGSEGV" in message(answer)
     assert time.monotonic() - started < 2.5  # not the limit of 3 s
     assert count(server, wild) == 1
-    eventually(lambda: len(server.descendants(CHILD)) == before)
+    eventually(lambda: len(server.descendants(CHILD)) <= before)  # one before may have been ending
 
 
 def test_requests_that_wait_behind_a_death_are_all_answered(server: Server, wild: str) -> None:
@@ -372,8 +420,73 @@ def test_nonsense_is_refused_with_a_reason(
 def test_a_script_finds_no_credentials(server: Server, wild: str) -> None:
     code = "state['environment'] = dict(os.environ)"
     found = json.dumps(server.predict(wild, code.encode()).json()["environment"])
-    assert "SECRET" not in found.replace("PROBE_SECRET", "SECRET")
+    assert "SECRET" not in found
     assert "SM_MODEL_DIR" in found
+    assert json.loads(found)["POEM_STYLE"] == "시조"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import socket; socket.socket(socket.AF_UNIX)",
+        "os.kill({gateway}, 0)",
+        "open('/proc/{gateway}/environ', 'rb').read()",
+        "open('/proc/{worker}/environ', 'rb').read()",
+        "open('{store}/echo/inference.py').read()",
+        "open('{store}/wild/inference.py', 'a')",
+        "os.listdir('{run_dir}')",
+        "open('{run_dir}/models.json').read()",
+        "import pathlib; os.listdir(pathlib.Path(os.environ['TMPDIR']).parents[1])",
+    ],
+)
+def test_a_script_reaches_nothing_of_the_server_or_of_other_models(
+    server: Server, store: Path, wild: str, code: str
+) -> None:
+    if not landlock.abi():
+        pytest.skip("this kernel has no Landlock")
+    if "kill" in code and landlock.abi() < landlock.SCOPES_ABI and os.geteuid() != 0:
+        pytest.skip("this kernel's Landlock knows no scopes of signals")
+    gateway = server.descendants("serving.gateway")[0].pid
+    worker = server.descendants(WORKER)[0].pid
+    known = {"gateway": gateway, "worker": worker, "store": store, "run_dir": server.run_dir}
+    answer = server.predict(wild, code.format(**known).encode())
+    assert error(answer)[0] == 500
+    assert "PermissionError" in message(answer)
+
+
+def test_a_script_has_a_temporary_folder_of_its_own_that_goes_with_the_model(
+    server: Server, store: Path
+) -> None:
+    source = "import pathlib, tempfile\nfolder = tempfile.mkdtemp()"
+    source += "\npathlib.Path('~/.봄').expanduser().write_text('봄', encoding='utf-8')"
+    transform(store / "writes", "return folder", top=source)
+    assert server.load("writes").status_code == 200
+    folder = Path(server.predict("writes", SHORT).text)
+    assert folder.is_dir()
+    assert server.unload("writes").status_code == 200
+    assert not folder.exists()
+
+
+def test_isolation_can_be_turned_off_and_widened(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "사전").write_text("봄")
+    transform(store / "reader", "return open(body).read()")
+    asked = str(tmp_path / "사전").encode()
+    for allowed, status in (({}, 500), ({"SCRIPT_PATHS": str(tmp_path)}, 200), (
+        {"SCRIPT_ISOLATION": "false"}, 200)):  # fmt: skip
+        if status == 500 and not landlock.abi():
+            continue
+        with serving(tmp_path / "own", store, **allowed) as server:
+            assert server.load("reader").status_code == 200
+            answer = server.predict("reader", asked)
+            assert answer.status_code == status, answer.text
+
+
+def test_a_script_without_the_network(store: Path, tmp_path: Path) -> None:
+    code = "import socket\ntry:\n    socket.socket()\nexcept PermissionError: return 'none'"
+    transform(store / "online", code + "\nreturn 'some'")
+    with serving(tmp_path / "own", store, SCRIPT_NETWORK="false") as server:
+        assert server.load("online").status_code == 200
+        assert server.predict("online", SHORT).text == "none"
 
 
 def test_memory_is_free_again_when_the_unload_answers(server: Server, store: Path) -> None:

@@ -23,6 +23,8 @@ SECRETS = {
     "AWS_SESSION_TOKEN": "SECRET-3",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "/SECRET-4",
     "HF_TOKEN": "SECRET-5",
+    "ORDERS_DATABASE": "postgres://me:SECRET-6@db/orders",
+    "비밀번호": "SECRET-7",
 }
 LIMIT = 20_000
 
