@@ -12,6 +12,7 @@ from engine.artifacts import Artifact
 from engine.config import GPT2Config
 from engine.errors import ArtifactError, EngineError, InvalidRequest
 from engine.generation import Generation
+from engine.memory import return_freed_memory
 from engine.prompts import Inputs, Prompts
 
 # What a tokenizer that is fit for use can cut into tokens, and make text of again.
@@ -28,7 +29,9 @@ def serve(tokenizer_file: str, config: dict[str, Any], generation: dict[str, Any
         path.parent, GPT2Config(**config), {}, path, Generation.from_json(generation)
     )
     opening = _Reasons(path.name, ArtifactError, "cannot be used")
-    return opening(lambda: TextChild(Prompts(artifact), path.name))
+    child = opening(lambda: TextChild(Prompts(artifact), path.name))
+    return_freed_memory()  # of reading it: a process stays as long as its model
+    return child
 
 
 class _Reasons:
