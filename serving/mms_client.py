@@ -105,6 +105,16 @@ class MMSClient:
         if answer.status != 200:
             raise WorkerFailed(f"the model's worker did not start ({message_of(answer)})")
 
+    async def scale(self, name: str, low: int, high: int, timeout_s: float = 30.0) -> None:
+        """Sets how many connections MMS has to a model's worker. Raises `Unavailable`, `Timeout`.
+
+        One fewer may be one that has a request.
+        """
+        query = {"min_worker": str(low), "max_worker": str(high), "synchronous": "true"}
+        answer = await self.call("PUT", f"/models/{name}", timeout_s=timeout_s, query=query)
+        if answer.status >= 400:
+            raise Unavailable("Multi Model Server could not scale the workers", retry_after_s=1)
+
     async def probe(self, name: str, timeout_s: float) -> dict[str, Any]:
         """How the worker's load went: `{"status": 200, "in_engine": bool}` for well, or else
         `{"status", "type", "message"}`."""

@@ -50,6 +50,7 @@ class Model:
     starts: int = 0  # of its worker, so far: tells what was seen before the last one
     in_engine: bool = True  # else its own worker holds it
     socket: str = ""  # where its worker listens for MMS
+    connections: int = 1  # of MMS's to that worker, for a model of the engine's
     error: Exception | None = None
     # Set when its worker is given up: requests that wait for that worker try again.
     lost: asyncio.Event = field(default_factory=asyncio.Event)

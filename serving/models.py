@@ -308,6 +308,9 @@ class Registry:
         model = self.get(name)
         model.in_flight += 1
         model.last_used = time.monotonic()
+        if model.in_engine and model.connections < min(model.in_flight, model.line.capacity):
+            model.connections = model.line.capacity
+            self.spawn(self._workers.connect(model))
         try:
             yield model
         finally:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 0.02
 IDLE_LOOK_S = 1.0
+# After so long a model keeps one connection of MMS's: sixteen of them cost it 4 MB.
+ONE_CONNECTION_S = 30.0
 
 Shortage = NoRoom | OutOfMemory
 
@@ -138,17 +140,21 @@ class Residency:
         return await self._workers.held_bytes(models, engine_only)
 
     async def watch(self) -> None:
-        """Runs for ever: unloads models that have been idle for as long as theirs may be."""
+        """Runs for ever: takes from idle models what costs most, and unloads those that have been
+        idle for as long as they may be."""
         while True:
             await asyncio.sleep(IDLE_LOOK_S)
             for model in self._registry.all():
-                limit_s = model.settings.idle_unload_s
-                if limit_s is None or model.settings.pinned or model.state is not State.READY:
+                if model.state is not State.READY or model.in_flight or model.restoring:
                     continue
-                if model.in_flight or model.restoring or model.name in self._wanted:
+                if model.name in self._wanted:
                     continue
                 idle_s = time.monotonic() - model.last_used
-                if idle_s >= limit_s:
+                if model.in_engine and model.connections > 1 and idle_s >= ONE_CONNECTION_S:
+                    model.connections = 1
+                    self._registry.spawn(self._workers.connect(model))
+                limit_s = model.settings.idle_unload_s
+                if limit_s is not None and idle_s >= limit_s and not model.settings.pinned:
                     logger.info("model %s is unloaded: idle for %.0f s", model.name, idle_s)
                     self._registry.drain(model)
 

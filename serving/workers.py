@@ -80,11 +80,16 @@ class Workers:
             described["handler"] = handler
         if engine := model.settings.of_engine():
             described["engine"] = engine
-        await asyncio.to_thread(_describe, slot, described, is_hosted(path, handler))
+        hosted = is_hosted(path, handler)
+        await asyncio.to_thread(_describe, slot, described, hosted)
         timeout_s = self._settings.load_timeout_s
         # MMS has one limit for loads and requests; the gateway and the engine keep the requests'.
         limit_s = max(timeout_s, model.request_timeout_s + MMS_GRACE_S)
         options["response_timeout"] = int(limit_s)
+        capacity = options["initial_workers"] * options.get("batch_size", 1)
+        if hosted and "initial_workers" not in model.options:
+            options["initial_workers"] = 1  # each is three threads of MMS's; see `connect`
+        model.connections = options["initial_workers"]
         await self._mms.register(model.id, slot, options, timeout_s)
         outcome = await self._mms.probe(model.id, timeout_s)
         if outcome["status"] != 200:
@@ -92,8 +97,20 @@ class Workers:
         model.in_engine = bool(outcome["in_engine"])
         model.metadata = outcome.get("metadata", {})
         model.batch_size = options.get("batch_size", 1)
-        model.line.capacity = options["initial_workers"] * model.batch_size
+        model.line.capacity = capacity
         model.socket = str(self._run_dir / f".mms.sock.{await self._mms.socket_number(model.id)}")
+
+    async def connect(self, model: Model) -> None:
+        """Has MMS open or close the connections that `model.connections` says.
+
+        One that has a request is not to be closed. Raises `Unavailable`, `Timeout`; then there may
+        be as few as one.
+        """
+        try:
+            await self._mms.scale(model.id, model.connections, model.connections)
+        except ServingError:
+            model.connections = 1
+            raise
 
     async def end(self, model: Model) -> None:
         """Leaves no worker, no memory and no slot of a model; each step whatever the others do."""

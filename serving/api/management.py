@@ -21,7 +21,7 @@ from starlette.routing import Route
 from engine.errors import EngineError
 from serving import model_settings
 from serving.api.common import Gateway, check_origin, check_token, read_json_object
-from serving.errors import BadRequest, ServingError, Unavailable
+from serving.errors import BadRequest, ServingError
 from serving.mms import HANDLER
 from serving.model_settings import ModelSettings
 from serving.names import model_name
@@ -161,15 +161,10 @@ class Management:
         query = request.query_params
         low = _integer(query, "min_worker", 1, MAX_WORKERS, 1)
         high = _integer(query, "max_worker", low, MAX_WORKERS, max(low, 1))
-        passed = {"min_worker": str(low), "max_worker": str(high), "synchronous": "true"}
-        timeout_s = gateway.settings.load_timeout_s
-        answer = await gateway.mms.call(
-            "PUT", f"/models/{model.id}", timeout_s=timeout_s, query=passed
-        )
-        if answer.status >= 400:
-            raise Unavailable("Multi Model Server could not scale the workers", retry_after_s=1)
+        await gateway.mms.scale(model.id, low, high, gateway.settings.load_timeout_s)
         # For the next start of its workers.
         model.options = {**model.options, "initial_workers": low}
+        model.connections = low
         model.line.capacity = low * model.batch_size
         gateway.registry.save()
         return JSONResponse({"status": "Workers scaled"})

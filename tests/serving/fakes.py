@@ -39,6 +39,7 @@ class FakeWorkers:
         self.starts: Counter[str] = Counter()  # by name
         self.ended: list[str] = []  # names
         self.unregistered: list[str] = []  # ids
+        self.connected: list[tuple[str, int]] = []  # names, and how many connections each got
         self.errors: dict[str, list[Exception]] = {}  # by name: what its next starts raise
         self.hung: set[str] = set()  # names that do not start
         self.slow: asyncio.Event | None = None  # what `registered` and `held_by_engine` wait for
@@ -67,6 +68,12 @@ class FakeWorkers:
         self._sockets += 1
         model.socket = f"socket-{self._sockets}"
         self.in_engine[model.engine_name] = self.bytes_of(model)
+
+    async def connect(self, model: Model) -> None:
+        if self.listing is not None:
+            model.connections = 1
+            raise self.listing
+        self.connected.append((model.name, model.connections))
 
     async def end(self, model: Model) -> None:
         await asyncio.sleep(0)

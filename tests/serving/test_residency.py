@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.errors import NeverFits, OutOfMemory
-from serving.errors import DiskFull, LoadCancelled, NoRoom
+from serving.errors import DiskFull, LoadCancelled, NoRoom, Unavailable
 from serving.model_settings import ModelSettings
 from serving.store import StoredModel
 from tests.serving.fakes import Parts, stored
@@ -193,5 +193,39 @@ def test_a_model_is_unloaded_when_it_is_idle_and_comes_back_on_demand(tmp_path: 
         await use(parts, "a")
         assert parts.loaded() == ["a", "b"]
         watch.cancel()
+
+    run(test)
+
+
+def test_a_model_has_as_many_connections_as_it_needs(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, names="ab")
+        await used(parts, "a", "b", "a")
+        assert parts.workers.connected == []  # one will do for one request after the other
+        parts.registry.get("a").line.capacity = 16
+        watching = asyncio.create_task(parts.residency.watch())
+        await asyncio.gather(*(use(parts, "a", 5) for _ in range(3)))
+        assert parts.workers.connected == [("a", 16)]
+        await asyncio.sleep(20)
+        await use(parts, "a")
+        await asyncio.sleep(29)
+        assert parts.workers.connected == [("a", 16)]
+        await asyncio.sleep(3)
+        assert parts.workers.connected == [("a", 16), ("a", 1)]
+        watching.cancel()
+
+    run(test)
+
+
+def test_who_finds_too_few_connections_asks_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, names="a")
+        await used(parts, "a")
+        parts.registry.get("a").line.capacity = 16
+        parts.workers.listing = Unavailable("Multi Model Server is being started")
+        await asyncio.gather(use(parts, "a", 5), use(parts, "a", 5))
+        parts.workers.listing = None
+        await asyncio.gather(use(parts, "a", 5), use(parts, "a", 5))
+        assert parts.workers.connected == [("a", 16)]
 
     run(test)

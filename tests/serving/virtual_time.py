@@ -66,7 +66,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            loop.threads = 1  # the one that waits for the others
+            loop.threads += 1  # the one that waits for the others
             loop.run_until_complete(loop.shutdown_default_executor())
     finally:
         asyncio.set_event_loop(None)
