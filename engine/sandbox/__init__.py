@@ -8,6 +8,7 @@ they say is JSON: nothing of theirs is unpickled, mapped or run.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -261,8 +262,24 @@ class _Helper:
                 },
             )
 
+    def prepare(self) -> None:
+        """Starts the process, if there is none, and does not wait for what it imports."""
+        with self._lock:
+            if self._socket is None:
+                self._start_helper()
+
+    def close(self) -> None:
+        """Ends the process, and with it the children that are left."""
+        with self._lock:
+            if self._socket is not None and self._process is not None:
+                self._socket.close()
+                self._process.wait(HELPER_S)
+                self._socket = self._process = None
+
 
 _helper = _Helper()
+atexit.register(_helper.close)
+prepare = _helper.prepare  # so that the first sandbox need not wait for it
 
 
 def run(
