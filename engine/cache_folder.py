@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from engine.trees import remove
 
 NAME = ".prepared"
 BUILDING = ".building-"
@@ -57,4 +58,4 @@ def remove_abandoned(folder: Path) -> None:
     for path in folder.glob(BUILDING + "*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
-                shutil.rmtree(path)
+                remove(path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -18,6 +17,7 @@ import psutil
 from retrying import retry
 
 from engine.oom import SERVER, expendable
+from engine.trees import remove
 from serving.json_output import JsonOutput
 from serving.privacy import passed
 from serving.settings import REPOSITORY, Settings
@@ -111,7 +111,7 @@ def remove_stale_files(run_dir: Path) -> None:
     for pattern in (*patterns, "models.json"):
         for path in run_dir.glob(pattern):
             path.unlink(missing_ok=True)
-    shutil.rmtree(run_dir / "slots", ignore_errors=True)
+    remove(run_dir / "slots")
 
 
 def _find_java(output: JsonOutput) -> psutil.Process:

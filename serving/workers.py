@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import psutil
 from engine import errors as engine_errors
 from engine.async_client import AsyncEngineClient
 from engine.errors import ArtifactError, EngineError, EngineUnavailable
+from engine.trees import remove
 from handlers.choose import is_hosted
 from serving.errors import BadRequest, ServingError, WorkerFailed
 from serving.mms_client import MMSClient
@@ -118,7 +118,7 @@ class Workers:
             await self._mms.unregister(model.id)
         with contextlib.suppress(EngineError):
             await self._engine.unload(model.engine_name)
-        shutil.rmtree(self._slots / model.id, ignore_errors=True)
+        await asyncio.to_thread(remove, self._slots / model.id)
 
     async def unregister(self, id: str) -> None:
         """Ends a worker and leaves the rest, for one that is started again or belongs to no model.

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from engine.errors import EngineError
+from engine.trees import remove
 from handlers.scripts.confinement import Confinement, OwnUser
 from handlers.scripts.find import Script
 from handlers.scripts.messages import Answer, Request
@@ -39,7 +39,7 @@ class ScriptHandler:
         """Raises `EngineError` with the reason why the model does not load."""
         settings = self._settings
         temporary = Path(slot.folder) / TEMPORARY
-        shutil.rmtree(temporary, ignore_errors=True)  # another worker's of the same model
+        remove(temporary)  # another worker's of the same model
         temporary.mkdir(mode=0o700)
         confinement = self._confinement(slot, temporary) if settings.script_isolation else None
         packages = install(self._script, slot, settings, confinement)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.trees import remove
 from serving.errors import (
     ArchiveError,
     ArtifactChanged,
@@ -31,7 +32,7 @@ from serving.errors import (
     StartError,
 )
 from serving.store.archive import Readable, extract
-from serving.store.disk import full_disk_is_an_error_of_ours, lock, locked, remove, size_bytes
+from serving.store.disk import full_disk_is_an_error_of_ours, lock, locked, size_bytes
 from serving.store.download import Download, Stopping
 from serving.store.folder import file_version
 from serving.store.locate import open_remote, open_store

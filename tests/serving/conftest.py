@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.store.disk import remove
+from engine.trees import remove
 
 DEPTH = 1500
 

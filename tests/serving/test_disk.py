@@ -3,7 +3,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from serving.store.disk import remove, size_bytes, walk
+from engine.trees import remove
+from serving.store.disk import size_bytes, walk
 
 
 def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
