@@ -263,10 +263,12 @@ def test_a_store_that_stays_away_is_an_error_and_what_came_is_kept(
     assert cache.acquire(model).bytes == model.size_bytes - 128 * KIB
 
 
-def test_closing_ends_a_fetch(
-    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "given up"])
+def test_a_fetch_can_be_ended(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     model, cache, asked = put(s3, "a"), Cache(settings(tmp_path)), threading.Event()
+    given_up = threading.Event()
 
     def endless(self: S3Bucket, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         while True:
@@ -275,11 +277,26 @@ def test_closing_ends_a_fetch(
 
     monkeypatch.setattr(S3Bucket, "read", endless)
     with ThreadPoolExecutor(1) as pool:
-        fetch = pool.submit(cache.acquire, model)
+        fetch = pool.submit(cache.acquire, model, given_up)
         assert asked.wait(10)
-        cache.close()
+        if closed:
+            cache.close()
+        else:
+            given_up.set()
         with pytest.raises(StoreUnavailable, match="stopped"):
             fetch.result(10)
+
+
+def test_an_archive_of_this_machine_is_unpacked_for_nobody(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "a.tar.gz").write_bytes(archive({"a.params": noise(400 * KIB)}))
+    model = open_store(str(tmp_path / "store")).find("a")
+    cache, given_up = Cache(settings(tmp_path / "cache")), threading.Event()
+    given_up.set()
+    with pytest.raises(StoreUnavailable, match="given up"):
+        cache.acquire(model, given_up)
+    assert not entries(tmp_path / "cache")
+    assert cache.acquire(model).path.is_dir()
 
 
 def test_models_of_this_machine_are_used_in_place_or_unpacked(tmp_path: Path) -> None:
