@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from engine.errors import EngineError
+from engine.errors import EngineError, OutOfMemory
 from handlers.scripts.find import manifest_name
 from serving.admission import Line
 from serving.errors import Conflict, LoadCancelled, ModelNotFound, ServingError, Timeout
@@ -194,13 +194,17 @@ class Registry:
             async with self._workers.turn:
                 model.set(State.LOADING)
                 check_room(model.name)
-                await self._workers.check(model)
-                started = time.monotonic()
-                try:
-                    await self._workers.start(model)
-                except (ServingError, EngineError):
-                    await self._workers.end(model)  # before another attempt
-                    raise
+                for last in (False, False, True):
+                    checked = await self._workers.check(model)
+                    started = time.monotonic()
+                    try:
+                        await self._workers.start(model)
+                        break
+                    except (ServingError, EngineError) as error:
+                        await self._workers.end(model)  # before another attempt
+                        # Another load may have taken the room since: then the check says how much.
+                        if last or not checked or not isinstance(error, OutOfMemory):
+                            raise
                 self._observe("loaded", model, time.monotonic() - started)
 
         await attempt(model, fetch)

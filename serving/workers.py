@@ -44,9 +44,9 @@ class Workers:
         self._slots.mkdir(parents=True, exist_ok=True)
         self.turn = asyncio.Semaphore(LOADS_AT_ONCE)  # held while one starts
 
-    async def check(self, model: Model) -> None:
+    async def check(self, model: Model) -> bool:
         """Raises `OutOfMemory` and what is wrong with a model's settings before a worker is started
-        in vain, as far as it can be known."""
+        in vain; says whether it could be known."""
         assert model.fetched is not None
         path = model.fetched.path
         asked = model.settings
@@ -56,9 +56,11 @@ class Workers:
                     f"{' and '.join(engine)} cannot be set for model {model.name}: the engine does"
                     " not compute it"
                 )
-            return
+            return False
         with contextlib.suppress(ArtifactError, EngineUnavailable):  # its worker knows more
             await self._engine.check(model.name, str(path), asked.backend, asked.precision)
+            return True
+        return False
 
     async def start(self, model: Model) -> None:
         """Registers a fetched model with MMS and asks its worker how the load went.

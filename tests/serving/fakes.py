@@ -49,13 +49,14 @@ class FakeWorkers:
     def bytes_of(self, model: Model) -> int:
         return self.size[model.name] or 100
 
-    async def check(self, model: Model) -> None:
+    async def check(self, model: Model) -> bool:
         needed = self.bytes_of(model)
         free = self.budget - sum(self.in_engine.values())
         if needed > self.budget:
             raise NeverFits("larger than the engine")
         if needed > free:
             raise OutOfMemory("no room", missing_bytes=needed - free)
+        return True
 
     async def start(self, model: Model) -> None:
         self.starts[model.name] += 1

@@ -136,6 +136,17 @@ def test_a_shortage_of_unknown_size_unloads_as_much_as_the_artifact_has(tmp_path
     run(test)
 
 
+def test_room_that_another_load_takes_in_between_is_looked_for_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, budget=300, names="abcd")
+        await used(parts, "a", "b")
+        parts.workers.errors["d"] = [OutOfMemory("the engine's own, of no known size")]
+        await use(parts, "d")
+        assert parts.loaded() == ["a", "b", "d"]
+
+    run(test)
+
+
 def test_a_full_cache_unloads_only_what_the_cache_holds(tmp_path: Path) -> None:
     async def test() -> None:
         parts = Parts(tmp_path, names="abcd")
