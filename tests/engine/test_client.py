@@ -19,7 +19,7 @@ from engine.errors import (
     ModelNotFound,
     PromptTooLong,
 )
-from engine.server import LEASE_GRACE_S
+from engine.leases import LEASE_GRACE_S
 from tests.engine.engines import EngineProcess, engine_process, make_talkative, until
 
 NAME = "시/소월 #1?"
