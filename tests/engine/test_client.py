@@ -19,7 +19,7 @@ from engine.errors import (
     ModelNotFound,
     PromptTooLong,
 )
-from engine.leases import LEASE_GRACE_S
+from engine.leases import GRACE_S
 from tests.engine.engines import EngineProcess, engine_process, make_talkative, until
 
 NAME = "시/소월 #1?"
@@ -119,7 +119,7 @@ def test_a_handle_that_is_closed_gives_its_model_back(
     handle = ModelHandle(client, "short-lived", str(model_dir))
     assert engine.statistics("short-lived")
     handle.close()
-    until(lambda: not engine.statistics("short-lived"), timeout_s=LEASE_GRACE_S + 2)
+    until(lambda: not engine.statistics("short-lived"), timeout_s=GRACE_S + 2)
 
 
 def test_nobody_computes_for_a_handle_that_is_closed_and_it_loads_nothing_again(
@@ -132,7 +132,7 @@ def test_nobody_computes_for_a_handle_that_is_closed_and_it_loads_nothing_again(
         handle.close()
         assert isinstance(answer.exception(30), ModelNotFound)
     until(lambda: (engine.statistics("given up") or {"running": 0})["running"] == 0)
-    until(lambda: not engine.statistics("given up"), timeout_s=LEASE_GRACE_S + 20)
+    until(lambda: not engine.statistics("given up"), timeout_s=GRACE_S + 20)
 
 
 def test_a_model_that_was_unloaded_is_loaded_again(
