@@ -36,6 +36,7 @@ class ArchiveError(ServingError):
     """An archive is damaged, too large, or would write outside its folder."""
 
     status = 400
+    type = "ArtifactError"  # as the engine calls a folder that is no model
 
 
 # Requests

@@ -49,7 +49,9 @@ class Output:
 
     def add_folder(self, name: str) -> None:
         path = inside(name, name)
-        if not _is_left_out(path):
+        if _is_left_out(path) or path in self._folders:
+            self._count(0)
+        else:
             self._make_folder(path)
 
     def add_file(self, name: str, source: Source, size: int, executable: bool) -> None:

@@ -21,6 +21,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("names")
     store = folder / "store"
     packed(small(folder / "unpacked"), store / f"{NFD}.tar.gz")
+    (store / "deep.tar.gz").write_bytes(archive({"a/" * 600 + "f": b"1"}))
     (store / "nothing.tar.gz").write_bytes(archive({"README.md": "시".encode()}))
     with serving(folder, store, **FAST) as running:
         yield running
@@ -62,6 +63,6 @@ def test_what_is_no_name_is_refused_with_what_is(server: Server, name: str) -> N
 def test_a_refused_archive_is_not_kept(server: Server) -> None:
     cache = server.run_dir / "models" / "models"
     before = {path.name for path in cache.iterdir()}
-    answer = server.load("nothing")
-    assert error(answer)[0] == 400
+    for name in ("nothing", "deep"):
+        assert error(server.load(name)) == (400, "ArtifactError")
     assert {path.name for path in cache.iterdir()} == before

@@ -212,6 +212,13 @@ def test_folders_count_as_files_do(tmp_path: Path) -> None:
         unpack(make(tmp_path / "a.tar.gz", *map(member, names)), tmp_path / "m")
 
 
+@pytest.mark.parametrize("name", ["./", "a", ".prepared"])
+def test_a_folder_again_and_again_counts_each_time(tmp_path: Path, name: str) -> None:
+    again = [member(name, tarfile.DIRTYPE)] * 10_001
+    with pytest.raises(ArchiveError, match="more than 10000 files"):
+        unpack(make(tmp_path / "a.tar.gz", *again), tmp_path / "m")
+
+
 @pytest.mark.parametrize("folder", ["", "model/"])
 def test_what_the_engine_trusts_cannot_be_brought(tmp_path: Path, folder: str) -> None:
     source = make(
