@@ -38,6 +38,7 @@ class OnnxModel:
         self.kv_bytes_per_token = config.kv_bytes_per_token
         self._embedding, self._positions = found.embedding, found.positions
         self._session = onnx_session.open_packed(found.graph)
+        return_freed_memory()  # it packed all weights again to find those on the disk: 10 MB
         past = [i for i in self._session.get_inputs() if i.name.startswith("past_")]
         self._kv_names = [i.name.removeprefix("past_") for i in past]
         _, heads, _, head_size = past[0].shape

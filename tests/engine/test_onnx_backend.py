@@ -19,6 +19,7 @@ from engine.backends import BackendModel, onnx_backend, onnx_gpu_backend
 from engine.backends.onnx_backend import MAX_ROWS, PAGE, KVCache
 from engine.backends.onnx_device import CPU
 from engine.errors import InvalidRequest, OutOfMemory, PromptTooLong
+from engine.memory import return_freed_memory
 from tests.engine.models import make_artifact
 
 VOCAB = 500
@@ -245,6 +246,19 @@ def test_kv_bytes_are_those_of_the_rows_in_use(models: Models) -> None:
     assert model.kv_bytes == 2 * 2 * 2 * 2 * PAGE
     model.remove_last_row()
     assert model.kv_bytes == 0
+
+
+def test_a_model_that_is_opened_keeps_no_memory_that_only_opening_took(tmp_path: Path) -> None:
+    wide = Models(tmp_path)
+    sizes: dict[str, Any] = {"units": 512, "heads": 8, "layers": 4}
+    wide.load("int8", **sizes)
+    return_freed_memory()
+    wide.load("int8", **sizes)
+    held = anonymous_bytes()
+    return_freed_memory()
+    assert held - anonymous_bytes() < 1 << 20
+    for model in wide.loaded:
+        model.close()
 
 
 def test_loading_and_closing_again_and_again_leaves_memory_where_it_was(models: Models) -> None:
