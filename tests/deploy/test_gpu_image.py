@@ -133,7 +133,7 @@ def test_the_choice_reaches_the_dockerfile(
     docker.chmod(0o755)
     done = build("gpu", *arguments, path=f"{tmp_path}:/usr/bin:/bin")
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in log.read_text().splitlines() if line.startswith("build ")]
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("build -f ")]
     assert "-f Dockerfile.gpu -t kogpt2-serving:gpu " in line
     found = re.findall("--build-arg BACKENDS=([a-z]+)", line)
     assert found == ([choice] if choice else [])
