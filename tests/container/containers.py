@@ -30,7 +30,7 @@ TEXT = " 가실 때에는 말없이 고이 보내 드리우리다."
 # Run inside: sends a signal to the processes whose command line has some words, and lists them.
 SIGNAL = """
 import psutil, sys
-lines = {p: " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])}
+lines = {p: " ".join([*(p.info["cmdline"] or ()), ""]) for p in psutil.process_iter(["cmdline"])}
 ours = (1, psutil.Process().pid)
 found = [p for p, line in lines.items() if sys.argv[2] in line and p.pid not in ours]
 for process in found:

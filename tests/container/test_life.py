@@ -43,7 +43,7 @@ def answers(container: Container) -> bool:
     [
         ("com.amazonaws.ml.mms.ModelServer", "Multi Model Server ended"),
         ("model_service_worker", "Backend worker error: Failed to connect to worker"),
-        ("-m engine", "the engine was killed by SIGKILL; it is started again"),
+        ("-m engine ", "the engine was killed by SIGKILL; it is started again"),
         ("-m serving.gateway", "the gateway was killed by SIGKILL; it is started again"),
     ],
     ids=["the JVM", "a worker", "the engine", "the gateway"],
@@ -61,9 +61,9 @@ def test_what_is_killed_inside_comes_back_and_the_log_says_so(
 
 def test_the_healthcheck_tells_when_it_is_ill_and_when_it_is_well(own: Container) -> None:
     eventually(lambda: own.health() == "healthy", 30)
-    own.signal(signal.SIGSTOP, "-m engine")
+    own.signal(signal.SIGSTOP, "-m engine ")
     eventually(lambda: own.health() == "unhealthy", 30)
-    own.signal(signal.SIGCONT, "-m engine")
+    own.signal(signal.SIGCONT, "-m engine ")
     eventually(lambda: own.health() == "healthy", 30)
     assert answers(own)
 

@@ -162,7 +162,7 @@ def test_several_classifiers_answer_many_at_once_each_by_itself(
 def workers(server: Server, *libraries: str, without: bool = False) -> list[psutil.Process]:
     """Those that do a model's work and have one of these mapped, or none of them."""
     found = []
-    for process in server.descendants("model_service_worker"):
+    for process in server.descendants("handlers.worker"):
         with contextlib.suppress(psutil.Error):
             maps = " ".join(m.path for m in process.memory_maps())
             if not process.children() and without != any(name in maps for name in libraries):

@@ -122,7 +122,7 @@ def quietly(server: Server, name: str) -> None:
 def test_an_engine_that_hangs_is_started_again(store: Path, tmp_path: Path) -> None:
     with serving(tmp_path, store) as server:
         before = text(server.predict("a", SHORT))
-        server.descendants("-m engine")[0].suspend()
+        server.descendants("-m engine ")[0].suspend()
         eventually(lambda: "the engine has not worked for 15 s" in server.text(), 60)
         eventually(server.is_ready, 60)
         assert text(server.predict("a", SHORT)) == before

@@ -102,7 +102,7 @@ JSON = "application/json"
         (b"", JSON, 400, "JSON"),
         (b'{"inputs": "\xea\xb0"}', JSON, 400, "UTF-8"),
         (b'{"inputs": "a"', JSON, 400, "JSON"),
-        (b'{"inputs": "\\ud800"}', JSON, 400, "inputs"),
+        (b'{"inputs": "\\ud800"}', JSON, 400, "surrogate"),
         ('{"inputs": "가", "입력": 1}'.encode(), JSON, 400, "입력"),
         ('{"inputs": "가", "parameters": []}'.encode(), JSON, 400, "parameters"),
         (b'{"inputs": "a", "parameters": {"max_new_tokens": 0}}', JSON, 400, "max_new_tokens"),

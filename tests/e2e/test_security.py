@@ -115,7 +115,8 @@ def test_an_announced_length_is_refused_before_the_body_comes(server: Server) ->
 
 
 def test_workers_know_no_credentials(server: Server) -> None:
-    processes = server.descendants("model_service_worker") + server.descendants("ModelServer")
+    words = ("model_service_worker", "handlers.host", "ModelServer")
+    processes = [process for word in words for process in server.descendants(word)]
     assert len(processes) >= 3
     for process in processes:
         environment = Path(f"/proc/{process.pid}/environ").read_bytes().decode()
