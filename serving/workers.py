@@ -89,7 +89,7 @@ class Workers:
         limit_s = max(timeout_s, model.request_timeout_s + MMS_GRACE_S)
         options["response_timeout"] = int(limit_s)
         capacity = options["initial_workers"] * options.get("batch_size", 1)
-        if hosted and "initial_workers" not in model.options:
+        if hosted and "initial_workers" not in model.options and model.in_flight < 2:
             options["initial_workers"] = 1  # each is three threads of MMS's; see `connect`
         model.connections = options["initial_workers"]
         await self._mms.register(model.id, slot, options, timeout_s)

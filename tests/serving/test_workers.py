@@ -28,9 +28,11 @@ class FakeMMS:
 
     def __init__(self) -> None:
         self.slots: dict[str, Path] = {}
+        self.connections: list[int] = []
 
     async def register(self, id: str, slot: Path, options: Any, timeout_s: float) -> None:
         self.slots[id] = slot
+        self.connections.append(options["initial_workers"])
 
     async def probe(self, id: str, timeout_s: float) -> dict[str, Any]:
         return {"status": 200, "in_engine": True}
@@ -74,6 +76,18 @@ def test_a_worker_is_told_what_the_engine_is_to_do(tmp_path: Path) -> None:
             await parts.workers.check(parts.model)
         ((*_, backend, precision),) = parts.engine.checked
         assert (backend, precision) == ("mxnet", None)
+
+    run(test)
+
+
+def test_a_worker_begins_with_one_connection_unless_requests_wait_for_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        await parts.workers.start(parts.model)
+        assert parts.model.line.capacity == 16
+        parts.model.in_flight = 2
+        await parts.workers.start(parts.model)
+        assert parts.mms.connections == [1, 16]
 
     run(test)
 
