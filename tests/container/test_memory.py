@@ -15,7 +15,7 @@ from tests.e2e.stores import SHORT, small
 pytestmark = pytest.mark.container
 
 GIGABYTE = ["--memory", "1g", "--memory-swap", "1g"]
-MOST = 60
+MOST = 250
 
 
 def copies(model: Path, store: Path, count: int) -> Path:

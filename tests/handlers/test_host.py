@@ -235,7 +235,7 @@ def test_an_owner_without_a_host_ends_with_multi_model_server(
     model = processes.own("a", within=["/bin/sh", "-c", '"$@" & wait', "mms"])
     (owner,) = eventually(psutil.Process(model.owner.pid).children)
     model.owner.kill()
-    eventually(lambda: not owner.is_running())
+    eventually(lambda: not owner.is_running() or owner.status() == psutil.STATUS_ZOMBIE)
     assert not model.path.exists()
 
 
