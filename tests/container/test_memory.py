@@ -58,6 +58,7 @@ def full(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Contai
 
 def test_models_load_until_507_and_unloading_makes_room(full: Container) -> None:
     fitting = fill(full)
+    print(f"{len(fitting)} models fit")
     assert len(fitting) >= 2
     use_all(full, fitting)
     more = f"m{len(fitting)}"

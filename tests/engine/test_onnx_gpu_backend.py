@@ -189,8 +189,9 @@ def test_loading_and_closing_again_and_again_leaves_memory_where_it_was(tmp_path
     before = status_bytes("RssAnon")
     for _ in range(12):
         cycle()
-    # A model has 15 MB of weights and 10 MB more of them as fp32, while it computes.
-    assert status_bytes("RssAnon") < before + (16 << 20)
+    # A model has 15 MB of weights and 10 MB more of them as fp32, while it computes: a cycle that
+    # kept either would show twelve times. What the heap holds on to differs by a model or two.
+    assert status_bytes("RssAnon") < before + (60 << 20)
 
 
 # In a process of its own: the arena that it bounds is one for a whole process.
