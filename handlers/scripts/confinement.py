@@ -141,13 +141,13 @@ class OwnUser:
         folder = Path(run_dir) / "users"
         folder.mkdir(mode=0o700, exist_ok=True)
         for uid in UIDS:
-            lock = open(folder / str(uid), "w")  # noqa: SIM115  held until this process ends
+            lock = os.open(folder / str(uid), os.O_WRONLY | os.O_CREAT, 0o600)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
             except BlockingIOError:
-                lock.close()
+                os.close(lock)
                 continue
-            self.uid, self._lock = uid, lock
+            self.uid = uid
             return
 
 

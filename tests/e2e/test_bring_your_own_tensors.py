@@ -159,22 +159,24 @@ def test_several_classifiers_answer_many_at_once_each_by_itself(
             np.testing.assert_allclose(answer, expected, atol=1e-6)
 
 
-def workers(server: Server, *libraries: str, without: bool = False) -> list[psutil.Process]:
-    """Those that do a model's work and have one of these mapped, or none of them."""
+def workers(server: Server, *libraries: str) -> list[psutil.Process]:
+    """Those that do a model's work and have one of these mapped."""
     found = []
     for process in server.descendants("handlers.worker"):
         with contextlib.suppress(psutil.Error):
             maps = " ".join(m.path for m in process.memory_maps())
-            if not process.children() and without != any(name in maps for name in libraries):
+            if not process.children() and any(name in maps for name in libraries):
                 found.append(process)
     return found
 
 
 def test_a_text_model_beside_them_is_as_before(server: Server) -> None:
     assert text(server.predict("text", SHORT))
-    (worker,) = workers(server, "libmxnet.so", "onnxruntime", without=True)
-    assert "_multiarray_umath" not in " ".join(m.path for m in worker.memory_maps())
-    assert worker.memory_full_info().uss < 30 << 20
+    (worker,) = server.descendants("model_service_worker")
+    assert worker.memory_full_info().uss < 4 << 20
+    (host,) = server.descendants("handlers.host")
+    assert "_multiarray_umath" not in " ".join(m.path for m in host.memory_maps())
+    assert host.memory_full_info().uss < 30 << 20
 
 
 def test_a_worker_that_dies_is_started_again(server: Server) -> None:
