@@ -53,9 +53,15 @@ class Connection:
         self._service: Any = None
         self._handler: Any = None
         self._pipes = contextlib.ExitStack()
+        # An event of a closed connection may wake a second thread, where its number is used again.
+        self._turn = threading.Lock()
 
     def answer(self) -> bool:
         """Waits for the next message and answers it. False when MMS has hung up."""
+        with self._turn:
+            return self._answer()
+
+    def _answer(self) -> bool:
         from mms.protocol.otf_message_handler import create_load_model_response, retrieve_msg
 
         try:
