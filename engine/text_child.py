@@ -17,6 +17,7 @@ from engine.prompts import Inputs, Prompts
 
 # What a tokenizer that is fit for use can cut into tokens, and make text of again.
 TRIALS = ("가", "나는 오늘", "Hello, 1!", "뷁\n漢🙂")
+MAX_TRIAL = 10_000  # characters that any of these may become
 MAX_REASON = 300  # characters
 
 Result = TypeVar("Result")
@@ -62,9 +63,12 @@ class TextChild:
         for text in TRIALS:
             ids = prompts.tokenizer.encode(text)
             detokenizer = prompts.tokenizer.detokenizer(ids)
-            for token in ids:
-                detokenizer.feed(token)
-            detokenizer.flush()
+            written = sum(len(detokenizer.feed(token)) for token in ids)
+            written += len(detokenizer.flush())
+            if written > MAX_TRIAL:
+                raise ArtifactError(
+                    f"{file} makes {written} characters of the {len(ids)} tokens of {text!r}"
+                )
 
     def __call__(self, method: str, *arguments: Any) -> Any:
         methods: dict[str, Callable[..., Any]] = {

@@ -449,7 +449,7 @@ def test_a_model_that_drains_takes_no_more_requests(server: Server) -> None:
 
 def test_a_client_that_goes_away_does_not_break_its_load(server: Server) -> None:
     with pytest.raises(requests.Timeout):
-        requests.post(server.url("/models"), json={"url": "slow"}, timeout=0.05)
+        requests.post(server.url("/models"), json={"url": "slow"}, timeout=0.005)
     eventually(lambda: [m["modelName"] for m in models(server)] == ["slow"])
     assert text(server.predict("slow", SHORT))
 

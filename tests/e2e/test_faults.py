@@ -62,6 +62,12 @@ def shared(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield running_server
 
 
+def requests_of(server: Server, name: str) -> int:
+    """How many the engine has had for a model since it was loaded."""
+    found = [m for m in statistics(server)["models"] if m["name"].startswith(f"{name}#")]
+    return sum(m["requests"] for m in found)
+
+
 def workers(server: Server) -> set[int]:
     return {process.pid for process in server.descendants(WORKER)}
 
@@ -332,9 +338,10 @@ def test_what_is_in_flight_when_all_workers_are_killed_is_answered_soon(
         unload = pool.submit(own.unload, "slow") if unloaded else None
         if unloaded:
             eventually(lambda: requests.get(own.url("/models/slow"), timeout=10).status_code == 404)
+        begun = requests_of(own, "slow")
         kill(own.descendants(WORKER))
-        eventually(lambda: running(own) == 0)  # nobody waits for the answers any more
-        eventually(lambda: running(own) == 6, WORKER_BACK_S)
+        eventually(lambda: requests_of(own, "slow") == 2 * begun, WORKER_BACK_S)
+        assert running(own) <= 6  # the first ones' rows are free: nobody waits for them any more
         assert {answer.result().status_code for answer in busy} == {200}
         assert unload is None or unload.result().status_code == 200
 
