@@ -1,10 +1,10 @@
 """One model's worker process: a thread per connection of Multi Model Server.
 
+For a model's own script, whose process for each connection is below this one (handlers.scripts),
+and for a model of tensors, which this one holds; `handlers.host` answers for the engine's models.
 MMS's own worker (mms/model_service_worker.py, 1.1.11) forks a process per connection, each with its
-own numpy and scipy: 39 MB a model and as much for each further worker. The built-in handler only
-waits for the engine, so threads serve it as well: 20 MB a model, however many requests MMS may pass
-on at once. So does the handler for a model's own script, which has a process of its own for each
-connection (handlers.scripts). The protocol and the service are MMS's own.
+own numpy and scipy: 39 MB, where one process with threads takes 22 MB however many connections it
+has. The protocol and the service are MMS's own.
 
 The process that MMS starts only watches a fork of itself that does the work: MMS connects again to
 a worker that crashed, but never starts that first process again.
