@@ -62,6 +62,7 @@ class Prepared:
     embedding: Floats  # (V, C), mapped
     positions: Floats  # (max_length, C), mapped
     weight_bytes: int  # of the graph's weights in memory once all have been used
+    pieces: list[tuple[Path, int, int]]  # where those lie that are mapped: file, offset, length
 
 
 @contextmanager
@@ -141,21 +142,23 @@ def _read(folder: Path, key: str) -> Prepared | None:
             entry["files"] = {name: _stamp(folder / name) for name in files}
             with suppress(OSError):
                 write_object(path, entry)
-        _read_ahead(folder, entry["read"])
+        pieces = [(folder / name, offset, length) for name, offset, length in entry["read"]]
+        _read_ahead(pieces)
         return Prepared(
             folder / entry["graph"],
             _map(folder / entry["embedding"], entry["embedding_shape"]),
             _map(folder / entry["positions"], entry["positions_shape"]),
             entry["weight_bytes"],
+            pieces,
         )
     except (KeyError, TypeError, AttributeError, ValueError, OSError):
         return None  # not there, or not what this code writes
 
 
-def _read_ahead(folder: Path, pieces: list[tuple[str, int, int]]) -> None:
+def _read_ahead(pieces: list[tuple[Path, int, int]]) -> None:
     """Has the kernel begin to read what computing will need; page by page would be slower."""
-    for name, offset, length in pieces:
-        with open(folder / name, "rb") as file:
+    for path, offset, length in pieces:
+        with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
 
 

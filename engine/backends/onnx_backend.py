@@ -35,6 +35,8 @@ class OnnxModel:
     def __init__(self, config: GPT2Config, found: Prepared) -> None:
         self.config = config
         self.weight_bytes = found.weight_bytes
+        self.pieces = found.pieces
+        self.reclaimable_bytes = sum(length for _, _, length in found.pieces)
         self.kv_bytes_per_token = config.kv_bytes_per_token
         self._embedding, self._positions = found.embedding, found.positions
         self._session = onnx_session.open_packed(found.graph)
