@@ -24,7 +24,7 @@ TOUCH_TOKENS = 16  # enough for every page of the weights to have been used
 class EngineProcess:
     """An engine of its own, with onnxruntime and int8. A context manager."""
 
-    def __init__(self, log: Path, cache_dir: Path | None = None) -> None:
+    def __init__(self, log: Path, cache_dir: Path | None = None, root: Path = ROOT) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="engine-")
         socket = str(Path(self._folder.name) / "engine.sock")
         settings = {"ENGINE_BACKEND": "onnxruntime", "ENGINE_PRECISION": "int8"}
@@ -32,7 +32,7 @@ class EngineProcess:
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "engine"],
-                cwd=ROOT,
+                cwd=root,
                 env={**os.environ, **settings},
                 stdout=file,
                 stderr=subprocess.STDOUT,

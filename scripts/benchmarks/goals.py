@@ -29,10 +29,10 @@ def goals(results: Results, wanted: Sequence[Goal] = ()) -> Iterator[dict[str, A
         goal = {"name": name, "sense": sense, "limit": limit, "unit": unit}
         try:
             values = measure(results)
+            value = spread(values)
         except (KeyError, ValueError):
             yield goal
             continue
-        value = spread(values)
         met = value["median"] >= limit if sense == ">=" else value["median"] <= limit
         yield {**goal, "rounds": values, "value": value, "met": met}
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class HTTPServer:
     """`serve` with our fast backend, or with another, and its defaults, on free ports.
 
     `models` are names and folders, all of them in one (`store`); `ready_s` is what the start took.
+    `prefix` stands before the command; `root` is the tree whose server is started.
     """
 
     def __init__(
@@ -43,6 +45,9 @@ class HTTPServer:
         log: Path,
         backend: tuple[str, str] = ("onnxruntime", "int8"),
         store: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        root: Path = ROOT,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="serve-")
         self.run_dir = Path(self._folder.name) / "run"
@@ -56,19 +61,29 @@ class HTTPServer:
             "MODEL_STORE": str(store),
             "REQUEST_TIMEOUT_S": f"{ANSWER_S:.0f}",
             **java(),
+            **(environment or {}),
         }
-        command = [sys.executable, "-m", "serving.entrypoint", "serve", "--host", "127.0.0.1"]
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "serving.entrypoint",
+            "serve",
+            "--host",
+            "127.0.0.1",
+        ]
         command += ["--port", str(self.port), "--management-port", str(self._management_port)]
         began = time.perf_counter()
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 command,
-                cwd=ROOT,
+                cwd=root,
                 env={**os.environ, **settings},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
             )
+        self.pid = self._process.pid
         self._session = requests.Session()
         try:
             self._wait_until_ready(log)

@@ -6,16 +6,22 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
 from scripts.benchmarks.process import ROOT, BenchmarkError
 
 ENVIRONMENT = ROOT / ".venv-benchmark"
 PYTHON = ENVIRONMENT / "bin" / "python"
+SERVER = ENVIRONMENT / "bin" / "llama-server"
 REQUIREMENTS = ROOT / "requirements-benchmark.txt"
 OPTIONAL = "llama-cpp-python"  # compiled here, which may fail
 MODULES = {"transformers": "transformers", "ctranslate2": "ctranslate2", "llama.cpp": "llama_cpp"}
 EXPORT_S = 300.0
+OPTIONS = ("BUILD_SHARED_LIBS", "LLAMA_OPENSSL", "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI")
+CMAKE = ("-DCMAKE_BUILD_TYPE=Release", *(f"-D{name}=OFF" for name in OPTIONS))
+BUILD = ("--target", SERVER.name, "--parallel", str(os.cpu_count() or 1))
 
 
 def install() -> None:
@@ -31,8 +37,34 @@ def install() -> None:
     if not _pip(wanted):
         raise BenchmarkError("pip could not install the peers, see above")
     print("compiling llama.cpp, some ten minutes on two cores", file=sys.stderr)
-    if not _pip(optional):
+    if not _pip(optional) or not (SERVER.exists() or _build_server(optional)):
         print("llama.cpp could not be compiled and is left out", file=sys.stderr)
+
+
+def _build_server(pins: list[str]) -> bool:
+    """llama.cpp's server from the sources that the Python package brings, but does not install."""
+    with tempfile.TemporaryDirectory(prefix="llama-") as folder:
+        get = ["download", "--no-deps", "--no-binary", ":all:", "--dest", folder, *pins]
+        if subprocess.run([str(PYTHON), "-m", "pip", *get]).returncode:
+            return False
+        (archive,) = Path(folder).glob("*.tar.gz")
+        with tarfile.open(archive) as file:
+            file.extractall(folder, filter="data")
+        (source,) = Path(folder).glob("*/vendor/llama.cpp")
+        build = Path(folder) / "build"
+        configure = ["cmake", "-S", str(source), "-B", str(build), *CMAKE]
+        for command in (configure, ["cmake", "--build", str(build), *BUILD]):
+            if subprocess.run(command).returncode:
+                return False
+        shutil.copy2(build / "bin" / SERVER.name, SERVER)
+    return True
+
+
+def llama_server() -> Path:
+    """Raises `BenchmarkError` where it is not installed."""
+    if not SERVER.exists():
+        raise BenchmarkError("not installed: scripts/benchmark --install-peers")
+    return SERVER
 
 
 def _pip(requirements: list[str]) -> bool:
@@ -87,10 +119,10 @@ def _make(module: str, source: Path, target: Path, log: Path) -> Path:
     return target
 
 
-def draw(results: Path, plot: Path) -> None:
+def draw(results: Path, plot: Path, module: str = "plot") -> None:
     """Draws the plot with the peers' matplotlib."""
     if not PYTHON.exists():
         raise BenchmarkError("no plot: matplotlib comes with scripts/benchmark --install-peers")
-    command = [str(PYTHON), "-m", "scripts.benchmarks.plot", str(results), str(plot)]
+    command = [str(PYTHON), "-m", f"scripts.benchmarks.{module}", str(results), str(plot)]
     if subprocess.run(command, cwd=ROOT).returncode:
         raise BenchmarkError("the plot could not be drawn")

@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from sentencepiece import sentencepiece_model_pb2
+from tqdm import tqdm
 
 from engine.artifacts import EMBEDDING, POSITIONS, shapes
 from engine.config import GPT2Config
@@ -41,15 +43,44 @@ def make(workdir: Path, config: GPT2Config, seed: int, dtype: str = "float32") -
     folder = workdir / name
     if folder.is_dir():
         return folder
-    building = workdir / f".{name}"
+    _write(folder, config, random_weights(config, seed), dtype)
+    return folder
+
+
+def _write(
+    folder: Path, config: GPT2Config, weights: Iterable[tuple[str, NDArray[Any]]], dtype: str
+) -> None:
+    building = folder.with_name(f".{folder.name}")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
-    write_params(building / "kogpt2.params", random_weights(config, seed), dtype)
+    write_params(building / "kogpt2.params", weights, dtype)
     (building / "kogpt2.spiece").write_bytes(spiece(config.vocab_size))
     said = {"num_heads": config.num_heads, "activation": config.activation}
     (building / "config.json").write_text(json.dumps(said), encoding="utf-8")
     building.rename(folder)
-    return folder
+
+
+def fine_tunes(workdir: Path, config: GPT2Config, count: int) -> list[Path]:
+    """`count` artifacts in fp16 of which no two share a tensor, from one base; written once.
+
+    Drawing numbers takes most of the time that `make` takes, so the base's are turned round: they
+    begin at another place in each model.
+    """
+    names = [f"tuned-{config.num_layers}x{config.units}-{i:03}-v{FORMAT}" for i in range(count)]
+    folders = [workdir / name for name in names]
+    missing = [folder for folder in folders if not folder.is_dir()]
+    base = list(random_weights(config, 0)) if missing else []
+    for folder in tqdm(missing, desc="fine-tunes", disable=None):
+        turn = 1 + folders.index(folder)
+        _write(folder, config, ((name, _turned(name, w, turn)) for name, w in base), "float16")
+    return folders
+
+
+def _turned(name: str, w: NDArray[np.float32], turn: int) -> NDArray[np.float32]:
+    """The array's numbers in another order; the special pieces' embeddings remain zero."""
+    if name == EMBEDDING:
+        return np.concatenate([w[: len(SPECIAL)], np.roll(w[len(SPECIAL) :], turn * 7)])
+    return np.roll(w, turn * 7)
 
 
 def random_weights(config: GPT2Config, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:

@@ -13,7 +13,7 @@ import pytest
 import sentencepiece
 
 from engine.artifacts import open_artifact
-from scripts.benchmarks import gateway, goals, random_model, tables
+from scripts.benchmarks import gateway, goals, random_model, switching, switching_clients, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("mxnet", "onnxruntime-fp32", "onnxruntime-int8")
@@ -160,3 +160,53 @@ def test_the_gateway_is_measured_and_every_goal_of_it_is_shown(tmp_path: Path) -
 def test_what_the_gateway_adds_is_the_median_difference_of_pairs() -> None:
     calls = {"gateway_ms": [3.0, 50.0, 4.0], "mms_ms": [2.5, 49.0, 9.0]}
     assert gateway.added_ms({"calls": calls}) == [0.5]
+
+
+def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    parts = ("trace", "swaps")
+    result = run(
+        "--switching", "--quick", "--only", ",".join(parts), "--workdir", tmp_path, "--json", file
+    )
+    results = json.loads(file.read_text(encoding="utf-8"))
+    assert set(results["skipped"]) <= {"llama.cpp"}, result.stderr
+    assert "\n".join(switching.lines(results)) in result.stdout
+    trace = results["trace"]["now"]
+    (one,) = trace["rounds"]
+    assert trace["faults"] == {"wrong": 0, "lost": 0, "4xx": 0, "5xx": 0}
+    assert len(one["asked"]) == results["plan"]["requests"]
+    assert {a["model"] for a in one["asked"]} == set(one["warm_up"])
+    for asked in one["asked"]:
+        assert 0 < asked["first_s"] <= asked["seconds"]
+        assert asked["tokens"] == results["plan"]["new_tokens"]
+    states = {state: q["count"] for state, q in trace["first_token_s"].items()}
+    assert states.pop("all") == sum(states.values())
+    assert set(states) <= set(switching_clients.STATES)
+    assert trace["hits"]["LRU"] <= trace["hits"]["Belady"] <= 1
+    assert one["memory"]["pss"] <= one["memory"]["rss"]
+    assert len(results["swaps"]["now"]["asked"]) == results["plan"]["models"]
+
+
+def test_an_answer_that_another_model_would_give_is_wrong_and_half_of_one_is_lost() -> None:
+    def asked(text: str, error: str = "") -> switching_clients.Asked:
+        return switching_clients.Asked("봄", 0, "hot", 0, 0.1, 0.2, 2, text, error)
+
+    answers = [
+        asked("가나"),
+        asked("다라"),
+        asked("가", "lost: 1 tokens of 2"),
+        asked("", "503: 😴"),
+    ]
+    found = switching_clients.count_faults(answers, {("봄", 0): "가나"})
+    assert (found["wrong"], found["lost"], found["4xx"], found["5xx"]) == (1, 1, 0, 1)
+
+
+def test_no_two_fine_tunes_share_a_tensor_and_each_is_written_once(tmp_path: Path) -> None:
+    folders = random_model.fine_tunes(tmp_path, random_model.TINY, 3)
+    first, second, third = (open_artifact(folder).weights for folder in folders)
+    for name in first:
+        assert not np.array_equal(first[name], second[name]), name
+        assert not np.array_equal(second[name], third[name]), name
+    written = [(folder / "kogpt2.params").stat().st_mtime_ns for folder in folders]
+    assert random_model.fine_tunes(tmp_path, random_model.TINY, 3) == folders
+    assert [(folder / "kogpt2.params").stat().st_mtime_ns for folder in folders] == written
