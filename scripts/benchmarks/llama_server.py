@@ -65,11 +65,8 @@ class LlamaServer:
         return "/completion", body | {"temperature": 0, "return_tokens": True, "ignore_eos": True}
 
     def token(self, line: bytes) -> str | None:
-        """The ids, since the file has no vocabulary: as text."""
-        if not line.startswith(b"data: {"):
-            return None
-        ids = json.loads(line[6:]).get("tokens")
-        return "".join(f"{i} " for i in ids) if ids else None
+        event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+        return event["content"] if event.get("tokens") else None
 
     def close(self) -> None:
         self._process.terminate()

@@ -58,7 +58,12 @@ def export(artifact: Artifact, path: Path) -> None:
     writer.add_layer_norm_eps(c.layer_norm_eps)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_vocab_size(c.vocab_size)
-    writer.add_tokenizer_model("no_vocab")  # ids go in and come out
+    # Ids go in and come out, but llama.cpp's server wants to have words for them.
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"{i} " for i in range(c.vocab_size)])
+    writer.add_token_scores([0.0] * c.vocab_size)
+    writer.add_token_types([gguf.TokenType.NORMAL] * c.vocab_size)
+    writer.add_add_bos_token(False)
     for name, array, quantized in tensors(artifact):
         array = array.astype(np.float32)
         if quantized:

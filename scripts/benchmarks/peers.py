@@ -94,7 +94,7 @@ def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
     if name == "ctranslate2":
         saved = export("transformers", artifact, folder, log)
         return _make("peer_ctranslate2", saved, target, log)
-    return _make("peer_llama_cpp", artifact, target, log)
+    return _make("peer_llama_cpp", artifact, folder / f"{artifact.name}.gguf", log)
 
 
 def _make(module: str, source: Path, target: Path, log: Path) -> Path:

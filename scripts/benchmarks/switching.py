@@ -240,16 +240,12 @@ class _Run:
         with self._skipping(PEER):
             binary = peers.llama_server()
             exports = self.workdir / "peers"
-            gguf = [peers.export(PEER, f, exports, self._log(PEER)) for f in self.folders]
+            for folder in self.folders:
+                peers.export(PEER, folder, exports, self._log(PEER))
             at_once = max(one["room"] for one in found["now"])
-            links = self.workdir / "gguf"
-            shutil.rmtree(links, ignore_errors=True)
-            links.mkdir()
-            for folder, file in zip(self.folders, gguf, strict=True):
-                (links / f"{folder.name}.gguf").symlink_to(file)
 
             def start(mib: int, log: str) -> LlamaServer:
-                return LlamaServer(binary, links, at_once, self.plan.clients, self._log(PEER))
+                return LlamaServer(binary, exports, at_once, self.plan.clients, self._log(PEER))
 
             side = Side(PEER, start)
             server = start(0, "prepare")
