@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 CHUNK_BYTES = 1 << 20
+ZEROS = bytes(CHUNK_BYTES)
 
 
 class Store:
-    """Adds files to `folder`; they are written in `building`, on the same disk, and renamed."""
+    """Adds files to `folder`; they are written in `building`, on the same disk, and renamed.
+
+    Thread-safe.
+    """
 
     def __init__(self, folder: Path, building: Path) -> None:
         self._folder, self.building = folder, building
         self.names: set[str] = set()
 
     def add(self, chunks: Iterable[bytes | memoryview], suffix: str) -> str:
-        """Writes a file and returns its name; a whole one that is there already is kept."""
+        """Writes a file and returns its name; a whole one that is there already is kept.
+
+        Nothing waits for the disk: after a crash a file may be cut short, which its name tells.
+        """
         digest = hashlib.sha256()
-        temporary = self.building / "file"
-        with temporary.open("wb") as file:
+        with tempfile.NamedTemporaryFile(dir=self.building, delete=False) as file:
             for chunk in chunks:
                 digest.update(chunk)
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+                if chunk == ZEROS[: len(chunk)]:
+                    file.seek(len(chunk), os.SEEK_CUR)  # takes no room on the disk
+                else:
+                    file.write(chunk)
+            file.truncate()
+        temporary = Path(file.name)
+        temporary.chmod(0o644)
         path = self._folder / (digest.hexdigest() + suffix)
         if path.exists() and is_whole(path):
             temporary.unlink()

@@ -17,6 +17,7 @@ NAME = ".prepared"
 BUILDING = ".building-"
 ABANDONED_AFTER_S = 3600
 SOURCE = ".source.json"
+FRAME = ".frame.json"
 
 
 def cache_folder(artifact: Path, cache_dir: Path | None) -> Path | None:

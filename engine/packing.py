@@ -1,10 +1,18 @@
-"""Makes the files of a prepared model: a graph, and each of its large tensors in one of its own."""
+"""Makes the files of prepared models and of the frames that they are shown in.
+
+onnxruntime packs each matrix for this CPU in a session of that operator alone. So all cores work,
+a matrix is on the disk twice for a moment only, and what is kept is what computing reads.
+"""
 
 from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -14,127 +22,217 @@ from numpy.typing import NDArray
 from engine.artifacts import EMBEDDING, POSITIONS, Artifact
 from engine.backends import onnx_session
 from engine.blobs import CHUNK_BYTES, Store
-from engine.models.gpt2_onnx import GPT2Graph
+from engine.cpus import cpu_count
+from engine.models.gpt2_onnx import GPT2Graph, Part, only, place_externally
 
 PAGE = 4096
+ALIGNMENT = 64  # onnxruntime's
 OWN_FILE_BYTES = 1 << 20
 
+Place = tuple[str, int, int]  # file, offset, length
 
-def build(artifact: Artifact, precision: str, store: Store) -> dict[str, Any]:
-    """Quantizes, lets onnxruntime pack, and puts the files into the store.
 
-    Returns what a loader has to know: the names of the graph and of the two fp32 tables, their
-    shapes, and `weight_bytes`. Raises `OSError` where the disk has no room, and `OutOfMemory`.
+def build(artifact: Artifact, graph: GPT2Graph, store: Store) -> dict[str, Any]:
+    """Quantizes, packs, and puts the files into the store.
+
+    Returns what a loader has to know: the `pieces` to be shown in a frame of this graph, in its
+    order, `weight_bytes` of all of them, and the tables that are looked up. Raises `OSError` where
+    the disk has no room, and `OutOfMemory`.
     """
-    graph = GPT2Graph(artifact.config, artifact.weights, precision)
     tables = {"embedding": artifact.weights[EMBEDDING], "positions": artifact.weights[POSITIONS]}
-    weights_bytes = sum(tensor.nbytes for tensor in graph.external.values())
-    # As given and packed, the largest of them once more while it moves; the tables come after.
-    needed = 2.5 * weights_bytes + sum(4 * table.size for table in tables.values())
+    dtype = np.dtype(np.float16 if graph.precision == "int8" else np.float32)
+    sizes = [part.num_bytes for part in graph.parts]
+    # Each core packs a matrix, which is there as given, as packed, and as it is kept.
+    needed = 1.25 * sum(sizes) + 3 * sum(sorted(sizes)[-cpu_count() :])
+    needed += sum(dtype.itemsize * table.size for table in tables.values())
     if shutil.disk_usage(store.building).free < needed:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are needed in {store.building}")
-    packed = store.building / "packed.onnx"
-    weights_file = onnx_session.pack(graph.serialized, graph.external, packed)
-    del graph
-    model = onnx.load_model(packed, load_external_data=False)
-    tensors = [_External(t) for t in model.graph.initializer if t.external_data]
-    with weights_file.open("r+b") as source:
-        small = [t for t in tensors if t.stored_bytes < OWN_FILE_BYTES]
-        large = [t for t in tensors if t.stored_bytes >= OWN_FILE_BYTES]
-        if small:
-            _move(source, small, store)
-        # From the end, cutting off what was moved: the disk holds the weights once, not twice.
-        for tensor in sorted(large, key=lambda t: t.offset, reverse=True):
-            end = tensor.offset
-            _move(source, [tensor], store)
-            source.truncate(end)
-    entry: dict[str, Any] = {
-        "weight_bytes": sum(t.used_bytes for t in tensors),
-        "read": [[t.entries["location"], *piece] for t in tensors for piece in t.used_pieces],
-    }
-    entry["graph"] = store.add([model.SerializeToString()], ".onnx")
-    for kind, table in tables.items():
-        entry[kind] = store.add(_chunks(table), ".bin")
-        entry[f"{kind}_shape"] = table.shape
+
+    def add(part: Part) -> tuple[list[bytes], list[bytes] | list[Place]]:
+        """What is not packed, and what is; the large ones in the store already."""
+        values = part.make()
+        if part.node is None:
+            return [values[name].tobytes() for name in part.shapes], []
+        with _packed(part, graph, values, store.building) as (file, tensors):
+            given = [values[tensor.name].tobytes() for tensor in tensors if not tensor.packed]
+            pieces = [piece for tensor in tensors for piece in tensor.packed]
+            if sum(length for _, length in pieces) < OWN_FILE_BYTES:
+                return given, [b"".join(_read(file, *piece)) for piece in pieces]
+            name = store.add(_filled([_read(file, *piece) for piece in pieces], PAGE), ".bin")
+            return given, _places(name, [length for _, length in pieces], PAGE)
+
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        parts = _largest_first(pool, add, graph.parts)
+        entry: dict[str, Any] = {}
+        for kind, table in tables.items():
+            entry[kind] = [store.add(_chunks(table, dtype), ".bin"), dtype.name, table.shape]
+        given = [data for part in parts for data in part.result()[0]]
+        packed = [piece for part in parts for piece in part.result()[1]]
+    plain = store.add(_filled([[data] for data in given], ALIGNMENT), ".bin")
+    small = [piece for piece in packed if isinstance(piece, bytes)]
+    name = store.add(_filled([[piece] for piece in small], PAGE), ".bin")
+    placed = iter(_places(name, [len(piece) for piece in small], PAGE))
+    entry["pieces"] = [
+        (plain, 0, _end([len(data) for data in given])),
+        *(next(placed) if isinstance(piece, bytes) else piece for piece in packed),
+    ]
+    entry["weight_bytes"] = sum(length for _, _, length in entry["pieces"])
     return entry
 
 
-class _External:
-    """Where a tensor of a packed graph lies: itself and its `prepacked_N` copies.
+def build_frame(graph: GPT2Graph, store: Store) -> dict[str, Any]:
+    """A graph on weights that are blank but for a number, by which onnxruntime finds each of them
+    in its own place when it has packed it again.
 
-    onnxruntime writes both into the protobuf's `external_data`: `offset` and `length`, and
-    `prepacked_0` = `kernel|offset;length;checksum`.
+    Returns the `graph`, the `windows`, which is where it has them packed, and the `plain` tensors,
+    which are to be given to it: name, type, shape, and where in the first piece they lie. What lies
+    in the windows is never read, so the file takes next to no room on the disk.
     """
 
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-        self.entries = {entry.key: entry.value for entry in tensor.external_data}
-        self.offset = int(self.entries["offset"])
-        self._packed = {}
-        for key, value in self.entries.items():
+    def packed(numbered: tuple[int, Part]) -> list[_Tensor]:
+        number, part = numbered
+        values = _blank(part, number)
+        if part.node is None:
+            return [_Tensor(name, {"length": str(v.nbytes)}) for name, v in values.items()]
+        with _packed(part, graph, values, store.building) as (_, tensors):
+            return tensors
+
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        found = list(pool.map(packed, enumerate(graph.parts, 1)))
+    given = [tensor for tensors in found for tensor in tensors if not tensor.packed]
+    plain_bytes = _end([tensor.length for tensor in given])
+    lengths = [plain_bytes]
+
+    def content() -> Iterator[list[bytes]]:
+        yield [bytes(plain_bytes)]
+        for number, (part, tensors) in enumerate(zip(graph.parts, found, strict=True), 1):
+            for tensor in tensors:
+                if tensor.packed:
+                    data = _blank(part, number)[tensor.name].tobytes()
+                    yield [data[:PAGE], data[PAGE:]]  # all but the number is a hole
+                    yield from ([bytes(length)] for _, length in tensor.packed)
+
+    for tensor in (tensor for tensors in found for tensor in tensors if tensor.packed):
+        lengths += [tensor.length, *(length for _, length in tensor.packed)]
+    name = store.add(_filled(content(), PAGE), ".bin")
+    _, *places = _places(name, lengths, PAGE)
+    plain_places = _places(name, [tensor.length for tensor in given], ALIGNMENT)
+    shapes = {name: shape for part in graph.parts for name, shape in part.shapes.items()}
+    model, windows, plain = onnx.ModelProto(), [], []
+    model.CopyFrom(graph.model)
+    initializers = {tensor.name: tensor for tensor in model.graph.initializer}
+    for tensor in (tensor for tensors in found for tensor in tensors):
+        if tensor.packed:
+            count = 1 + len(tensor.packed)
+            here, places = places[:count], places[count:]
+            windows += here[1:]
+        else:
+            here, plain_places = plain_places[:1], plain_places[1:]
+            shape, dtype = shapes[tensor.name]
+            plain.append((tensor.name, dtype.name, shape, here[0][1]))
+        tensor.place(initializers[tensor.name], here)
+    graph_name = store.add([model.SerializeToString()], ".onnx")
+    return {"graph": graph_name, "windows": windows, "plain": plain, "plain_bytes": plain_bytes}
+
+
+class _Tensor:
+    """Where a tensor lies that onnxruntime wrote: as given, and its `prepacked_N` copies.
+
+    It writes both into the protobuf's `external_data`: `offset` and `length`, and `prepacked_0` =
+    `kernel|offset;length;checksum`.
+    """
+
+    def __init__(self, name: str, entries: dict[str, str]) -> None:
+        self.name, self.length = name, int(entries["length"])
+        self.packed: list[tuple[int, int]] = []  # offset, length
+        self._kernels: list[tuple[str, str, list[str]]] = []
+        for key, value in entries.items():
             if key.startswith("prepacked_"):
                 kernel, _, place = value.rpartition("|")
-                self._packed[key] = [kernel, *place.split(";")]
+                offset, length, *rest = place.split(";")
+                self.packed.append((int(offset), int(length)))
+                self._kernels.append((key, kernel, rest))
 
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """(offset, length) of the tensor and of each packed copy."""
-        own = (self.offset, int(self.entries["length"]))
-        return [own, *((int(p[1]), int(p[2])) for p in self._packed.values())]
-
-    @property
-    def stored_bytes(self) -> int:
-        return sum(length for _, length in self.pieces)
-
-    @property
-    def used_pieces(self) -> list[tuple[int, int]]:
-        """What computing reads: the packed copies where there are any."""
-        return self.pieces[1:] or self.pieces
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(length for _, length in self.used_pieces)
-
-    def place(self, location: str, offsets: list[int]) -> None:
-        self.entries |= {"location": location, "offset": str(offsets[0])}
-        for (key, packed), offset in zip(self._packed.items(), offsets[1:], strict=True):
-            kernel, _, *rest = packed
-            self.entries[key] = f"{kernel}|{';'.join([str(offset), *rest])}"
-            packed[1] = str(offset)
-        self.offset = offsets[0]
-        del self.tensor.external_data[:]
-        for key, value in self.entries.items():
-            self.tensor.external_data.add(key=key, value=value)
+    def place(self, tensor: Any, places: list[Place]) -> None:
+        """Has an initializer lie there, as given and packed."""
+        (file, offset, length), *others = places
+        packed = {
+            key: f"{kernel}|{';'.join([str(at), str(size), *rest])}"
+            for (key, kernel, rest), (_, at, size) in zip(self._kernels, others, strict=True)
+        }
+        place_externally(tensor, location=file, offset=offset, length=length, **packed)
 
 
-def _move(source: BinaryIO, tensors: list[_External], store: Store) -> None:
-    """Copies tensors into one file of the store, each piece at the start of a page."""
-    at = 0
-    offsets: list[list[int]] = []
-    for tensor in tensors:
-        offsets.append([])
-        for _, length in tensor.pieces:
-            offsets[-1].append(at)
-            at += -(-length // PAGE) * PAGE
-
-    def chunks() -> Iterator[bytes]:
-        for offset, length in (piece for tensor in tensors for piece in tensor.pieces):
-            source.seek(offset)
-            for begin in range(0, length, CHUNK_BYTES):
-                wanted = min(CHUNK_BYTES, length - begin)
-                chunk = source.read(wanted)
-                if len(chunk) != wanted:
-                    raise OSError(f"{source.name} was not written to its end")
-                yield chunk
-            yield bytes(-length % PAGE)
-
-    name = store.add(chunks(), ".bin")
-    for tensor, at_offsets in zip(tensors, offsets, strict=True):
-        tensor.place(name, at_offsets)
+@contextmanager
+def _packed(
+    part: Part, graph: GPT2Graph, values: dict[str, NDArray[Any]], folder: Path
+) -> Iterator[tuple[BinaryIO, list[_Tensor]]]:
+    """The file that onnxruntime packs a part into, and its tensors in the part's order."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        path = Path(name) / "part.onnx"
+        given = {name: values[name] for name in part.shapes}
+        weights = onnx_session.pack(only(part, graph.model).SerializeToString(), given, path)
+        model = onnx.load_model(path, load_external_data=False)
+        found = {
+            tensor.name: _Tensor(tensor.name, {e.key: e.value for e in tensor.external_data})
+            for tensor in model.graph.initializer
+            if tensor.external_data
+        }
+        with weights.open("rb") as file:
+            yield file, [found[name] for name in part.shapes]
 
 
-def _chunks(table: NDArray[Any]) -> Iterator[memoryview]:
-    """The bytes of a matrix as fp32."""
+def _blank(part: Part, number: int) -> dict[str, NDArray[Any]]:
+    """Zeros, with a number in the first tensor's first bytes."""
+    values = {name: np.zeros(shape, dtype) for name, (shape, dtype) in part.shapes.items()}
+    first = next(iter(values.values()))
+    first.reshape(-1).view(np.uint8)[:4] = np.frombuffer(np.uint32(number).tobytes(), np.uint8)
+    return values
+
+
+def _largest_first(pool: Executor, work: Any, parts: list[Part]) -> list[Any]:
+    """So that no core begins the largest last. The futures are in the parts' order."""
+    order = sorted(range(len(parts)), key=lambda i: -parts[i].num_bytes)
+    futures = {i: pool.submit(work, parts[i]) for i in order}
+    return [futures[i] for i in range(len(parts))]
+
+
+def _places(name: str, lengths: list[int], alignment: int) -> list[Place]:
+    """Of pieces in a file, each at a multiple of `alignment`."""
+    at, places = 0, []
+    for length in lengths:
+        places.append((name, at, length))
+        at += length + -length % alignment
+    return places
+
+
+def _end(lengths: list[int]) -> int:
+    return sum(length + -length % ALIGNMENT for length in lengths)
+
+
+def _filled(pieces: Iterable[Iterable[bytes]], alignment: int) -> Iterator[bytes]:
+    """Each piece in chunks, filled up to a multiple of `alignment`."""
+    for piece in pieces:
+        length = 0
+        for chunk in piece:
+            length += len(chunk)
+            for begin in range(0, len(chunk), CHUNK_BYTES):
+                yield chunk[begin : begin + CHUNK_BYTES]
+        yield bytes(-length % alignment)
+
+
+def _read(file: BinaryIO, offset: int, length: int) -> Iterator[bytes]:
+    file.seek(offset)
+    for begin in range(0, length, CHUNK_BYTES):
+        wanted = min(CHUNK_BYTES, length - begin)
+        chunk = file.read(wanted)
+        if len(chunk) != wanted:
+            raise OSError(f"{file.name} was not written to its end")
+        yield chunk
+
+
+def _chunks(table: NDArray[Any], dtype: np.dtype[Any]) -> Iterator[memoryview]:
+    """The bytes of a matrix in this type."""
     for begin in range(0, len(table), 1024):
-        piece = np.ascontiguousarray(table[begin : begin + 1024], dtype=np.float32)
+        piece = np.ascontiguousarray(table[begin : begin + 1024], dtype=dtype)
         yield piece.reshape(-1).view(np.uint8).data

@@ -2,9 +2,10 @@
 
 A cache folder is flat, and nothing in it is ever changed in place:
 
-    <sha256>.bin, <sha256>.onnx   files named by their content: a graph, its large tensors (each in
-                                  a file of its own), its small ones, and the embeddings as fp32
+    <sha256>.bin, <sha256>.onnx   files named by their content: large tensors (each in a file of its
+                                  own), a model's small ones, its embeddings; graphs
     <key>.json                    one prepared model: the files it consists of; written last
+    <key>.frame.json              the frame that models of its shape are shown in (`engine.frames`)
     <path hash>.source.json       what an artifact was found to hold (`engine.manifest`)
 
 So what two models share byte for byte is stored once and shares its pages in memory; whoever
@@ -37,32 +38,43 @@ from numpy.typing import NDArray
 from engine.artifacts import Artifact
 from engine.backends import onnx_session
 from engine.blobs import Store, is_whole, sha256_of
-from engine.cache_folder import BUILDING, cache_folder, read_object, remove_abandoned, write_object
+from engine.cache_folder import (
+    BUILDING,
+    FRAME,
+    cache_folder,
+    read_object,
+    remove_abandoned,
+    write_object,
+)
 from engine.errors import OutOfMemory
+from engine.frames import FrameFiles, Piece
 from engine.manifest import NICENESS, Run, content_of, directly, from_manifest, to_manifest
 from engine.memory import MIB
 from engine.prune import in_use
 from engine.sandbox import Limits
 
-FORMAT = 2  # raise it when the graph or the quantization changes
+FORMAT = 3  # raise it when the graph or the quantization changes
 THREADS = 2
 # To build: libraries and threads, and the weights as given, quantized, packed and written.
 BUILD_MIB, BUILD_TIMES_FP32 = 1024, 3
 BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
 
+# Of an entry that is not there, or not what this code writes.
+MALFORMED = (KeyError, TypeError, AttributeError, ValueError, OSError)
+
 logger = logging.getLogger(__name__)
-Floats = NDArray[np.float32]
+Floats = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A model that only needs mapping."""
 
-    graph: Path
-    embedding: Floats  # (V, C), mapped
+    frame: FrameFiles
+    embedding: Floats  # (V, C), mapped; fp16 for int8 weights
     positions: Floats  # (max_length, C), mapped
     weight_bytes: int  # of the graph's weights in memory once all have been used
-    pieces: list[tuple[Path, int, int]]  # where those lie that are mapped: file, offset, length
+    pieces: list[Piece]  # where those lie, in the order of the frame's windows
 
 
 @contextmanager
@@ -127,35 +139,54 @@ def _cpu_model() -> str:
 
 
 def _read(folder: Path, key: str) -> Prepared | None:
-    path = folder / f"{key}.json"
-    entry = read_object(path)
     try:
-        files: dict[str, list[int]] = entry["files"]
-        changed = [name for name, stamp in files.items() if _stamp(folder / name) != stamp]
-        if changed:
-            with ThreadPoolExecutor(THREADS) as pool:
-                whole = all(pool.map(lambda name: is_whole(folder / name), changed))
-            if not whole:
-                logger.warning("%s is damaged and is made anew", path)
-                return None
-            # A copied cache has other times: remember them, if we may.
-            entry["files"] = {name: _stamp(folder / name) for name in files}
-            with suppress(OSError):
-                write_object(path, entry)
-        pieces = [(folder / name, offset, length) for name, offset, length in entry["read"]]
-        _read_ahead(pieces)
-        return Prepared(
-            folder / entry["graph"],
-            _map(folder / entry["embedding"], entry["embedding_shape"]),
-            _map(folder / entry["positions"], entry["positions_shape"]),
+        entry = _entry(folder / f"{key}.json")
+        frame = entry["frame"]
+        pieces = _pieces(folder, entry["pieces"])
+        found = Prepared(
+            FrameFiles(
+                frame["key"],
+                folder / frame["graph"],
+                _pieces(folder, frame["windows"]),
+                frame["plain"],
+                frame["plain_bytes"],
+            ),
+            _map(folder, *entry["embedding"]),
+            _map(folder, *entry["positions"]),
             entry["weight_bytes"],
             pieces,
         )
-    except (KeyError, TypeError, AttributeError, ValueError, OSError):
-        return None  # not there, or not what this code writes
+        if [length for _, _, length in pieces] != found.frame.lengths:
+            return None
+        _read_ahead(pieces)
+        return found
+    except MALFORMED:
+        return None
 
 
-def _read_ahead(pieces: list[tuple[Path, int, int]]) -> None:
+def _pieces(folder: Path, said: list[Any]) -> list[Piece]:
+    return [(folder / name, offset, length) for name, offset, length in said]
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    """What an entry says, if its files are whole. Raises one of `MALFORMED` if not."""
+    folder, entry = path.parent, read_object(path)
+    files: dict[str, list[int]] = entry["files"]
+    changed = [name for name, stamp in files.items() if _stamp(folder / name) != stamp]
+    if changed:
+        with ThreadPoolExecutor(THREADS) as pool:
+            whole = all(pool.map(lambda name: is_whole(folder / name), changed))
+        if not whole:
+            logger.warning("%s is damaged and is made anew", path)
+            raise ValueError(path)
+        # A copied cache has other times: remember them, if we may.
+        entry["files"] = {name: _stamp(folder / name) for name in files}
+        with suppress(OSError):
+            write_object(path, entry)
+    return entry
+
+
+def _read_ahead(pieces: list[Piece]) -> None:
     """Has the kernel begin to read what computing will need; page by page would be slower."""
     for path, offset, length in pieces:
         with open(path, "rb") as file:
@@ -170,12 +201,12 @@ def _stamp(path: Path) -> list[int]:
 _mapped: weakref.WeakValueDictionary[str, Floats] = weakref.WeakValueDictionary()
 
 
-def _map(path: Path, shape: list[int]) -> Floats:
+def _map(folder: Path, name: str, dtype: str, shape: list[int]) -> Floats:
     """Maps a file of floats; files of the same content are mapped once, wherever they are."""
-    found = _mapped.get(path.name)
-    if found is None or list(found.shape) != shape:
-        found = np.memmap(path, dtype=np.float32, mode="r", shape=tuple(shape))
-        _mapped[path.name] = found
+    found = _mapped.get(name)
+    if found is None or [found.dtype.name, *found.shape] != [dtype, *shape]:
+        found = np.memmap(folder / name, dtype=dtype, mode="r", shape=tuple(shape))
+        _mapped[name] = found
     return found
 
 
@@ -209,14 +240,29 @@ def build(path: str, manifest: dict[str, Any], precision: str, folder: str, key:
     """Builds the entry, in the sandbox. Says what is wrong with the folder, if it is that."""
     # onnx takes 0.2 s to import and is not needed for what is prepared already.
     from engine import packing
+    from engine.models.gpt2_onnx import GPT2Graph
 
-    target = Path(folder)
+    target, artifact = Path(folder), from_manifest(Path(path), manifest)
+    graph = GPT2Graph(artifact.config, artifact.weights, precision)
+    parts = [FORMAT, graph.model.SerializeToString().hex(), onnx_session.VERSION, _cpu_model()]
+    frame_file = target / f"{sha256_of(json.dumps(parts))}{FRAME}"
     try:
         with tempfile.TemporaryDirectory(prefix=BUILDING, dir=target) as building:
+            try:
+                frame = _entry(frame_file)
+            except MALFORMED:
+                store = Store(target, Path(building))
+                frame = packing.build_frame(graph, store)
+                frame |= {"key": frame_file.name, "files": _stamps(target, store)}
+                write_object(frame_file, frame)
             store = Store(target, Path(building))
-            entry = packing.build(from_manifest(Path(path), manifest), precision, store)
-            entry["files"] = {name: _stamp(target / name) for name in sorted(store.names)}
+            entry = packing.build(artifact, graph, store) | {"frame": frame}
+            entry["files"] = _stamps(target, store) | frame["files"]
             write_object(target / f"{key}.json", entry)
     except OSError as error:
         return str(error)
     return None
+
+
+def _stamps(folder: Path, store: Store) -> dict[str, list[int]]:
+    return {name: _stamp(folder / name) for name in sorted(store.names)}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from engine.cache_folder import SOURCE, read_object
+from engine.cache_folder import FRAME, SOURCE, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ def _lock(folder: Path, operation: int) -> Iterator[None]:
 
 
 def _prune(folder: Path, max_bytes: int) -> None:
-    sizes = {path.name: path.stat().st_size for path in _blobs(folder)}
+    sizes = {path.name: 512 * path.stat().st_blocks for path in _blobs(folder)}
     kept: set[str] = set()
-    entries = [path for path in folder.glob("*.json") if not path.name.endswith(SOURCE)]
+    entries = [p for p in folder.glob("*.json") if not p.name.endswith((SOURCE, FRAME))]
     for entry in sorted(entries, key=lambda path: path.stat().st_mtime, reverse=True):
         files = _files(entry)
         if sum(sizes.get(name, 0) for name in kept | files) > max_bytes and kept:
@@ -56,6 +56,9 @@ def _prune(folder: Path, max_bytes: int) -> None:
             kept |= files
     for name in sizes.keys() - kept:
         (folder / name).unlink()
+    for frame in folder.glob("*" + FRAME):
+        if not _files(frame) <= kept:
+            frame.unlink()
     for source in folder.glob("*" + SOURCE):
         if not _is_there(source):
             source.unlink()

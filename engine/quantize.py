@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 BLOCK_SIZE = 64  # from 128 on, a row's result depends on the rows beside it (facts of 1.31)
 MIN_BLOCK_SIZE = 16
 ROWS_AT_ONCE = 256  # such a piece of a 768 to 3,072 wide matrix stays in a core's cache
-THREADS = 2
 ZERO = 128  # what MatMulNBits subtracts where no zero points are given
 MAX = 127
 
@@ -37,7 +35,7 @@ def quantize(
     quantized = np.empty((rows, blocks, block), dtype=np.uint8)
     scales = np.empty((rows, blocks), dtype=np.float32)
 
-    def piece(begin: int) -> None:
+    for begin in range(0, rows, ROWS_AT_ONCE):
         end = min(begin + ROWS_AT_ONCE, rows)
         w = np.zeros((end - begin, blocks * block), dtype=np.float32)
         w[:, :width] = weight[begin:end]
@@ -49,9 +47,6 @@ def quantize(
         w += np.float32(ZERO)
         np.rint(w, out=w)
         quantized[begin:end] = w
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(piece, range(0, rows, ROWS_AT_ONCE)))
     return quantized, scales.reshape(-1)
 
 

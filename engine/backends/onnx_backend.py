@@ -12,10 +12,12 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from engine import frames
 from engine.artifacts import Artifact
 from engine.backends import Ids, Logits, onnx_session
 from engine.config import GPT2Config
 from engine.errors import InvalidRequest, OutOfMemory, PromptTooLong
+from engine.frames import Frame
 from engine.manifest import Run, directly
 from engine.memory import return_freed_memory
 from engine.prepared import Prepared, prepared
@@ -32,15 +34,17 @@ class OnnxModel:
 
     max_rows = MAX_ROWS
 
-    def __init__(self, config: GPT2Config, found: Prepared) -> None:
+    def __init__(self, config: GPT2Config, found: Prepared, frame: Frame | None = None) -> None:
+        """`frame`: one that is not to be had from those that are kept."""
         self.config = config
         self.weight_bytes = found.weight_bytes
         self.pieces = found.pieces
         self.reclaimable_bytes = sum(length for _, _, length in found.pieces)
         self.kv_bytes_per_token = config.kv_bytes_per_token
         self._embedding, self._positions = found.embedding, found.positions
-        self._session = onnx_session.open_packed(found.graph)
-        return_freed_memory()  # it packed all weights again to find those on the disk: 10 MB
+        self._frame = frame or frames.take(found.frame)
+        self._frame.show(found.pieces)
+        self._session = self._frame.session
         past = [i for i in self._session.get_inputs() if i.name.startswith("past_")]
         self._kv_names = [i.name.removeprefix("past_") for i in past]
         _, heads, _, head_size = past[0].shape
@@ -63,7 +67,7 @@ class OnnxModel:
         last, total = np.array([end - 1], dtype=np.int32), np.array([end], dtype=np.int32)
         logits = np.empty((1, self.config.vocab_size), dtype=np.float32)
         with onnx_session.out_of_memory(f"{len(ids)} more tokens"):
-            x = self._embedding[ids]  # (T, C)
+            x = self._embedding[ids].astype(np.float32)  # (T, C)
             x += self._positions[begin:end]
             binding = self._bind(row, row + 1, x[None], last, total, logits)
             self._session.run_with_iobinding(binding)
@@ -75,7 +79,8 @@ class OnnxModel:
         rows = len(ids)
         lengths = np.array(self._cache.lengths[:rows], dtype=np.int32)
         check_ids(self.config, ids, int(lengths.max()) + 1)
-        np.add(self._embedding[ids], self._positions[lengths], out=self._x[:rows, 0])
+        x = self._x[:rows, 0]
+        np.add(self._embedding[ids], self._positions[lengths], out=x, dtype=np.float32)
         self._last[:rows] = lengths
         self._total[0] = lengths.max() + 1
         if rows not in self._bindings:
@@ -105,6 +110,8 @@ class OnnxModel:
 
     def close(self) -> None:
         del self._bindings, self._session, self._cache, self._embedding, self._positions
+        frames.give_back(self._frame)
+        del self._frame
         return_freed_memory()
 
     def _bind(

@@ -33,9 +33,9 @@ class OnnxGpuModel:
     def __init__(self, artifact: Artifact, provider: Provider = CUDA) -> None:
         self.config = artifact.config
         graph = GPT2Graph(artifact.config, artifact.weights, "fp16")
-        self.weight_bytes = sum(tensor.nbytes for tensor in graph.external.values())
+        self.weight_bytes = sum(part.num_bytes for part in graph.parts)
         weights = {name: to_ort(tensor) for name, tensor in graph.external.items()}
-        self._session = open_session(graph.serialized, provider, weights)
+        self._session = open_session(graph.model.SerializeToString(), provider, weights)
         self._weights = weights if provider.device == "cpu" else {}  # a GPU has its own copy now
         self._device = provider.device
         self._kv_names = list(kv_names(artifact.config, ""))

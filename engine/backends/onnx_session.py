@@ -43,8 +43,9 @@ def session_options() -> Any:
     return options
 
 
-def open_packed(path: Path, profile: Path | None = None) -> Any:
-    """Opens a graph that `pack` wrote; its weights stay mapped from their files.
+def open_packed(path: Path, given: dict[str, Any], profile: Path | None = None) -> Any:
+    """Opens a graph on what `pack` wrote; its weights stay mapped from their files, and those that
+    are `given`, OrtValues which the caller keeps, where they are.
 
     With `profile`, onnxruntime writes each operator's times to a file whose name begins so
     (`end_profiling` returns it).
@@ -53,6 +54,8 @@ def open_packed(path: Path, profile: Path | None = None) -> Any:
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    for name, value in given.items():
+        options.add_initializer(name, value)  # in place; `add_external_initializers` would copy
     with out_of_memory(path.name):
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
@@ -84,7 +87,7 @@ def pack(graph: bytes, tensors: dict[str, Any], path: Path) -> Path:
     options.optimized_model_filepath = str(path)
     for key, value in {
         "optimized_model_external_initializers_file_name": weights.name,
-        "optimized_model_external_initializers_min_size_in_bytes": "1024",
+        "optimized_model_external_initializers_min_size_in_bytes": "1",
         "save_external_prepacked_constant_initializers": "1",
     }.items():
         options.add_session_config_entry(f"session.{key}", value)

@@ -27,7 +27,9 @@ Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,9 @@ from engine.errors import ArtifactError
 from engine.tensor_index import Weights
 
 Array = NDArray[Any]
+Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
+MICROSOFT = "com.microsoft"
 INLINE_BYTES = 128  # smaller tensors are written into the protobuf, as onnxruntime wants it
 HEAD_SIZE_MULTIPLE = 8  # GroupQueryAttention's; others are padded with zeros, see `_pad_heads`
 
@@ -57,21 +61,41 @@ def kv_names(config: GPT2Config, kind: str) -> Iterator[str]:
             yield f"{kind}_{i}_{part}"
 
 
+@dataclass(frozen=True)
+class Part:
+    """Tensors that the protobuf leaves out, to be made together and when they are wanted."""
+
+    shapes: Shapes
+    make: Callable[[], dict[str, Array]]
+    node: Any = None  # the operator whose weights they are, with an input x and an output y
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes.values())
+
+
 class GPT2Graph:
     """Builds the graph: the protobuf, and beside it the weights that it leaves out.
 
-    `serialized` names each tensor of `external` with a place in a file that does not exist; give
-    them to onnxruntime's `SessionOptions.add_external_initializers`.
+    `model` names each tensor of `parts` with a place in a file that does not exist; give them to
+    onnxruntime's `SessionOptions.add_external_initializers`. It depends on the model's shape only,
+    but for tensors below `INLINE_BYTES`.
     """
 
     def __init__(self, config: GPT2Config, weights: Weights, precision: str) -> None:
         self.config, self.weights, self.precision = config, weights, precision
-        self.external: dict[str, Array] = {}
+        self.parts: list[Part] = []
         self._half = precision == "fp16"
-        self._initializers: list[Any] = []
+        self._initializers: dict[str, Any] = {}
         self._nodes: list[Any] = []
         self._last_token = self._tensor("last_token", np.array(-1, dtype=np.int64))
-        self.serialized: bytes = self._build().SerializeToString()
+        self.model = self._build()
+
+    @property
+    def external(self) -> dict[str, Array]:
+        """All tensors of `parts`, made now."""
+        made = {name: array for part in self.parts for name, array in part.make().items()}
+        return {name: made[name] for part in self.parts for name in part.shapes}
 
     def _build(self) -> Any:
         c = self.config
@@ -116,7 +140,7 @@ class GPT2Graph:
                 "GroupQueryAttention",
                 [qkv, "", "", f"past_{i}_k", f"past_{i}_v", "seqlens_k", "total"],
                 [y, f"present_{i}_k", f"present_{i}_v"],
-                domain="com.microsoft",
+                domain=MICROSOFT,
                 num_heads=c.num_heads,
                 kv_num_heads=c.num_heads,
                 scale=c.attention_scale(i),
@@ -128,7 +152,7 @@ class GPT2Graph:
         hidden, out = artifacts.FFN_HIDDEN.format(i), artifacts.FFN_OUT.format(i)
         h = self._dense(x, self.weights[hidden + ".weight"], self.weights[hidden + ".bias"], hidden)
         gelu = "FastGelu" if self.config.activation == "gelu_new" else "Gelu"
-        h = self._op(gelu, [h], domain="com.microsoft")
+        h = self._op(gelu, [h], domain=MICROSOFT)
         return self._dense(h, self.weights[out + ".weight"], self.weights[out + ".bias"], out)
 
     def _norm(self, x: str, name: str) -> str:
@@ -145,53 +169,60 @@ class GPT2Graph:
         bias = "" if b is None else self._tensor(f"{name}.bias", b, dtype)
         if self.precision == "int8":
             block = quantize.block_size(w.shape[1])
-            q, scales = quantize.quantize(w, block)  # (out, in / block, block), (out * in / block,)
-            inputs = [x, self._tensor(f"{name}.q", q), self._tensor(f"{name}.scales", scales)]
+            blocks = -(-w.shape[1] // block)
+            q, scales = f"{name}.q", f"{name}.scales"
+            shapes: Shapes = {
+                q: ((w.shape[0], blocks, block), np.dtype(np.uint8)),
+                scales: ((w.shape[0] * blocks,), np.dtype(np.float32)),
+            }
+            kind, attributes = "MatMulNBits", {"N": w.shape[0], "K": w.shape[1], "bits": 8}
             # accuracy_level 4: the products are of int8 with int8, so x is quantized, too.
-            return self._op(
-                "MatMulNBits",
-                [*inputs, "", "", bias] if bias else inputs,
-                output,
-                domain="com.microsoft",
-                N=w.shape[0],
-                K=w.shape[1],
-                bits=8,
-                block_size=block,
-                accuracy_level=4,
+            attributes |= {"block_size": block, "accuracy_level": 4}
+            self._add(
+                shapes,
+                lambda: dict(zip((q, scales), quantize.quantize(w, block), strict=True)),
+                _alone(kind, [q, scales], attributes),
             )
-        inputs = [x, self._tensor(f"{name}.weight", w, dtype)]
-        product = self._op(
-            "FusedMatMul", inputs, "" if bias else output, domain="com.microsoft", transB=1
-        )
+            inputs = [x, q, scales, *(["", "", bias] if bias else [])]
+            return self._op(kind, inputs, output, domain=MICROSOFT, **attributes)
+        kind, weight = "FusedMatMul", f"{name}.weight"
+        self._tensor(weight, w, dtype, _alone(kind, [weight], {"transB": 1}))
+        product = self._op(kind, [x, weight], "" if bias else output, domain=MICROSOFT, transB=1)
         return self._op("Add", [product, bias], output) if bias else product
 
-    def _tensor(self, name: str, value: Array, dtype: type[np.floating[Any]] = np.float32) -> str:
+    def _tensor(
+        self,
+        name: str,
+        value: Array,
+        dtype: type[np.floating[Any]] = np.float32,
+        node: Any = None,
+    ) -> str:
         """An initializer; floats as `dtype`, of the same name once."""
-        if name in self.external:
-            return name
-        if value.dtype.name == "bfloat16":
-            value = value.astype(np.float32)
-        if value.dtype.kind == "f":
-            try:
-                with np.errstate(over="raise"):
-                    value = value.astype(dtype, copy=False)
-            except FloatingPointError:
-                raise ArtifactError(
-                    f"{name} has values beyond {np.finfo(dtype).max:.0f}, which fp16 cannot hold:"
-                    " use the mxnet backend"
-                ) from None
-        tensor = TensorProto(name=name, dims=value.shape)
-        tensor.data_type = helper.np_dtype_to_tensor_dtype(value.dtype)
-        if value.nbytes < INLINE_BYTES:
-            tensor.raw_data = value.tobytes()
-        else:
-            tensor.data_location = TensorProto.EXTERNAL
-            for key, entry in (("location", "none"), ("offset", 0), ("length", value.nbytes)):
-                tensor.external_data.add(key=key, value=str(entry))
-            # Those mapped from a file may lie at any byte of it.
-            self.external[name] = np.require(value, requirements=["C", "A"])
-        self._initializers.append(tensor)
+        if name not in self._initializers:
+            floats = value.dtype.kind == "f" or value.dtype.name == "bfloat16"
+            found: np.dtype[Any] = np.dtype(dtype) if floats else value.dtype
+            self._add({name: (value.shape, found)}, lambda: {name: _as(value, found, name)}, node)
         return name
+
+    def _add(
+        self,
+        shapes: Shapes,
+        make: Callable[[], dict[str, Array]],
+        node: Any = None,
+    ) -> None:
+        external = {}
+        for name, (shape, dtype) in shapes.items():
+            tensor = TensorProto(name=name, dims=shape)
+            tensor.data_type = helper.np_dtype_to_tensor_dtype(dtype)
+            num_bytes = math.prod(shape) * dtype.itemsize
+            if num_bytes < INLINE_BYTES:
+                tensor.raw_data = make()[name].tobytes()
+            else:
+                place_externally(tensor, location="none", offset=0, length=num_bytes)
+                external[name] = (shape, dtype)
+            self._initializers[name] = tensor
+        if external:
+            self.parts.append(Part(external, make, node))
 
     def _op(self, kind: str, inputs: list[str], output: str = "", **attributes: Any) -> str:
         output = output or f"{kind}_{len(self._nodes)}"
@@ -219,10 +250,49 @@ class GPT2Graph:
                 info("logits", F, ["B", c.vocab_size]),
                 *(info(name, kv_type, kv) for name in kv_names(c, "present")),
             ],
-            self._initializers,
+            list(self._initializers.values()),
         )
-        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+        return _model_of(graph)
+
+
+def place_externally(tensor: Any, **entries: Any) -> None:
+    """Has an initializer's data lie in a file: `location`, `offset`, `length`."""
+    tensor.data_location = TensorProto.EXTERNAL
+    del tensor.external_data[:]
+    for key, entry in entries.items():
+        tensor.external_data.add(key=key, value=str(entry))
+
+
+def only(part: Part, model: Any) -> Any:
+    """A graph of a part's operator alone, with its initializers from `model`."""
+    info = helper.make_tensor_value_info
+    tensors = [t for t in model.graph.initializer if t.name in part.node.input]
+    x, y = (info(name, TensorProto.FLOAT, None) for name in "xy")
+    return _model_of(helper.make_graph([part.node], "part", [x], [y], tensors))
+
+
+def _alone(kind: str, weights: list[str], attributes: dict[str, Any]) -> Any:
+    return helper.make_node(kind, ["x", *weights], ["y"], domain=MICROSOFT, **attributes)
+
+
+def _model_of(graph: Any) -> Any:
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(MICROSOFT, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+
+
+def _as(value: Array, dtype: np.dtype[Any], name: str) -> Array:
+    """In this type, whole, and at an address that has it: in a file it may lie at any byte."""
+    if value.dtype.name == "bfloat16":
+        value = value.astype(np.float32)
+    try:
+        with np.errstate(over="raise"):
+            value = value.astype(dtype, copy=False)
+    except FloatingPointError:
+        raise ArtifactError(
+            f"{name} has values beyond {np.finfo(dtype).max:.0f}, which fp16 cannot hold:"
+            " use the mxnet backend"
+        ) from None
+    return np.require(value, requirements=["C", "A"])
 
 
 def _pad_heads(a: Array, heads: int, config: GPT2Config) -> Array:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from engine.artifacts import Artifact
-from engine.backends import onnx_session
 from engine.backends.onnx_backend import OnnxModel
+from engine.frames import Frame
 from engine.prepared import prepared
 
 STEPS = 40
@@ -31,14 +31,14 @@ def measure(artifact: Artifact, precision: str, rows: int) -> list[Step]:
     """onnxruntime's own times of `STEPS` decode steps of `rows` rows, one dictionary a step."""
     ids = np.random.default_rng(1).integers(5, artifact.config.vocab_size, (rows, PROMPT))
     with tempfile.TemporaryDirectory() as out, prepared(artifact, precision, None) as found:
-        model = OnnxModel(artifact.config, found)
-        model._session = onnx_session.open_packed(found.graph, Path(out) / "profile")
+        frame = Frame(found.frame, Path(out) / "profile")
+        model = OnnxModel(artifact.config, found, frame)
         for row in range(rows):
             model.add_row()
             model.extend(row, ids[row])
         for _ in range(WARM_UP + STEPS):
             model.decode(ids[:, 0])
-        text = Path(model._session.end_profiling()).read_text(encoding="utf-8")
+        text = Path(frame.session.end_profiling()).read_text(encoding="utf-8")
         model.close()
     nodes = [event for event in json.loads(text) if event["cat"] == "Node"]
     runs = rows + WARM_UP + STEPS

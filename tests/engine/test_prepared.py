@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def files(cache: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def entries(cache: Path) -> set[str]:
-    return {name for name in files(cache) if name.endswith(".json") and "source" not in name}
+    return {name for name in files(cache) if re.fullmatch(r"[0-9a-f]+\.json", name)}
 
 
 @pytest.fixture

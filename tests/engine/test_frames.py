@@ -1,0 +1,151 @@
+"""A session on blank weights computes what each model does that is shown in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from engine import frames
+from engine.artifacts import open_artifact
+from engine.backends import onnx_backend, onnx_session
+from engine.backends.onnx_backend import OnnxModel
+from engine.models.gpt2_onnx import GPT2Graph
+from tests.engine.models import make_artifact
+
+IDS = np.arange(2, 19)
+SIZES: tuple[dict[str, Any], ...] = (
+    {},
+    {"vocab": 20_000},  # the head has a file of its own
+    {"units": 60, "heads": 6, "layers": 1},  # heads of 10, a width that no block divides
+    {"units": 16, "heads": 2, "layers": 1},  # vectors that are written into the graph
+    {"dtype": "float16", "activation": "gelu_new"},
+)
+
+
+@pytest.fixture(autouse=True)
+def none_kept() -> Iterator[None]:
+    frames._spare.clear()
+    yield
+    frames._spare.clear()
+
+
+def make(folder: Path, seed: int, **sizes: Any) -> Path:
+    return make_artifact(folder / f"모델{seed}", seed=seed, **sizes)
+
+
+def load(artifact: Path, precision: str) -> OnnxModel:
+    cache = artifact.parent / "준비된"
+    return onnx_backend.load(open_artifact(artifact), precision, cache_dir=cache)
+
+
+def answer(model: OnnxModel) -> Any:
+    model.add_row()
+    logits = model.extend(0, IDS).copy()
+    model.remove_last_row()
+    return logits
+
+
+def in_a_session_of_its_own(artifact: Path, precision: str, model: OnnxModel) -> Any:
+    """The logits of a session that was opened on the model's own weights, packed in memory."""
+    opened = open_artifact(artifact)
+    graph = GPT2Graph(opened.config, opened.weights, precision)
+    options = onnx_session.session_options()
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(v) for v in graph.external.values()]
+    options.add_external_initializers(list(graph.external), values)
+    session = onnxruntime.InferenceSession(graph.model.SerializeToString(), options)
+    x = model._embedding[IDS].astype(np.float32) + model._positions[: len(IDS)]
+    empty = {
+        given.name: np.zeros((1, given.shape[1], 0, given.shape[3]), np.float32)
+        for given in session.get_inputs()
+        if given.name.startswith("past_")
+    }
+    last, total = np.array([len(IDS) - 1], np.int32), np.array([len(IDS)], np.int32)
+    return session.run(["logits"], {"x": x[None], "seqlens_k": last, "total": total, **empty})[0][0]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_models_shown_one_after_the_other_answer_as_in_sessions_of_their_own(
+    tmp_path: Path, precision: str, sizes: dict[str, Any]
+) -> None:
+    artifacts = [make(tmp_path, seed, **sizes) for seed in range(2)]
+    answers = []
+    for artifact in [*artifacts, *artifacts]:
+        model = load(artifact, precision)
+        answers.append(answer(model))
+        own = in_a_session_of_its_own(artifact, precision, model)
+        np.testing.assert_array_equal(answers[-1], own)
+        model.close()
+    assert not np.array_equal(answers[0], answers[1])
+    np.testing.assert_array_equal(answers[:2], answers[2:])
+
+
+def test_the_next_model_of_a_shape_is_shown_in_the_session_of_the_last(tmp_path: Path) -> None:
+    first = load(make(tmp_path, 0), "int8")
+    session = first._session
+    first.close()
+    second = load(make(tmp_path, 1), "int8")
+    assert second._session is session
+    third = load(make(tmp_path, 2), "int8")
+    assert third._session is not session
+    second.close()
+    other = load(make(tmp_path, 3, activation="gelu_new"), "int8")
+    assert other._session is not session
+    third.close()
+    other.close()
+
+
+def test_models_open_at_once_do_not_see_each_other(tmp_path: Path) -> None:
+    models = [load(make(tmp_path, seed), "int8") for seed in range(3)]
+    answers = [answer(model) for model in models]
+    models.pop(1).close()
+    np.testing.assert_array_equal(answer(models[0]), answers[0])
+    np.testing.assert_array_equal(answer(models[1]), answers[2])
+    for model in models:
+        model.close()
+
+
+def mapped(folder: Path) -> list[str]:
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if str(folder) in line]
+
+
+def test_a_closed_model_leaves_no_file_mapped_and_an_open_one_has_one_mapping_a_matrix(
+    tmp_path: Path,
+) -> None:
+    artifact = make(tmp_path, 0, layers=3)
+    load(artifact, "int8").close()  # what was mapped to build is mapped no more
+    before = mapped(tmp_path / "준비된")
+    model = load(artifact, "int8")
+    matrices, others = 3 * 4 + 1, 1 + 2  # the vectors of all layers, and two tables
+    assert len(mapped(tmp_path / "준비된")) - len(before) <= matrices + others
+    model.close()
+    assert mapped(tmp_path / "준비된") == before == []
+
+
+def test_no_more_frames_are_kept_than_may_be(tmp_path: Path) -> None:
+    artifact = make(tmp_path, 0)
+    models = [load(artifact, "int8") for _ in range(frames.SPARE + 2)]
+    for model in models:
+        model.close()
+    [kept] = frames._spare.values()
+    assert len(kept) == frames.SPARE
+
+
+def test_a_piece_of_another_length_is_refused_and_prepared_anew(tmp_path: Path) -> None:
+    artifact = make(tmp_path, 0)
+    model = load(artifact, "int8")
+    expected = answer(model)
+    model.close()
+    [entry] = (p for p in (tmp_path / "준비된").glob("*.json") if p.name.count(".") == 1)
+    text = entry.read_text(encoding="utf-8")
+    length = model.pieces[0][2]
+    entry.write_text(text.replace(f"0, {length}]", f"0, {length + 64}]"), encoding="utf-8")
+    model = load(artifact, "int8")
+    np.testing.assert_array_equal(answer(model), expected)
+    model.close()
