@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.errors import EngineError
-from engine.sampling import TokenLogprobs
 from engine.sequence import Token
 
 
@@ -62,9 +61,7 @@ class Answer:
                 "finish_reason": tokens[-1].finish_reason,
             }
             if tokens[0].logprobs is not None:
-                completion["logprobs"] = [
-                    logprobs_body(t.id, t.logprobs) for t in tokens if t.logprobs is not None
-                ]
+                completion["logprobs"] = [logprobs_body(t) for t in tokens]
             completions.append(completion)
         return {
             "completions": completions,
@@ -73,12 +70,24 @@ class Answer:
         }
 
 
-def logprobs_body(token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
-    return {
-        "token": token,
-        "logprob": round(logprobs.chosen, 6),
-        "top": [{"token": i, "logprob": round(p, 6)} for i, p in logprobs.top],
-    }
+def logprobs_body(token: Token) -> dict[str, Any]:
+    """`{"token", "text", "logprob", "top": [{"token", "text", "logprob"}]}`, with `bytes` where a
+    token is only a part of a character."""
+    assert token.logprobs is not None
+    top = token.logprobs.top
+    pieces = token.pieces if len(token.pieces) == 1 + len(top) else [b""] * (1 + len(top))
+    chosen, *others = (
+        {"token": i, **_piece_body(piece), "logprob": round(logprob, 6)}
+        for (i, logprob), piece in zip(
+            [(token.id, token.logprobs.chosen), *top], pieces, strict=True
+        )
+    )
+    return {**chosen, "top": others}
+
+
+def _piece_body(piece: bytes) -> dict[str, Any]:
+    text = piece.decode("utf-8", "replace")
+    return {"text": text} if text.encode() == piece else {"text": text, "bytes": list(piece)}
 
 
 class WaitingAnswer(Answer):

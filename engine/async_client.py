@@ -75,12 +75,15 @@ class AsyncEngineClient:
     async def generate(
         self,
         name: str,
-        inputs: str | Mapping[str, str],
+        inputs: Any,
         parameters: Mapping[str, Any],
         timeout_s: float = 60.0,
+        kind: str = "inputs",
     ) -> dict[str, Any]:
-        """The whole answer. A caller that is cancelled frees the request's place in the batch."""
-        body = {"inputs": inputs, "parameters": parameters, "timeout_s": timeout_s}
+        """The whole answer. `inputs` are what `engine.server` knows by this name: "inputs",
+        "prompt" or "messages". A caller that is cancelled frees the request's place in the batch.
+        """
+        body = {kind: inputs, "parameters": parameters, "timeout_s": timeout_s}
         url = _url(name, "/generate")
         answer: dict[str, Any] = await self._call("POST", url, body, timeout_s + GRACE_S)
         return answer
@@ -92,16 +95,18 @@ class AsyncEngineClient:
     async def stream(
         self,
         name: str,
-        inputs: str | Mapping[str, str],
+        inputs: Any,
         parameters: Mapping[str, Any],
         timeout_s: float = 60.0,
+        kind: str = "inputs",
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Each token as it is made: `{"index", "token", "text", "logprobs"?, "finish_reason"?}`.
+        """Each token as it is made: `{"index", "token", "text", "logprobs"?, "finish_reason"?}`,
+        a sequence's last one with `prompt_tokens`.
 
-        Leaving the loop frees the request's place in the batch.
+        Leaving the loop frees the request's place in the batch. `kind` as for `generate`.
         """
         assert self._session is not None
-        body = {"inputs": inputs, "parameters": parameters, "timeout_s": timeout_s, "stream": True}
+        body = {kind: inputs, "parameters": parameters, "timeout_s": timeout_s, "stream": True}
         timeout = aiohttp.ClientTimeout(total=timeout_s + GRACE_S)
         try:
             async with self._session.post(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,13 +50,16 @@ class HuggingFaceTokenizer:
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         self._add_tokens(named)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.eos_id = self._named_id(named, "eos_token")
+        tokens = {name: _added_token(named.get(name)) for name in NAMED}
+        self.special_tokens = {n: str(t.content) for n, t in tokens.items() if t is not None}
+        self.eos_id = self.token_id(self.special_tokens.get("eos_token", ""))
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
         self._special = {i for i, token in added.items() if token.special}
         unknown = getattr(self._tokenizer.model, "unk_token", None)
         self._unknown = None if unknown is None else self.token_id(unknown)  # any rare character
         falls_back = '"ByteFallback"' in self._tokenizer.to_str()
+        self._letters = byte_letters() if "ByteLevel" in repr(self._tokenizer.decoder) else {}
         self._byte_ids = {
             i for token, i in vocabulary.items() if falls_back and BYTE_TOKEN.fullmatch(token)
         }
@@ -85,10 +89,6 @@ class HuggingFaceTokenizer:
                 new.append(token)
         self._tokenizer.add_tokens(new)
 
-    def _named_id(self, named: dict[str, Any], name: str) -> int | None:
-        token = _added_token(named.get(name))
-        return None if token is None else self.token_id(token.content)
-
     def token_id(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
@@ -115,6 +115,32 @@ class HuggingFaceTokenizer:
                 raise control_in_text(self._added[found])
             wanted.pop(0)
         return ids
+
+    def check_plain(self, text: str) -> None:
+        special = self._special - {self._unknown}
+        for found in (i for i in self._encode(text, False) if i in special):
+            raise control_in_text(self._added[found])
+
+    def piece(self, token: int) -> bytes:
+        name: str | None = self._tokenizer.id_to_token(token)
+        if name is None:
+            return b""
+        if token in self._added:
+            return name.encode()
+        if token in self._byte_ids:
+            return bytes([int(name[3:-1], 16)])
+        if self._letters:
+            return bytes(self._letters[letter] for letter in name if letter in self._letters)
+        # Behind another: a decoder may cut the space in front of a text's first token.
+        decode, some = self._tokenizer.decode, self._some
+        return decode([*some, token])[len(decode(some)) :].encode("utf-8", "replace")
+
+    @functools.cached_property
+    def _some(self) -> list[int]:
+        """A token of text, twice: a decoder may show the last one otherwise."""
+        odd = {*self._added, *self._byte_ids}
+        plain = (i for i in range(self.vocab_size) if i not in odd)
+        return next(([i, i] for i in plain if self._tokenizer.decode([i]).strip()), [])
 
     def detokenizer(self, prompt: Sequence[int]) -> WindowDetokenizer:
         return WindowDetokenizer(self._tokenizer, prompt, self._byte_ids, self._special)
@@ -171,6 +197,14 @@ class WindowDetokenizer:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+
+def byte_letters() -> dict[str, int]:
+    """How GPT-2 writes bytes in its vocabulary: printable ones of Latin-1 as themselves, the
+    others as the letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def _added_token(value: Any) -> AddedToken | None:

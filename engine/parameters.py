@@ -17,6 +17,8 @@ MAX_STOP_CHARACTERS = 256
 MAX_SEQUENCES = 16
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_BIASES = 1024
+MAX_BIAS = 100
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class Parameters:
     top_p: draw among the likeliest tokens that together reach this probability, 0 < p <= 1
     repetition_penalty: > 0; logits of tokens seen before are divided (positive) or multiplied by
         it (negative), Keskar et al. 2019 (CTRL)
+    frequency_penalty: from -2 to 2; taken from a token's logit as often as it stands in the answer
+    presence_penalty: from -2 to 2; taken from a token's logit once it stands in the answer
+    logit_bias: token ids and what is added to their logits, from -100 to 100
     seed: same seed, same text
     num_return_sequences: answers to one prompt; the i-th is drawn with seed + i
     logprobs: also return this many likeliest tokens per step with their log-probabilities
@@ -44,6 +49,9 @@ class Parameters:
     top_k: int = 0
     top_p: float = 1.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     num_return_sequences: int = 1
     logprobs: int | None = None
@@ -75,6 +83,9 @@ class Parameters:
             "top_k": lambda n, v: integer(n, v, 0, 1_000_000),
             "top_p": lambda n, v: number(n, v, 0, 1),
             "repetition_penalty": lambda n, v: number(n, v, 0, 100),
+            "frequency_penalty": lambda n, v: _between(n, v, -2, 2),
+            "presence_penalty": lambda n, v: _between(n, v, -2, 2),
+            "logit_bias": _biases,
             "seed": lambda n, v: integer(n, v, 0, MAX_SEED),
             "num_return_sequences": lambda n, v: integer(n, v, 1, MAX_SEQUENCES),
             "logprobs": lambda n, v: integer(n, v, 0, MAX_LOGPROBS),
@@ -120,11 +131,36 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _number(name: str, value: Any, above: float, high: float) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be a number, is {_kind(value)}")
+    _check_number(name, value)
     if not above < value <= high or not math.isfinite(value):
         raise InvalidRequest(f"{name} must be above {above} and at most {high}, is {value}")
     return float(value)
+
+
+def _between(name: str, value: Any, low: float, high: float) -> float:
+    _check_number(name, value)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be from {low} to {high}, is {value}")
+    return float(value)
+
+
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be a number, is {_kind(value)}")
+
+
+def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{name} must be an object of token ids, is {_kind(value)}")
+    if len(value) > MAX_BIASES:
+        raise InvalidRequest(f"{name} has {len(value)} tokens, at most {MAX_BIASES} are allowed")
+    for token in value:
+        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+            raise InvalidRequest(f"{name} has the key {token!r:.50}, must have token ids")
+    return tuple(
+        (int(token), _between(f"{name}.{token}", bias, -MAX_BIAS, MAX_BIAS))
+        for token, bias in value.items()
+    )
 
 
 def _boolean(name: str, value: Any) -> bool:

@@ -8,6 +8,7 @@ many, as on a flat distribution, `Ranking` finds a place among them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
@@ -42,6 +43,11 @@ class Sampler:
         self._p = parameters
         self._temperature = max(parameters.temperature, SMALLEST)
         self._penalty = max(parameters.repetition_penalty, SMALLEST)
+        self._counts: Counter[int] | None = None  # of the answer's tokens
+        if parameters.frequency_penalty or parameters.presence_penalty:
+            self._counts = Counter()
+        self._biased = np.array([token for token, _ in parameters.logit_bias], np.int64)
+        self._biases = np.array([bias for _, bias in parameters.logit_bias], np.float32)
         seed = None if parameters.seed is None else parameters.seed + index
         self._random = np.random.Generator(np.random.PCG64(seed)) if parameters.do_sample else None
 
@@ -51,8 +57,21 @@ class Sampler:
         raw = logits
         if p.repetition_penalty != 1.0:
             logits = _penalize(logits, ids, self._penalty)
+        if self._counts or self._biased.size:
+            logits = self._shifted(logits)
         token = int(logits.argmax()) if self._random is None else self._draw(logits)
+        if self._counts is not None:
+            self._counts[token] += 1
         return token, None if p.logprobs is None else _logprobs(raw, token, p.logprobs)
+
+    def _shifted(self, logits: Logits) -> Logits:
+        logits = logits.copy()
+        logits[self._biased] += self._biases
+        if self._counts:
+            tokens = np.fromiter(self._counts.keys(), np.int64)
+            counts = np.fromiter(self._counts.values(), np.float32)
+            logits[tokens] -= self._p.frequency_penalty * counts + self._p.presence_penalty
+        return logits
 
     def _draw(self, logits: Logits) -> int:
         p = self._p

@@ -34,6 +34,12 @@ class Token:
     text: str
     logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None  # "stop" or "length"
+    pieces: list[bytes] = field(default_factory=list)  # of `shown`
+
+    @property
+    def shown(self) -> list[int]:
+        """The ids that are told with their log-probabilities, the chosen one first."""
+        return [] if self.logprobs is None else [self.id, *(i for i, _ in self.logprobs.top)]
 
 
 # How many tokens of an answer that nobody reads while it is made are told at once.

@@ -6,7 +6,9 @@
     DELETE /models/{name}
     POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?,
                                      "request_id"?}; inputs are a text, or an object with the
-                                     fields of the model's template
+                                     fields of the model's template. In their place: "prompt", a
+                                     text or ids that no template is for, or "messages" of a chat,
+                                     `{"role", "content"}`
     DELETE /requests/{request_id}   for one who knows that nobody waits any more
     POST   /room                    {"name", "model_dir", "backend"?, "precision"?}: whether a load
                                     would find room now: `weight_bytes`, or `missing_bytes` and
@@ -57,7 +59,7 @@ from engine.errors import (
 )
 from engine.json_body import read_json
 from engine.parameters import Parameters
-from engine.prompts import Inputs
+from engine.prompts import Chat, Inputs, Raw
 from engine.reading import Reading
 from engine.sequence import Token
 from engine.settings import Settings
@@ -260,8 +262,11 @@ class EngineApp:
                 if isinstance(item, EngineError):
                     yield _line({"error": item.to_body()})
                     return
-                left -= item.finish_reason is not None
-                yield _line(_token_body(item))
+                body = _token_body(item)
+                if item.finish_reason is not None:
+                    left -= 1
+                    body["prompt_tokens"] = len(sequences[0].prompt)
+                yield _line(body)
 
         return _NdjsonStream(lines(), lambda: self._engine.cancel(sequences))
 
@@ -293,7 +298,7 @@ def _line(value: Any) -> str:
 def _token_body(token: Token) -> dict[str, Any]:
     body: dict[str, Any] = {"index": token.index, "token": token.id, "text": token.text}
     if token.logprobs is not None:
-        body["logprobs"] = logprobs_body(token.id, token.logprobs)
+        body["logprobs"] = logprobs_body(token)
     if token.finish_reason is not None:
         body["finish_reason"] = token.finish_reason
     return body
@@ -316,7 +321,11 @@ def _text(body: dict[str, Any], name: str) -> str:
 
 
 def _inputs(body: dict[str, Any]) -> Inputs:
-    """A text, or an object of texts: the fields of the model's template."""
+    """What is to be continued. Raises `InvalidRequest`."""
+    if "prompt" in body:
+        return _raw(body["prompt"])
+    if "messages" in body:
+        return _chat(body["messages"])
     fields = body.get("inputs")
     if not isinstance(fields, dict):
         return _text(body, "inputs")
@@ -324,6 +333,28 @@ def _inputs(body: dict[str, Any]) -> Inputs:
         if not isinstance(value, str) or "\0" in value:
             raise InvalidRequest(f"inputs.{name} must be text without NUL")
     return fields
+
+
+def _raw(prompt: Any) -> Raw:
+    """A text, or its ids."""
+    if isinstance(prompt, list) and all(type(i) is int and i >= 0 for i in prompt):
+        return Raw(prompt)
+    if not isinstance(prompt, str) or "\0" in prompt:
+        raise InvalidRequest("prompt must be text without NUL, or a list of token ids")
+    return Raw(prompt)
+
+
+def _chat(messages: Any) -> Chat:
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest("messages must be a list that is not empty")
+    for i, message in enumerate(messages):
+        if not (
+            isinstance(message, dict)
+            and {"role", "content"} <= set(message)
+            and all(isinstance(v, str) and "\0" not in v for v in message.values())
+        ):
+            raise InvalidRequest(f"messages.{i} must have a role and content, texts without NUL")
+    return Chat(messages)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -13,7 +13,7 @@ from engine.config import GPT2Config
 from engine.errors import ArtifactError, EngineError, InvalidRequest
 from engine.generation import Generation
 from engine.memory import return_freed_memory
-from engine.prompts import Inputs, Prompts
+from engine.prompts import Prompts
 
 # What a tokenizer that is fit for use can cut into tokens, and make text of again.
 TRIALS = ("가", "나는 오늘", "Hello, 1!", "뷁\n漢🙂")
@@ -74,6 +74,8 @@ class TextChild:
         methods: dict[str, Callable[..., Any]] = {
             "about": self.about,
             "encode": self.encode,
+            "encode_raw": self.encode_raw,
+            "encode_chat": self.encode_chat,
             "write": self.write,
         }
         return methods[method](*arguments)
@@ -81,18 +83,25 @@ class TextChild:
     def about(self) -> dict[str, Any]:
         return {"stop_ids": sorted(self._prompts.stop_ids)}
 
-    def encode(self, inputs: Inputs) -> list[int]:
+    def encode(self, inputs: str | dict[str, str]) -> list[int]:
         """The ids of a prompt. Raises `InvalidRequest`, `PromptTooLong`."""
         return self._cutting(lambda: self._prompts.encode(inputs))
+
+    def encode_raw(self, prompt: str | list[int]) -> list[int]:
+        return self._cutting(lambda: self._prompts.encode_raw(prompt))
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self._cutting(lambda: self._prompts.encode_chat(messages))
 
     def write(
         self,
         begun: list[tuple[int, list[int], list[str]]],
         left: list[int],
-        tokens: list[tuple[int, int, str | None]],
-    ) -> list[tuple[str, bool] | str | None]:
-        """Of each of `tokens` (the answer's key, an id, how it ends) its text and whether a stop
-        string ends the answer; an error's message; None behind an end.
+        tokens: list[tuple[int, int, str | None, list[int]]],
+    ) -> list[tuple[str, bool, list[str]] | str | None]:
+        """Of each of `tokens` (the answer's key, an id, how it ends, more ids) its text, whether a
+        stop string ends the answer, and the pieces of those ids, bytes as Latin-1; an error's
+        message; None behind an end.
 
         begun: the keys of new answers, their prompts and stop strings
         left: keys of answers that nobody waits for
@@ -100,12 +109,12 @@ class TextChild:
         for key in left:
             self._rows.pop(key, None)
         new = {key: (prompt, stops) for key, prompt, stops in begun}
-        found: list[tuple[str, bool] | str | None] = []
-        for key, token, end in tokens:
+        found: list[tuple[str, bool, list[str]] | str | None] = []
+        for key, token, end, shown in tokens:
             try:
                 if key in new:
                     self._begin(key, *new.pop(key))
-                found.append(self._write(key, token, end))
+                found.append(self._write(key, token, end, shown))
             except EngineError as error:
                 self._rows.pop(key, None)
                 found.append(error.message)
@@ -115,11 +124,14 @@ class TextChild:
         detokenizer = self._writing(lambda: self._prompts.detokenizer(prompt))
         self._rows[key] = AnswerText(detokenizer, tuple(stops), self._prompts.strip)
 
-    def _write(self, key: int, token: int, end: str | None) -> tuple[str, bool] | None:
+    def _write(
+        self, key: int, token: int, end: str | None, shown: list[int]
+    ) -> tuple[str, bool, list[str]] | None:
         row = self._rows.get(key)
         if row is None:
             return None
         text, stopped = self._writing(lambda: row.write(token, end))
         if stopped or end is not None:
             del self._rows[key]
-        return text, stopped
+        piece = self._prompts.tokenizer.piece
+        return text, stopped, self._writing(lambda: [piece(i).decode("latin-1") for i in shown])

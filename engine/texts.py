@@ -20,9 +20,15 @@ from typing import Any, TypeVar
 
 from engine import text_child
 from engine.artifacts import Artifact
-from engine.errors import ArtifactError, DeadlineExceeded, EngineError, Overloaded
+from engine.errors import (
+    ArtifactError,
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+)
 from engine.parameters import Parameters
-from engine.prompts import Inputs
+from engine.prompts import Chat, Inputs, Raw
 from engine.sandbox import Limits, Sandbox
 from engine.sequence import Sequence, Token
 from engine.statistics import Statistics
@@ -49,6 +55,7 @@ class Texts:
         self.file = artifact.tokenizer_file.name
         self._arguments = (str(artifact.tokenizer_file), asdict(artifact.config), generation)
         self._defaults = artifact.generation.parameters
+        self._vocab_size = artifact.config.vocab_size
         self._statistics, self._most_waiting = statistics, most_waiting
         self._child = self._start()
         try:
@@ -85,7 +92,14 @@ class Texts:
 
     def parameters(self, given: Any) -> Parameters:
         """A request's, and the model's own where it gives none. Raises `InvalidRequest`."""
-        return Parameters.parse(given, self._defaults)
+        parameters = Parameters.parse(given, self._defaults)
+        for token, _ in parameters.logit_bias:
+            if token >= self._vocab_size:
+                raise InvalidRequest(
+                    f"parameters.logit_bias has the token {token}, but the model's vocabulary ends"
+                    f" at {self._vocab_size - 1}"
+                )
+        return parameters
 
     def soon(self, task: Callable[[], Result]) -> Future[Result]:
         """Runs `task` on the text thread. Raises `Overloaded` where too many wait for that."""
@@ -116,7 +130,12 @@ class Texts:
 
         Raises `InvalidRequest`, `PromptTooLong`, and what `_call` does.
         """
-        ids = self._call(ENCODE_S, "encode", inputs)
+        if isinstance(inputs, Raw):
+            ids = self._call(ENCODE_S, "encode_raw", inputs.prompt)
+        elif isinstance(inputs, Chat):
+            ids = self._call(ENCODE_S, "encode_chat", inputs.messages)
+        else:
+            ids = self._call(ENCODE_S, "encode", inputs)
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             raise self._give_up("it gave no ids")
         return ids
@@ -172,7 +191,8 @@ class Texts:
                 self._rows[sequence] = key = next(self._keys)
                 begun.append((key, sequence.prompt, sequence.parameters.stop))
         tokens = [
-            (self._rows[sequence], token.id, token.finish_reason) for sequence, token in taken
+            (self._rows[sequence], token.id, token.finish_reason, token.shown)
+            for sequence, token in taken
         ]
         if not tokens and not left:
             return
@@ -190,7 +210,11 @@ class Texts:
 
     def _told(self, sequence: Sequence, token: Token, found: Any) -> None:
         message = found if isinstance(found, str) else f"{self.file} gave no text"
-        if isinstance(found, list) and len(found) == 2 and isinstance(found[0], str):
+        if isinstance(found, list) and len(found) == 3 and isinstance(found[0], str):
+            try:
+                token.pieces = [str(piece).encode("latin-1") for piece in found[2]]
+            except (TypeError, ValueError):
+                token.pieces = []
             token.text = found[0].encode("utf-8", "replace").decode()
             sequence.characters += len(token.text)
             message = f"{self.file} makes more text of an answer than any has"

@@ -6,7 +6,7 @@ import codecs
 import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +32,10 @@ class Tokenizer(Protocol):
     vocab_size: int  # without what was added beside the model's own vocabulary
     eos_id: int | None
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """By transformers' name of what they are for, such as `eos_token`."""
+
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with what the tokenizer puts in front. Raises `InvalidRequest`."""
 
@@ -39,7 +43,14 @@ class Tokenizer(Protocol):
         """The ids of a filled template, of nothing else. Control tokens are such only in the
         template's own text. Raises `InvalidRequest` where a field holds one."""
 
+    def check_plain(self, text: str) -> None:
+        """Raises `InvalidRequest` for a text with a control token in it."""
+
     def token_id(self, token: str) -> int | None: ...
+
+    def piece(self, token: int) -> bytes:
+        """A token alone as it stands in a text, perhaps a part of a character; a control token by
+        its name."""
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
         """For the ids that follow `prompt`."""
@@ -73,6 +84,10 @@ class SentencePieceTokenizer:
         self._bytes = {i: int(self._pieces[i][3:-1], 16) for i in byte_ids}
         self.bos_id = self.token_id("<s>")
         self.eos_id = self.token_id("</s>")
+        names = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
+        self.special_tokens = {
+            f"{part}_token": name for part, name in names.items() if self.token_id(name) is not None
+        }
 
     def token_id(self, token: str) -> int | None:
         found: int = self._model.piece_to_id(token)
@@ -117,6 +132,13 @@ class SentencePieceTokenizer:
         cut()
         return ids
 
+    def check_plain(self, text: str) -> None:
+        check_unicode(text)
+        _, pattern = self._controls
+        found = pattern and pattern.search(text)
+        if found:
+            raise control_in_text(found[0])
+
     @functools.cached_property
     def _controls(self) -> tuple[set[int], re.Pattern[str] | None]:
         """The ids that are no text, control pieces and user-defined symbols, and what finds them.
@@ -132,6 +154,13 @@ class SentencePieceTokenizer:
         ids = self._silent | {i for i, p in enumerate(model.pieces) if p.type == symbol}
         names = sorted((self._pieces[i] for i in ids), key=len, reverse=True)
         return ids, re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
+
+    def piece(self, token: int) -> bytes:
+        if token in self._bytes:
+            return bytes([self._bytes[token]])
+        if token >= len(self._pieces):
+            return b""
+        return self._pieces[token].replace(SPACE, " ").encode()
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> PieceDetokenizer:
         return PieceDetokenizer(self._pieces, self._bytes, self._silent)

@@ -152,6 +152,7 @@ async def _encoded(
         made = texts.setdefault(index, [full] if full else [])
         made.append(item["text"])
         reason = item.pop("finish_reason", None)
+        item.pop("prompt_tokens", None)
         sent = encode(item)
         if reason is not None:
             tokens = len(made) - bool(full)

@@ -198,3 +198,32 @@ def test_the_added_tokens_of_a_file_may_be_few(tmp_path: Path) -> None:
     write_json(path, said)
     tokenizer = HuggingFaceTokenizer(path)
     assert tokenizer.encode_parts([Part("가"), Part("<usr>", True)])
+
+
+def test_the_pieces_of_a_text_are_its_bytes(tokenizer: HuggingFaceTokenizer) -> None:
+    text = "오늘은 날씨가 좋다 🙂"
+    pieces = [tokenizer.piece(i) for i in tokenizer.encode(text)]
+    assert b"".join(pieces).decode().strip() == text
+    assert tokenizer.piece(SPECIAL.index("</s>")) == b"</s>"
+    assert tokenizer.piece(10_000) == b""
+    if tokenizer._letters or tokenizer._byte_ids:
+        assert "🙂".encode()[-1:] in pieces
+
+
+def test_a_text_with_a_special_token_is_told_from_a_plain_one(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    for text in (*SENTENCES, "뷁 < s >", "a <unused0> b"):
+        tokenizer.check_plain(text)
+    with pytest.raises(InvalidRequest, match="<sys>, which this model's template keeps for itself"):
+        tokenizer.check_plain("안녕<sys>")
+
+
+def test_the_special_tokens_of_a_template_are_those_of_its_files(tmp_path: Path) -> None:
+    path = saved(
+        tmp_path / "t",
+        tokenizer_config={"bos_token": {"content": "<s>"}, "eos_token": "</s>", "unk_token": None},
+        special_tokens_map={"pad_token": "<pad>"},
+    )
+    expected = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    assert HuggingFaceTokenizer(path).special_tokens == expected

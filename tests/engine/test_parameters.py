@@ -31,12 +31,17 @@ def test_every_field_can_be_given() -> None:
         "top_k": 10,
         "top_p": 0.9,
         "repetition_penalty": 1.2,
+        "frequency_penalty": -2,
+        "presence_penalty": 0.5,
+        "logit_bias": {"3": -100, "17": 2.5},
         "seed": 7,
         "num_return_sequences": 2,
         "logprobs": 3,
         "return_full_text": True,
     }
-    assert Parameters.parse(given) == Parameters(**{**given, "stop": ("끝", "\n")})
+    pairs = ((3, -100.0), (17, 2.5))
+    expected = Parameters(**{**given, "stop": ("끝", "\n"), "logit_bias": pairs})
+    assert Parameters.parse(given) == expected
     assert set(given) == {f.name for f in fields(Parameters)}
 
 
@@ -99,6 +104,11 @@ def test_stop_takes_texts_only(value: Any) -> None:
         *((field, value) for field in NUMBERS for value in (0, 0.0, -0.5, 1e9, 10**400)),
         *((field, float(value)) for field in NUMBERS for value in ("nan", "inf", "-inf")),
         ("top_p", 1.0001),
+        *((f"{kind}_penalty", v) for kind in ("frequency", "presence") for v in (-2.1, 2.1)),
+        ("frequency_penalty", float("nan")),
+        ("logit_bias", {str(i): 0 for i in range(1025)}),
+        ("logit_bias", {"가": 1}),
+        ("logit_bias", {"-1": 1}),
         ("stop", ""),
         ("stop", ["a", ""]),
         ("stop", "a" * 257),
@@ -109,10 +119,21 @@ def test_a_value_out_of_range_is_refused(field: str, value: Any) -> None:
     assert f"parameters.{field} " in refused({field: value})
 
 
+@pytest.mark.parametrize("value", [101, -100.5, "1", None, True, float("nan")])
+def test_a_bias_is_a_number_from_minus_to_plus_100(value: Any) -> None:
+    assert "parameters.logit_bias.7 must be" in refused({"logit_bias": {"7": value}})
+
+
+def test_biases_are_an_object() -> None:
+    assert "parameters.logit_bias must be an object" in refused({"logit_bias": [[7, 1]]})
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("max_new_tokens", 1),
+        ("presence_penalty", -2),
+        ("frequency_penalty", 2),
         ("top_k", 0),
         ("top_p", 1),
         ("temperature", 100),

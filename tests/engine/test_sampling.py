@@ -236,6 +236,36 @@ def test_a_penalty_works_with_sampling_of_every_kind() -> None:
         assert {sampler.choose(logits, [0])[0] for _ in range(50)} == {1}
 
 
+def test_penalties_count_what_stands_in_the_answer_and_not_in_the_prompt() -> None:
+    rng = np.random.default_rng(6)
+    parameters = Parameters(frequency_penalty=0.7, presence_penalty=-0.4)
+    sampler, answer = Sampler(parameters), np.zeros(8)
+    for _ in range(60):
+        logits = rng.standard_normal(8).astype(np.float32)
+        expected = logits - 0.7 * answer + 0.4 * (answer > 0)
+        before = logits.copy()
+        token, _ = sampler.choose(logits, [0, 0, 0, 1])
+        assert token == int(expected.argmax())
+        np.testing.assert_array_equal(logits, before)
+        answer[token] += 1
+    assert answer.max() > 1
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 1}])
+def test_biases_forbid_and_force_tokens_and_leave_logprobs_as_they_are(
+    options: dict[str, Any],
+) -> None:
+    logits = np.array([3, 2, 1, 0], dtype=np.float32)
+    forced = Sampler(Parameters(logit_bias=((2, 100.0),), logprobs=4, **options))
+    token, found = forced.choose(logits, [])
+    assert token == 2
+    assert found is not None
+    assert found.top[0][0] == 0
+    assert found.chosen == pytest.approx(np.log(softmax(logits))[2], abs=1e-4)
+    without = Sampler(Parameters(logit_bias=((0, -100.0), (1, -100.0)), **options))
+    assert {without.choose(logits, [])[0] for _ in range(50)} <= {2, 3}
+
+
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_logprobs_are_those_of_log_softmax(scale: float) -> None:
     for seed in range(5):

@@ -144,6 +144,20 @@ def test_a_stream_is_one_token_a_line_and_gives_the_same_text(
         assert reasons == [completion["finish_reason"]]
 
 
+def test_a_text_and_its_ids_are_continued_alike(engine: EngineProcess, url: str) -> None:
+    parameters = {"max_new_tokens": 6, "logprobs": 0}
+    _, whole = engine.call("POST", f"{url}/generate", {"prompt": PROMPT, "parameters": parameters})
+    ids = [step["token"] for step in whole["completions"][0]["logprobs"]]
+    texts = [step["text"] for step in whole["completions"][0]["logprobs"]]
+    assert "".join(texts) == whole["completions"][0]["text"]
+
+    body = {"prompt": ids, "parameters": {"max_new_tokens": 3}, "stream": True}
+    *_, last = [json.loads(line) for line in engine.open("POST", f"{url}/generate", body)]
+    assert last["prompt_tokens"] == len(ids)
+    body = {"prompt": ids, "parameters": {"max_new_tokens": 3}}
+    assert engine.call("POST", f"{url}/generate", body)[1]["prompt_tokens"] == len(ids)
+
+
 def test_a_stream_comes_while_it_is_made(engine: EngineProcess, url: str) -> None:
     response = engine.open("POST", f"{url}/generate", {**LONG, "stream": True})
     lines = [json.loads(response.readline()) for _ in range(5)]
@@ -230,6 +244,15 @@ def test_a_wrong_request_gets_an_error_that_says_what_is_wrong(
         ({"parameters": {"temperature": 0}}, "parameters.temperature"),
         ({"inputs": ""}, "inputs"),
         ({"inputs": "가\ud83d"}, "surrogate"),
+        ({"prompt": []}, "prompt holds nothing"),
+        ({"prompt": ["가"]}, "prompt must be"),
+        ({"prompt": [1, True]}, "prompt must be"),
+        ({"prompt": [-1]}, "prompt must be"),
+        ({"prompt": [10_000_000]}, "the model's vocabulary ends at"),
+        ({"parameters": {"logit_bias": {"10000000": 1}}}, "the model's vocabulary ends at"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": "안녕"}]}, "add chat_template.jinja"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"timeout_s": "1"}, "timeout_s"),
         ({"timeout_s": float("nan")}, "timeout_s"),

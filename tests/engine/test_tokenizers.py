@@ -183,3 +183,24 @@ def test_a_folder_with_the_name_of_a_tokenizer_is_refused(tmp_path: Path) -> Non
     path.mkdir()
     with pytest.raises(ArtifactError, match=r"folder\.spiece"):
         SentencePieceTokenizer(path)
+
+
+def test_the_pieces_of_a_text_are_its_bytes(
+    tokenizer: SentencePieceTokenizer, with_bytes: SentencePieceTokenizer
+) -> None:
+    assert b"".join(map(tokenizer.piece, tokenizer.encode("오늘은 날씨가"))) == (
+        "<s> 오늘은 날씨가".encode()
+    )
+    pieces = list(map(with_bytes.piece, with_bytes.encode("뷁 🙂")))
+    assert b"".join(pieces) == "<s> 뷁 🙂".encode()
+    assert "🙂".encode()[:1] in pieces
+    assert tokenizer.piece(10_000) == b""
+
+
+def test_a_text_with_a_control_token_is_told_from_a_plain_one(
+    tokenizer: SentencePieceTokenizer,
+) -> None:
+    tokenizer.check_plain("오늘은 <날씨가> 좋다 s>")
+    for text in ("</s>", "안녕<usr>하세요"):
+        with pytest.raises(InvalidRequest, match="which this model's template keeps for itself"):
+            tokenizer.check_plain(text)

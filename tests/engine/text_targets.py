@@ -21,8 +21,8 @@ def attempts() -> Callable[[str], str]:
         try:
             child = text_child.serve(path, asdict(CONFIG), Generation().to_json())
             ids: Any = child("encode", "오늘은 날씨가 <s> 🙂")
-            tokens = [(0, token, None) for token in [*ids, 0, 699]]
-            found = child("write", [(0, ids, ["끝"])], [], [*tokens, (0, 1, "length")])
+            tokens = [(0, token, None, [token, 5]) for token in [*ids, 0, 699]]
+            found = child("write", [(0, ids, ["끝"])], [], [*tokens, (0, 1, "length", [])])
         except EngineError as error:
             error.message.encode("utf-8")
             return error.type
