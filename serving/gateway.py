@@ -39,6 +39,7 @@ from serving.api.common import Gateway, error_response
 from serving.api.inference import Inference
 from serving.api.management import Management
 from serving.api.metrics import CONTENT_TYPE, Metrics
+from serving.api.openai.routes import OpenAI
 from serving.api.v2 import V2
 from serving.errors import (
     HeadersTooLarge,
@@ -85,7 +86,13 @@ class App:
         ]
         both = [*health, *documents]
         self._inference = self._app(
-            [*both, *Inference(gateway).routes(), *V2(gateway).routes(), *management]
+            [
+                *both,
+                *Inference(gateway).routes(),
+                *OpenAI(gateway).routes(),
+                *V2(gateway).routes(),
+                *management,
+            ]
         )
         self._management = self._app([*both, *management])
 

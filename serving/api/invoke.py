@@ -73,12 +73,12 @@ async def invoke(
     gateway.check_ready()
     request.state.model = name
     async with AsyncExitStack() as resources:
-        counted = resources.enter_context(_Counted(gateway))
+        counted = resources.enter_context(Counted(gateway))
         headers = {**forwarded_headers(request), **(headers or {})}
         query = _query(request)
         body = await read_body(gateway, request)
         used = await resources.enter_async_context(AsyncExitStack())
-        async with _until(request, gateway.settings.request_timeout_s) as scope:
+        async with until(request, gateway.settings.request_timeout_s) as scope:
             model = await used.enter_async_context(gateway.use(name))
             counted.model = name
             check(model)
@@ -103,15 +103,15 @@ async def describe(
     """What a model's worker told of it (`GET /v2/models/{name}`), loading it as `invoke` does."""
     gateway.check_ready()
     request.state.model = name
-    with _Counted(gateway) as counted:
-        async with _until(request, gateway.settings.request_timeout_s), gateway.use(name) as model:
+    with Counted(gateway) as counted:
+        async with until(request, gateway.settings.request_timeout_s), gateway.use(name) as model:
             counted.model = name
             check(model)
             return model.metadata
 
 
 @contextlib.asynccontextmanager
-async def _until(request: Request, timeout_s: float) -> AsyncIterator[CancelScope]:
+async def until(request: Request, timeout_s: float) -> AsyncIterator[CancelScope]:
     """Ends what is inside at its deadline (`Timeout`), or when the client goes away."""
     gone = False
 
@@ -163,7 +163,7 @@ async def _call_off(gateway: Gateway, id: str) -> None:
         await gateway.engine.cancel(id)
 
 
-class _Counted:
+class Counted:
     """A request that is being answered, until it is."""
 
     def __init__(self, gateway: Gateway) -> None:
@@ -172,7 +172,7 @@ class _Counted:
         self.model = ""  # a name that is no model is no label
         self.status = 200
 
-    def __enter__(self) -> _Counted:
+    def __enter__(self) -> Counted:
         self._gateway.requests += 1
         return self
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio import CancelScope
 from starlette.responses import StreamingResponse
@@ -35,6 +35,7 @@ LOOK_AGAIN_S = 0.2
 # How much later than its end a stream has to be read.
 UNREAD_S = 5.0
 
+T = TypeVar("T")
 Item = dict[str, Any]
 
 
@@ -87,42 +88,55 @@ async def open_stream(
 ) -> TokenStream:
     """Waits for the first token, so that what goes wrong before it has a status of its own."""
     kind = _kind(accept)
-    restored = min(end, time.monotonic() + RESTORE_S)
-    while True:
-        try:
-            items, first = await _begin(gateway, model, request, end - time.monotonic(), resources)
-            break
-        except (EngineUnavailable, ModelNotFound):  # the engine is being started again
-            if time.monotonic() > restored:
-                raise
-            await asyncio.sleep(LOOK_AGAIN_S)
-            await _have_it_loaded(gateway, model, request)
+    inputs, parameters = request.inputs, request.parameters
+    items, first = await begin(gateway, model, inputs, parameters, end, resources)
     encode = _event if kind == EVENTS else _line
     late = encode({"error": DeadlineExceeded("the answer was not ready in time").to_body()})
     pieces = _encoded(request, first, items, encode)
     return TokenStream(pieces, kind, end, late, resources.pop_all())
 
 
-async def _have_it_loaded(gateway: Gateway, model: Model, request: GenerateRequest) -> None:
+async def begin(
+    gateway: Gateway,
+    model: Model,
+    inputs: Any,
+    parameters: Mapping[str, Any],
+    end: float,
+    resources: AsyncExitStack,
+    kind: str = "inputs",
+) -> tuple[AsyncIterator[Item], Item]:
+    """The first token, and those behind it; `kind` as in `engine.async_client`."""
+
+    async def stream() -> tuple[AsyncIterator[Item], Item]:
+        left_s = max(end - time.monotonic(), 0.001)
+        items = gateway.engine.stream(model.engine_name, inputs, parameters, left_s, kind)
+        await resources.enter_async_context(aclosing(items))
+        return items, await anext(items)
+
+    return await while_restored(gateway, model, end, stream)
+
+
+async def while_restored(
+    gateway: Gateway, model: Model, end: float, ask: Callable[[], Awaitable[T]]
+) -> T:
+    """What `ask` returns, asked again where the engine is being started again."""
+    restored = min(end, time.monotonic() + RESTORE_S)
+    while True:
+        try:
+            return await ask()
+        except (EngineUnavailable, ModelNotFound):
+            if time.monotonic() > restored:
+                raise
+            await asyncio.sleep(LOOK_AGAIN_S)
+            await _have_it_loaded(gateway, model)
+
+
+async def _have_it_loaded(gateway: Gateway, model: Model) -> None:
     """A call through its worker has the worker load the model again, if the engine has lost it."""
-    body = {"inputs": request.inputs, "parameters": {"max_new_tokens": 1}}
+    body = {"inputs": "가", "parameters": {"max_new_tokens": 1}}
     headers = {"content-type": "application/json", TIMEOUT_HEADER: f"{RESTORE_S:g}"}
     with suppress(ServingError):
         await gateway.mms.invoke(model.id, json.dumps(body).encode(), headers, RESTORE_S)
-
-
-async def _begin(
-    gateway: Gateway,
-    model: Model,
-    request: GenerateRequest,
-    timeout_s: float,
-    resources: AsyncExitStack,
-) -> tuple[AsyncIterator[Item], Item]:
-    items = gateway.engine.stream(
-        model.engine_name, request.inputs, request.parameters, max(timeout_s, 0.001)
-    )
-    await resources.enter_async_context(aclosing(items))
-    return items, await anext(items)
 
 
 def _kind(accept: str) -> str:

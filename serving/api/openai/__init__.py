@@ -1,0 +1,5 @@
+"""OpenAI's API over the models of the engine: `/v1/models`, `/v1/completions`,
+`/v1/chat/completions`.
+
+https://platform.openai.com/docs/api-reference
+"""

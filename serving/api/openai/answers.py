@@ -1,0 +1,184 @@
+"""Answers in OpenAI's words: whole ones, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import codecs
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import orjson
+
+from serving.api.openai.asked import Asked, Kind
+
+Item = Mapping[str, Any]  # a token of the engine's
+
+DONE = b"data: [DONE]\n\n"
+# Of each kind the beginning of an id, the name of a whole answer, and that of a chunk.
+NAMES = {
+    Kind.COMPLETION: ("cmpl-", "text_completion", "text_completion"),
+    Kind.CHAT: ("chatcmpl-", "chat.completion", "chat.completion.chunk"),
+}
+
+
+class Usage:
+    """Tokens, counted."""
+
+    def __init__(self) -> None:
+        self.prompt = self.completion = 0
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": 0},  # each prompt is computed anew
+        }
+
+
+class Answer:
+    """What goes around the choices of one answer."""
+
+    def __init__(self, asked: Asked, model: str) -> None:
+        self._asked = asked
+        prefix, self._whole, self._chunk = NAMES[asked.kind]
+        self._head = {"id": prefix + secrets.token_hex(12), "created": int(time.time())}
+        self._head |= {"model": model}
+        self.usage = Usage()
+
+    # A whole one
+
+    def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
+        """`results` are the engine's answers to the prompts."""
+        choices: list[dict[str, Any]] = []
+        for prompt, result in zip(self._asked.prompts, results, strict=True):
+            completions = result["completions"]
+            self.usage.prompt += result["prompt_tokens"]
+            self.usage.completion += sum(completion["tokens"] for completion in completions)
+            for completion in self._best(completions):
+                choices.append(self._choice(len(choices), prompt, completion))
+        head = {**self._head, "object": self._whole}
+        return orjson.dumps({**head, "choices": choices, "usage": self.usage.body()})
+
+    def _best(self, completions: list[Any]) -> list[Any]:
+        """As many as were asked for, those whose tokens were the likeliest in the mean."""
+        if self._asked.n == len(completions):
+            return completions
+
+        def mean(completion: Mapping[str, Any]) -> float:
+            return fmean(step["logprob"] for step in completion["logprobs"])
+
+        return sorted(completions, key=mean, reverse=True)[: self._asked.n]
+
+    def _choice(self, index: int, prompt: Any, completion: Mapping[str, Any]) -> dict[str, Any]:
+        text, steps = completion["text"], completion.get("logprobs")
+        logprobs = None
+        if self._asked.logprobs:
+            logprobs = self._logprobs(steps or [], Offsets())
+        ending = {"logprobs": logprobs, "finish_reason": completion["finish_reason"]}
+        if self._asked.kind is Kind.CHAT:
+            message = {"role": "assistant", "content": text, "refusal": None}
+            return {"index": index, "message": message, **ending}
+        return {"index": index, "text": prompt + text if self._asked.echo else text, **ending}
+
+    def _logprobs(self, steps: Sequence[Mapping[str, Any]], offsets: Offsets) -> dict[str, Any]:
+        if self._asked.kind is Kind.CHAT:
+            return {"content": [_chat_logprobs(step) for step in steps], "refusal": None}
+        return {
+            "tokens": [_name(step) for step in steps],
+            "token_logprobs": [step["logprob"] for step in steps],
+            "top_logprobs": [{_name(top): top["logprob"] for top in s["top"]} for s in steps],
+            "text_offset": [offsets.next(step) for step in steps],
+        }
+
+    # A stream
+
+    def chunk(self, choices: Sequence[Mapping[str, Any]], usage: Any = None) -> bytes:
+        body = {**self._head, "object": self._chunk, "choices": choices}
+        if self._asked.include_usage:
+            body["usage"] = usage
+        return b"data: " + orjson.dumps(body) + b"\n\n"
+
+    def end(self) -> bytes:
+        """Behind the last choice."""
+        usage = self.chunk([], self.usage.body()) if self._asked.include_usage else b""
+        return usage + DONE
+
+
+class Choices:
+    """The choices of a stream that continue one prompt; the first of them has `first` as index."""
+
+    def __init__(self, answer: Answer, asked: Asked, prompt: Any, first: int) -> None:
+        self._answer, self._asked, self._prompt, self._first = answer, asked, prompt, first
+        self._offsets: dict[int, Offsets] = defaultdict(Offsets)
+
+    def begin(self) -> bytes:
+        """What comes before the first token: who speaks, the prompt's echo."""
+        if self._asked.kind is Kind.CHAT:
+            begun: dict[str, Any] = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+        elif self._asked.echo:
+            begun = {"text": self._prompt}
+        else:
+            return b""
+        begun |= {"logprobs": None, "finish_reason": None}
+        return b"".join(
+            self._answer.chunk([{"index": self._first + i, **begun}]) for i in range(self._asked.n)
+        )
+
+    def write(self, item: Item) -> bytes:
+        """A token, and the end of its choice if it is the last. Half a character waits."""
+        reason, usage = item.get("finish_reason"), self._answer.usage
+        usage.completion += 1
+        if reason is not None and item["index"] == 0:
+            usage.prompt += item["prompt_tokens"]
+        choice: dict[str, Any] = {"index": self._first + item["index"], "logprobs": None}
+        if self._asked.logprobs:
+            offsets = self._offsets[item["index"]]
+            choice["logprobs"] = self._answer._logprobs([item["logprobs"]], offsets)
+        elif not item["text"] and reason is None:
+            return b""
+        if self._asked.kind is Kind.COMPLETION:
+            return self._answer.chunk([{**choice, "text": item["text"], "finish_reason": reason}])
+        sent = b""
+        if item["text"] or self._asked.logprobs:
+            delta = {"content": item["text"]}
+            sent = self._answer.chunk([{**choice, "delta": delta, "finish_reason": None}])
+        if reason is not None:
+            last = {**choice, "logprobs": None, "delta": {}, "finish_reason": reason}
+            sent += self._answer.chunk([last])
+        return sent
+
+
+class Offsets:
+    """Where in an answer's text each of its tokens begins, in characters."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at = 0
+
+    def next(self, token: Mapping[str, Any]) -> int:
+        at = self._at
+        self._at += len(self._utf8.decode(bytes(_bytes(token))))
+        return at
+
+
+def _bytes(token: Mapping[str, Any]) -> list[int]:
+    """Of a token of the engine's, which gives them where its text is not all of it."""
+    return token.get("bytes") or list(token["text"].encode())
+
+
+def _name(token: Mapping[str, Any]) -> str:
+    """Its text; its bytes where that is only a part of a character, as OpenAI writes them."""
+    if "bytes" in token:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token["bytes"])
+    return str(token["text"])
+
+
+def _chat_logprobs(step: Mapping[str, Any]) -> dict[str, Any]:
+    def shown(token: Mapping[str, Any]) -> dict[str, Any]:
+        return {"token": _name(token), "logprob": token["logprob"], "bytes": _bytes(token)}
+
+    return {**shown(step), "top_logprobs": [shown(top) for top in step["top"]]}

@@ -1,0 +1,255 @@
+"""Requests of OpenAI's API: what they may hold, and what they ask of the engine.
+
+The defaults are OpenAI's. What its API has no name for, such as `repetition_penalty`, is the
+fine-tune's own where a request does not give it, and so are the texts at which an answer stops.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.parameters import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
+from serving.api.openai import fields
+from serving.api.openai.errors import Refused
+
+Body = Mapping[str, Any]
+
+DEFAULT_TOKENS = 16  # of a completion; a chat's answer has as many as fit
+MAX_TOKENS = 1_000_000
+MAX_PROMPTS = 64
+ROLES = ("system", "user", "assistant")
+# About the account or the platform; nothing of the answer depends on them.
+WITHOUT_EFFECT = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
+    *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+}
+SHARED = {
+    *("model", "stream", "stream_options", "temperature", "top_p", "n", "stop", "seed"),
+    *("frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "max_tokens"),
+    *("top_k", "repetition_penalty"),  # ours
+}
+# What is not done, why, and the values that ask for nothing.
+NO_TOOLS = "asks for tools, which these models do not know"
+NOT_DONE: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "suffix": ("asks for an insertion; these models only continue a text", ("",)),
+    "tools": (NO_TOOLS, ([],)),
+    "tool_choice": (NO_TOOLS, ("none", "auto")),
+    "functions": (NO_TOOLS, ([],)),
+    "function_call": (NO_TOOLS, ("none", "auto")),
+    "response_format": ('can only be {"type": "text"}: no grammar is kept to', ({"type": "text"},)),
+    "modalities": ('can only be ["text"]', (["text"],)),
+    "audio": ("is not made here", ()),
+    "reasoning_effort": ("is for models that reason", ("none",)),
+    "verbosity": ("is not known to these models", ()),
+    "web_search_options": ("asks for a search of the web, which is not done here", ()),
+}
+COMPLETION = SHARED | {"prompt", "best_of", "echo", "suffix"}
+CHAT = SHARED | {
+    *("messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "functions"),
+    *("function_call", "response_format", "modalities", "audio", "reasoning_effort", "verbosity"),
+    "web_search_options",
+}
+
+
+class Kind(enum.Enum):
+    """The name of what the engine is asked to continue."""
+
+    COMPLETION = "prompt"
+    CHAT = "messages"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """prompts: each is asked alone; of a chat the one list of its messages
+    parameters: for the engine, `best_of` sequences of each prompt
+    logprobs: whether they are shown
+    """
+
+    kind: Kind
+    model: str
+    prompts: list[Any]
+    parameters: Mapping[str, Any]
+    n: int = 1
+    best_of: int = 1
+    logprobs: bool = False
+    echo: bool = False
+    stream: bool = False
+    include_usage: bool = False
+
+
+def completion(body: Body) -> Asked:
+    """Raises `Refused`."""
+    given = _known(body, COMPLETION)
+    shared = _shared(given)
+    echo = _get(given, "echo", fields.boolean, False)
+    n: int = shared["n"]
+    best_of = _get(given, "best_of", lambda name, v: fields.integer(name, v, 1, MAX_SEQUENCES), n)
+    if best_of < n:
+        raise Refused("best_of", f"must be at least n, {n}, is {best_of}")
+    if best_of > n and shared["stream"]:
+        raise Refused("best_of", "above n is known only at the end of all answers: not in a stream")
+    prompts = _prompts(given.get("prompt"))
+    logprobs = given.get("logprobs")
+    parameters = _parameters(given, best_of)
+    parameters["max_new_tokens"] = _max_tokens(given, "max_tokens", DEFAULT_TOKENS)
+    if logprobs is not None:
+        parameters["logprobs"] = fields.integer("logprobs", logprobs, 0, MAX_LOGPROBS)
+    elif best_of > n:
+        parameters["logprobs"] = 0  # tells which are the best
+    if echo and (logprobs is not None or not all(isinstance(p, str) for p in prompts)):
+        raise Refused("echo", "is done for text only, and without logprobs of the prompt")
+    return Asked(
+        Kind.COMPLETION,
+        prompts=prompts,
+        parameters=parameters,
+        best_of=best_of,
+        logprobs=logprobs is not None,
+        echo=echo,
+        **shared,
+    )
+
+
+def chat(body: Body) -> Asked:
+    """Raises `Refused`."""
+    given = _known(body, CHAT)
+    shared = _shared(given)
+    logprobs = _get(given, "logprobs", fields.boolean, False)
+    top = _get(
+        given, "top_logprobs", lambda name, v: fields.integer(name, v, 0, MAX_LOGPROBS), None
+    )
+    if top is not None and not logprobs:
+        raise Refused("top_logprobs", "needs logprobs true")
+    parameters = _parameters(given, shared["n"])
+    limit = "max_tokens" if given.get("max_completion_tokens") is None else "max_completion_tokens"
+    parameters["max_new_tokens"] = _max_tokens(given, limit, MAX_TOKENS)
+    if logprobs:
+        parameters["logprobs"] = top or 0
+    messages = _messages(given.get("messages"))
+    return Asked(
+        Kind.CHAT,
+        prompts=[messages],
+        parameters=parameters,
+        best_of=shared["n"],
+        logprobs=logprobs,
+        **shared,
+    )
+
+
+def _known(body: Body, known: set[str]) -> dict[str, Any]:
+    """What is given and means something. Raises `Refused` for fields that are unknown, or not done
+    and not without effect."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name not in known | WITHOUT_EFFECT:
+            raise Refused(name, "is not known here", "unknown_parameter")
+        reason, harmless = NOT_DONE.get(name, ("", (value,)))
+        if value not in harmless:
+            raise Refused(name, reason, "unsupported_parameter")
+    return given
+
+
+def _get(given: Body, name: str, check: Callable[[str, Any], Any], default: Any) -> Any:
+    return check(name, given[name]) if name in given else default
+
+
+def _shared(given: Body) -> dict[str, Any]:
+    """Fields of `Asked`."""
+    if "model" not in given:
+        raise Refused("model", "is missing, must name a model (GET /v1/models lists them)")
+    stream = _get(given, "stream", fields.boolean, False)
+    options = _get(given, "stream_options", fields.mapping, {})
+    if options and not stream:
+        raise Refused("stream_options", "are for streams: stream is not true")
+    for name, value in options.items():
+        if name not in ("include_usage", "include_obfuscation"):
+            raise Refused(f"stream_options.{name}", "is not known here", "unknown_parameter")
+        if value is not None:
+            fields.boolean(f"stream_options.{name}", value)
+    return {
+        "model": fields.text("model", given["model"]),
+        "n": _get(given, "n", lambda name, v: fields.integer(name, v, 1, MAX_SEQUENCES), 1),
+        "stream": stream,
+        "include_usage": bool(options.get("include_usage")),
+    }
+
+
+def _parameters(given: Body, sequences: int) -> dict[str, Any]:
+    """The engine's, but for how many tokens."""
+    temperature = _get(given, "temperature", lambda n, v: fields.number(n, v, 0, 2), 1.0)
+    top_p = _get(given, "top_p", lambda n, v: fields.number(n, v, 0, 1), 1.0)
+    parameters: dict[str, Any] = {"num_return_sequences": sequences, "do_sample": True}
+    checks: Mapping[str, Callable[[str, Any], Any]] = {
+        "top_k": lambda n, v: fields.integer(n, v, 0, 1_000_000),
+        "repetition_penalty": lambda n, v: fields.number(n, v, 0.01, 100),
+        "frequency_penalty": lambda n, v: fields.number(n, v, -2, 2),
+        "presence_penalty": lambda n, v: fields.number(n, v, -2, 2),
+        "logit_bias": fields.biases,
+        "stop": fields.stops,
+        # OpenAI's may be negative.
+        "seed": lambda n, v: fields.integer(n, v, -MAX_SEED - 1, MAX_SEED) & MAX_SEED,
+    }
+    parameters |= {
+        name: check(name, given[name]) for name, check in checks.items() if name in given
+    }
+    if (temperature == 0 or top_p == 0) and sequences == 1:
+        return {**parameters, "do_sample": False}
+    if temperature == 0 or top_p == 0:  # the likeliest token, in each of them
+        return {**parameters, "temperature": 1.0, "top_p": 1.0, "top_k": 1}
+    return {**parameters, "temperature": temperature, "top_p": top_p}
+
+
+def _max_tokens(given: Body, name: str, default: int) -> int:
+    found: int = _get(given, name, lambda n, v: fields.integer(n, v, 1, MAX_TOKENS), default)
+    return found
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """One or several, each a text or its ids."""
+    several = prompt if isinstance(prompt, list) and not fields.is_ids(prompt) else [prompt]
+    if not 1 <= len(several) <= MAX_PROMPTS:
+        raise Refused("prompt", f"has {len(several)} prompts, can have {MAX_PROMPTS}")
+    for one in several:
+        if not isinstance(one, str) and not (fields.is_ids(one) and one):
+            raise Refused("prompt", "must be text, token ids, or a list of texts or of token ids")
+        if isinstance(one, str):
+            fields.text("prompt", one)
+    return several
+
+
+def _messages(messages: Any) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise Refused("messages", "must be a list of messages that is not empty")
+    return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _message(name: str, message: Any) -> dict[str, str]:
+    given = {k: v for k, v in fields.mapping(name, message).items() if v not in (None, [])}
+    role = given.get("role")
+    if role == "developer":  # OpenAI's newer name; templates know the older one
+        role = "system"
+    if role not in ROLES:
+        raise Refused(f"{name}.role", f"must be developer or one of {', '.join(ROLES)}")
+    for field in given:
+        if field not in ("role", "content", "name"):
+            raise Refused(f"{name}.{field}", "is not known here", "unsupported_parameter")
+    if role != "assistant" and "content" not in given:
+        raise Refused(f"{name}.content", "is missing")
+    found = {"role": role, "content": _content(f"{name}.content", given.get("content", ""))}
+    if "name" in given:
+        found["name"] = fields.text(f"{name}.name", given["name"])
+    return found
+
+
+def _content(name: str, content: Any) -> str:
+    """A text, or the text of parts."""
+    if not isinstance(content, list):
+        return fields.text(name, content)
+    parts = []
+    for i, part in enumerate(content):
+        if fields.mapping(f"{name}[{i}]", part).get("type") != "text":
+            raise Refused(f"{name}[{i}].type", "must be text: these models know nothing else")
+        parts.append(fields.text(f"{name}[{i}].text", part.get("text")))
+    return "\n".join(parts)

@@ -1,0 +1,68 @@
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import EngineError, PromptTooLong
+from serving.api.common import error_response
+from serving.errors import BadRequest, ServingError
+
+CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+TOO_LONG = "context_length_exceeded"
+# What the engine says of a field begins with its name.
+FIELD = re.compile(r"(?:parameters\.)?(prompt|messages|logit_bias)\b")
+
+
+class Refused(BadRequest):
+    """A field is wrong, or asks for what is not done here."""
+
+    def __init__(self, param: str, message: str, code: str | None = None) -> None:
+        super().__init__(f"{param} {message}")
+        self.param, self.code = param, code
+
+
+class UnknownUrl(ServingError):
+    """No such route."""
+
+    status = 404
+    code = "unknown_url"
+
+
+def error_body(error: ServingError | EngineError) -> dict[str, Any]:
+    status = _status(error)
+    kind = "invalid_request_error"
+    if status == 429:
+        kind = "rate_limit_error"
+    elif status >= 500:
+        kind = "server_error"
+    field = FIELD.match(error.message)
+    code = TOO_LONG if isinstance(error, PromptTooLong) else CODES.get(status)
+    said = {
+        "message": error.message.removeprefix("parameters."),
+        "type": kind,
+        "param": getattr(error, "param", field and field[1]),
+        "code": getattr(error, "code", code),
+    }
+    return {"error": said}
+
+
+def respond(request: Request, error: Exception) -> Response:
+    """The answer, with the headers and in the log as any other error."""
+    response = error_response(request, error)
+    if not isinstance(error, ServingError | EngineError):
+        if response.status_code == 499:
+            return response
+        error = ServingError("an error inside the server; the log has it under the request id")
+    kept = {k: v for k, v in response.headers.items() if not k.startswith("content-")}
+    body = orjson.dumps(error_body(error))
+    return Response(body, _status(error), kept, media_type="application/json")
+
+
+def _status(error: ServingError | EngineError) -> int:
+    return 400 if isinstance(error, PromptTooLong) else error.status

@@ -1,0 +1,93 @@
+"""The routes, for any client of OpenAI's.
+
+GET  /v1/models, /v1/models/{id}    what the store offers and what is loaded
+POST /v1/completions                continues texts or token ids
+POST /v1/chat/completions           answers a chat, by the fine-tune's own template
+POST /v1/embeddings                 refused
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from serving.api.common import Gateway, check_token, read_json_object
+from serving.api.openai import asked
+from serving.api.openai.answering import answer
+from serving.api.openai.errors import UnknownUrl, respond
+from serving.errors import MethodNotAllowed, ModelNotFound
+
+OWNER = "kogpt2-serving"
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+NO_EMBEDDINGS = (
+    "there are no embeddings here: the hidden states of a GPT-2 were never trained to tell how"
+    " alike texts are"
+)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class OpenAI:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._created = int(time.time())
+
+    def routes(self) -> list[Route]:
+        return [
+            self._route("/v1/models", self.models, "GET"),
+            self._route("/v1/models/{name:model}", self.model, "GET"),
+            self._route("/v1/completions", self.completions, "POST"),
+            self._route("/v1/chat/completions", self.chat, "POST"),
+            self._route("/v1/embeddings", self.embeddings, "POST"),
+            self._route("/v1/{rest:path}", self.unknown, *METHODS),
+        ]
+
+    def _route(self, path: str, endpoint: Endpoint, *methods: str) -> Route:
+        async def answered(request: Request) -> Response:
+            try:
+                if request.method not in (*methods, "HEAD"):
+                    raise MethodNotAllowed(f"{path} takes {', '.join(methods)}")
+                check_token(request, self._gateway.settings.inference_token)
+                return await endpoint(request)
+            except Exception as error:
+                return respond(request, error)
+
+        return Route(path, answered, methods=METHODS)
+
+    async def models(self, request: Request) -> Response:
+        gateway = self._gateway
+        names = {model.name for model in gateway.registry.models()}
+        if not gateway.settings.sagemaker_multi_model:
+            names |= {model.name for model in await gateway.lookups.models()}
+        return JSONResponse({"object": "list", "data": [self._model(n) for n in sorted(names)]})
+
+    async def model(self, request: Request) -> Response:
+        """Asking loads nothing."""
+        gateway, name = self._gateway, request.path_params["name"]
+        if gateway.registry.find(name) is None:
+            if gateway.settings.sagemaker_multi_model:
+                raise ModelNotFound(f"Model not found: {name}")
+            await gateway.lookups.find(name)
+        return JSONResponse(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": OWNER}
+
+    async def completions(self, request: Request) -> Response:
+        body = await read_json_object(self._gateway, request)
+        return await answer(self._gateway, request, asked.completion(body))
+
+    async def chat(self, request: Request) -> Response:
+        body = await read_json_object(self._gateway, request)
+        return await answer(self._gateway, request, asked.chat(body))
+
+    async def embeddings(self, request: Request) -> Response:
+        raise UnknownUrl(NO_EMBEDDINGS)
+
+    async def unknown(self, request: Request) -> Response:
+        raise UnknownUrl(f"Unknown request URL: {request.method} {request.url.path}")

@@ -1,0 +1,368 @@
+"""OpenAI's own client against a server, as Open WebUI or LiteLLM would be pointed at it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import requests
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+
+from tests.e2e.server import Server, eventually
+from tests.e2e.stores import running, serving, slow, small, text
+from tests.engine.hugging_face import make_hugging_face, write_json
+
+TOKEN = "infer-me"  # noqa: S105
+PROMPT = "나는 오늘"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<usr>' if m.role == 'user' else '<sys>' }}{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}<sys>{% endif %}"
+)
+CHAT: list[Any] = [
+    {"role": "developer", "content": "짧게 답한다."},
+    {"role": "user", "content": [{"type": "text", "text": "안녕?"}]},
+]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("openai")
+    store = folder / "store"
+    small(store / "시" / "봄", 1)
+    small(store / "여름", 2)
+    slow(store / "느린")
+    make_hugging_face(store / "채팅", tokenizer_config={"chat_template": TEMPLATE})
+    write_json(small(store / "한마디", 3) / "generation.json", {"template": "<usr>{글}<sys>"})
+    with serving(folder / "run", store, INFERENCE_TOKEN=TOKEN) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    url = server.url("/v1")
+    with openai.OpenAI(base_url=url, api_key=TOKEN, timeout=60, max_retries=0) as client:
+        yield client
+
+
+def checked(found: BaseModel) -> Any:
+    """Field by field what the client's types, made from OpenAI's specification, say: each there is
+    in its type, and no other."""
+
+    def no_more(value: Any) -> None:
+        if isinstance(value, BaseModel):
+            assert not value.model_extra, (type(value), value.model_extra)
+            for name in type(value).model_fields:
+                no_more(getattr(value, name))
+        elif isinstance(value, list):
+            for one in value:
+                no_more(one)
+
+    type(found).model_validate(json.loads(found.model_dump_json()), strict=False)
+    no_more(found)
+    return found
+
+
+def whole(server: Server, name: str, tokens: int = 16) -> str:
+    """The greedy text by the server's own route."""
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}}
+    return text(server.predict(name, body, Authorization=f"Bearer {TOKEN}"))
+
+
+def refused(call: Any) -> Any:
+    with pytest.raises(openai.APIStatusError) as caught:
+        call()
+    error = caught.value
+    assert set(error.response.json()["error"]) == {"message", "type", "param", "code"}
+    assert error.request_id
+    return error
+
+
+# Models
+
+
+def test_a_client_lists_what_the_store_has(client: openai.OpenAI) -> None:
+    found = {model.id for model in client.models.list()}
+    assert found == {"시/봄", "여름", "느린", "채팅", "한마디"}
+    model: Model = checked(client.models.retrieve("여름"))
+    assert (model.id, model.object) == ("여름", "model")
+
+
+def test_a_model_that_is_not_there_is_a_404_of_openais(client: openai.OpenAI) -> None:
+    for call in (
+        lambda: client.models.retrieve("없음"),
+        lambda: client.completions.create(model="없음", prompt=PROMPT),
+    ):
+        error = refused(call)
+        assert isinstance(error, openai.NotFoundError)
+        assert (error.code, error.type) == ("model_not_found", "invalid_request_error")
+        assert "없음" in error.message
+
+
+# Completions
+
+
+def test_a_completion_loads_its_model_and_gives_its_text(
+    server: Server, client: openai.OpenAI
+) -> None:
+    found = client.completions.create(model="시/봄", prompt=PROMPT, temperature=0)
+    made: Completion = checked(found)
+    (choice,) = made.choices
+    assert choice.text == whole(server, "시/봄")  # 16 tokens, OpenAI's default
+    assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
+    assert (made.object, made.model, made.id[:5]) == ("text_completion", "시/봄", "cmpl-")
+    assert made.usage is not None
+    assert made.usage.completion_tokens == 16
+    assert made.usage.total_tokens == made.usage.prompt_tokens + 16
+
+
+def test_temperature_is_1_where_none_is_given(client: openai.OpenAI) -> None:
+    ask = client.completions.create
+    drawn = {ask(model="여름", prompt=PROMPT).choices[0].text for _ in range(4)}
+    assert len(drawn) > 1
+    seeded = {ask(model="여름", prompt=PROMPT, seed=-7).choices[0].text for _ in range(3)}
+    assert len(seeded) == 1
+
+
+def test_texts_and_ids_n_of_each_in_their_order(server: Server, client: openai.OpenAI) -> None:
+    prompts = [PROMPT, "산에는"]
+    alone = [
+        [c.text for c in client.completions.create(model="여름", prompt=p, n=2, seed=5).choices]
+        for p in prompts
+    ]
+    both = client.completions.create(model="여름", prompt=prompts, n=2, seed=5)
+    assert [c.text for c in both.choices] == [text for texts in alone for text in texts]
+    assert [c.index for c in both.choices] == [0, 1, 2, 3]
+    streamed = ["", "", "", ""]
+    for chunk in client.completions.create(model="여름", prompt=prompts, n=2, seed=5, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == [c.text for c in both.choices]
+
+    ids = [5, 9, 30, 12]
+    one = client.completions.create(model="여름", prompt=ids, **GREEDY)
+    two = client.completions.create(model="여름", prompt=[ids, ids[:3]], **GREEDY)
+    assert one.choices[0].text == two.choices[0].text
+    assert one.usage is not None
+    assert two.usage is not None
+    assert (one.usage.prompt_tokens, two.usage.prompt_tokens) == (4, 7)
+    same = client.completions.create(model="여름", prompt=ids, n=3, **GREEDY)
+    assert [c.text for c in same.choices] == [one.choices[0].text] * 3
+
+
+def test_a_stream_of_a_completion_is_its_text(server: Server, client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"include_usage": True}
+    *chunks, last = client.completions.create(
+        model="여름", prompt=PROMPT, stream=True, stream_options=options, **GREEDY
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole(server, "여름")
+    assert {chunk.id for chunk in chunks} == {last.id}
+    assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["length"]
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 16
+
+
+def test_the_wire_of_a_stream_is_openais(server: Server) -> None:
+    body = {"model": "여름", "prompt": PROMPT, "stream": True, "temperature": 0}
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = requests.post(server.url("/v1/completions"), json=body, headers=headers, timeout=60)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *pieces, done, rest = answer.content.decode("utf-8").split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    for piece in pieces:
+        value = json.loads(piece.removeprefix("data: "))
+        assert set(value) == {"id", "object", "created", "model", "choices"}
+        assert set(value["choices"][0]) == {"index", "text", "logprobs", "finish_reason"}
+
+
+def test_echo_puts_the_prompt_in_front(server: Server, client: openai.OpenAI) -> None:
+    expected = PROMPT + whole(server, "여름")
+    asked: dict[str, Any] = {"model": "여름", "prompt": PROMPT, "echo": True, **GREEDY}
+    assert client.completions.create(**asked).choices[0].text == expected
+    chunks = client.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+
+
+def test_logprobs_tell_of_each_token(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "여름", "prompt": PROMPT, "logprobs": 3, **GREEDY}
+    choice = checked(client.completions.create(**asked)).choices[0]
+    told = choice.logprobs
+    assert "".join(told.tokens) == choice.text
+    assert [choice.text[at:][: len(t)] for at, t in zip(told.text_offset, told.tokens, strict=True)]
+    for token, logprob, top in zip(
+        told.tokens, told.token_logprobs, told.top_logprobs, strict=True
+    ):
+        assert top[token] == max(top.values()) == logprob < 0
+        assert len(top) == 3
+
+    streamed = [c.choices[0].logprobs for c in client.completions.create(**asked, stream=True)]
+    assert [o for part in streamed if part for o in part.text_offset or []] == told.text_offset
+    assert [t for part in streamed if part for t in part.tokens or []] == told.tokens
+
+
+def test_best_of_gives_the_likeliest(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "여름", "prompt": PROMPT, "seed": 11, "logprobs": 0}
+    all_ = client.completions.create(**asked, n=5).choices
+
+    def mean(choice: Any) -> float:
+        return math.fsum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens)
+
+    best = client.completions.create(**asked, n=2, best_of=5)
+    assert [c.text for c in best.choices] == [
+        c.text for c in sorted(all_, key=mean, reverse=True)[:2]
+    ]
+    assert best.usage is not None
+    assert best.usage.completion_tokens == sum(len(c.logprobs.tokens) for c in all_ if c.logprobs)
+
+
+def test_biases_penalties_and_stops_change_the_text(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "여름", "prompt": PROMPT, **GREEDY, "max_tokens": 8}
+    forced = client.completions.create(**asked, logit_bias={"40": 100}, logprobs=0).choices[0]
+    assert forced.logprobs is not None
+    assert len(set(forced.logprobs.tokens or [])) == 1
+    spread = client.completions.create(
+        **asked, logit_bias={"40": 100, "41": 99.5}, frequency_penalty=2, logprobs=0
+    ).choices[0]
+    assert spread.logprobs is not None
+    assert len(set(spread.logprobs.tokens or [])) == 2
+    plain = client.completions.create(**asked).choices[0].text
+    stopped = client.completions.create(**asked, stop=[plain[4]]).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (plain[: plain.index(plain[4])], "stop")
+
+
+# Chats
+
+
+def test_a_chat_is_asked_by_the_models_own_template(client: openai.OpenAI) -> None:
+    found = client.chat.completions.create(model="채팅", messages=CHAT, temperature=0, max_tokens=9)
+    made: ChatCompletion = checked(found)
+    (choice,) = made.choices
+    assert choice.message.role == "assistant"
+    assert (made.object, made.id[:9]) == ("chat.completion", "chatcmpl-")
+    raw = "<sys>짧게 답한다.<usr>안녕?<sys>"
+    same = client.completions.create(model="채팅", prompt=raw, temperature=0, max_tokens=9)
+    assert choice.message.content == same.choices[0].text
+    assert made.usage is not None
+    assert same.usage is not None
+    assert made.usage.prompt_tokens == same.usage.prompt_tokens
+
+
+def test_a_chat_ends_where_the_context_does_if_nothing_is_said(client: openai.OpenAI) -> None:
+    made = client.chat.completions.create(model="채팅", messages=CHAT, temperature=0)
+    assert made.usage is not None
+    assert made.choices[0].finish_reason == "stop" or made.usage.total_tokens == 128
+
+
+def test_a_stream_of_a_chat_is_its_text(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "채팅", "messages": CHAT, "n": 2, "seed": 3}
+    asked |= {"max_completion_tokens": 12, "logprobs": True, "top_logprobs": 2}
+    made = checked(client.chat.completions.create(**asked))
+    chunks: list[ChatCompletionChunk] = [
+        checked(chunk) for chunk in client.chat.completions.create(**asked, stream=True)
+    ]
+    for i, choice in enumerate(made.choices):
+        mine = [c.choices[0] for c in chunks if c.choices[0].index == i]
+        assert (mine[0].delta.role, mine[0].delta.content) == ("assistant", "")
+        assert "".join(c.delta.content or "" for c in mine) == choice.message.content
+        assert [c.finish_reason for c in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1].finish_reason == choice.finish_reason
+        told = [t for c in mine if c.logprobs for t in c.logprobs.content or []]
+        assert told == choice.logprobs.content
+        for token in told:
+            assert len(token.top_logprobs) == 2
+            if not token.token.startswith("bytes:"):
+                assert bytes(token.bytes or []).decode() == token.token
+
+
+def test_a_template_for_one_message_takes_one(server: Server, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "한마디", "temperature": 0, "max_tokens": 16}
+    one: list[Any] = [{"role": "user", "content": PROMPT}]
+    made = client.chat.completions.create(**asked, messages=one)
+    assert made.choices[0].message.content == whole(server, "한마디")
+    error = refused(lambda: client.chat.completions.create(**asked, messages=CHAT))
+    assert (error.status_code, error.param) == (400, "messages")
+    assert "chat_template.jinja" in error.message
+
+
+def test_a_model_without_a_template_says_how_to_add_one(client: openai.OpenAI) -> None:
+    error = refused(lambda: client.chat.completions.create(model="여름", messages=CHAT))
+    assert error.status_code == 400
+    assert "add chat_template.jinja to its folder" in error.message
+
+
+# What is refused
+
+
+def test_a_wrong_key_is_told_so(server: Server) -> None:
+    with openai.OpenAI(base_url=server.url("/v1"), api_key="x", max_retries=0) as stranger:
+        for call in (
+            lambda: stranger.models.list(),
+            lambda: stranger.completions.create(model="여름", prompt=PROMPT),
+        ):
+            error = refused(call)
+            assert isinstance(error, openai.AuthenticationError)
+            assert error.code == "invalid_api_key"
+
+
+def test_a_prompt_that_does_not_fit_has_openais_code(client: openai.OpenAI) -> None:
+    for call in (
+        lambda: client.completions.create(model="여름", prompt="산에는 꽃 피네 " * 100),
+        lambda: client.completions.create(model="여름", prompt=PROMPT * 5000, stream=True),
+    ):
+        error = refused(call)
+        assert (error.status_code, error.code) == (400, "context_length_exceeded")
+        assert error.param == "prompt"
+
+
+def test_what_there_is_not_is_said_in_openais_shape(client: openai.OpenAI) -> None:
+    error = refused(lambda: client.embeddings.create(model="여름", input="가"))
+    assert (error.status_code, error.code) == (404, "unknown_url")
+    assert "hidden states" in error.message
+    assert refused(lambda: client.models.delete("여름")).status_code == 405
+    assert refused(lambda: client.files.list()).status_code == 404
+
+
+# Clients that come and go
+
+
+def test_streams_of_two_fine_tunes_at_once_are_not_mixed_up(
+    server: Server, client: openai.OpenAI
+) -> None:
+    names = ["시/봄", "여름"]
+    expected = {name: whole(server, name, 40) for name in names}
+    assert len(set(expected.values())) == 2
+
+    async def stream(asked: openai.AsyncOpenAI, name: str) -> tuple[str, str]:
+        chunks = await asked.completions.create(
+            model=name, prompt=PROMPT, stream=True, temperature=0, max_tokens=40
+        )
+        return name, "".join([chunk.choices[0].text async for chunk in chunks])
+
+    async def all_() -> list[tuple[str, str]]:
+        async with openai.AsyncOpenAI(base_url=server.url("/v1"), api_key=TOKEN) as asked:
+            return await asyncio.gather(*(stream(asked, name) for name in names * 8))
+
+    for name, found in asyncio.run(all_()):
+        assert found == expected[name]
+
+
+def test_a_client_that_hangs_up_frees_its_rows(server: Server, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "느린", "prompt": PROMPT, "max_tokens": 1000, "n": 4}
+    stream = client.completions.create(**asked, stream=True)
+    next(iter(stream))
+    assert running(server) == 4
+    stream.close()
+    eventually(lambda: running(server) == 0, 2)
+
+    hurried = client.with_options(timeout=1)
+    with pytest.raises(openai.APITimeoutError):
+        hurried.completions.create(**{**asked, "prompt": [PROMPT, PROMPT]})
+    eventually(lambda: running(server) == 0, 2)

@@ -1,0 +1,217 @@
+"""Each field of a request is taken as OpenAI's specification has it, or refused by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from serving.api.openai import asked
+from serving.api.openai.asked import Asked
+from serving.api.openai.errors import Refused, error_body
+
+COMPLETION = {"model": "봄", "prompt": "나는 오늘"}
+CHAT = {"model": "봄", "messages": [{"role": "user", "content": "안녕?"}]}
+
+
+def completion(**more: Any) -> Asked:
+    return asked.completion({**COMPLETION, **more})
+
+
+def chat(**more: Any) -> Asked:
+    return asked.chat({**CHAT, **more})
+
+
+def refused(ask: Any, **more: Any) -> dict[str, Any]:
+    with pytest.raises(Refused) as caught:
+        ask(**more)
+    found: dict[str, Any] = error_body(caught.value)["error"]
+    assert found["type"] == "invalid_request_error"
+    assert str(found["param"]) in found["message"]
+    return found
+
+
+def test_the_defaults_are_openais() -> None:
+    drawn = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "num_return_sequences": 1}
+    assert completion().parameters == {**drawn, "max_new_tokens": 16}
+    assert chat().parameters == {**drawn, "max_new_tokens": asked.MAX_TOKENS}
+    nothing = dict.fromkeys((*asked.COMPLETION, *asked.WITHOUT_EFFECT))
+    assert asked.completion({**nothing, **COMPLETION}) == completion()
+    nothing = dict.fromkeys((*asked.CHAT, *asked.WITHOUT_EFFECT))
+    assert asked.chat({**nothing, **CHAT}) == chat()
+
+
+def test_every_field_has_its_meaning() -> None:
+    shared: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.9, "n": 2, "stop": "끝", "seed": 7, "stream": True,
+        "frequency_penalty": -2, "presence_penalty": 1.5, "logit_bias": {"5": -100},
+        "stream_options": {"include_usage": True}, "top_k": 40, "repetition_penalty": 1.2,
+    }  # fmt: skip
+    parameters = {
+        "do_sample": True, "temperature": 0.5, "top_p": 0.9, "num_return_sequences": 2,
+        "stop": ["끝"], "seed": 7, "frequency_penalty": -2.0, "presence_penalty": 1.5,
+        "logit_bias": {"5": -100}, "top_k": 40, "repetition_penalty": 1.2,
+    }  # fmt: skip
+    found = completion(**shared, max_tokens=5, logprobs=0, user="나")
+    assert found.parameters == {**parameters, "max_new_tokens": 5, "logprobs": 0}
+    assert (found.n, found.best_of, found.logprobs, found.stream) == (2, 2, True, True)
+    assert found.include_usage
+    found = chat(**shared, max_completion_tokens=6, max_tokens=5, logprobs=True, top_logprobs=4)
+    assert found.parameters == {**parameters, "max_new_tokens": 6, "logprobs": 4}
+
+
+def test_a_temperature_or_top_p_of_0_is_greedy() -> None:
+    for greedy in ({"temperature": 0}, {"top_p": 0, "temperature": 2}):
+        assert completion(**greedy).parameters["do_sample"] is False
+        found = completion(**greedy, n=3).parameters
+        assert (found["do_sample"], found["top_k"], found["num_return_sequences"]) == (True, 1, 3)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63)])
+def test_a_seed_of_64_bits_becomes_one_of_the_engines(seed: int) -> None:
+    assert 0 <= completion(seed=seed).parameters["seed"] < 2**63
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("가", ["가"]),
+        ("", [""]),
+        (["가", "나"], ["가", "나"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_a_prompt_is_texts_or_ids(prompt: Any, prompts: list[Any]) -> None:
+    assert completion(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 1, {}, [], [[]], ["가", None], [1.5], [True], ["가"] * 65, "\0"]
+)
+def test_another_prompt_is_refused(prompt: Any) -> None:
+    assert refused(completion, prompt=prompt)["param"] == "prompt"
+
+
+def test_messages_become_texts_with_roles_that_templates_know() -> None:
+    messages: list[Any] = [
+        {"role": "developer", "content": "짧게"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "가"}, {"type": "text", "text": "나"}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [], "refusal": None},
+        {"role": "user", "content": "다", "name": "소월"},
+    ]
+    assert chat(messages=messages).prompts == [
+        [
+            {"role": "system", "content": "짧게"},
+            {"role": "user", "content": "가\n나"},
+            {"role": "assistant", "content": ""},
+            {"role": "user", "content": "다", "name": "소월"},
+        ]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("안녕", "messages[1]"),
+        ({"content": "안녕"}, "messages[1].role"),
+        ({"role": "tool", "content": "안녕", "tool_call_id": "1"}, "messages[1].role"),
+        ({"role": "user"}, "messages[1].content"),
+        ({"role": "user", "content": 1}, "messages[1].content"),
+        ({"role": "user", "content": "\0"}, "messages[1].content"),
+        ({"role": "user", "content": ["안녕"]}, "messages[1].content[0]"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages[1].content[0].type",
+        ),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls"),
+    ],
+)
+def test_a_message_that_cannot_be_said_to_a_model_is_refused(message: Any, param: str) -> None:
+    assert refused(chat, messages=[CHAT["messages"][0], message])["param"] == param  # type: ignore
+
+
+@pytest.mark.parametrize("messages", [None, [], "안녕", {}])
+def test_there_must_be_messages(messages: Any) -> None:
+    assert refused(chat, messages=messages)["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", None),
+        ("model", 3),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("temperature", 2.1),
+        ("temperature", "1"),
+        ("temperature", float("nan")),
+        ("top_p", -0.1),
+        ("n", 0),
+        ("n", 17),
+        ("n", True),
+        ("stop", 1),
+        ("stop", [""]),
+        ("stop", ["가"] * 17),
+        ("seed", 2**63),
+        ("frequency_penalty", 2.5),
+        ("presence_penalty", "1"),
+        ("logit_bias", [5]),
+        ("logit_bias", {"가": 1}),
+        ("logit_bias", {"5": 101}),
+        ("max_tokens", 0),
+        ("top_k", -1),
+        ("온도", 1),
+    ],
+)
+@pytest.mark.parametrize("ask", [completion, chat])
+def test_a_wrong_field_is_named(ask: Any, field: str, value: Any) -> None:
+    assert refused(ask, **{field: value})["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"echo": 1}, "echo"),
+        ({"suffix": "끝"}, "suffix"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"max_completion_tokens": 1}, "max_completion_tokens"),
+    ],
+)
+def test_a_completion_that_cannot_be_had_is_refused(more: dict[str, Any], param: str) -> None:
+    assert refused(completion, **more)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"prompt": "가"}, "prompt"),
+    ],
+)
+def test_a_chat_that_cannot_be_had_is_refused(more: dict[str, Any], param: str) -> None:
+    assert refused(chat, **more)["param"] == param
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    harmless: dict[str, Any] = {
+        "tools": [], "tool_choice": "auto", "response_format": {"type": "text"},
+        "modalities": ["text"], "store": False, "metadata": {"a": "b"}, "service_tier": "auto",
+        "parallel_tool_calls": True, "user": "소월", "reasoning_effort": "none",
+    }  # fmt: skip
+    assert chat(**harmless) == chat()
+    assert completion(suffix="", user="소월") == completion()

@@ -1,0 +1,233 @@
+"""OpenAI's client against the gateway's routes, over an engine that a test has in its hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from engine.errors import EngineError, EngineUnavailable, Overloaded
+from serving.api.openai.errors import Refused
+from serving.errors import TooManyRequests
+from tests.serving import virtual_time
+from tests.serving.api.gateways import World, model
+
+TEXT = "가실 때에는"
+ASKED: dict[str, Any] = {"model": "봄", "prompt": "나 보기가", "temperature": 0}
+
+
+def result(text: str = TEXT) -> dict[str, Any]:
+    completion = {"text": text, "tokens": len(text), "finish_reason": "length"}
+    return {"completions": [completion], "prompt_tokens": 3}
+
+
+class Engine:
+    """Tells what each call asks of it; `fails` are raised by the first calls."""
+
+    def __init__(self, *fails: Exception, streamed: list[Any] | None = None) -> None:
+        self.fails, self.streamed = list(fails), streamed or []
+        self.asked: list[tuple[Any, ...]] = []
+
+    async def generate(self, *asked: Any) -> dict[str, Any]:
+        self.asked.append(asked)
+        if self.fails:
+            raise self.fails.pop(0)
+        return result()
+
+    async def stream(self, *asked: Any) -> AsyncIterator[dict[str, Any]]:
+        self.asked.append(asked)
+        if self.fails:
+            raise self.fails.pop(0)
+        for item in self.streamed:
+            if isinstance(item, Exception):
+                raise item
+            yield dict(item)
+
+
+def run(
+    engine: Engine, test: Callable[[openai.AsyncOpenAI, World], Awaitable[None]], **options: Any
+) -> None:
+    """In virtual time."""
+
+    async def with_client() -> None:
+        world = World(model(limit_s=60))
+        world.model.in_engine = True
+        world.gateway.engine = engine  # type: ignore[assignment]
+        transport = httpx2.ASGITransport(world.app)
+        async with openai.AsyncOpenAI(
+            base_url=f"http://gateway:{world.gateway.settings.port}/v1",
+            api_key="없어도 된다".encode().hex(),
+            http_client=httpx2.AsyncClient(transport=transport),
+            **options,
+        ) as client:
+            await test(client, world)
+        assert (world.gateway.requests, world.model.in_flight) == (0, 0)
+        assert world.model.line.running == 0
+
+    virtual_time.run(with_client)
+
+
+def body(error: openai.APIStatusError) -> dict[str, Any]:
+    found: dict[str, Any] = error.response.json()["error"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TooManyRequests("256 requests to this model are waiting already", retry_after_s=3),
+        Overloaded("256 requests wait already", retry_after_s=3),
+    ],
+)
+def test_a_client_comes_again_when_it_was_told_to(error: Any) -> None:
+    engine = Engine(error)
+
+    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+        began = asyncio.get_running_loop().time()
+        made = await client.completions.create(**ASKED)
+        assert made.choices[0].text == TEXT
+        assert asyncio.get_running_loop().time() - began >= 3
+
+    run(engine, test)
+    assert len(engine.asked) == 2
+
+
+def test_who_does_not_come_again_is_told_what_was_wrong() -> None:
+    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.completions.create(**ASKED)
+        assert body(caught.value)["code"] == "rate_limit_exceeded"
+        assert caught.value.response.headers["retry-after"] == "3"
+
+    run(Engine(TooManyRequests("too many", retry_after_s=3)), test, max_retries=0)
+
+
+def test_an_engine_that_is_started_again_is_asked_again() -> None:
+    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+        made = await client.completions.create(**ASKED)
+        assert made.choices[0].text == TEXT
+
+    engine = Engine(EngineUnavailable("the engine is not there"))
+    run(engine, test, max_retries=0)
+    assert len(engine.asked) == 2
+
+
+def test_the_engine_is_asked_for_what_the_client_wants() -> None:
+    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+        await client.completions.create(**ASKED, max_tokens=5)
+        messages: list[Any] = [{"role": "user", "content": "안녕?"}]
+        await client.chat.completions.create(model="봄.tar.gz", messages=messages, temperature=0.5)
+
+    engine = Engine()
+    run(engine, test)
+    greedy = {"do_sample": False, "num_return_sequences": 1, "max_new_tokens": 5}
+    drawn = {"do_sample": True, "temperature": 0.5, "top_p": 1.0}
+    drawn |= {"num_return_sequences": 1, "max_new_tokens": 1_000_000}
+    chat = [{"role": "user", "content": "안녕?"}]
+    name = model().engine_name
+    assert engine.asked == [
+        (name, "나 보기가", greedy, 60, "prompt"),
+        (name, chat, drawn, 60, "messages"),
+    ]
+
+
+def test_an_error_of_ours_is_a_500_that_says_nothing_more() -> None:
+    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.completions.create(**ASKED)
+        assert body(caught.value) == {
+            "message": "an error inside the server; the log has it under the request id",
+            "type": "server_error",
+            "param": None,
+            "code": None,
+        }
+
+    run(Engine(ZeroDivisionError("비밀")), test, max_retries=0)
+
+
+def test_a_model_with_a_script_is_not_asked_behind_its_back() -> None:
+    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+        world.model.in_engine = False
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(**ASKED)
+        assert body(caught.value)["param"] == "model"
+        assert "/predictions/봄" in caught.value.message
+
+    run(Engine(), test)
+
+
+def test_a_stream_that_breaks_off_is_an_error_of_the_clients() -> None:
+    first = {"index": 0, "token": 5, "text": TEXT}
+
+    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+        chunks = await client.completions.create(**ASKED, stream=True)
+        assert (await anext(aiter(chunks))).choices[0].text == TEXT
+        with pytest.raises(openai.APIError, match="a step failed"):
+            await anext(aiter(chunks))
+
+    run(Engine(streamed=[first, EngineError("a step failed")]), test)
+
+
+def test_what_goes_wrong_before_the_first_token_has_a_status() -> None:
+    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+        with pytest.raises(openai.InternalServerError):
+            await client.completions.create(**ASKED, stream=True)
+
+    run(Engine(EngineError("a step failed")), test, max_retries=0)
+
+
+def test_half_a_character_waits_in_a_stream() -> None:
+    items = [
+        {"index": 0, "token": 5, "text": ""},
+        {"index": 0, "token": 6, "text": "가"},
+        {"index": 0, "token": 7, "text": "", "finish_reason": "stop", "prompt_tokens": 3},
+    ]
+
+    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+        options: dict[str, Any] = {"include_usage": True}
+        chunks = await client.completions.create(**ASKED, stream=True, stream_options=options)
+        *made, last = [chunk async for chunk in chunks]
+        assert [(c.choices[0].text, c.choices[0].finish_reason) for c in made] == [
+            ("가", None),
+            ("", "stop"),
+        ]
+        assert last.usage is not None
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 3)
+
+    run(Engine(streamed=items), test)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "sent", "status"),
+    [
+        ("POST", "/v1/completions", b"{", 400),
+        ("POST", "/v1/completions", b"[]", 400),
+        ("POST", "/v1/chat/completions", b"", 400),
+        ("GET", "/v1/completions", b"", 405),
+        ("POST", "/v1/embeddings", b"{}", 404),
+        ("GET", "/v1/files", b"", 404),
+        ("DELETE", "/v1/models/봄", b"", 405),
+        ("GET", "/v1/models/없음", b"", 404),
+    ],
+)
+def test_whatever_is_wrong_is_said_in_openais_shape(
+    method: str, path: str, sent: bytes, status: int
+) -> None:
+    async def test() -> None:
+        found, headers, answered = await World(sagemaker_multi_model=True).call(method, path, sent)
+        assert (found, headers["content-type"]) == (status, "application/json")
+        said = json.loads(answered)["error"]
+        assert set(said) == {"message", "type", "param", "code"}
+        assert said["type"] == "invalid_request_error"
+        assert headers["x-request-id"]
+
+    asyncio.run(test())
+
+
+def test_a_refusal_names_its_field() -> None:
+    assert Refused("온도", "is not known here").message == "온도 is not known here"
