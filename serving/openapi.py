@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from engine.parameters import Parameters
 from serving import model_settings
+from serving.api.openai import description as openai
 
 ERROR = {"$ref": "#/components/schemas/Error"}
 V2_ERROR = {"type": "object", "properties": {"error": {"type": "string"}}}
@@ -74,9 +75,10 @@ def document() -> dict[str, Any]:
             },
             "/{name}/predict": {"post": _generation("Multi Model Server's legacy route", [name])},
             "/invocations": {"post": _generation("SageMaker", [target])},
+            **openai.paths(name),
             **_v2(name),
         },
-        "components": {"schemas": _schemas()},
+        "components": {"schemas": {**_schemas(), **openai.schemas()}},
     }
 
 
@@ -183,6 +185,9 @@ def _schemas() -> dict[str, Any]:
         "top_k": {**integer, "minimum": 0},
         "top_p": {**number, "exclusiveMinimum": 0, "maximum": 1},
         "repetition_penalty": {**number, "exclusiveMinimum": 0},
+        "frequency_penalty": {**number, "minimum": -2, "maximum": 2},
+        "presence_penalty": {**number, "minimum": -2, "maximum": 2},
+        "logit_bias": {"type": "object", "additionalProperties": number},
         "seed": {**integer, "minimum": 0},
         "num_return_sequences": {**integer, "minimum": 1, "maximum": 16},
         "logprobs": {**integer, "minimum": 0, "maximum": 20},

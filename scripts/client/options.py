@@ -18,6 +18,8 @@ NUMBERS: dict[str, tuple[Callable[[str], int | float], str]] = {
     "top_p": (float, "draws among the likeliest tokens that reach this probability"),
     "seed": (int, "same seed, same text"),
     "repetition_penalty": (float, "above 1: tokens seen before become less likely"),
+    "frequency_penalty": (float, "above 0: less likely with each time that the answer has it"),
+    "presence_penalty": (float, "above 0: less likely once the answer has it"),
     "num_return_sequences": (int, "so many drawn answers"),
     "logprobs": (int, "log-probabilities of so many tokens (with --json)"),
 }

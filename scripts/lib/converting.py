@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from engine import backends, hugging_face
 from engine.artifacts import CONFIG_FILE, EMBEDDING, OUTPUT, Artifact, open_artifact
 from engine.cache_folder import NAME as PREPARED
+from engine.chat_template import FILE as CHAT_FILE
+from engine.chat_template import find_chat_template
 from engine.config import GPT2Config
 from engine.errors import EngineError
 from engine.generation import FILE as GENERATION_FILE
@@ -79,7 +81,7 @@ def to_hugging_face(
                 shutil.copyfile(source.path / name, target / name)
         for spiece in source.path.glob("*.spiece"):
             shutil.copyfile(spiece, target / spiece.name)
-    return said + _copy_template(source, target)
+    return said + _copy_templates(source, target)
 
 
 _TOKENIZER_CLASS = {
@@ -137,11 +139,15 @@ def to_v1(
             "layer_norm_eps": c.layer_norm_eps,
         },
     )
-    return said + _copy_template(source, target)
+    return said + _copy_templates(source, target)
 
 
-def _copy_template(source: Artifact, target: Path) -> list[str]:
-    """`generation.json`, unless the other kind of tokenizer cuts its template otherwise."""
+def _copy_templates(source: Artifact, target: Path) -> list[str]:
+    """A chat's, and `generation.json`, unless the other kind of tokenizer cuts its template
+    otherwise."""
+    chat = find_chat_template(source.path)
+    if chat is not None:
+        (target / CHAT_FILE).write_text(chat[0], encoding="utf-8")
     file = source.path / GENERATION_FILE
     if not file.exists():
         return []

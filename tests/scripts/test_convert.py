@@ -237,8 +237,11 @@ def test_a_source_that_is_no_model_is_refused(tmp_path: Path) -> None:
 def test_a_template_goes_along_only_if_it_is_cut_the_same(tmp_path: Path) -> None:
     v1 = make_artifact(tmp_path / "v1")
     write_json(v1 / "generation.json", {"template": "<usr>{text}<sys>", "strip": [" "]})
+    (v1 / "chat_template.jinja").write_text("<usr>{{ messages[-1].content }}<sys>", "utf-8")
     said = convert(v1, tmp_path / "hf", "--to", "hf")
     assert "generation.json is left out" in said
+    chat, own = ((f / "chat_template.jinja").read_text("utf-8") for f in (tmp_path / "hf", v1))
+    assert chat == own
     assert not (tmp_path / "hf" / "generation.json").exists()
     write_json(v1 / "generation.json", {"template": "{text}", "strip": [" "]})
     convert(v1, tmp_path / "hf2", "--to", "hf")
