@@ -62,7 +62,8 @@ class LlamaServer:
 
     def call(self, model: str, ids: list[int], new_tokens: int) -> tuple[str, dict[str, Any]]:
         body = {"model": model, "prompt": ids, "n_predict": new_tokens, "stream": True}
-        return "/completion", body | {"temperature": 0, "return_tokens": True, "ignore_eos": True}
+        body |= {"temperature": 0, "return_tokens": True, "ignore_eos": True}
+        return "/completion", body | {"cache_prompt": False}  # ours keeps no prompts either
 
     def token(self, line: bytes) -> str | None:
         event = json.loads(line[6:]) if line.startswith(b"data: {") else {}

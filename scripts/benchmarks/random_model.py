@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -74,6 +75,18 @@ def fine_tunes(workdir: Path, config: GPT2Config, count: int) -> list[Path]:
         turn = 1 + folders.index(folder)
         _write(folder, config, ((name, _turned(name, w, turn)) for name, w in base), "float16")
     return folders
+
+
+def hollow(folder: Path) -> None:
+    """Gives back the disk that an artifact's weights take; size and time stay.
+
+    A model that is prepared needs nothing of them, and nothing notices.
+    """
+    path = folder / "kogpt2.params"
+    status = path.stat()
+    path.write_bytes(b"")
+    os.truncate(path, status.st_size)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def _turned(name: str, w: NDArray[np.float32], turn: int) -> NDArray[np.float32]:

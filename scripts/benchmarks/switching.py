@@ -20,6 +20,7 @@ from typing import Any
 import requests
 from tqdm import tqdm
 
+from engine import prepared
 from engine.client import EngineClient
 from engine.config import GPT2Config
 from engine.errors import EngineError
@@ -51,7 +52,7 @@ SMALL = GPT2Config(2_000, 128, 2, 2, 512, 128)
 PROMPT_TOKENS = 16
 PROMPTS = 2
 TRACE = eviction_trace.Kind(scans=1, moves=False)
-TURNS = 3  # of all models, where each is asked for alone
+MANY = 20  # with more the artifacts do not stay beside what is prepared
 DISK_MB_S = (50, 100, 200, 400, None)
 
 Results = dict[str, Any]
@@ -132,11 +133,18 @@ class Side:
 
 
 def measure(
-    plan: Plan, wanted: tuple[str, ...], workdir: Path, against: str | None = None
+    plan: Plan,
+    wanted: tuple[str, ...],
+    workdir: Path,
+    against: str | None = None,
+    save: Callable[[Results], object] = lambda results: None,
 ) -> Results:
-    """What `wanted` names. What cannot be measured is in `results["skipped"]`, and why."""
+    """What `wanted` names. What cannot be measured is in `results["skipped"]`, and why.
+
+    `save` is called with what there is after each part: a run may take an hour.
+    """
     with contextlib.ExitStack() as stack:
-        return _Run(plan, wanted, workdir, against, stack).measure()
+        return _Run(plan, wanted, workdir, against, stack).measure(save)
 
 
 class _Run:
@@ -152,12 +160,16 @@ class _Run:
         self.workdir, self.logs = workdir, workdir / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
         count = plan.models
-        self.store = workdir / "tuned"
+        self.many = count > MANY
+        # Hollow ones cannot be prepared in another format.
+        self.store = workdir / (f"hollow-{prepared.FORMAT}" if self.many else "tuned")
         self.folders = random_model.fine_tunes(self.store, plan.config, count)
         self.prompts = random_model.prompts(random_model.TINY, PROMPTS, PROMPT_TOKENS)
         self.trace = plan.trace(self.folders)
         self.trees = {"now": ROOT}
         if against:
+            if self.many:
+                raise BenchmarkError(f"--against takes at most {MANY} models")
             self.trees[against] = stack.enter_context(_tree(against))
         self.sides = [self._side(name, tree) for name, tree in self.trees.items()]
         self.results: Results = {
@@ -178,7 +190,7 @@ class _Run:
     def _log(self, name: str) -> Path:
         return self.logs / f"switching-{name.replace('/', '_')}.log"
 
-    def measure(self) -> Results:
+    def measure(self, save: Callable[[Results], object]) -> Results:
         with self._skipping("models"):
             for side in self.sides:
                 side.expected = self._prepare(side)
@@ -196,9 +208,14 @@ class _Run:
             ):
                 with self._skipping(name):
                     self.results[name] = parts[name]()
-        wanted_goals = CONTAINER_GOALS if self.plan.container_mib else GOALS
-        self.results["goals"] = list(goals(self.results, wanted_goals))
+                self._judge()
+                save(self.results)
+        self._judge()
         return self.results
+
+    def _judge(self) -> None:
+        wanted = CONTAINER_GOALS if self.plan.container_mib else GOALS
+        self.results["goals"] = list(goals(self.results, wanted))
 
     def _prepare(self, side: Side) -> dict[tuple[str, int], str]:
         """Asks each model alone; the first time it is quantized. The popular ones come last."""
@@ -217,6 +234,8 @@ class _Run:
                 if answer.error:
                     raise BenchmarkError(f"{name}: {folder.name} alone: {answer.error}")
                 found[folder.name, prompt] = answer.text
+            if self.many:
+                random_model.hollow(folder)
         client.close()
         return found
 
@@ -235,7 +254,12 @@ class _Run:
 
     def _peer(self, found: Results) -> Iterator[Side]:
         """llama.cpp's server, once it is known how many models ours held: it may hold as many."""
-        if self.plan.container_mib or "now" not in found or PEER in self.results["skipped"]:
+        if (
+            self.plan.container_mib
+            or self.many
+            or "now" not in found
+            or PEER in self.results["skipped"]
+        ):
             return
         with self._skipping(PEER):
             binary = peers.llama_server()
@@ -388,7 +412,8 @@ class _Run:
         return found
 
     def _disk(self, side: Side) -> list[Results]:
-        """The first token of models whose pages are not in memory, by the disk's speed."""
+        """The first token of models whose pages are not in memory, by the disk's speed: of the
+        first load, and once more when others have taken the memory."""
         found = []
         for mb_s in DISK_MB_S:
             for folder in self.folders:
@@ -397,7 +422,7 @@ class _Run:
                 server = side.start(self.plan.two_mib, f"disk-{mb_s}", prefix=group.prefix)
                 try:
                     client = Client(server)
-                    for folder in self.folders:
+                    for folder in [*self.folders, *self.folders]:
                         before = process_tree.page_ins(server.pid)["read_bytes"]
                         answer = client.ask(folder.name, 0, self.prompts[0], 1)
                         read = process_tree.page_ins(server.pid)["read_bytes"] - before

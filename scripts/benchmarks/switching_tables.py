@@ -12,6 +12,7 @@ from scripts.benchmarks.switching_clients import STATES
 
 Results = dict[str, Any]
 MODEL_PROCESSES = ("engine", "workers")
+MISS_BYTES = 20_000_000
 
 
 def lines(results: Results) -> Iterator[str]:
@@ -128,17 +129,27 @@ def _sweep(found: Results) -> Iterator[str]:
 
 
 def _disk(found: Results) -> Iterator[str]:
-    yield "| disk, MB/s | first token, ms | read, MB | against bytes / bandwidth |"
-    yield "|---|---|---|---|"
+    yield "| disk, MB/s | model | requests | first token, ms | read, MB | more than reading takes |"
+    yield "|---|---|---|---|---|---|"
     for side, rows in found.items():
-        for mb_s in dict.fromkeys(row["mb_s"] for row in rows):
-            some = [row for row in rows if row["mb_s"] == mb_s]
-            first = statistics.median(row["first_s"] for row in some)
-            read = statistics.median(row["read_bytes"] for row in some) / 1e6
-            ratio = f"{first / (read / mb_s):.2f}x" if mb_s and read else ""
+        for mb_s, state in sorted({(r["mb_s"] or 0, r["state"]) for r in rows}):
+            some = [r for r in rows if (r["mb_s"] or 0, r["state"]) == (mb_s, state)]
+            first = statistics.median(r["first_s"] for r in some)
+            read = statistics.median(r["read_bytes"] for r in some) / 1e6
+            more = f"{first / (read / mb_s):.2f}x" if mb_s and read else ""
             yield (
-                f"| {side}: {mb_s or 'not limited'} | {1000 * first:,.0f} | {read:,.0f} | {ratio} |"
+                f"| {side}: {mb_s or 'not limited'} | {state} | {len(some)}"
+                f" | {1000 * first:,.0f} | {read:,.0f} | {more} |"
             )
+
+
+def _misses(results: Results) -> list[float]:
+    """Of models that were loaded once, less the 60 ms that anything may take."""
+    return [
+        (r["first_s"] - 0.06) / (r["read_bytes"] / 1e6 / r["mb_s"])
+        for r in results["disk"]["now"]
+        if r["mb_s"] and r["state"] != "cold" and r["read_bytes"] > MISS_BYTES
+    ]
 
 
 def _quantile(key: str, state: str = "all") -> Callable[[Results], list[float]]:
@@ -182,6 +193,7 @@ GOALS: tuple[Goal, ...] = (
         lambda r: [1000 * s for s in r["swaps"]["now"]["engine_ready_s"]],
     ),
     ("private memory of a further model", "<=", 6, "MB", _further),
+    ("a miss less 60 ms, against bytes / disk bandwidth", "<=", 1.3, "x", _misses),
     ("the very first load to first token", "<=", 0.8, "s", lambda r: list(r["first"]["now"])),
 )
 CONTAINER_GOALS: tuple[Goal, ...] = (

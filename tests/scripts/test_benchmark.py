@@ -210,3 +210,8 @@ def test_no_two_fine_tunes_share_a_tensor_and_each_is_written_once(tmp_path: Pat
     written = [(folder / "kogpt2.params").stat().st_mtime_ns for folder in folders]
     assert random_model.fine_tunes(tmp_path, random_model.TINY, 3) == folders
     assert [(folder / "kogpt2.params").stat().st_mtime_ns for folder in folders] == written
+    random_model.hollow(folders[0])
+    hollow = (folders[0] / "kogpt2.params").stat()
+    assert hollow.st_mtime_ns == written[0]
+    assert hollow.st_size == (folders[1] / "kogpt2.params").stat().st_size
+    assert hollow.st_blocks == 0
