@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from engine import backends
+from engine.artifacts import Artifact
+from engine.backends import BackendModel
 from engine.errors import (
+    ArtifactError,
     Cancelled,
     DeadlineExceeded,
     EngineError,
@@ -21,13 +26,14 @@ from engine.errors import (
     Overloaded,
 )
 from engine.loop import Loop
-from engine.manifest import Manifests
+from engine.manifest import Manifests, Run, Stamps, stamps_of
 from engine.memory import MIB, Budget, return_freed_memory
 from engine.model import Model
 from engine.parameters import Parameters
 from engine.prompts import Inputs
 from engine.prune import prune
 from engine.reading import Reading
+from engine.residency import Residency
 from engine.scheduler import PREFILL_CHUNK, Batch
 from engine.sequence import Sequence, Token
 from engine.settings import Settings
@@ -42,14 +48,17 @@ class Engine:
 
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
-        self.budget = Budget(self.settings.budget_bytes)
+        self.budget = Budget(self.settings.budget_bytes, self.settings.overcommit)
         self._cache_dir = Path(self.settings.cache_dir) if self.settings.cache_dir else None
         self._manifests = Manifests(self._cache_dir)
         self._models: dict[str, Model] = {}
         self._loading: dict[str, Future[Model]] = {}
         self._chunk = PREFILL_CHUNK[self.settings.device]
-        self._loop = Loop(self._models, self._chunk, self._lose)
-        self._changed = self._loop.changed
+        self._changed = threading.Condition()  # guards what is loaded, where it is, what waits
+        self._residency = Residency(self._changed, self._models, self.budget)
+        self._loop = Loop(
+            self._changed, self._models, self._chunk, self._lose, self._residency.advance
+        )
         self._closed = False
 
     # Models
@@ -108,7 +117,7 @@ class Engine:
         precision: str | None = None,
         reading: Reading | None = None,
     ) -> int:
-        """What the weights of the model in `model_dir` will take, in bytes, if there is room now.
+        """What the weights of the model in `model_dir` will take, in bytes, if they may come now.
 
         What it reads, a load need not read again. Raises what `load` would for want of room or for
         an artifact that is none.
@@ -116,7 +125,7 @@ class Engine:
         config = self._manifests.open(Path(model_dir), (reading or Reading()).run).config
         backend, precision = self._resolve(backend, precision)
         needed = backends.weight_bytes(config, backend, precision)
-        self.budget.check_weights(needed, backends.row_bytes(config, precision), name)
+        self.budget.check(needed, backends.row_bytes(config, precision), name)
         return needed
 
     def _resolve(self, backend: str | None, precision: str | None) -> tuple[str, str]:
@@ -147,34 +156,68 @@ class Engine:
         reading: Reading,
     ) -> Model:
         started = time.monotonic()
+        stamps = stamps_of(path)
         artifact = self._manifests.open(path, reading.run)
         needed = backends.weight_bytes(artifact.config, backend, precision)
         row = backends.row_bytes(artifact.config, precision)
-        self.budget.reserve_weights(needed, row, name)
-        statistics, texts = Statistics(), None
+        self.budget.declare(needed, row, name)
+        model = texts = None
+        statistics = Statistics()
         try:
             texts = Texts(artifact, statistics, self.settings.max_queue)
-            compute = backends.load(
-                artifact,
+            model = Model(
+                name=name,
+                path=path,
+                backend=backend,
+                precision=precision,
+                config=artifact.config,
+                open=self._opener(artifact, stamps, backend, precision),
+                texts=texts,
+                batch=Batch(max_rows, self.budget, self._chunk),
+                reserved_bytes=needed,
+                statistics=statistics,
+            )
+            self._residency.enter(model, reading)
+            if self._cache_dir is not None:
+                prune(self._cache_dir, self.settings.cache_max_mib * MIB)
+        except BaseException:
+            if model is not None:
+                self._residency.release(model)
+            if texts is not None:
+                texts.close(ModelNotFound(f"{name} was not loaded"))
+            self.budget.withdraw(needed, row)
+            return_freed_memory()
+            raise
+        model.load_s = time.monotonic() - started
+        return model
+
+    def _opener(
+        self, artifact: Artifact, stamps: Stamps, backend: str, precision: str
+    ) -> Callable[[Run], BackendModel]:
+        """What opens the artifact, as often as it is called. It raises `ArtifactError` where it has
+        to read the artifact's files and they are not those of `stamps` any more."""
+
+        def check() -> None:
+            if stamps_of(artifact.path) != stamps:
+                raise ArtifactError(f"{artifact.path.name} has changed since it was loaded")
+
+        def load(run: Run) -> BackendModel:
+            def checked(*arguments: Any, **options: Any) -> Any:
+                check()
+                return run(*arguments, **options)
+
+            if backend == "mxnet" or self.settings.device == "gpu":
+                check()
+            return backends.load(
+                dataclasses.replace(artifact),  # what it maps goes with it
                 backend,
                 precision,
                 device=self.settings.device,
                 cache_dir=self._cache_dir,
-                run=reading.run,
+                run=checked,
             )
-            if self._cache_dir is not None:
-                prune(self._cache_dir, self.settings.cache_max_mib * MIB)
-        except BaseException:
-            if texts is not None:
-                texts.close(ModelNotFound(f"{name} was not loaded"))
-            self.budget.release_weights(needed, row)
-            return_freed_memory()
-            raise
-        batch = Batch(compute, max_rows, self.budget, self._chunk)
-        took = time.monotonic() - started
-        return Model(
-            name, path, backend, precision, compute, texts, batch, needed, took, statistics
-        )
+
+        return load
 
     def unload(self, name: str, unless: Callable[[], bool] = lambda: False) -> None:
         """Frees a model and gives its memory back; its running requests fail with 404.
@@ -188,6 +231,7 @@ class Engine:
             if unless():
                 return
             del self._models[name]
+        self._residency.leave(model)
         self._loop.call(lambda: self._free(model, ModelNotFound(f"{name} was unloaded")))
         logger.info("unloaded %s", name)
 
@@ -206,10 +250,9 @@ class Engine:
             sequence.fail(reason)
         model.texts.close(reason)
         try:
-            model.compute.close()
+            self._residency.release(model)
         finally:
-            row = backends.row_bytes(model.compute.config, model.precision)
-            self.budget.release_weights(model.reserved_bytes, row)
+            self.budget.withdraw(model.reserved_bytes, model.row_bytes)
             return_freed_memory()
 
     def _find(self, name: str) -> Model:
@@ -233,6 +276,7 @@ class Engine:
             "budget_bytes": self.budget.total_bytes,
             "weight_bytes": self.budget.weight_bytes,
             "kv_bytes": self.budget.kv_bytes,
+            "heated": self._residency.heated,
             "pid": os.getpid(),
             "models": self.models(),
         }
@@ -276,7 +320,7 @@ class Engine:
                 Sequence(
                     prompt=ids,
                     parameters=parameters,
-                    max_length=model.compute.config.max_length,
+                    max_length=model.config.max_length,
                     stop_ids=model.texts.stop_ids,
                     emit=emit,
                     index=i,
@@ -288,7 +332,14 @@ class Engine:
             self._queue(model, sequences)
             return sequences
 
-        return model.texts.soon(submit)
+        self._residency.use(model)
+        try:
+            future = model.texts.soon(submit)
+        except BaseException:
+            self._residency.unuse(model)
+            raise
+        future.add_done_callback(lambda _: self._residency.unuse(model))
+        return future
 
     def _queue(self, model: Model, sequences: list[Sequence]) -> None:
         with self._changed:
@@ -310,6 +361,7 @@ class Engine:
             model.statistics.requests += 1
             model.statistics.prompt_tokens += len(sequences[0].prompt)
             model.batch.waiting.extend(sequences)
+            self._residency.want(model)
             self._changed.notify_all()
 
     def cancel(self, sequences: list[Sequence]) -> None:
@@ -327,3 +379,4 @@ class Engine:
         for name in list(self._models):
             self.unload(name)
         self._loop.close()
+        self._residency.close()

@@ -25,14 +25,13 @@ from onnxruntime import OrtValue
 from engine.backends import onnx_session
 from engine.errors import EngineError, OutOfMemory
 from engine.memory import return_freed_memory
+from engine.page_cache import Piece
 
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # Linux; the second in Python's mmap from 3.13 on
 RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 SPARE = 4  # frames of one shape that are kept for the next models
-
-Piece = tuple[Path, int, int]  # file, offset, length
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

@@ -38,10 +38,18 @@ class Loop:
     """
 
     def __init__(
-        self, models: Mapping[str, Model], prefill_tokens: int, lost: Callable[[Model], None]
+        self,
+        changed: threading.Condition,
+        models: Mapping[str, Model],
+        prefill_tokens: int,
+        lost: Callable[[Model], None],
+        turned: Callable[[], None] = lambda: None,
     ) -> None:
-        self.changed = threading.Condition()  # guards `models` and what waits in their batches
+        """`changed` guards `models` and what waits in their batches. `turned` is called after each
+        turn: models may have answered their last."""
+        self.changed = changed
         self._models, self._prefill_tokens, self._lost = models, prefill_tokens, lost
+        self._turned = turned
         self._commands: deque[Callable[[], None]] = deque()
         self._closed = False
         self._turns = 0
@@ -101,11 +109,15 @@ class Loop:
             for command in commands:
                 with self._timed():
                     command()
-            if busy and not self._turn(busy):  # all wait for memory that another thread holds
+            if not busy:
+                continue
+            worked = self._turn(busy)
+            self._turned()
+            if not worked:  # all wait for memory that another thread holds
                 time.sleep(IDLE_S)
 
     def _busy(self) -> list[Model]:
-        return [model for model in self._models.values() if model.batch.has_work]
+        return [m for m in self._models.values() if m.batch.has_work and m.can_step]
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -118,6 +130,10 @@ class Loop:
     def _turn(self, models: list[Model]) -> bool:
         """A step of each. Says whether there was anything to do."""
         self._turns += 1
+        with self.changed:  # those that wait for memory are asked for their clients, too
+            for model in self._models.values():
+                if model.batch.waiting and not model.can_step:
+                    model.batch.drop()
         worked, room = False, self._prefill_tokens
         # Whose last prompt is the longest ago goes first, so that each gets its share of the room.
         for model in sorted(models, key=lambda model: model.prefilled_at):
@@ -136,8 +152,11 @@ class Loop:
 
     def _step(self, model: Model, room: int) -> tuple[int, int]:
         """Schedule, run, postprocess. Says how many tokens of prompts and how many rows it were."""
-        batch, compute, counters = model.batch, model.compute, model.statistics
+        batch, counters = model.batch, model.statistics
         with self.changed:  # the queue is shared with `submit`
+            compute = model.compute
+            if not model.can_step or compute is None:  # it had no rows and was moved just now
+                return 0, 0
             chunks = batch.schedule(room)
         for chunk in chunks:
             sequence = batch.rows[chunk.row]
@@ -163,6 +182,7 @@ class Loop:
 
     def _decode(self, model: Model, running: list[Sequence]) -> None:
         compute = model.compute
+        assert compute is not None
         ids = np.array([sequence.ids[-1] for sequence in running])
         try:
             rows = compute.decode(ids)

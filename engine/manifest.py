@@ -68,7 +68,7 @@ class Manifests:
     def open(self, path: Path, run: Run = directly) -> Artifact:
         """As `open_artifact`, and its weights are known to be finite. Raises `ArtifactError`."""
         path = path.resolve()
-        stamps = _stamps(path)
+        stamps = stamps_of(path)
         with self._lock:
             known = self._known.get(path)
         if known is None or known[0] != stamps:
@@ -108,7 +108,7 @@ class Manifests:
         )
         manifest: dict[str, Any] = run(read, str(path), what=path.name, limits=limits)
         file = self._file(path)
-        if file is not None and _stamps(path) == stamps:
+        if file is not None and stamps_of(path) == stamps:
             said = {"format": FORMAT, "path": str(path), "files": stamps, "artifact": manifest}
             with suppress(OSError):  # then it is read again after a restart
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ class Manifests:
         return manifest
 
 
-def _stamps(path: Path) -> Stamps:
+def stamps_of(path: Path) -> Stamps:
     """What changes when a file of the artifact does. Folders in it are not the engine's."""
     found: Stamps = []
     try:

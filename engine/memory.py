@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 
 from engine.container import container_memory
 from engine.errors import NeverFits, OutOfMemory
@@ -59,32 +60,37 @@ def return_freed_memory() -> None:
 class Budget:
     """Counts weights and K/V bytes against a total. Safe to use from several threads.
 
-    Beside all weights there is always room for one row of full context of any of the models: a
-    request may have to wait for those before it, but none waits for ever.
+    Models are declared with all their weights, and may together come to `overcommit` times the
+    total; of their weights only those in memory count against it (`engine.residency`). Beside these
+    there is always room for one row of full context of any of the models that have them: a request
+    may have to wait for those before it, but none waits for ever.
     """
 
-    def __init__(self, total_bytes: int) -> None:
-        self.total_bytes = total_bytes
-        self.weight_bytes = 0
+    def __init__(self, total_bytes: int, overcommit: int = 1) -> None:
+        self.total_bytes, self.overcommit = total_bytes, overcommit
+        self.declared_bytes = 0  # weights of all models
+        self.weight_bytes = 0  # those in memory
         self.kv_bytes = 0
-        self._rows: list[int] = []  # bytes of such a row, of each model
+        # Called with a number of bytes that are wanted for K/V and are not there: gives up weights.
+        self.spare: Callable[[int], None] = lambda missing: None
+        self._rows: list[int] = []  # bytes of a row of full context, of each model
         self._lock = threading.Lock()
 
     @property
     def free_bytes(self) -> int:
         return self.total_bytes - self.weight_bytes - self.kv_bytes
 
-    def reserve_weights(self, size: int, row: int, model: str) -> None:
+    def declare(self, size: int, row: int, model: str) -> None:
         """`row`: bytes of keys and values of one row of full context.
 
-        Raises what `check_weights` does.
+        Raises what `check` does.
         """
         with self._lock:
-            self.check_weights(size, row, model)
-            self.weight_bytes += size
+            self.check(size, row, model)
+            self.declared_bytes += size
             self._rows.append(row)
 
-    def check_weights(self, size: int, row: int, model: str) -> None:
+    def check(self, size: int, row: int, model: str) -> None:
         """Raises `OutOfMemory`; `NeverFits` if not even an empty engine had room."""
         if size + row > self.total_bytes:
             raise NeverFits(
@@ -93,17 +99,37 @@ class Budget:
                 " (ENGINE_MEMORY_MIB sets it)"
             )
         kept = max(row, *self._rows, self.kv_bytes)
-        missing = size - (self.total_bytes - self.weight_bytes - kept)
+        missing = size - (self.overcommit * self.total_bytes - self.declared_bytes - kept)
         if missing > 0:
-            explained = self.explain(f"model {model}", size, kept)
-            raise OutOfMemory(explained, missing_bytes=missing)
+            times = f"{self.overcommit} times " if self.overcommit > 1 else ""
+            raise OutOfMemory(
+                f"model {model} needs {size / MIB:.0f} MiB, but of the engine's"
+                f" {times}{self.total_bytes / MIB:.0f} MiB"
+                f" {self.declared_bytes / MIB:.0f} are taken by models and"
+                f" {kept / MIB:.0f} by requests",
+                missing_bytes=missing,
+            )
 
-    def release_weights(self, size: int, row: int) -> None:
+    def withdraw(self, size: int, row: int) -> None:
         with self._lock:
-            self.weight_bytes -= size
+            self.declared_bytes -= size
             self._rows.remove(row)
 
+    def lacks(self, size: int, row: int) -> int:
+        """How many bytes are missing for `size` more of weights in memory, beside a row of `row`
+        bytes; 0 if none is."""
+        kept = max(row, self.kv_bytes)
+        return max(0, size + kept + self.weight_bytes - self.total_bytes)
+
+    def take(self, size: int) -> None:
+        """Counts weights as in memory; whoever calls has asked `lacks`. Negative: gives back."""
+        with self._lock:
+            self.weight_bytes += size
+
     def reserve_kv(self, size: int) -> bool:
+        missing = size - self.free_bytes
+        if missing > 0:
+            self.spare(missing)
         with self._lock:
             if size > self.free_bytes:
                 return False
@@ -114,15 +140,12 @@ class Budget:
         with self._lock:
             self.kv_bytes -= size
 
-    def could_hold_kv(self, size: int) -> bool:
-        """Whether `size` would fit if nothing else were running."""
-        return size <= self.total_bytes - self.weight_bytes
+    def could_hold_kv(self, size: int, weights: int) -> bool:
+        """Whether `size` would fit beside so many bytes of weights if nothing else were running."""
+        return size <= self.total_bytes - weights
 
-    def explain(self, what: str, size: int, kept: int | None = None) -> str:
-        """`kept`: bytes for requests, where they are more than those of the running ones."""
-        requests = self.kv_bytes if kept is None else kept
+    def explain_kv(self, size: int, weights: int) -> str:
         return (
-            f"{what} needs {size / MIB:.0f} MiB, but of the engine's"
-            f" {self.total_bytes / MIB:.0f} MiB {self.weight_bytes / MIB:.0f} are taken by models"
-            f" and {requests / MIB:.0f} by requests"
+            f"the request's K/V cache needs {size / MIB:.0f} MiB, but the engine has"
+            f" {self.total_bytes / MIB:.0f} MiB, of which its model takes {weights / MIB:.0f}"
         )

@@ -2,46 +2,83 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.backends import BackendModel, row_bytes
+from engine.config import GPT2Config
+from engine.manifest import Run
 from engine.scheduler import Batch
 from engine.statistics import Statistics
 from engine.texts import Texts
 
 
-@dataclass
+class Place(enum.Enum):
+    """Where a model's weights are. Clients see none of this, but for the time that it takes."""
+
+    HOT = "hot"  # in memory, and counted in full
+    WARM = "warm"  # mapped: the kernel may take the pages and brings them again
+    PARKED = "parked"  # on the disk
+
+
+@dataclass(eq=False)
 class Model:
-    """Its weights on a backend, its texts, its batch."""
+    """Its weights on a backend, its texts, its batch. `engine.residency` decides on its place."""
 
     name: str
     path: Path
     backend: str
     precision: str
-    compute: BackendModel
+    config: GPT2Config
+    open: Callable[[Run], BackendModel]  # raises `EngineError`
     texts: Texts
     batch: Batch
-    reserved_bytes: int
-    load_s: float
+    reserved_bytes: int  # of its weights, in memory
     statistics: Statistics = field(default_factory=Statistics)
+    load_s: float = 0.0
     prefilled_at: int = 0  # the engine's turn in which it last computed a part of a prompt
+    compute: BackendModel | None = None  # where it is not parked
+    place: Place = Place.PARKED
+    moving: bool = False  # to another place, on some thread
+    held_bytes: int = 0  # of the budget
+    submitting: int = 0  # requests whose prompts are being cut
+    heat: float = 0.0  # requests lately, at `used_at`
+    used_at: float = 0.0
+    hot_since: float = 0.0
+    heating_s: float = 0.0  # what it last took to make it hot
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the keys and values of a row of full context."""
+        return row_bytes(self.config, self.precision)
+
+    @property
+    def can_step(self) -> bool:
+        return self.place is Place.HOT and not self.moving
+
+    @property
+    def idle(self) -> bool:
+        return not self.submitting and not self.batch.has_work
 
     def describe(self) -> dict[str, Any]:
-        config, counters = self.compute.config, self.statistics
+        compute, counters = self.compute, self.statistics
         return {
             "name": self.name,
             "model_dir": str(self.path),
             "backend": self.backend,
             "precision": self.precision,
-            "parameters": config.num_parameters,
-            "max_length": config.max_length,
-            "weight_bytes": self.compute.weight_bytes,
-            "kv_bytes": self.compute.kv_bytes,
+            "parameters": self.config.num_parameters,
+            "max_length": self.config.max_length,
+            "residency": self.place.value,
+            "weight_bytes": 0 if compute is None else compute.weight_bytes,
+            "kv_bytes": 0 if compute is None else compute.kv_bytes,
             # Of the budget, what goes with it at most: the other models may need a shorter row.
             "reserved_bytes": self.reserved_bytes,
-            "row_bytes": row_bytes(config, self.precision),
+            "held_bytes": self.held_bytes,
+            "row_bytes": self.row_bytes,
             "load_seconds": round(self.load_s, 3),
             "running": len(self.batch.rows),
             "waiting": len(self.batch.waiting),

@@ -47,9 +47,10 @@ from engine.cache_folder import (
     write_object,
 )
 from engine.errors import OutOfMemory
-from engine.frames import FrameFiles, Piece
+from engine.frames import FrameFiles
 from engine.manifest import NICENESS, Run, content_of, directly, from_manifest, to_manifest
 from engine.memory import MIB
+from engine.page_cache import Piece
 from engine.prune import in_use
 from engine.sandbox import Limits
 
@@ -158,7 +159,6 @@ def _read(folder: Path, key: str) -> Prepared | None:
         )
         if [length for _, _, length in pieces] != found.frame.lengths:
             return None
-        _read_ahead(pieces)
         return found
     except MALFORMED:
         return None
@@ -184,13 +184,6 @@ def _entry(path: Path) -> dict[str, Any]:
         with suppress(OSError):
             write_object(path, entry)
     return entry
-
-
-def _read_ahead(pieces: list[Piece]) -> None:
-    """Has the kernel begin to read what computing will need; page by page would be slower."""
-    for path, offset, length in pieces:
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
 
 
 def _stamp(path: Path) -> list[int]:

@@ -30,15 +30,25 @@ class Batch:
     """The sequences of one model. Row i of the backend belongs to `rows[i]`.
 
     Running rows come first. Behind them there is at most one whose prompt is not yet computed.
+    A closed batch has no rows, only a queue.
     """
 
-    def __init__(self, model: BackendModel, max_rows: int, budget: Budget, chunk: int) -> None:
-        self.model = model
-        self.max_rows = min(max_rows, model.max_rows)
+    def __init__(self, max_rows: int, budget: Budget, chunk: int) -> None:
+        self.max_rows = max_rows
         self.rows: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
+        self.admits = True  # whether those that wait get rows
         self._budget, self._chunk = budget, chunk
-        self._reserved_bytes = 0
+        self._reserved_bytes = self._weight_bytes = 0
+
+    def open(self, model: BackendModel, weight_bytes: int) -> None:
+        """`weight_bytes`: what it holds of the budget beside its rows."""
+        self.model, self._weight_bytes = model, weight_bytes
+        self.max_rows = min(self.max_rows, model.max_rows)
+
+    def close(self) -> None:
+        """Lets go of the model; its last row has been answered."""
+        del self.model
 
     @property
     def has_work(self) -> bool:
@@ -55,7 +65,7 @@ class Batch:
     def schedule(self, room: int) -> list[Chunk]:
         """Drops who left or came too late; says which pieces of prompts are computed this turn,
         of `room` tokens together."""
-        self._drop()
+        self.drop()
         chunks: list[Chunk] = []
         partial = self.rows[-1] if self.rows and self.rows[-1].state is State.PREFILL else None
         while room > 0:
@@ -78,7 +88,7 @@ class Batch:
     def _admit(self) -> Sequence | None:
         """Gives the first in the queue a row, if there is one, and memory for its K/V at its
         longest: a running sequence never has to stop for lack of memory."""
-        while self.waiting and len(self.rows) < self.max_rows:
+        while self.admits and self.waiting and len(self.rows) < self.max_rows:
             sequence = self.waiting[0]
             needed = self._kv_bytes(sequence) - self._reserved_bytes
             if self._budget.reserve_kv(needed):
@@ -89,13 +99,15 @@ class Batch:
                 self.model.add_row()
                 return sequence
             least = sequence.max_tokens * self.model.kv_bytes_per_token
-            if self._budget.could_hold_kv(least if self.rows else needed):
+            weights = self._weight_bytes
+            if self._budget.could_hold_kv(least if self.rows else needed, weights):
                 return None
             self.waiting.popleft()
-            sequence.fail(OutOfMemory(self._budget.explain("the request's K/V cache", needed)))
+            sequence.fail(OutOfMemory(self._budget.explain_kv(needed, weights)))
         return None
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Ends those whose client has gone, or whose deadline has come."""
         now = time.monotonic()
         for sequence in [*self.rows, *self.waiting]:
             if sequence.over:

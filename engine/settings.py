@@ -41,6 +41,12 @@ class Settings:
         "memory for weights and K/V caches; 0: the container's limit less a quarter,"
         " or the GPU's memory less an eighth",
     )
+    overcommit: int = _setting(
+        "ENGINE_OVERCOMMIT",
+        8,
+        "how many times that memory the weights of all loaded models may come to: those that are"
+        " not in use stay on the disk until they are",
+    )
     max_rows: int = _setting(
         "ENGINE_MAX_ROWS",
         16,
@@ -69,7 +75,7 @@ class Settings:
                 f"ENGINE_PRECISION is {self.precision!r}, must be one of {known}"
                 f" for {self.backend} on the {self.device}"
             )
-        for name in ("max_rows", "max_queue"):
+        for name in ("overcommit", "max_rows", "max_queue"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"ENGINE_{name.upper()} must be at least 1")
 

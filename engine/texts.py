@@ -140,6 +140,18 @@ class Texts:
             raise self._give_up("it gave no ids")
         return ids
 
+    def rest(self) -> None:
+        """Ends the process until it is needed again, unless it is."""
+
+        def rest() -> None:
+            if not self._rows:
+                self._child.kill("it is not needed")
+
+        with self._changed:
+            if not self._tasks and not self._written:
+                self._tasks.append(rest)
+                self._changed.notify()
+
     def write(self, sequences: list[Sequence]) -> None:
         """Has the tokens that wait in these sequences told with their texts. Does not block."""
         with self._changed:

@@ -39,7 +39,6 @@ class OnnxModel:
         self.config = config
         self.weight_bytes = found.weight_bytes
         self.pieces = found.pieces
-        self.reclaimable_bytes = sum(length for _, _, length in found.pieces)
         self.kv_bytes_per_token = config.kv_bytes_per_token
         self._embedding, self._positions = found.embedding, found.positions
         self._frame = frame or frames.take(found.frame)

@@ -50,7 +50,7 @@ def full(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Contai
         environment = {"ENGINE_BACKEND": "mxnet"}
     else:
         model = random_model.make(tmp_path, random_model.FULL, 1, "float16")
-        store = copies(model, tmp_path / "store", 8)
+        store = copies(model, tmp_path / "store", 40)
         environment = {"ENGINE_BACKEND": "onnxruntime"}
     options = [*GIGABYTE, *HARDENED, *CACHE, *mount(store, "/models")]
     return start(*options, MODEL_STORE="/models", SAGEMAKER_MULTI_MODEL="true", **environment)

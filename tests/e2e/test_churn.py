@@ -63,7 +63,9 @@ def test_twenty_models_in_the_room_of_five_answer_as_each_does_alone(tmp_path: P
             packed(small(tmp_path / "unpacked" / f"m{seed}", seed), store / f"m{seed}.tar.gz")
         else:
             small(store / f"m{seed}", seed)
-    with serving(tmp_path / "server", store, ENGINE_MEMORY_MIB="9") as server:
+    with serving(
+        tmp_path / "server", store, ENGINE_MEMORY_MIB="9", ENGINE_OVERCOMMIT="1"
+    ) as server:
         expected = {f"m{i}": text(server.predict(f"m{i}", SHORT)) for i in range(MODELS)}
         assert len(set(expected.values())) == MODELS
         assert set(churn(server, expected, WARM_UP_S)) == {200}

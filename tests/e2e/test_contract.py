@@ -410,7 +410,9 @@ def test_a_failed_load_leaves_nothing(server: Server, url: str, status: int, sai
 def test_a_model_that_does_not_fit_is_507_with_the_numbers(tmp_path: Path) -> None:
     small(tmp_path / "store" / "a")
     slow(tmp_path / "store" / "slow")
-    with serving(tmp_path / "server", tmp_path / "store", ENGINE_MEMORY_MIB="4") as server:
+    with serving(
+        tmp_path / "server", tmp_path / "store", ENGINE_MEMORY_MIB="4", ENGINE_OVERCOMMIT="1"
+    ) as server:
         answer = server.load("slow")
         assert error(answer)[0] == 507
         assert re.search(r"\d+ MiB.* 4 MiB", answer.json()["message"])

@@ -17,7 +17,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("metrics")
     for seed in range(3):
         small(folder / "models" / str(seed), seed)
-    with serving(folder, folder / "models", ENGINE_MEMORY_MIB="4") as running:
+    with serving(
+        folder, folder / "models", ENGINE_MEMORY_MIB="4", ENGINE_OVERCOMMIT="1"
+    ) as running:
         yield running
 
 

@@ -45,7 +45,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def few(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with room for two small models."""
-    with serving(tmp_path_factory.mktemp("few"), store, ENGINE_MEMORY_MIB="4") as server:
+    with serving(
+        tmp_path_factory.mktemp("few"), store, ENGINE_MEMORY_MIB="4", ENGINE_OVERCOMMIT="1"
+    ) as server:
         yield server
 
 
@@ -188,7 +190,7 @@ def test_a_model_with_requests_in_flight_stays_while_an_idle_one_goes(
     store: Path, tmp_path: Path
 ) -> None:
     # `slow`, `m0` and what LONG needs take 30.6 MiB; `m1` needs 1.7.
-    with serving(tmp_path, store, ENGINE_MEMORY_MIB="31") as server:
+    with serving(tmp_path, store, ENGINE_MEMORY_MIB="31", ENGINE_OVERCOMMIT="1") as server:
         text(server.predict("slow", SHORT))
         text(server.predict("m0", SHORT))
         with in_flight(server, "slow", 1) as busy:
@@ -200,7 +202,7 @@ def test_a_model_with_requests_in_flight_stays_while_an_idle_one_goes(
 
 
 def test_a_cold_model_gets_in_although_all_others_are_busy(store: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, store, ENGINE_MEMORY_MIB="4") as server:
+    with serving(tmp_path, store, ENGINE_MEMORY_MIB="4", ENGINE_OVERCOMMIT="1") as server:
         stop = time.monotonic() + 4
 
         def keep_busy(name: str) -> set[int]:

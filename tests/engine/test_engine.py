@@ -410,7 +410,7 @@ def test_a_full_queue_says_when_to_come_back(model_dir: Path) -> None:
 
 def test_a_model_that_does_not_fit_is_refused_with_numbers(model_dir: Path, tmp_path: Path) -> None:
     big = make_artifact(tmp_path / "big", units=256, layers=4, heads=4)  # 13 MiB
-    engine = Engine(Settings(memory_mib=14))
+    engine = Engine(Settings(memory_mib=14, overcommit=1))
     try:
         small = engine.load("small", str(model_dir))
         before = engine.budget.weight_bytes
@@ -441,7 +441,7 @@ def test_a_model_larger_than_the_whole_budget_is_told_from_one_that_has_to_wait(
 
 
 def test_a_model_that_is_unloaded_makes_room(model_dir: Path) -> None:
-    engine = Engine(Settings(memory_mib=1))
+    engine = Engine(Settings(memory_mib=1, overcommit=1))
     engine.budget.total_bytes = 1_300_000  # for one of them
     try:
         engine.load("a", str(model_dir))
@@ -460,7 +460,7 @@ def test_weights_leave_room_for_one_request_of_the_whole_context(
     model_dir: Path, tmp_path: Path
 ) -> None:
     long = make_talkative(tmp_path / "long", max_length=2 * CONTEXT)
-    engine = Engine(Settings(memory_mib=64))
+    engine = Engine(Settings(memory_mib=64, overcommit=1))
     try:
         first = engine.load("m", str(model_dir))
         row = CONTEXT * first.compute.kv_bytes_per_token
@@ -490,7 +490,7 @@ def test_weights_leave_room_for_one_request_of_the_whole_context(
 
 
 def test_what_is_missing_for_a_model_is_told_in_bytes(model_dir: Path) -> None:
-    engine = Engine(Settings(memory_mib=64))
+    engine = Engine(Settings(memory_mib=64, overcommit=1))
     try:
         model = engine.load("a", str(model_dir))
         row = CONTEXT * model.compute.kv_bytes_per_token

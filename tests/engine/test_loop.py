@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ from engine.engine import Engine
 from engine.errors import EngineError, EngineUnavailable, ModelNotFound, OutOfMemory
 from engine.loop import Loop
 from engine.memory import MIB, Budget
-from engine.model import Model
+from engine.model import Model, Place
+from engine.page_cache import Piece
 from engine.parameters import Parameters
 from engine.scheduler import Batch
 from engine.sequence import Sequence, Token
@@ -34,6 +35,7 @@ class Fake:
 
     config = GPT2Config(VOCAB, 8, 1, 1, 32, 1024)
     weight_bytes, kv_bytes_per_token, max_rows, kv_bytes = 0, 1, 32, 0
+    pieces: ClassVar[list[Piece]] = []
 
     def __init__(self, name: str, done: list[tuple[str, str, int]]) -> None:
         self.name, self.done = name, done
@@ -131,7 +133,7 @@ class House:
         self.models: dict[str, Model] = {}
         self.lost: list[str] = []
         self.budget = Budget(MIB)
-        self.loop = Loop(self.models, CHUNK, self._lose)
+        self.loop = Loop(threading.Condition(), self.models, CHUNK, self._lose)
 
     def _lose(self, model: Model) -> None:
         del self.models[model.name]
@@ -141,8 +143,20 @@ class House:
 
     def add(self, name: str, max_rows: int = 8) -> Model:
         compute = Fake(name, self.done)
-        batch = Batch(compute, max_rows, self.budget, CHUNK)
-        model = Model(name, Path(), "fake", "", compute, cast(Any, Untold()), batch, 0, 0)
+        model = Model(
+            name=name,
+            path=Path(),
+            backend="fake",
+            precision="",
+            config=compute.config,
+            open=lambda run: compute,
+            texts=cast(Any, Untold()),
+            batch=Batch(max_rows, self.budget, CHUNK),
+            reserved_bytes=0,
+            compute=compute,
+            place=Place.HOT,
+        )
+        model.batch.open(compute, 0)
         self.models[name] = model
         return model
 

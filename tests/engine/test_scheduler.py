@@ -30,7 +30,8 @@ class Bench:
         self.model = mxnet_backend.load(open_artifact(path))
         self.token_bytes = self.model.config.kv_bytes_per_token
         self.budget = Budget(budget_tokens * self.token_bytes)
-        self.batch = Batch(self.model, max_rows, self.budget, CHUNK)
+        self.batch = Batch(max_rows, self.budget, CHUNK)
+        self.batch.open(self.model, 0)
 
     def queue(self, length: int, new: int = 4, seed: int = 0, **options: Any) -> Sequence:
         prompt = np.random.default_rng(seed).integers(4, VOCAB, length).tolist()

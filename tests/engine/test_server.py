@@ -48,7 +48,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    with engine_process(tmp_path_factory.mktemp("server"), ENGINE_MEMORY_MIB="32") as found:
+    with engine_process(
+        tmp_path_factory.mktemp("server"), ENGINE_MEMORY_MIB="32", ENGINE_OVERCOMMIT="1"
+    ) as found:
         yield found
 
 

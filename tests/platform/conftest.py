@@ -44,6 +44,7 @@ class Container:
         environment = {
             **FAST,
             "ENGINE_MEMORY_MIB": self._memory_mib,
+            "ENGINE_OVERCOMMIT": "1",
             "SAGEMAKER_MULTI_MODEL": "true",
             "SAGEMAKER_BASE_DIR": str(self._folder / "ml"),
         }

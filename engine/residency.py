@@ -1,0 +1,310 @@
+"""Which of the loaded models are in memory.
+
+A model is made hot before it computes, by a thread that opens it where it is parked and reads what
+is not in memory: no step waits for a disk. Never are more hot than the budget holds: whose turn
+would have to wait for pages that another one's turn has just pushed out is better off in a queue.
+
+Room is made by those that nobody uses, the coolest first. A mapped model becomes warm: its session
+stays open, its pages are the kernel's to take. One whose memory is its own, or a warm one if that
+does not do, is parked. Where all that are hot are in use, a model that has waited for `PATIENCE_S`
+gets the place of the one that has been hot for longest: this takes no new requests, answers those
+that it has begun, and queues up behind. So a model waits for the answers under way of those in its
+way and of those before it in the queue, and for nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from engine.errors import EngineError
+from engine.memory import Budget
+from engine.model import Model, Place
+from engine.page_cache import read_in
+from engine.reading import Reading
+
+PATIENCE_S = 0.25
+# A model stays hot for so many times as long as it took to make it hot, if it is in use.
+STAY = 4
+# A use counts half after so long.
+HALF_LIFE_S = 60.0
+# Of a warm model's memory, what the kernel cannot take: 1.3 MB of the 149 of a full-size one, and
+# what its requests left, which is 3 at most.
+WARM_SHARE = 32
+# A session has some 200 mappings, and a process may have 65,530.
+MOST_OPEN = 200
+# Text processes of models that are not hot: 16 MB each, and 30 ms to start one again.
+TEXTS_KEPT = 16
+THREADS = 2
+
+logger = logging.getLogger(__name__)
+
+
+class Residency:
+    """`changed` guards `models` and all that is said here of a model's place. Thread-safe."""
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        models: Mapping[str, Model],
+        budget: Budget,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._changed, self._models, self._budget, self._clock = changed, models, budget, clock
+        self._queue: deque[tuple[Model, Callable[[list[Model]], object], float]] = deque()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="residency")
+        self.heated = 0  # how often a model was made hot again
+        budget.spare = self._spare
+
+    def use(self, model: Model) -> None:
+        """Says that somebody wants `model` to compute. `unuse` ends that."""
+        with self._changed:
+            now = self._clock()
+            model.heat, model.used_at = self._heat(model, now) + 1, now
+            model.submitting += 1
+            self.want(model)
+            self._rest_texts()
+
+    def unuse(self, model: Model) -> None:
+        with self._changed:
+            model.submitting -= 1
+            self.advance()
+
+    def want(self, model: Model) -> None:
+        """Has `model` made hot as soon as there is room, on a thread."""
+        with self._changed:
+            self._queue_up(model)
+            self.advance()
+
+    def enter(self, model: Model, reading: Reading) -> None:
+        """Makes a new model hot, on this thread, which waits for room.
+
+        Raises `Cancelled` once the reading is given up, and what opening the model does.
+        """
+        room: list[list[Model]] = []
+        with self._changed:
+            self._enqueue(model, room.append)
+            try:
+                while True:
+                    self.advance()
+                    if room:
+                        break
+                    reading.check()
+                    self._changed.wait(PATIENCE_S)
+            except BaseException:
+                self._dequeue(model)
+                raise
+        self._open(model, room[0], reading)
+
+    def leave(self, model: Model) -> None:
+        """Takes a model that nobody can find any more out of the queue, once no thread moves it."""
+        with self._changed:
+            self._dequeue(model)
+            self._changed.wait_for(lambda: not model.moving)
+
+    def release(self, model: Model) -> None:
+        """Frees its memory, whatever is still going on in it."""
+        with self._changed:
+            compute, model.compute, model.place = model.compute, None, Place.PARKED
+        try:
+            if compute is not None:
+                compute.close()
+        finally:
+            with self._changed:
+                self._hold(model, 0)
+                self.advance()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def advance(self) -> None:
+        """Gives room to those that wait for it, in their order, as far as there is any."""
+        with self._changed:
+            while self._queue:
+                model, start, since = self._queue[0]
+                if model.moving:
+                    return
+                missing = self._lacks(model)
+                parked = self._make_room(missing)
+                if parked is None:
+                    if self._clock() - since >= PATIENCE_S:
+                        self._dismiss(missing)
+                    return
+                self._queue.popleft()
+                model.moving = True
+                self._hold(model, model.reserved_bytes)
+                start(parked)
+            for model in self._models.values():
+                model.batch.admits = True
+
+    # With the lock
+
+    def _queue_up(self, model: Model) -> None:
+        known = self._models.get(model.name) is model
+        if known and model.place is not Place.HOT and not self._is_on_its_way(model):
+            self._enqueue(model, lambda parked: self._pool.submit(self._heat_up, model, parked))
+
+    def _enqueue(self, model: Model, start: Callable[[list[Model]], object]) -> None:
+        self._queue.append((model, start, self._clock()))
+
+    def _dequeue(self, model: Model) -> None:
+        self._queue = deque(entry for entry in self._queue if entry[0] is not model)
+
+    def _is_on_its_way(self, model: Model) -> bool:
+        opening = model.moving and model.held_bytes > 0
+        return opening or any(queued is model for queued, _, _ in self._queue)
+
+    @staticmethod
+    def _heat(model: Model, now: float) -> float:
+        return float(model.heat * 0.5 ** ((now - model.used_at) / HALF_LIFE_S))
+
+    def _hold(self, model: Model, size: int) -> None:
+        self._budget.take(size - model.held_bytes)
+        model.held_bytes = size
+
+    def _lacks(self, model: Model) -> int:
+        hot = [m for m in self._models.values() if m.place is Place.HOT]
+        row = max(m.row_bytes for m in (model, *hot))
+        return self._budget.lacks(model.reserved_bytes - model.held_bytes, row)
+
+    def _unused(self, place: Place) -> list[Model]:
+        """Those that are there and that nobody uses, the coolest first."""
+        now = self._clock()
+        found = [
+            model
+            for model in self._models.values()
+            if model.place is place and not model.moving and (model.idle or _is_done(model))
+        ]
+        return sorted(found, key=lambda model: self._heat(model, now))
+
+    def _make_room(self, missing: int) -> list[Model] | None:
+        """Gives up so many bytes of weights, or None if all that nobody uses would not do.
+
+        Whoever calls has to `_park` the models that it returns before the memory is there.
+        """
+        places: dict[Model, Place] = {}
+        for model in self._unused(Place.HOT):
+            if missing <= 0:
+                break
+            places[model] = Place.WARM if _warm_bytes(model) else Place.PARKED
+            missing -= model.held_bytes - _warm_bytes(model)
+        for model in (*self._unused(Place.WARM), *places):
+            if missing <= 0:
+                break
+            if places.get(model) is not Place.PARKED:
+                places[model] = Place.PARKED
+                missing -= _warm_bytes(model)
+        if missing > 0:
+            return None
+        for model, place in places.items():
+            self._cool(model, place)
+        return [model for model, place in places.items() if place is Place.PARKED]
+
+    def _cool(self, model: Model, place: Place) -> None:
+        self._hold(model, _warm_bytes(model) if place is Place.WARM else 0)
+        model.place, model.moving = place, place is Place.PARKED
+        model.batch.admits = True
+        if model.batch.has_work:
+            self._queue_up(model)
+
+    def _dismiss(self, missing: int) -> None:
+        """Has models take no new requests that are in use and hold so many bytes; none that has
+        not begun with those for which it was made hot."""
+        now = self._clock()
+        hot = [model for model in self._models.values() if model.can_step]
+        for model in sorted(hot, key=lambda model: model.hot_since):
+            begun = model.batch.rows or not model.batch.waiting
+            if missing > 0 and begun and now - model.hot_since >= STAY * model.heating_s:
+                model.batch.admits = False
+                missing -= model.held_bytes
+
+    def _too_many_open(self) -> list[Model]:
+        """Has some parked, by whoever calls, so that the process can have all its mappings."""
+        count = sum(model.compute is not None for model in self._models.values())
+        chosen = self._unused(Place.WARM)[: max(count - MOST_OPEN, 0)]
+        for model in chosen:
+            self._cool(model, Place.PARKED)
+        return chosen
+
+    def _spare(self, missing: int) -> None:
+        with self._changed:
+            for model in self._make_room(missing) or []:
+                self._pool.submit(self._park, model)
+
+    def _rest_texts(self) -> None:
+        """Ends text processes of models that nobody uses beyond those that may be kept."""
+        running = [m for m in self._models.values() if m.idle and m.texts.pid is not None]
+        now = self._clock()
+        running.sort(key=lambda model: self._heat(model, now), reverse=True)
+        for model in running[TEXTS_KEPT:]:
+            model.texts.rest()
+
+    # On a thread, without the lock
+
+    def _heat_up(self, model: Model, parked: list[Model]) -> None:
+        try:
+            self._open(model, parked, Reading())
+        except Exception as error:
+            logger.exception("%s could not be opened again", model.name)
+            known = error if isinstance(error, EngineError) else None
+            with self._changed:
+                for sequence in model.batch.clear():
+                    sequence.fail(known or EngineError(f"{model.name} could not be opened again"))
+        else:
+            self.heated += 1
+
+    def _open(self, model: Model, parked: list[Model], reading: Reading) -> None:
+        """Makes a model hot that has its room, once those are parked whose room it is."""
+        began, hot = self._clock(), False
+        try:
+            for other in parked:
+                self._park(other)
+            if model.compute is None:
+                model.compute = model.open(reading.run)
+                model.batch.open(model.compute, model.reserved_bytes)
+            read_in(model.compute.pieces)
+            hot = True
+        finally:
+            with self._changed:
+                if hot:
+                    model.place = Place.HOT
+                    model.hot_since = self._clock()
+                    model.heating_s = model.hot_since - began
+                else:
+                    self._hold(model, _warm_bytes(model))
+                model.moving = False
+                too_many = self._too_many_open()
+                self._changed.notify_all()
+                self.advance()
+        for other in too_many:
+            self._park(other)
+
+    def _park(self, model: Model) -> None:
+        with self._changed:
+            compute, model.compute = model.compute, None
+            if compute is not None:
+                model.batch.close()
+        try:
+            if compute is not None:
+                compute.close()
+        except Exception:
+            logger.exception("%s could not be closed", model.name)
+        with self._changed:
+            model.moving = False
+            self._changed.notify_all()
+            self.advance()
+
+
+def _warm_bytes(model: Model) -> int:
+    """What it holds while it is warm; 0 if it cannot be."""
+    mapped = model.compute is not None and model.compute.pieces
+    return model.reserved_bytes // WARM_SHARE if mapped else 0
+
+
+def _is_done(model: Model) -> bool:
+    """Whether a model that takes no new requests has answered the last."""
+    return not (model.batch.admits or model.batch.rows)
