@@ -7,6 +7,7 @@ a matrix is on the disk twice for a moment only, and what is kept is what comput
 from __future__ import annotations
 
 import errno
+import itertools
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -19,9 +20,10 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from engine import quantize, tables
 from engine.artifacts import EMBEDDING, POSITIONS, Artifact
 from engine.backends import onnx_session
-from engine.blobs import CHUNK_BYTES, Store
+from engine.blobs import CHUNK_BYTES, ZEROS, Store
 from engine.cpus import cpu_count
 from engine.models.gpt2_onnx import GPT2Graph, Part, only, place_externally
 
@@ -39,18 +41,21 @@ def build(artifact: Artifact, graph: GPT2Graph, store: Store) -> dict[str, Any]:
     order, `weight_bytes` of all of them, and the tables that are looked up. Raises `OSError` where
     the disk has no room, and `OutOfMemory`.
     """
-    tables = {"embedding": artifact.weights[EMBEDDING], "positions": artifact.weights[POSITIONS]}
-    dtype = np.dtype(np.float16 if graph.precision == "int8" else np.float32)
+    embedding = artifact.weights[EMBEDDING]
+    entry: dict[str, Any] = {}
     sizes = [part.num_bytes for part in graph.parts]
     # Each core packs a matrix, which is there as given, as packed, and as it is kept.
     needed = 1.25 * sum(sizes) + 3 * sum(sorted(sizes)[-cpu_count() :])
-    needed += sum(dtype.itemsize * table.size for table in tables.values())
+    needed += (1.1 if graph.precision == "int8" else 4) * embedding.size
     if shutil.disk_usage(store.building).free < needed:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are needed in {store.building}")
 
     def add(part: Part) -> tuple[list[bytes], list[bytes] | list[Place]]:
         """What is not packed, and what is; the large ones in the store already."""
         values = part.make()
+        if f"{EMBEDDING}.q" in values:  # it is the output projection, too
+            q, scales = values.values()
+            entry["embedding"] = tables.add_quantized(q, scales, embedding.shape, store)
         if part.node is None:
             return [values[name].tobytes() for name in part.shapes], []
         with _packed(part, graph, values, store.building) as (file, tensors):
@@ -63,9 +68,12 @@ def build(artifact: Artifact, graph: GPT2Graph, store: Store) -> dict[str, Any]:
 
     with ThreadPoolExecutor(cpu_count()) as pool:
         parts = _largest_first(pool, add, graph.parts)
-        entry: dict[str, Any] = {}
-        for kind, table in tables.items():
-            entry[kind] = [store.add(_chunks(table, dtype), ".bin"), dtype.name, table.shape]
+        entry["positions"] = tables.add_floats(artifact.weights[POSITIONS], store)
+        if graph.precision != "int8":
+            entry["embedding"] = tables.add_floats(embedding, store)
+        elif not artifact.config.tie_word_embeddings:
+            quantized = quantize.quantize(embedding, quantize.block_size(embedding.shape[1]))
+            entry["embedding"] = tables.add_quantized(*quantized, embedding.shape, store)
         given = [data for part in parts for data in part.result()[0]]
         packed = [piece for part in parts for piece in part.result()[1]]
     plain = store.add(_filled([[data] for data in given], ALIGNMENT), ".bin")
@@ -85,52 +93,52 @@ def build_frame(graph: GPT2Graph, store: Store) -> dict[str, Any]:
     in its own place when it has packed it again.
 
     Returns the `graph`, the `windows`, which is where it has them packed, and the `plain` tensors,
-    which are to be given to it: name, type, shape, and where in the first piece they lie. What lies
-    in the windows is never read, so the file takes next to no room on the disk.
+    which are to be given to it: name, type, shape, and where in the first piece they lie. The file
+    takes next to no room on the disk: what lies in the windows is never read.
     """
 
-    def packed(numbered: tuple[int, Part]) -> list[_Tensor]:
-        number, part = numbered
-        values = _blank(part, number)
+    # The blanks lie over one another, the i-th from the i-th page on, which begins with i + 1.
+    longest = max(part.num_bytes for part in graph.parts)
+    blanks = np.zeros(len(graph.parts) * PAGE + longest + -longest % PAGE, np.uint8)
+    blanks.view(np.uint32)[:: PAGE // 4][: len(graph.parts)] = np.arange(len(graph.parts)) + 1
+
+    def packed(i: int, part: Part) -> list[_Tensor]:
+        values = {name: np.zeros(shape, dtype) for name, (shape, dtype) in part.shapes.items()}
         if part.node is None:
             return [_Tensor(name, {"length": str(v.nbytes)}) for name, v in values.items()]
+        first = next(iter(values.values()))
+        first.reshape(-1).view(np.uint8)[:] = blanks[i * PAGE : i * PAGE + first.nbytes]
         with _packed(part, graph, values, store.building) as (_, tensors):
             return tensors
 
     with ThreadPoolExecutor(cpu_count()) as pool:
-        found = list(pool.map(packed, enumerate(graph.parts, 1)))
+        found = list(pool.map(packed, range(len(graph.parts)), graph.parts))
     given = [tensor for tensors in found for tensor in tensors if not tensor.packed]
     plain_bytes = _end([tensor.length for tensor in given])
-    lengths = [plain_bytes]
-
-    def content() -> Iterator[list[bytes]]:
-        yield [bytes(plain_bytes)]
-        for number, (part, tensors) in enumerate(zip(graph.parts, found, strict=True), 1):
-            for tensor in tensors:
-                if tensor.packed:
-                    data = _blank(part, number)[tensor.name].tobytes()
-                    yield [data[:PAGE], data[PAGE:]]  # all but the number is a hole
-                    yield from ([bytes(length)] for _, length in tensor.packed)
-
-    for tensor in (tensor for tensors in found for tensor in tensors if tensor.packed):
-        lengths += [tensor.length, *(length for _, length in tensor.packed)]
-    name = store.add(_filled(content(), PAGE), ".bin")
-    _, *places = _places(name, lengths, PAGE)
+    lengths = [length for tensors in found for t in tensors for _, length in t.packed]
+    lengths = [len(blanks), plain_bytes, *lengths]
+    zeros = sum(length + -length % PAGE for length in lengths[1:])
+    holes = (ZEROS[: min(CHUNK_BYTES, zeros - at)] for at in range(0, zeros, CHUNK_BYTES))
+    pages = (blanks[at : at + PAGE].tobytes() for at in range(0, len(blanks), PAGE))
+    name = store.add(itertools.chain(pages, holes), ".bin")
+    _, (_, plain_at, _), *places = _places(name, lengths, PAGE)
     plain_places = _places(name, [tensor.length for tensor in given], ALIGNMENT)
     shapes = {name: shape for part in graph.parts for name, shape in part.shapes.items()}
     model, windows, plain = onnx.ModelProto(), [], []
     model.CopyFrom(graph.model)
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
-    for tensor in (tensor for tensors in found for tensor in tensors):
-        if tensor.packed:
-            count = 1 + len(tensor.packed)
-            here, places = places[:count], places[count:]
-            windows += here[1:]
-        else:
-            here, plain_places = plain_places[:1], plain_places[1:]
-            shape, dtype = shapes[tensor.name]
-            plain.append((tensor.name, dtype.name, shape, here[0][1]))
-        tensor.place(initializers[tensor.name], here)
+    for i, tensors in enumerate(found):
+        for tensor in tensors:
+            if tensor.packed:
+                here, places = places[: len(tensor.packed)], places[len(tensor.packed) :]
+                windows += here
+                here = [(name, i * PAGE, tensor.length), *here]
+            else:
+                (_, at, length), *plain_places = plain_places
+                shape, dtype = shapes[tensor.name]
+                plain.append((tensor.name, dtype.name, shape, at))
+                here = [(name, plain_at + at, length)]
+            tensor.place(initializers[tensor.name], here)
     graph_name = store.add([model.SerializeToString()], ".onnx")
     return {"graph": graph_name, "windows": windows, "plain": plain, "plain_bytes": plain_bytes}
 
@@ -182,14 +190,6 @@ def _packed(
             yield file, [found[name] for name in part.shapes]
 
 
-def _blank(part: Part, number: int) -> dict[str, NDArray[Any]]:
-    """Zeros, with a number in the first tensor's first bytes."""
-    values = {name: np.zeros(shape, dtype) for name, (shape, dtype) in part.shapes.items()}
-    first = next(iter(values.values()))
-    first.reshape(-1).view(np.uint8)[:4] = np.frombuffer(np.uint32(number).tobytes(), np.uint8)
-    return values
-
-
 def _largest_first(pool: Executor, work: Any, parts: list[Part]) -> list[Any]:
     """So that no core begins the largest last. The futures are in the parts' order."""
     order = sorted(range(len(parts)), key=lambda i: -parts[i].num_bytes)
@@ -229,10 +229,3 @@ def _read(file: BinaryIO, offset: int, length: int) -> Iterator[bytes]:
         if len(chunk) != wanted:
             raise OSError(f"{file.name} was not written to its end")
         yield chunk
-
-
-def _chunks(table: NDArray[Any], dtype: np.dtype[Any]) -> Iterator[memoryview]:
-    """The bytes of a matrix in this type."""
-    for begin in range(0, len(table), 1024):
-        piece = np.ascontiguousarray(table[begin : begin + 1024], dtype=dtype)
-        yield piece.reshape(-1).view(np.uint8).data

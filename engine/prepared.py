@@ -24,16 +24,12 @@ import json
 import logging
 import os
 import tempfile
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from engine.artifacts import Artifact
 from engine.backends import onnx_session
@@ -53,6 +49,7 @@ from engine.memory import MIB
 from engine.page_cache import Piece
 from engine.prune import in_use
 from engine.sandbox import Limits
+from engine.tables import Floats, Table, open_floats, open_table
 
 FORMAT = 3  # raise it when the graph or the quantization changes
 THREADS = 2
@@ -64,7 +61,6 @@ BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
 MALFORMED = (KeyError, TypeError, AttributeError, ValueError, OSError)
 
 logger = logging.getLogger(__name__)
-Floats = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Prepared:
     """A model that only needs mapping."""
 
     frame: FrameFiles
-    embedding: Floats  # (V, C), mapped; fp16 for int8 weights
+    embedding: Table | Floats  # (V, C), mapped; int8 where the weights are
     positions: Floats  # (max_length, C), mapped
     weight_bytes: int  # of the graph's weights in memory once all have been used
     pieces: list[Piece]  # where those lie, in the order of the frame's windows
@@ -142,26 +138,23 @@ def _cpu_model() -> str:
 def _read(folder: Path, key: str) -> Prepared | None:
     try:
         entry = _entry(folder / f"{key}.json")
-        frame = entry["frame"]
         pieces = _pieces(folder, entry["pieces"])
-        found = Prepared(
-            FrameFiles(
-                frame["key"],
-                folder / frame["graph"],
-                _pieces(folder, frame["windows"]),
-                frame["plain"],
-                frame["plain_bytes"],
-            ),
-            _map(folder, *entry["embedding"]),
-            _map(folder, *entry["positions"]),
-            entry["weight_bytes"],
-            pieces,
-        )
-        if [length for _, _, length in pieces] != found.frame.lengths:
+        frame = _read_frame(folder / entry["frame"])
+        if frame.lengths != [length for _, _, length in pieces]:
             return None
-        return found
+        embedding = open_table(folder, *entry["embedding"])
+        positions = open_floats(folder, *entry["positions"])
+        return Prepared(frame, embedding, positions, entry["weight_bytes"], pieces)
     except MALFORMED:
         return None
+
+
+def _read_frame(path: Path) -> FrameFiles:
+    """Raises one of `MALFORMED`."""
+    folder, entry = path.parent, _entry(path)
+    windows = _pieces(folder, entry["windows"])
+    plain, plain_bytes = entry["plain"], entry["plain_bytes"]
+    return FrameFiles(path.name, folder / entry["graph"], windows, plain, plain_bytes)
 
 
 def _pieces(folder: Path, said: list[Any]) -> list[Piece]:
@@ -172,6 +165,8 @@ def _entry(path: Path) -> dict[str, Any]:
     """What an entry says, if its files are whole. Raises one of `MALFORMED` if not."""
     folder, entry = path.parent, read_object(path)
     files: dict[str, list[int]] = entry["files"]
+    if entry["said"] != _said(entry):  # what is mapped, and from where, is not looked at again
+        raise ValueError(path)
     changed = [name for name, stamp in files.items() if _stamp(folder / name) != stamp]
     if changed:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -186,21 +181,15 @@ def _entry(path: Path) -> dict[str, Any]:
     return entry
 
 
+def _said(entry: dict[str, Any]) -> str:
+    """The hash of an entry, without the times of its files, which may change."""
+    said = {key: value for key, value in entry.items() if key not in ("files", "said")}
+    return sha256_of(json.dumps([said, sorted(entry["files"])], sort_keys=True))
+
+
 def _stamp(path: Path) -> list[int]:
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns]
-
-
-_mapped: weakref.WeakValueDictionary[str, Floats] = weakref.WeakValueDictionary()
-
-
-def _map(folder: Path, name: str, dtype: str, shape: list[int]) -> Floats:
-    """Maps a file of floats; files of the same content are mapped once, wherever they are."""
-    found = _mapped.get(name)
-    if found is None or [found.dtype.name, *found.shape] != [dtype, *shape]:
-        found = np.memmap(folder / name, dtype=dtype, mode="r", shape=tuple(shape))
-        _mapped[name] = found
-    return found
 
 
 def _build(artifact: Artifact, precision: str, folder: Path, key: str, run: Run) -> Prepared:
@@ -230,7 +219,10 @@ def _build(artifact: Artifact, precision: str, folder: Path, key: str, run: Run)
 
 
 def build(path: str, manifest: dict[str, Any], precision: str, folder: str, key: str) -> str | None:
-    """Builds the entry, in the sandbox. Says what is wrong with the folder, if it is that."""
+    """Builds the entry and its frame, what of them is not there, in the sandbox.
+
+    Says what is wrong with the folder, if it is that.
+    """
     # onnx takes 0.2 s to import and is not needed for what is prepared already.
     from engine import packing
     from engine.models.gpt2_onnx import GPT2Graph
@@ -238,24 +230,21 @@ def build(path: str, manifest: dict[str, Any], precision: str, folder: str, key:
     target, artifact = Path(folder), from_manifest(Path(path), manifest)
     graph = GPT2Graph(artifact.config, artifact.weights, precision)
     parts = [FORMAT, graph.model.SerializeToString().hex(), onnx_session.VERSION, _cpu_model()]
-    frame_file = target / f"{sha256_of(json.dumps(parts))}{FRAME}"
+    frame, entry = target / f"{sha256_of(json.dumps(parts))}{FRAME}", target / f"{key}.json"
+    makers: dict[Path, Callable[[Store], dict[str, Any]]] = {
+        frame: lambda store: packing.build_frame(graph, store),
+        entry: lambda store: packing.build(artifact, graph, store) | {"frame": frame.name},
+    }
     try:
         with tempfile.TemporaryDirectory(prefix=BUILDING, dir=target) as building:
-            try:
-                frame = _entry(frame_file)
-            except MALFORMED:
-                store = Store(target, Path(building))
-                frame = packing.build_frame(graph, store)
-                frame |= {"key": frame_file.name, "files": _stamps(target, store)}
-                write_object(frame_file, frame)
-            store = Store(target, Path(building))
-            entry = packing.build(artifact, graph, store) | {"frame": frame}
-            entry["files"] = _stamps(target, store) | frame["files"]
-            write_object(target / f"{key}.json", entry)
+            for file, make in makers.items():
+                try:
+                    _entry(file)
+                except MALFORMED:
+                    store = Store(target, Path(building))
+                    made = make(store)
+                    made["files"] = {name: _stamp(target / name) for name in sorted(store.names)}
+                    write_object(file, made | {"said": _said(made)})
     except OSError as error:
         return str(error)
     return None
-
-
-def _stamps(folder: Path, store: Store) -> dict[str, list[int]]:
-    return {name: _stamp(folder / name) for name in sorted(store.names)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -45,10 +44,12 @@ def _lock(folder: Path, operation: int) -> Iterator[None]:
 
 def _prune(folder: Path, max_bytes: int) -> None:
     sizes = {path.name: 512 * path.stat().st_blocks for path in _blobs(folder)}
+    frames = {path.name: _files(path) for path in folder.glob("*" + FRAME)}
     kept: set[str] = set()
     entries = [p for p in folder.glob("*.json") if not p.name.endswith((SOURCE, FRAME))]
     for entry in sorted(entries, key=lambda path: path.stat().st_mtime, reverse=True):
-        files = _files(entry)
+        frame = str(read_object(entry).get("frame"))
+        files = _files(entry) | {frame} | frames.get(frame, set())
         if sum(sizes.get(name, 0) for name in kept | files) > max_bytes and kept:
             logger.info("the prepared model %s is removed: not loaded for longest", entry.stem)
             entry.unlink()
@@ -56,9 +57,8 @@ def _prune(folder: Path, max_bytes: int) -> None:
             kept |= files
     for name in sizes.keys() - kept:
         (folder / name).unlink()
-    for frame in folder.glob("*" + FRAME):
-        if not _files(frame) <= kept:
-            frame.unlink()
+    for frame in frames.keys() - kept:
+        (folder / frame).unlink()
     for source in folder.glob("*" + SOURCE):
         if not _is_there(source):
             source.unlink()
@@ -69,10 +69,8 @@ def _blobs(folder: Path) -> list[Path]:
 
 
 def _files(entry: Path) -> set[str]:
-    try:
-        return set(json.loads(entry.read_bytes())["files"])
-    except (ValueError, KeyError, TypeError):
-        return set()
+    files = read_object(entry).get("files")
+    return set(files) if isinstance(files, dict) else set()
 
 
 def _is_there(source: Path) -> bool:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 BLOCK_SIZE = 64  # from 128 on, a row's result depends on the rows beside it (facts of 1.31)
 MIN_BLOCK_SIZE = 16
-ROWS_AT_ONCE = 256  # such a piece of a 768 to 3,072 wide matrix stays in a core's cache
+NUMBERS_AT_ONCE = 1 << 16  # such a piece stays in a core's cache
 ZERO = 128  # what MatMulNBits subtracts where no zero points are given
 MAX = 127
 
@@ -35,18 +35,20 @@ def quantize(
     quantized = np.empty((rows, blocks, block), dtype=np.uint8)
     scales = np.empty((rows, blocks), dtype=np.float32)
 
-    for begin in range(0, rows, ROWS_AT_ONCE):
-        end = min(begin + ROWS_AT_ONCE, rows)
-        w = np.zeros((end - begin, blocks * block), dtype=np.float32)
-        w[:, :width] = weight[begin:end]
-        w = w.reshape(end - begin, blocks, block)
-        scale = np.maximum(w.max(axis=-1), -w.min(axis=-1)) / np.float32(MAX)
-        scales[begin:end] = scale
+    at_once = max(NUMBERS_AT_ONCE // (blocks * block), 1)
+    w = np.zeros((at_once, blocks * block), dtype=np.float32)
+    for begin in range(0, rows, at_once):
+        count = min(at_once, rows - begin)
+        w[:count, :width] = weight[begin : begin + count]
+        v = w[:count].reshape(count, blocks, block)
+        scale = np.maximum(v.max(axis=-1), -v.min(axis=-1)) / np.float32(MAX)
+        scales[begin : begin + count] = scale
         # A block of zeros has the scale 0; any divisor gives its zeros back.
-        w /= np.where(scale > 0, scale, 1)[..., None]
-        w += np.float32(ZERO)
-        np.rint(w, out=w)
-        quantized[begin:end] = w
+        v /= np.where(scale > 0, scale, 1)[..., None]
+        v += np.float32(ZERO)
+        np.rint(v, out=v)
+        quantized[begin : begin + count] = v
+        w[:, width:] = 0
     return quantized, scales.reshape(-1)
 
 

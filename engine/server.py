@@ -47,7 +47,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from engine import leases, sandbox
+from engine import backends, leases, sandbox
 from engine.answer import Answer, logprobs_body
 from engine.engine import Engine
 from engine.errors import (
@@ -398,7 +398,7 @@ class _Server(uvicorn.Server):
 
 def serve(settings: Settings) -> None:
     """Runs until SIGTERM or SIGINT; requests in flight are finished, at most for 25 s."""
-    sandbox.prepare()
+    sandbox.prepare(*backends.preloaded(settings.backend, settings.device))
     engine = Engine(settings)
 
     async def main() -> None:

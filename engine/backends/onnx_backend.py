@@ -66,7 +66,7 @@ class OnnxModel:
         last, total = np.array([end - 1], dtype=np.int32), np.array([end], dtype=np.int32)
         logits = np.empty((1, self.config.vocab_size), dtype=np.float32)
         with onnx_session.out_of_memory(f"{len(ids)} more tokens"):
-            x = self._embedding[ids].astype(np.float32)  # (T, C)
+            x = self._embedding[ids]  # (T, C)
             x += self._positions[begin:end]
             binding = self._bind(row, row + 1, x[None], last, total, logits)
             self._session.run_with_iobinding(binding)
@@ -78,8 +78,7 @@ class OnnxModel:
         rows = len(ids)
         lengths = np.array(self._cache.lengths[:rows], dtype=np.int32)
         check_ids(self.config, ids, int(lengths.max()) + 1)
-        x = self._x[:rows, 0]
-        np.add(self._embedding[ids], self._positions[lengths], out=x, dtype=np.float32)
+        np.add(self._embedding[ids], self._positions[lengths], out=self._x[:rows, 0])
         self._last[:rows] = lengths
         self._total[0] = lengths.max() + 1
         if rows not in self._bindings:

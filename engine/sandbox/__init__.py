@@ -220,6 +220,7 @@ class _Helper:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._modules: tuple[str, ...] = ()
 
     def start(self, orders: Any, connection: socket.socket, status: socket.socket) -> int:
         """The pid of a new child that has the two sockets."""
@@ -249,7 +250,10 @@ class _Helper:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "engine.sandbox.zygote", str(theirs.fileno())],
+                [
+                    *(sys.executable, "-m", "engine.sandbox.zygote"),
+                    *(str(theirs.fileno()), *self._modules),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # It forks, so it must have one thread only, and its children need no more.
@@ -262,9 +266,11 @@ class _Helper:
                 },
             )
 
-    def prepare(self) -> None:
-        """Starts the process, if there is none, and does not wait for what it imports."""
+    def prepare(self, *modules: str) -> None:
+        """Starts the process, if there is none, and does not wait for what it imports: `modules`,
+        too, which children would have to otherwise."""
         with self._lock:
+            self._modules = modules
             if self._socket is None:
                 self._start_helper()
 

@@ -45,7 +45,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a stopping engine still answers its requests
-    for name in PRELOADED:
+    for name in (*PRELOADED, *sys.argv[2:]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()

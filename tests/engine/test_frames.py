@@ -58,7 +58,7 @@ def in_a_session_of_its_own(artifact: Path, precision: str, model: OnnxModel) ->
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(v) for v in graph.external.values()]
     options.add_external_initializers(list(graph.external), values)
     session = onnxruntime.InferenceSession(graph.model.SerializeToString(), options)
-    x = model._embedding[IDS].astype(np.float32) + model._positions[: len(IDS)]
+    x = model._embedding[IDS] + model._positions[: len(IDS)]
     empty = {
         given.name: np.zeros((1, given.shape[1], 0, given.shape[3]), np.float32)
         for given in session.get_inputs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ from engine.prune import in_use, prune
 from engine.settings import Settings
 from tests.engine.models import make_artifact
 
-MODEL_BYTES = 3 * 20_000 * 64  # at least: its embedding as fp16, its head as int8
+MODEL_BYTES = 2 * 20_000 * 64  # at least: its embedding and its head as int8
 
 
 @pytest.fixture
@@ -98,6 +99,19 @@ def test_files_that_belong_to_no_model_go(tmp_path: Path, cache: Path) -> None:
     (cache / "4567.source.json").write_text('{"files": [["/없는/파일.params"]], "content": ""}')
     prune(cache, 1 << 30)
     assert list(cache.iterdir()) == []
+
+
+def test_a_frame_goes_with_the_last_model_of_its_shape(tmp_path: Path, cache: Path) -> None:
+    prepare(cache, model(tmp_path, 0), model(tmp_path, 1))
+    other = make_artifact(tmp_path / "다른 모양", vocab=20_000, units=64, activation="gelu_new")
+    prepare(cache, other)
+    assert len(list(cache.glob("*.frame.json"))) == 2
+    newest = max(entries(cache), key=lambda path: path.stat().st_ctime_ns)
+    os.utime(newest, (1, 1))
+    prune(cache, size(cache) - 1)
+    [frame] = cache.glob("*.frame.json")
+    assert {json.loads(p.read_bytes())["frame"] for p in entries(cache)} == {frame.name}
+    assert all((cache / name).exists() for name in json.loads(frame.read_bytes())["files"])
 
 
 def test_the_engine_keeps_its_cache_within_the_setting(tmp_path: Path, cache: Path) -> None:
