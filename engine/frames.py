@@ -34,7 +34,6 @@ RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 SPARE = 4  # frames of one shape that are kept for the next models
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
     *(ctypes.c_void_p, ctypes.c_size_t),
@@ -84,8 +83,7 @@ class Frame:
         return_freed_memory()  # it packed all weights again: 10 MB
 
     def show(self, pieces: list[Piece]) -> None:
-        """Maps a piece into each window, and has the kernel begin to read what is not in memory:
-        page by page would be slower. Raises `OutOfMemory`, and `OSError` for want of a file."""
+        """Maps a piece into each window. Raises `OutOfMemory`, and `OSError` for want of a file."""
         with ExitStack() as stack:
             files: dict[Path, int] = {}
             for (path, offset, _), (address, length) in zip(pieces, self._windows, strict=True):
@@ -93,8 +91,6 @@ class Frame:
                     files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                     stack.callback(os.close, files[path])
                 _map(address, length, mmap.PROT_READ, mmap.MAP_PRIVATE, files[path], offset)
-                if not _in_memory(address, length):  # otherwise it would walk the pages in vain
-                    os.posix_fadvise(files[path], offset, length, os.POSIX_FADV_WILLNEED)
 
     def clear(self) -> None:
         """No file is mapped any more."""
@@ -125,13 +121,6 @@ def _map(address: int, size: int, protection: int, flags: int, file: int, offset
     found = _libc.mmap(address, size, protection, flags | MAP_FIXED, file, offset)
     if found != address:
         raise OutOfMemory(f"weights cannot be mapped: {os.strerror(ctypes.get_errno())}")
-
-
-def _in_memory(address: int, length: int) -> bool:
-    pages = (ctypes.c_ubyte * -(-length // PAGE))()
-    if _libc.mincore(address, length, pages) != 0:
-        raise OSError(ctypes.get_errno(), "mincore")
-    return b"\0" not in bytes(pages)
 
 
 def _addresses(windows: list[Piece]) -> list[tuple[int, int]]:
