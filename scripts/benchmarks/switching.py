@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import shutil
 import statistics
@@ -243,10 +244,9 @@ class _Run:
 
     def _traces(self) -> Results:
         """In rounds, side after side."""
-        sides = list(self.sides)
         found: Results = {}
         for number in range(self.plan.rounds):
-            for side in [*sides, *self._peer(found)]:
+            for side in itertools.chain(self.sides, self._peer(found)):
                 with self._skipping(side.name):
                     one = self._trace(side, self.plan.budget_mib, f"trace-{number}")
                     found.setdefault(side.name, []).append(one)
@@ -298,7 +298,6 @@ class _Run:
                 60 * plan.minutes or None,
             )  # fmt: skip
             after = process_tree.page_ins(server.pid)
-            room = _most(server.states())
             memory = process_tree.memory(server.pid)
             one = [(self.trace[0][0], i % PROMPTS) for i in range(max(len(answers) // 4, 8))]
             one = one[: 100 * plan.clients]
@@ -312,7 +311,7 @@ class _Run:
             "seconds": seconds,
             "tokens_per_s": sum(a.tokens for a in answers) / seconds,
             "alone_tokens_per_s": sum(a.tokens for a in alone) / alone_s,
-            "room": room,
+            "room": max(answer.hot for answer in answers),
             "faults": count_faults([*answers, *alone], side.expected),
             "memory": memory,
             "page_ins": {key: after[key] - before[key] for key in before} | limited,
@@ -446,11 +445,6 @@ def _row(answer: Asked) -> Results:
     row = dataclasses.asdict(answer)
     del row["text"]
     return row
-
-
-def _most(states: dict[str, str]) -> int:
-    """How many models are as ready as one can be."""
-    return sum(state == "hot" for state in states.values())
 
 
 def _each(steps: list[Results]) -> Results:

@@ -40,11 +40,12 @@ class Server(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """A request and its answer. `state` is what the model was just before."""
+    """A request and its answer. `state` is what the model was just before; `hot`, how many were."""
 
     model: str
     prompt: int
     state: str
+    hot: int
     began_s: float
     first_s: float  # since `began_s`
     seconds: float
@@ -61,7 +62,8 @@ class Client:
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
 
     def ask(self, model: str, prompt: int, ids: list[int], new_tokens: int) -> Asked:
-        state = self._server.states().get(model, "cold")
+        states = self._server.states()
+        state, hot = states.get(model, "cold"), sum(s == "hot" for s in states.values())
         path, body = self._server.call(model, ids, new_tokens)
         headers = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
         began = time.perf_counter()
@@ -85,7 +87,7 @@ class Client:
         if not error and len(texts) < new_tokens:
             error = f"lost: {len(texts)} tokens of {new_tokens}"
         text = "".join(texts)
-        return Asked(model, prompt, state, began, first, seconds, len(texts), text, error)
+        return Asked(model, prompt, state, hot, began, first, seconds, len(texts), text, error)
 
     def close(self) -> None:
         self._connection.close()

@@ -189,7 +189,7 @@ def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path
 
 def test_an_answer_that_another_model_would_give_is_wrong_and_half_of_one_is_lost() -> None:
     def asked(text: str, error: str = "") -> switching_clients.Asked:
-        return switching_clients.Asked("봄", 0, "hot", 0, 0.1, 0.2, 2, text, error)
+        return switching_clients.Asked("봄", 0, "hot", 1, 0, 0.1, 0.2, 2, text, error)
 
     answers = [
         asked("가나"),
