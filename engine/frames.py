@@ -25,12 +25,14 @@ from onnxruntime import OrtValue
 from engine.backends import onnx_session
 from engine.errors import EngineError, OutOfMemory
 from engine.memory import return_freed_memory
-from engine.page_cache import Piece
+from engine.page_cache import Span
 
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # Linux; the second in Python's mmap from 3.13 on
 RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+Piece = tuple[Path, int, int]  # file, offset, length
+
 SPARE = 4  # frames of one shape that are kept for the next models
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -77,7 +79,7 @@ class Frame:
         with _opening:  # so that the files are mapped by this one only
             self.session = onnx_session.open_packed(files.graph, self._given, profile)
             begin = np.frombuffer(self._plain, np.uint8).ctypes.data
-            self._windows = [(begin, files.plain_bytes), *_addresses(files.windows)]
+            self.windows = [(begin, files.plain_bytes), *_addresses(files.windows)]
             self.clear()
         _forget({path for path, _, _ in files.windows})
         return_freed_memory()  # it packed all weights again: 10 MB
@@ -86,7 +88,7 @@ class Frame:
         """Maps a piece into each window. Raises `OutOfMemory`, and `OSError` for want of a file."""
         with ExitStack() as stack:
             files: dict[Path, int] = {}
-            for (path, offset, _), (address, length) in zip(pieces, self._windows, strict=True):
+            for (path, offset, _), (address, length) in zip(pieces, self.windows, strict=True):
                 if path not in files:
                     files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                     stack.callback(os.close, files[path])
@@ -94,7 +96,7 @@ class Frame:
 
     def clear(self) -> None:
         """No file is mapped any more."""
-        for address, length in self._windows:
+        for address, length in self.windows:
             _map(address, length, PROT_NONE, RESERVED, -1, 0)
 
 
@@ -123,7 +125,7 @@ def _map(address: int, size: int, protection: int, flags: int, file: int, offset
         raise OutOfMemory(f"weights cannot be mapped: {os.strerror(ctypes.get_errno())}")
 
 
-def _addresses(windows: list[Piece]) -> list[tuple[int, int]]:
+def _addresses(windows: list[Piece]) -> list[Span]:
     """Where each is mapped in this process, with its length."""
     mapped: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:

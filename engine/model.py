@@ -42,7 +42,7 @@ class Model:
     prefilled_at: int = 0  # the engine's turn in which it last computed a part of a prompt
     compute: BackendModel | None = None  # where it is not parked
     place: Place = Place.PARKED
-    moving: bool = False  # to another place, on some thread
+    moving: Place | None = None  # where some thread is bringing it
     held_bytes: int = 0  # of the budget
     submitting: int = 0  # requests whose prompts are being cut
     heat: float = 0.0  # requests lately, at `used_at`

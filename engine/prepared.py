@@ -43,10 +43,9 @@ from engine.cache_folder import (
     write_object,
 )
 from engine.errors import OutOfMemory
-from engine.frames import FrameFiles
+from engine.frames import FrameFiles, Piece
 from engine.manifest import NICENESS, Run, content_of, directly, from_manifest, to_manifest
 from engine.memory import MIB
-from engine.page_cache import Piece
 from engine.prune import in_use
 from engine.sandbox import Limits
 from engine.tables import Floats, Table, open_floats, open_table

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from engine.errors import EngineError
 from engine.memory import Budget
 from engine.model import Model, Place
-from engine.page_cache import read_in
+from engine.page_cache import let_go, read_in
 from engine.reading import Reading
 
 PATIENCE_S = 0.25
@@ -32,11 +32,11 @@ PATIENCE_S = 0.25
 STAY = 4
 # A use counts half after so long.
 HALF_LIFE_S = 60.0
-# Of a warm model's memory, what the kernel cannot take: 1.3 MB of the 149 of a full-size one, and
+# Of a warm model's memory, what the kernel cannot take: 1.6 MB of the 149 of a full-size one, and
 # what its requests left, which is 3 at most.
 WARM_SHARE = 32
-# A session has some 200 mappings, and a process may have 65,530.
-MOST_OPEN = 200
+# An open model has some 60 mappings, and a process may have 65,530.
+MOST_OPEN = 500
 # Text processes of models that are not hot: 16 MB each, and 30 ms to start one again.
 TEXTS_KEPT = 16
 THREADS = 2
@@ -129,15 +129,15 @@ class Residency:
                 if model.moving:
                     return
                 missing = self._lacks(model)
-                parked = self._make_room(missing)
-                if parked is None:
+                victims = self._make_room(missing)
+                if victims is None:
                     if self._clock() - since >= PATIENCE_S:
                         self._dismiss(missing)
                     return
                 self._queue.popleft()
-                model.moving = True
+                model.moving = Place.HOT
                 self._hold(model, model.reserved_bytes)
-                start(parked)
+                start(victims)
             for model in self._models.values():
                 model.batch.admits = True
 
@@ -146,7 +146,7 @@ class Residency:
     def _queue_up(self, model: Model) -> None:
         known = self._models.get(model.name) is model
         if known and model.place is not Place.HOT and not self._is_on_its_way(model):
-            self._enqueue(model, lambda parked: self._pool.submit(self._heat_up, model, parked))
+            self._enqueue(model, lambda victims: self._pool.submit(self._heat_up, model, victims))
 
     def _enqueue(self, model: Model, start: Callable[[list[Model]], object]) -> None:
         self._queue.append((model, start, self._clock()))
@@ -155,8 +155,8 @@ class Residency:
         self._queue = deque(entry for entry in self._queue if entry[0] is not model)
 
     def _is_on_its_way(self, model: Model) -> bool:
-        opening = model.moving and model.held_bytes > 0
-        return opening or any(queued is model for queued, _, _ in self._queue)
+        queued = any(queued is model for queued, _, _ in self._queue)
+        return queued or model.moving is Place.HOT
 
     @staticmethod
     def _heat(model: Model, now: float) -> float:
@@ -184,7 +184,7 @@ class Residency:
     def _make_room(self, missing: int) -> list[Model] | None:
         """Gives up so many bytes of weights, or None if all that nobody uses would not do.
 
-        Whoever calls has to `_park` the models that it returns before the memory is there.
+        Whoever calls has those that it returns `_leave`: before, the memory is not there.
         """
         places: dict[Model, Place] = {}
         for model in self._unused(Place.HOT):
@@ -202,11 +202,11 @@ class Residency:
             return None
         for model, place in places.items():
             self._cool(model, place)
-        return [model for model, place in places.items() if place is Place.PARKED]
+        return list(places)
 
     def _cool(self, model: Model, place: Place) -> None:
         self._hold(model, _warm_bytes(model) if place is Place.WARM else 0)
-        model.place, model.moving = place, place is Place.PARKED
+        model.place = model.moving = place
         model.batch.admits = True
         if model.batch.has_work:
             self._queue_up(model)
@@ -233,7 +233,7 @@ class Residency:
     def _spare(self, missing: int) -> None:
         with self._changed:
             for model in self._make_room(missing) or []:
-                self._pool.submit(self._park, model)
+                self._pool.submit(self._leave, model)
 
     def _rest_texts(self) -> None:
         """Ends text processes of models that nobody uses beyond those that may be kept."""
@@ -245,9 +245,9 @@ class Residency:
 
     # On a thread, without the lock
 
-    def _heat_up(self, model: Model, parked: list[Model]) -> None:
+    def _heat_up(self, model: Model, victims: list[Model]) -> None:
         try:
-            self._open(model, parked, Reading())
+            self._open(model, victims, Reading())
         except Exception as error:
             logger.exception("%s could not be opened again", model.name)
             known = error if isinstance(error, EngineError) else None
@@ -257,16 +257,16 @@ class Residency:
         else:
             self.heated += 1
 
-    def _open(self, model: Model, parked: list[Model], reading: Reading) -> None:
-        """Makes a model hot that has its room, once those are parked whose room it is."""
+    def _open(self, model: Model, victims: list[Model], reading: Reading) -> None:
+        """Makes a model hot that has its room, once those have left whose room it is."""
         began, hot = self._clock(), False
         try:
-            for other in parked:
-                self._park(other)
+            for other in victims:
+                self._leave(other)
             if model.compute is None:
                 model.compute = model.open(reading.run)
                 model.batch.open(model.compute, model.reserved_bytes)
-            read_in(model.compute.pieces)
+            read_in(model.compute.mapped)
             hot = True
         finally:
             with self._changed:
@@ -276,32 +276,36 @@ class Residency:
                     model.heating_s = model.hot_since - began
                 else:
                     self._hold(model, _warm_bytes(model))
-                model.moving = False
+                model.moving = None
                 too_many = self._too_many_open()
                 self._changed.notify_all()
                 self.advance()
         for other in too_many:
-            self._park(other)
+            self._leave(other)
 
-    def _park(self, model: Model) -> None:
+    def _leave(self, model: Model) -> None:
+        """Has a model that was cooled give up its memory."""
         with self._changed:
-            compute, model.compute = model.compute, None
-            if compute is not None:
+            compute = model.compute
+            if compute is not None and model.place is Place.PARKED:
+                model.compute = None
                 model.batch.close()
         try:
             if compute is not None:
-                compute.close()
+                let_go(compute.mapped)
+                if model.compute is None:
+                    compute.close()
         except Exception:
             logger.exception("%s could not be closed", model.name)
         with self._changed:
-            model.moving = False
+            model.moving = None
             self._changed.notify_all()
             self.advance()
 
 
 def _warm_bytes(model: Model) -> int:
     """What it holds while it is warm; 0 if it cannot be."""
-    mapped = model.compute is not None and model.compute.pieces
+    mapped = model.compute is not None and model.compute.mapped
     return model.reserved_bytes // WARM_SHARE if mapped else 0
 
 

@@ -19,7 +19,7 @@ from engine.artifacts import Artifact
 from engine.config import GPT2Config
 from engine.errors import InvalidRequest
 from engine.manifest import Run, directly
-from engine.page_cache import Piece
+from engine.page_cache import Span
 
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
@@ -36,7 +36,7 @@ class BackendModel(Protocol):
     weight_bytes: int  # resident bytes of the weights
     kv_bytes_per_token: int  # of the cache
     max_rows: int
-    pieces: list[Piece]  # of its weights where they are mapped; none where they are its own memory
+    mapped: list[Span]  # its weights, where they are mapped files; empty where they are its memory
 
     def add_row(self) -> int:
         """Opens an empty row behind the last one; returns its index."""

@@ -13,7 +13,7 @@ from engine.memory import is_out_of_memory
 from engine.models.gpt2_mxnet import GPT2, KVCache
 from engine.models.mxnet_rows import row_counts
 from engine.mxnet_compat import CPU_WORKERS, mx
-from engine.page_cache import Piece
+from engine.page_cache import Span
 
 MAX_ROWS = 32  # on a GPU
 
@@ -24,7 +24,7 @@ class MXNetModel:
     def __init__(self, artifact: Artifact, ctx: mx.Context, shards: int = 0) -> None:
         """`shards` side by side, see `GPT2.shard`; 0: the weights as they are, as a GPU wants."""
         self.config = artifact.config
-        self.pieces: list[Piece] = []
+        self.mapped: list[Span] = []
         self.weight_bytes = artifact.fp32_bytes
         self.kv_bytes_per_token = artifact.config.kv_bytes_per_token
         self.max_rows = row_counts()[-1] if ctx.device_type == "cpu" else MAX_ROWS

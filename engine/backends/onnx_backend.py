@@ -38,11 +38,11 @@ class OnnxModel:
         """`frame`: one that is not to be had from those that are kept."""
         self.config = config
         self.weight_bytes = found.weight_bytes
-        self.pieces = found.pieces
         self.kv_bytes_per_token = config.kv_bytes_per_token
         self._embedding, self._positions = found.embedding, found.positions
         self._frame = frame or frames.take(found.frame)
         self._frame.show(found.pieces)
+        self.mapped = self._frame.windows
         self._session = self._frame.session
         past = [i for i in self._session.get_inputs() if i.name.startswith("past_")]
         self._kv_names = [i.name.removeprefix("past_") for i in past]

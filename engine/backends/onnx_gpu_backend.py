@@ -21,7 +21,7 @@ from engine.errors import OutOfMemory
 from engine.kv_shape import grown
 from engine.memory import return_freed_memory
 from engine.models.gpt2_onnx import GPT2Graph, kv_names, padded_head_size
-from engine.page_cache import Piece
+from engine.page_cache import Span
 
 ITEM_BYTES = 2  # fp16
 
@@ -34,7 +34,7 @@ class OnnxGpuModel:
     def __init__(self, artifact: Artifact, provider: Provider = CUDA) -> None:
         self.config = artifact.config
         graph = GPT2Graph(artifact.config, artifact.weights, "fp16")
-        self.pieces: list[Piece] = []
+        self.mapped: list[Span] = []
         self.weight_bytes = sum(part.num_bytes for part in graph.parts)
         weights = {name: to_ort(tensor) for name, tensor in graph.external.items()}
         self._session = open_session(graph.model.SerializeToString(), provider, weights)

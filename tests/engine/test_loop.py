@@ -18,7 +18,7 @@ from engine.errors import EngineError, EngineUnavailable, ModelNotFound, OutOfMe
 from engine.loop import Loop
 from engine.memory import MIB, Budget
 from engine.model import Model, Place
-from engine.page_cache import Piece
+from engine.page_cache import Span
 from engine.parameters import Parameters
 from engine.scheduler import Batch
 from engine.sequence import Sequence, Token
@@ -35,7 +35,7 @@ class Fake:
 
     config = GPT2Config(VOCAB, 8, 1, 1, 32, 1024)
     weight_bytes, kv_bytes_per_token, max_rows, kv_bytes = 0, 1, 32, 0
-    pieces: ClassVar[list[Piece]] = []
+    mapped: ClassVar[list[Span]] = []
 
     def __init__(self, name: str, done: list[tuple[str, str, int]]) -> None:
         self.name, self.done = name, done

@@ -243,7 +243,7 @@ class Disk:
     """A backend's stand-in: what was opened and closed, in order; `hold` keeps it from opening."""
 
     def __init__(self, name: str, log: list[str], mapped: bool) -> None:
-        self.pieces = [(Path("/nowhere"), 0, 1)] if mapped else []
+        self.mapped = [(0, 0)] if mapped else []
         self.max_rows, self.weight_bytes, self.kv_bytes = 8, 0, 0
         self._name, self._log = name, log
 
@@ -345,7 +345,7 @@ def test_what_cannot_be_opened_again_fails_its_requests_and_holds_nothing(house:
     assert failed.wait(WAIT_S)
     house.residency.unuse(model)
     assert isinstance(found[0], EngineError)
-    assert (house.budget.weight_bytes, model.moving) == (0, False)
+    assert (house.budget.weight_bytes, model.moving) == (0, None)
     house.touch(model)  # the next one opens it
     assert model.place is Place.HOT
 
