@@ -144,7 +144,7 @@ def test_a_piece_of_another_length_is_refused_and_prepared_anew(tmp_path: Path) 
     model.close()
     [entry] = (p for p in (tmp_path / "준비된").glob("*.json") if p.name.count(".") == 1)
     text = entry.read_text(encoding="utf-8")
-    length = model.pieces[0][2]
+    length = model.mapped[0][1]
     entry.write_text(text.replace(f"0, {length}]", f"0, {length + 64}]"), encoding="utf-8")
     model = load(artifact, "int8")
     np.testing.assert_array_equal(answer(model), expected)
