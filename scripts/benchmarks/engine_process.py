@@ -82,10 +82,13 @@ class EngineProcess:
         return {"rss_bytes": found["Rss"], "anonymous_bytes": found["Anonymous"]}
 
 
-def measure_loading(folder: Path, text: str, tries: int, log: Path) -> dict[str, Any]:
+def measure_loading(
+    folder: Path, another: Path, text: str, tries: int, log: Path
+) -> dict[str, Any]:
     """Seconds from the call to ready, and on to the first token; page cache warm and cold.
 
-    And once what the very first load takes, which quantizes and fills the cache.
+    And once what the very first load takes, which quantizes and fills the cache, of this model and
+    then of another of its shape; and the disk that a prepared model takes.
     """
     files = [path for path in folder.rglob("*") if path.is_file()]
     found: dict[str, Any] = {"warm": [], "cold": []}
@@ -111,10 +114,18 @@ def measure_loading(folder: Path, text: str, tries: int, log: Path) -> dict[str,
         tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cache-") as empty,
         EngineProcess(log, Path(empty)) as engine,
     ):
-        began = time.perf_counter()
-        engine.load("m", folder)
-        found["without_cache_s"] = time.perf_counter() - began
+        for key, model in (("without_cache_s", folder), ("another_without_cache_s", another)):
+            before = _disk_bytes(Path(empty))
+            began = time.perf_counter()
+            engine.load("m", model)
+            found[key] = time.perf_counter() - began
+            engine.unload("m")
+            found["prepared_bytes"] = _disk_bytes(Path(empty)) - before
     return found
+
+
+def _disk_bytes(folder: Path) -> int:
+    return sum(512 * path.stat().st_blocks for path in folder.iterdir())
 
 
 def measure_memory(folders: list[Path], text: str, log: Path) -> dict[str, Any]:

@@ -218,7 +218,7 @@ class Run:
 
     def _loading(self) -> Results:
         return engine_process.measure_loading(
-            self.alone, self.texts[0], self.plan.load_tries, self._log("loading")
+            self.alone, self.models[0], self.texts[0], self.plan.load_tries, self._log("loading")
         )
 
     def _memory(self) -> Results:

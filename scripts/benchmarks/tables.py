@@ -91,8 +91,12 @@ def _others(results: Results) -> Iterator[str]:
             for label, key in (("ready", "ready_s"), ("first token", "first_token_s")):
                 values = [entry[key] for entry in results["loading"][kind]]
                 yield f"| load to {label}, page cache {kind}, s | {shown(values, 3)} |"
-        seconds = results["loading"]["without_cache_s"]
-        yield f"| the very first load, which quantizes, s | {seconds:.1f} |"
+        loading = results["loading"]
+        yield f"| the very first load, which quantizes, s | {loading['without_cache_s']:.1f} |"
+        if "prepared_bytes" in loading:
+            seconds, size = loading["another_without_cache_s"], loading["prepared_bytes"]
+            yield f"| the same of another model of its shape, s | {seconds:.1f} |"
+            yield f"| what a prepared model takes of the disk, MB | {size / 1e6:.0f} |"
     if "memory" in results:
         each = results["memory"]["each"]
         yield f"| RSS of a further model, MB | {each['rss_bytes'] / 1e6:.0f} |"
