@@ -5,6 +5,9 @@ those on the disk. But all that distinguishes two models of one shape is the con
 the session has mapped. So a frame is a session on blank weights, and its windows are the addresses
 of these: a model's files are mapped over them, which takes a few milliseconds, and over those
 another's. A frame that is given back is kept for the next model of its shape.
+
+Where onnxruntime packs weights into memory of its own (up to 1.23, for Python 3.10), a frame shows
+one model from the beginning to its end.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ Piece = tuple[Path, int, int]  # file, offset, length
 SPARE = 4  # frames of one shape that are kept for the next models
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
     *(ctypes.c_void_p, ctypes.c_size_t),
@@ -66,23 +70,40 @@ class FrameFiles:
 class Frame:
     """A session and the addresses of its weights. Not thread-safe."""
 
-    def __init__(self, files: FrameFiles, profile: Path | None = None) -> None:
-        """`profile` as `onnx_session.open_packed` has it. Raises `OutOfMemory`."""
-        self.key = files.key
+    def __init__(self, files: FrameFiles, pieces: list[Piece], profile: Path | None = None) -> None:
+        """Shows the pieces. `profile`: see `onnx_session.open_packed`. Raises `OutOfMemory`."""
+        self.key, self.can_show_another = files.key, bool(files.windows)
         self._plain = mmap.mmap(-1, files.plain_bytes, flags=RESERVED)
+        plain = np.frombuffer(self._plain, np.uint8)
+        self.windows = [(plain.ctypes.data, files.plain_bytes)]
+        if not self.can_show_another:  # it packs them for itself
+            self.show(pieces)
         self._given = {
             name: OrtValue.ortvalue_from_numpy(
-                np.frombuffer(self._plain, dtype, math.prod(shape), offset).reshape(shape)
+                plain[offset : offset + math.prod(shape) * np.dtype(dtype).itemsize]
+                .view(dtype)
+                .reshape(shape)
             )
             for name, dtype, shape, offset in files.plain
         }
         with _opening:  # so that the files are mapped by this one only
             self.session = onnx_session.open_packed(files.graph, self._given, profile)
-            begin = np.frombuffer(self._plain, np.uint8).ctypes.data
-            self.windows = [(begin, files.plain_bytes), *_addresses(files.windows)]
-            self.clear()
+            if self.can_show_another:
+                self.windows += _addresses(files.windows)
+                self._check()
         _forget({path for path, _, _ in files.windows})
         return_freed_memory()  # it packed all weights again: 10 MB
+        self.show(pieces)
+
+    def _check(self) -> None:
+        """Each window is looked through: a step reads all of it, not a copy that nobody sees."""
+        self._map_nothing(mmap.PROT_READ)
+        onnx_session.run_blank(self.session)
+        for address, length in self.windows[1:]:
+            pages = (ctypes.c_ubyte * -(-length // PAGE))()
+            if _libc.mincore(address, length, pages) != 0 or sum(pages) < len(pages) / 2:
+                raise EngineError("onnxruntime does not use the weights that it was to find packed")
+        self.clear()
 
     def show(self, pieces: list[Piece]) -> None:
         """Maps a piece into each window. Raises `OutOfMemory`, and `OSError` for want of a file."""
@@ -96,26 +117,32 @@ class Frame:
 
     def clear(self) -> None:
         """No file is mapped any more."""
+        self._map_nothing(PROT_NONE)
+
+    def _map_nothing(self, protection: int) -> None:
         for address, length in self.windows:
-            _map(address, length, PROT_NONE, RESERVED, -1, 0)
+            _map(address, length, protection, RESERVED, -1, 0)
 
 
 _opening = threading.Lock()
 _spare: defaultdict[str, list[Frame]] = defaultdict(list)
 
 
-def take(files: FrameFiles) -> Frame:
-    """A frame that is nobody's. Raises `OutOfMemory`."""
+def take(files: FrameFiles, pieces: list[Piece]) -> Frame:
+    """A frame that shows the pieces. Raises `OutOfMemory`, and `OSError` for want of a file."""
     try:
-        return _spare[files.key].pop()
+        frame = _spare[files.key].pop()
     except IndexError:
-        return Frame(files)
+        return Frame(files, pieces)
+    frame.show(pieces)
+    return frame
 
 
 def give_back(frame: Frame) -> None:
-    frame.clear()
-    if len(_spare[frame.key]) < SPARE:
-        _spare[frame.key].append(frame)
+    if frame.can_show_another:
+        frame.clear()
+        if len(_spare[frame.key]) < SPARE:
+            _spare[frame.key].append(frame)
 
 
 def _map(address: int, size: int, protection: int, flags: int, file: int, offset: int) -> None:

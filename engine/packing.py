@@ -34,8 +34,10 @@ OWN_FILE_BYTES = 1 << 20
 Place = tuple[str, int, int]  # file, offset, length
 
 
-def build(artifact: Artifact, graph: GPT2Graph, store: Store) -> dict[str, Any]:
-    """Quantizes, packs, and puts the files into the store.
+def build(
+    artifact: Artifact, graph: GPT2Graph, store: Store, frame: dict[str, Any]
+) -> dict[str, Any]:
+    """Quantizes, packs where the `frame` has windows for it, and puts the files into the store.
 
     Returns what a loader has to know: the `pieces` to be shown in a frame of this graph, in its
     order, `weight_bytes` of all of them, and the tables that are looked up. Raises `OSError` where
@@ -56,7 +58,7 @@ def build(artifact: Artifact, graph: GPT2Graph, store: Store) -> dict[str, Any]:
         if f"{EMBEDDING}.q" in values:  # it is the output projection, too
             q, scales = values.values()
             entry["embedding"] = tables.add_quantized(q, scales, embedding.shape, store)
-        if part.node is None:
+        if part.node is None or not frame["windows"]:
             return [values[name].tobytes() for name in part.shapes], []
         with _packed(part, graph, values, store.building) as (file, tensors):
             given = [values[tensor.name].tobytes() for tensor in tensors if not tensor.packed]
@@ -78,7 +80,7 @@ def build(artifact: Artifact, graph: GPT2Graph, store: Store) -> dict[str, Any]:
         packed = [piece for part in parts for piece in part.result()[1]]
     plain = store.add(_filled([[data] for data in given], ALIGNMENT), ".bin")
     small = [piece for piece in packed if isinstance(piece, bytes)]
-    name = store.add(_filled([[piece] for piece in small], PAGE), ".bin")
+    name = store.add(_filled([[piece] for piece in small], PAGE), ".bin") if small else ""
     placed = iter(_places(name, [len(piece) for piece in small], PAGE))
     entry["pieces"] = [
         (plain, 0, _end([len(data) for data in given])),
@@ -94,7 +96,8 @@ def build_frame(graph: GPT2Graph, store: Store) -> dict[str, Any]:
 
     Returns the `graph`, the `windows`, which is where it has them packed, and the `plain` tensors,
     which are to be given to it: name, type, shape, and where in the first piece they lie. The file
-    takes next to no room on the disk: what lies in the windows is never read.
+    takes next to no room on the disk: what lies in the windows is never read. There are none where
+    onnxruntime packs what nobody else can see (it does so up to 1.23): all tensors are plain.
     """
 
     # The blanks lie over one another, the i-th from the i-th page on, which begins with i + 1.
@@ -113,6 +116,9 @@ def build_frame(graph: GPT2Graph, store: Store) -> dict[str, Any]:
 
     with ThreadPoolExecutor(cpu_count()) as pool:
         found = list(pool.map(packed, range(len(graph.parts)), graph.parts))
+    if not all(t[0].packed for part, t in zip(graph.parts, found, strict=True) if part.node):
+        for tensor in itertools.chain(*found):
+            tensor.packed.clear()
     given = [tensor for tensors in found for tensor in tensors if not tensor.packed]
     plain_bytes = _end([tensor.length for tensor in given])
     lengths = [length for tensors in found for t in tensors for _, length in t.packed]

@@ -232,7 +232,9 @@ def build(path: str, manifest: dict[str, Any], precision: str, folder: str, key:
     frame, entry = target / f"{sha256_of(json.dumps(parts))}{FRAME}", target / f"{key}.json"
     makers: dict[Path, Callable[[Store], dict[str, Any]]] = {
         frame: lambda store: packing.build_frame(graph, store),
-        entry: lambda store: packing.build(artifact, graph, store) | {"frame": frame.name},
+        entry: lambda store: (
+            packing.build(artifact, graph, store, _entry(frame)) | {"frame": frame.name}
+        ),
     }
     try:
         with tempfile.TemporaryDirectory(prefix=BUILDING, dir=target) as building:

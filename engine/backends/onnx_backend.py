@@ -40,9 +40,8 @@ class OnnxModel:
         self.weight_bytes = found.weight_bytes
         self.kv_bytes_per_token = config.kv_bytes_per_token
         self._embedding, self._positions = found.embedding, found.positions
-        self._frame = frame or frames.take(found.frame)
-        self._frame.show(found.pieces)
-        self.mapped = self._frame.windows
+        self._frame = frame or frames.take(found.frame, found.pieces)
+        self.mapped = self._frame.windows if self._frame.can_show_another else []
         self._session = self._frame.session
         past = [i for i in self._session.get_inputs() if i.name.startswith("past_")]
         self._kv_names = [i.name.removeprefix("past_") for i in past]

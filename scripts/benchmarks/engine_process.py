@@ -90,11 +90,11 @@ def measure_loading(
     And once what the very first load takes, which quantizes and fills the cache, of this model and
     then of another of its shape; and the disk that a prepared model takes.
     """
-    files = [path for path in folder.rglob("*") if path.is_file()]
     found: dict[str, Any] = {"warm": [], "cold": []}
     with EngineProcess(log) as engine:
 
         def load(kind: str | None) -> None:
+            files = [path for path in folder.rglob("*") if path.is_file()]
             resident = page_cache.drop(files) if kind == "cold" else 1.0
             began = time.perf_counter()
             engine.load("m", folder)

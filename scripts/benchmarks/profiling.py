@@ -31,7 +31,7 @@ def measure(artifact: Artifact, precision: str, rows: int) -> list[Step]:
     """onnxruntime's own times of `STEPS` decode steps of `rows` rows, one dictionary a step."""
     ids = np.random.default_rng(1).integers(5, artifact.config.vocab_size, (rows, PROMPT))
     with tempfile.TemporaryDirectory() as out, prepared(artifact, precision, None) as found:
-        frame = Frame(found.frame, Path(out) / "profile")
+        frame = Frame(found.frame, found.pieces, Path(out) / "profile")
         model = OnnxModel(artifact.config, found, frame)
         for row in range(rows):
             model.add_row()

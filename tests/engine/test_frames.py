@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from engine import frames
 from engine.artifacts import open_artifact
 from engine.backends import onnx_backend, onnx_session
 from engine.backends.onnx_backend import OnnxModel
+from engine.errors import EngineError
+from engine.frames import Frame
 from engine.models.gpt2_onnx import GPT2Graph
+from engine.prepared import prepared
 from tests.engine.models import make_artifact
 
 IDS = np.arange(2, 19)
@@ -85,6 +89,13 @@ def test_models_shown_one_after_the_other_answer_as_in_sessions_of_their_own(
     np.testing.assert_array_equal(answers[:2], answers[2:])
 
 
+packs_visibly = pytest.mark.skipif(
+    onnx_session.VERSION < "1.24",  # the last for Python 3.10
+    reason="onnxruntime keeps what it packs to itself",
+)
+
+
+@packs_visibly
 def test_the_next_model_of_a_shape_is_shown_in_the_session_of_the_last(tmp_path: Path) -> None:
     first = load(make(tmp_path, 0), "int8")
     session = first._session
@@ -128,6 +139,7 @@ def test_a_closed_model_leaves_no_file_mapped_and_an_open_one_has_one_mapping_a_
     assert mapped(tmp_path / "준비된") == before == []
 
 
+@packs_visibly
 def test_no_more_frames_are_kept_than_may_be(tmp_path: Path) -> None:
     artifact = make(tmp_path, 0)
     models = [load(artifact, "int8") for _ in range(frames.SPARE + 2)]
@@ -149,3 +161,19 @@ def test_a_piece_of_another_length_is_refused_and_prepared_anew(tmp_path: Path) 
     model = load(artifact, "int8")
     np.testing.assert_array_equal(answer(model), expected)
     model.close()
+
+
+@packs_visibly
+def test_a_session_that_does_not_use_what_it_is_shown_is_an_error(tmp_path: Path) -> None:
+    artifact = make(tmp_path, 0)
+    load(artifact, "int8").close()
+    with prepared(open_artifact(artifact), "int8", tmp_path / "준비된") as found:
+        graph = found.frame.graph.read_bytes()
+        kernel = b"MatMulNBits+"
+        digit = graph.index(kernel) + len(kernel)
+        other = b"1" if graph[digit : digit + 1] != b"1" else b"2"
+        changed = found.frame.graph.with_name("changed.onnx")
+        changed.write_bytes(graph[:digit] + other + graph[digit + 1 :])
+        files = dataclasses.replace(found.frame, graph=changed)
+        with pytest.raises(EngineError, match="onnxruntime"):
+            Frame(files, found.pieces)

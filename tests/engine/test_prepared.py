@@ -18,7 +18,7 @@ import pytest
 
 from engine import cache_folder, prepared
 from engine.artifacts import open_artifact
-from engine.backends import onnx_backend
+from engine.backends import onnx_backend, onnx_session
 from engine.backends.onnx_backend import OnnxModel
 from engine.errors import OutOfMemory
 from tests.engine.models import make_artifact
@@ -186,7 +186,8 @@ def test_two_models_with_the_same_embedding_store_and_map_it_once(
     after = files(cache)
     assert before.items() <= after.items()
     new = sum(size for name, (_, size, _) in after.items() if name not in before)
-    assert new < embedding_bytes / 2  # neither the table nor the head
+    if onnx_session.VERSION >= "1.24":  # before, a model's weights are one file
+        assert new < embedding_bytes / 2  # neither the table nor the head
     assert second._embedding is first._embedding
     third = load(two, tmp_path / "elsewhere")  # another cache, still one mapping
     assert third._embedding is first._embedding
