@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.server import REPOSITORY, Server
+from tests.e2e.stores import Shared
 
 
 @pytest.fixture(scope="session")
@@ -20,12 +20,28 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         running.stop()
 
 
+@pytest.fixture(scope="session")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    shared = Shared(tmp_path_factory.mktemp("shared"))
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture(scope="module")
+def clean(started: Shared) -> Server:
+    """A running server of the fast backend with nothing in it, not even in `clean.store`, where
+    the module puts its models. One server serves module after module."""
+    return started.clean()
+
+
+@pytest.fixture(scope="session")
+def started_to_break(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    shared = Shared(tmp_path_factory.mktemp("breakable"))
+    yield shared
+    shared.stop()
+
+
 @pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[Server]:
-    """A running server that the test may break."""
-    running = Server(tmp_path, REPOSITORY / "model_store")
-    try:
-        yield running.wait_until_ready()
-    finally:
-        if running.process.poll() is None:
-            running.stop()
+def breakable(started_to_break: Shared) -> Server:
+    """One like `clean` for a single test, which may end it or any of its processes."""
+    return started_to_break.clean()

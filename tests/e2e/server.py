@@ -18,8 +18,9 @@ import psutil
 import requests
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_S = 60.0
-STOP_S = 10.0
+START_S = 120.0
+STOP_S = 30.0
+WIDE_S = 60.0
 
 
 def free_port() -> int:
@@ -49,6 +50,8 @@ class Server:
         self.management_port = self.port if one_port else free_port()
         self.run_dir = folder / "run"
         self.log = folder / "server.log"
+        self.store = store or folder
+        self._forgotten = 0
         ports = {"SAGEMAKER_BIND_TO_PORT": str(self.port), "HOST": "127.0.0.1"}
         ports["MANAGEMENT_PORT"] = str(self.management_port)
         command = [sys.executable, "-m", "serving.entrypoint", "serve"]
@@ -77,7 +80,12 @@ class Server:
         return self
 
     def text(self) -> str:
-        return self.log.read_text(encoding="utf-8")
+        """What it has logged since the log was last forgotten."""
+        return self.log.read_bytes()[self._forgotten :].decode("utf-8")
+
+    def forget_log(self) -> None:
+        """What it logs from now on is all that `text` tells; a line that it writes now counts."""
+        self._forgotten = self.log.read_bytes().rfind(b"\n") + 1
 
     def descendants(self, *words: str) -> list[psutil.Process]:
         """Living processes below the server whose command line has all of `words`."""
@@ -129,8 +137,8 @@ class Server:
         return f"http://127.0.0.1:{self.management_port}{path}"
 
 
-def eventually(condition: Any, seconds: float = 10.0) -> Any:
-    """Waits for a true value and returns it."""
+def eventually(condition: Any, seconds: float = WIDE_S) -> Any:
+    """Waits for a true value and returns it. `seconds` is a net, not what is tested."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "it did not come true in time"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
+import subprocess
 import tarfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import requests
 
@@ -56,6 +60,53 @@ def serving(folder: Path, store: Path | None = None, **environment: str) -> Iter
             server.stop()
 
 
+class Shared:
+    """A server of the fast backend, started when it is first asked for, and again when the test
+    before has ended it or failed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._starts = 0
+        self._server: Server | None = None
+
+    def clean(self) -> Server:
+        """It, with no model and an empty store; its log begins here."""
+        if self._server is None or not _is_well(self._server):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.stop()
+            self._starts += 1
+            folder = self._folder / str(self._starts)
+            (folder / "store").mkdir(parents=True)
+            self._server = Server(folder, folder / "store", {**FAST, "DRAIN_S": "60"})
+            self._server.wait_until_ready()
+        _empty(self._server)
+        return self._server
+
+    def stop(self) -> None:
+        if self._server is not None and self._server.process.poll() is None:
+            self._server.stop()
+
+
+def _is_well(server: Server) -> bool:
+    """Whether it lives and what the last test broke is whole again, soon."""
+    end = time.monotonic() + 30
+    while server.process.poll() is None and time.monotonic() < end:
+        if server.is_ready():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _empty(server: Server) -> None:
+    for path in server.store.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    for model in requests.get(server.url("/models"), timeout=10).json()["models"]:
+        assert server.unload(quote(model["modelName"])).status_code == 200
+    eventually(lambda: not server.descendants("model_service_worker"))
+    assert statistics(server)["models"] == []
+    server.forget_log()
+
+
 def statistics(server: Server) -> dict[str, Any]:
     """The engine's own."""
     client = EngineClient(str(server.run_dir / "engine.sock"))
@@ -69,6 +120,11 @@ def statistics(server: Server) -> dict[str, Any]:
 def running(server: Server) -> int:
     """Sequences that the engine works on."""
     return sum(m["running"] + m["waiting"] for m in statistics(server)["models"])
+
+
+def steps(server: Server, name: str) -> int:
+    """How many the engine has made for a model since it was loaded."""
+    return sum(m["steps"] for m in statistics(server)["models"] if m["name"].startswith(f"{name}#"))
 
 
 @contextlib.contextmanager

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import LONG, SHORT, error, running, serving, slow, small, statistics, text
+from tests.e2e.stores import LONG, SHORT, error, running, slow, small, statistics, text
 
 CLIENTS, AT_ONCE, LIMIT_S = 64, 16, 1
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("admission")
-    slow(folder / "store" / "느린")
-    small(folder / "store" / "빠른")
-    with serving(folder / "run", folder / "store") as running_server:
-        assert running_server.load("느린", response_timeout=LIMIT_S).status_code == 200
-        assert running_server.load("빠른").status_code == 200
-        yield running_server
+def server(clean: Server) -> Server:
+    slow(clean.store / "느린")
+    small(clean.store / "빠른")
+    assert clean.load("느린", response_timeout=LIMIT_S).status_code == 200
+    assert clean.load("빠른").status_code == 200
+    return clean
 
 
 def of(server: Server, name: str) -> dict[str, Any]:
@@ -56,7 +52,7 @@ def test_nobody_is_answered_after_its_deadline_and_nothing_is_worked_on_after_it
 ) -> None:
     before = of(server, "느린")
     answers = crowd(server, LONG)
-    eventually(lambda: running(server) == 0, 5)
+    eventually(lambda: running(server) == 0)
     after = of(server, "느린")
     streams = [a for a in answers if a.status_code == 200]  # they had begun, and ended in an error
     assert all('"error": {"code": 504' in a.text for a in streams)
@@ -86,7 +82,7 @@ def test_those_that_are_answered_are_answered_in_time(server: Server) -> None:
         if answer.status_code == 429:
             assert error(answer)[1] == "TooManyRequestsException"
             assert int(answer.headers["retry-after"]) >= 1
-    eventually(lambda: running(server) == 0, 5)
+    eventually(lambda: running(server) == 0)
 
 
 def test_sixteen_clients_of_a_default_server_share_a_step(server: Server) -> None:
@@ -103,19 +99,15 @@ def test_sixteen_clients_of_a_default_server_share_a_step(server: Server) -> Non
     assert rows / steps > 8  # with eight workers it cannot be
 
 
-def test_a_full_line_is_told_and_the_other_model_answers(tmp_path: Path) -> None:
-    slow(tmp_path / "store" / "느린")
-    small(tmp_path / "store" / "빠른")
-    limits = {"WORKERS_PER_MODEL": "1", "MAX_WAITING": "2"}
-    with serving(tmp_path / "run", tmp_path / "store", **limits) as server:
-        assert server.load("느린").status_code == 200
-        body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 300}}
-        with ThreadPoolExecutor(8) as pool:
-            answers = [pool.submit(server.predict, "느린", body) for _ in range(8)]
-            assert text(server.predict("빠른", SHORT))
-            done = [answer.result() for answer in answers]
-        assert Counter(a.status_code for a in done) == {200: 3, 429: 5}
-        refused = next(a for a in done if a.status_code == 429)
-        assert error(refused)[1] == "TooManyRequestsException"
-        assert "2 requests to this model are waiting" in refused.json()["message"]
-        assert of(server, "느린")["requests"] == 3
+def test_a_full_line_is_told_and_the_other_model_answers(server: Server) -> None:
+    assert server.load("좁은", "느린", initial_workers=1, queue=2).status_code == 200
+    body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 300}}
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(server.predict, "좁은", body) for _ in range(8)]
+        assert text(server.predict("빠른", SHORT))
+        done = [answer.result() for answer in answers]
+    assert Counter(a.status_code for a in done) == {200: 3, 429: 5}
+    refused = next(a for a in done if a.status_code == 429)
+    assert error(refused)[1] == "TooManyRequestsException"
+    assert "2 requests to this model are waiting" in refused.json()["message"]
+    assert of(server, "좁은")["requests"] == 3

@@ -12,26 +12,26 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from tests.e2e.stores import SHORT, packed, serving, small, text
+from tests.e2e.server import Server
+from tests.e2e.stores import SHORT, packed, small, text
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def client(clean: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("aws")
     for seed, name in enumerate(("a", "team/b", "봄")):
-        packed(small(folder / "unpacked" / name, seed), folder / "store" / f"{name}.tar.gz")
-    with serving(folder, folder / "store") as server:
-        made = boto3.client(
-            "sagemaker-runtime",
-            endpoint_url=server.url(""),
-            region_name="us-east-1",
-            aws_access_key_id="test",
-            aws_secret_access_key="test",  # noqa: S106
-            config=Config(retries={"total_max_attempts": 1}),
-        )
-        made.server = server
-        yield made
-        made.close()
+        packed(small(folder / name, seed), clean.store / f"{name}.tar.gz")
+    made = boto3.client(
+        "sagemaker-runtime",
+        endpoint_url=clean.url(""),
+        region_name="us-east-1",
+        aws_access_key_id="test",
+        aws_secret_access_key="test",  # noqa: S106
+        config=Config(retries={"total_max_attempts": 1}),
+    )
+    made.server = clean
+    yield made
+    made.close()
 
 
 def invoke(client: Any, target: str, body: bytes | None = None, **options: Any) -> Any:

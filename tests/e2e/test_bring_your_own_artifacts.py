@@ -6,14 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.console import session
 from tests.e2e.server import REPOSITORY, Server
-from tests.e2e.stores import serving
 
 PAGES_IN = REPOSITORY / "docs" / "bring-your-own"
 PAGES = ("artifacts.md", "artifacts.ko.md")
@@ -21,25 +19,19 @@ ANYTHING = "…"
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
+def workplace(clean: Server, tmp_path: Path) -> Path:
     """A folder that looks like the repository, but may be written to."""
     for name in ("scripts", "model_store"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
-    (tmp_path / "my-models").mkdir()
+    (tmp_path / "my-models").symlink_to(clean.store)
     return tmp_path
 
 
-@pytest.fixture
-def server(workplace: Path) -> Iterator[Server]:
-    with serving(workplace / "server", workplace / "my-models") as running:
-        yield running
-
-
 @pytest.mark.slow
-def test_the_commands_answer_as_they_are_shown(workplace: Path, server: Server) -> None:
+def test_the_commands_answer_as_they_are_shown(workplace: Path, clean: Server) -> None:
     python = Path(sys.executable).parent
     for command, shown in session(PAGES_IN / PAGES[0]):
-        line = command.replace("localhost:8080", f"127.0.0.1:{server.port}")
+        line = command.replace("localhost:8080", f"127.0.0.1:{clean.port}")
         line = line.replace("curl ", "curl --silent --max-time 60 ")
         done = subprocess.run(
             ["bash", "-c", f"PATH={python}:$PATH; {line}"],

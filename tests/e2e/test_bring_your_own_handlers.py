@@ -9,14 +9,12 @@ import shlex
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.server import REPOSITORY, Server
-from tests.e2e.stores import serving
 
 DOCUMENTS = REPOSITORY / "docs" / "bring-your-own"
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
@@ -59,11 +57,9 @@ def commands() -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    store = tmp_path_factory.mktemp("documents") / "model_store"
-    write_models(store)
-    with serving(store.parent / "server", store) as running:
-        yield running
+def server(clean: Server) -> Server:
+    write_models(clean.store)
+    return clean
 
 
 def run(server: Server, command: str) -> str:
@@ -74,10 +70,9 @@ def run(server: Server, command: str) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     if arguments[0] == "curl":
         arguments.append("--silent")
-    store = server.run_dir.parent.parent / "model_store"
     done = subprocess.run(
         arguments,
-        cwd=store,
+        cwd=server.store,
         capture_output=True,
         timeout=90,
         check=True,
@@ -104,7 +99,7 @@ def test_the_commands_answer_as_they_are_shown(server: Server, command: str, sho
 
 def test_the_guides_loop_gives_the_built_in_handlers_text_and_steps(server: Server) -> None:
     guide = json.loads(run(server, next(c for c, _ in commands() if "predictions/guide" in c)))
-    plain = server.run_dir.parent.parent / "model_store" / "plain"
+    plain = server.store / "plain"
     plain.mkdir()
     with tarfile.open(REPOSITORY / "model_store" / "sowol.tar.gz") as demo:
         demo.extractall(plain, filter="data")

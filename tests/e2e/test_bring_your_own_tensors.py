@@ -9,7 +9,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import sentencepiece
 from engine.mxnet_compat import mx
 from tests.e2e.console import session
 from tests.e2e.server import REPOSITORY, Server, eventually
-from tests.e2e.stores import SHORT, error, packed, serving, small, text
+from tests.e2e.stores import SHORT, error, packed, small, text
 from tests.handlers.graphs import TinyGPT2, classifier
 
 GPT2 = TinyGPT2(vocab=50_000)
@@ -49,17 +48,17 @@ def direct() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, direct: dict[str, Any]) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("tensors")
-    store = folder / "store"
+def server(
+    clean: Server, tmp_path_factory: pytest.TempPathFactory, direct: dict[str, Any]
+) -> Server:
+    folder, store = tmp_path_factory.mktemp("tensors"), clean.store
     GPT2.save(folder / "gpt2" / "1" / "model.onnx")
     packed(folder / "gpt2", store / "gpt2.tar.gz")
     packed(sums(folder / "sums"), store / "sums.tar.gz")
     for seed in range(CLASSIFIERS):
         direct[f"분류{seed}"] = classifier(store / f"분류{seed}", seed)
     small(store / "text")
-    with serving(folder, store) as running:
-        yield running
+    return clean
 
 
 def page(name: str) -> str:
@@ -102,7 +101,7 @@ def test_a_model_that_scripts_convert_exported_writes_the_text_of_the_original(
     server: Server, tmp_path: Path, past: bool
 ) -> None:
     """The client tokenizes by itself; with `past` it sends back the keys and values, too."""
-    store = server.run_dir.parent / "store"
+    store = server.store
     name = "exported-past" if past else "exported"
     command = [sys.executable, "scripts/convert", str(store / "text"), str(store / name)]
     command += ["--to", "onnx", *(["--past"] if past else [])]
@@ -185,7 +184,7 @@ def test_a_worker_that_dies_is_started_again(server: Server) -> None:
 
     for process in workers(server, "libmxnet.so"):
         process.kill()
-    eventually(lambda: server.predict("sums", body).status_code == 200, 30)
+    eventually(lambda: server.predict("sums", body).status_code == 200)
     assert server.predict("sums", body).json() == [[3.0, -1.0]]
 
 
@@ -229,7 +228,7 @@ def transform_fn(model, body, content_type, accept):
 def test_a_script_around_a_checkpoint_may_leave_functions_out(
     server: Server, name: str, body: bytes, kind: str, wanted: str
 ) -> None:
-    folder = server.run_dir.parent / "store" / name
+    folder = server.store / name
     if not folder.exists():
         sums(folder)
         (folder / "code").mkdir()
@@ -255,7 +254,7 @@ def test_an_unloaded_model_has_given_its_memory_back(
 
 
 def test_a_model_that_does_not_fit_is_507_with_the_numbers(server: Server) -> None:
-    folder = server.run_dir.parent / "store" / "huge"
+    folder = server.store / "huge"
     GPT2.save(folder / "model.onnx")
     with (folder / "weights.bin").open("wb") as file:
         file.truncate(1 << 42)  # takes no room on disk
@@ -265,7 +264,7 @@ def test_a_model_that_does_not_fit_is_507_with_the_numbers(server: Server) -> No
 
 
 def test_what_is_broken_is_told_at_the_load_and_leaves_nothing(server: Server) -> None:
-    store = server.run_dir.parent / "store"
+    store = server.store
     (store / "broken").mkdir()
     (store / "broken" / "model.onnx").write_bytes(b"no graph")
     sums(store / "half")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,17 +16,16 @@ from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, packed, serving, small, statistics, text
 
 MODELS, ROOM, CLIENTS = 20, 5, 8
-WARM_UP_S, CHURN_S = 6.0, 20.0
+WARM_UP, CHURN = 5, 15  # calls of each client
 
 
-def churn(server: Server, expected: dict[str, str], seconds: float) -> Counter[int | str]:
+def churn(server: Server, expected: dict[str, str], calls: int) -> Counter[int | str]:
     """What the answers were: their status, or `wrong`."""
-    end = time.monotonic() + seconds
 
     def client(seed: int) -> Counter[int | str]:
         chance, seen = random.Random(seed), Counter[int | str]()  # noqa: S311
         with requests.Session() as session:
-            while time.monotonic() < end:
+            for _ in range(calls):
                 name = chance.choice(list(expected))
                 url = server.url(f"/predictions/{name}")
                 answer = session.post(url, json=SHORT, timeout=60)
@@ -68,12 +66,10 @@ def test_twenty_models_in_the_room_of_five_answer_as_each_does_alone(tmp_path: P
     ) as server:
         expected = {f"m{i}": text(server.predict(f"m{i}", SHORT)) for i in range(MODELS)}
         assert len(set(expected.values())) == MODELS
-        assert set(churn(server, expected, WARM_UP_S)) == {200}
+        assert set(churn(server, expected, WARM_UP)) == {200}
         files, engine_files, memory = held(server)
 
-        seen = churn(server, expected, CHURN_S)
-        assert set(seen) == {200}, seen
-        assert seen[200] > CLIENTS * 5
+        assert churn(server, expected, CHURN) == {200: CLIENTS * CHURN}
 
         loaded = requests.get(server.url("/models"), timeout=10).json()["models"]
         assert len(loaded) <= ROOM
@@ -81,7 +77,6 @@ def test_twenty_models_in_the_room_of_five_answer_as_each_does_alone(tmp_path: P
         eventually(lambda: len(server.descendants("model_service_worker")) == len(loaded))
         eventually(lambda: len(list(server.run_dir.glob(".mms.sock.*"))) <= len(loaded) + 1)
         assert len(list(server.run_dir.glob("slots/*"))) == len(loaded)
-        assert not list(server.run_dir.glob("*-stdout")) or len(loaded)
         after = held(server)
         assert after[0] <= files + 10
         assert after[1] <= engine_files + 10

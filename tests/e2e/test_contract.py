@@ -43,18 +43,16 @@ SHOWN_NAMES = ["봄 날", "v1.2", "team/봄", "a:b", "100%", "물음표?", "#", 
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("contract")
+def server(clean: Server) -> Server:
     for seed, name in enumerate(("a", "b", "봄")):
-        small(folder / "store" / name, seed)
-    slow(folder / "store" / "slow")
+        small(clean.store / name, seed)
+    slow(clean.store / "slow")
     for name in ("no-spiece", "garbage", "wrong-config"):
-        small(folder / "store" / name)
-    (folder / "store" / "no-spiece" / "kogpt2.spiece").unlink()
-    (folder / "store" / "garbage" / "kogpt2.params").write_bytes(b"\0" * 5000)
-    (folder / "store" / "wrong-config" / "config.json").write_text('{"num_heads": 7}')
-    with serving(folder, folder / "store", LOAD_TIMEOUT_S="30") as running:
-        yield running
+        small(clean.store / name)
+    (clean.store / "no-spiece" / "kogpt2.spiece").unlink()
+    (clean.store / "garbage" / "kogpt2.params").write_bytes(b"\0" * 5000)
+    (clean.store / "wrong-config" / "config.json").write_text('{"num_heads": 7}')
+    return clean
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +179,7 @@ def test_a_page_of_another_site_loads_no_model(server: Server, kind: str | None)
 
 
 def test_links_that_lead_out_of_the_store_are_refused(server: Server, tmp_path: Path) -> None:
-    store = server.run_dir.parent / "store"
+    store = server.store
     outside = small(tmp_path / "outside")
     (store / "link").symlink_to(outside)
     try:
@@ -407,32 +405,16 @@ def test_a_failed_load_leaves_nothing(server: Server, url: str, status: int, sai
     assert server.load("x", "a").status_code == 200
 
 
-def test_a_model_that_does_not_fit_is_507_with_the_numbers(tmp_path: Path) -> None:
-    small(tmp_path / "store" / "a")
-    slow(tmp_path / "store" / "slow")
-    with serving(
-        tmp_path / "server", tmp_path / "store", ENGINE_MEMORY_MIB="4", ENGINE_OVERCOMMIT="1"
-    ) as server:
-        answer = server.load("slow")
-        assert error(answer)[0] == 507
-        assert re.search(r"\d+ MiB.* 4 MiB", answer.json()["message"])
-        eventually(lambda: not server.descendants("model_service_worker"))
-        assert server.load("a").status_code == 200
-        assert server.load("b", "a").status_code == 200
-        assert error(server.load("c", "a"))[0] == 507  # an explicit load evicts nothing
-        assert [model["modelName"] for model in models(server)] == ["a", "b"]
-
-
 def test_unloading_waits_for_requests_and_gives_the_memory_back(server: Server) -> None:
     server.load("slow")
     server.load("a")
     before = statistics(server)["weight_bytes"]
-    with in_flight(server, "slow", 6) as answers:
+    with in_flight(server, "slow", 2) as answers:
         gone = server.unload("slow")
         held = statistics(server)
         assert all(answer.done() for answer in answers)
         assert gone.status_code == 200
-        assert [answer.result().status_code for answer in answers] == [200] * 6
+        assert [answer.result().status_code for answer in answers] == [200] * 2
     assert before - held["weight_bytes"] > SMALL_BYTES
     assert held["weight_bytes"] == SMALL_BYTES
     assert error(requests.get(server.url("/models/slow"), timeout=10))[0] == 404
@@ -490,8 +472,8 @@ def test_a_single_model_is_loaded_at_the_start_on_the_port_that_sagemaker_names(
     tmp_path: Path,
 ) -> None:
     small(tmp_path / "ml" / "model", 0)
+    small(tmp_path / "store" / "시", 1)
     (tmp_path / "server").mkdir()
-    (tmp_path / "store").mkdir()
     environment = {
         "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"),
         "MODEL_STORE": str(tmp_path / "store"),
@@ -503,6 +485,7 @@ def test_a_single_model_is_loaded_at_the_start_on_the_port_that_sagemaker_names(
         before = text(post(server.url("/invocations"), SHORT))
         assert [model["modelName"] for model in models(server)] == ["봄노래"]
         assert text(server.predict("봄노래", SHORT)) == before
+        assert text(server.predict("시", SHORT)) != before  # the store is MODEL_STORE's
         server.descendants("serving.gateway")[0].kill()
         eventually(lambda: "the gateway was killed by SIGKILL" in server.text())
         eventually(server.is_ready)
@@ -515,13 +498,13 @@ def test_a_single_model_that_does_not_load_is_never_healthy(tmp_path: Path) -> N
     small(tmp_path / "ml" / "model")
     (tmp_path / "ml" / "model" / "kogpt2.params").write_bytes(b"garbage")
     (tmp_path / "server").mkdir()
-    environment = {**FAST, "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"), "START_TIMEOUT_S": "10"}
+    environment = {**FAST, "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"), "START_TIMEOUT_S": "20"}
     server = Server(tmp_path / "server", None, environment)
     try:
         eventually(lambda: "model model did not load" in server.text())
         eventually(lambda: "did not load" in requests.get(server.url("/ping"), timeout=5).text)
         assert error(requests.get(server.url("/ping"), timeout=5))[0] == 503
-        assert server.process.wait(25) == 1
+        assert server.process.wait(60) == 1
     finally:
         server.stop()
 
@@ -551,7 +534,7 @@ def test_preloading_takes_the_time_it_needs_and_may_fail(tmp_path: Path) -> None
 
         do_GET = do_HEAD
 
-    start_s = 10
+    start_s = 20
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as store:
         threading.Thread(target=store.serve_forever, daemon=True).start()
         environment = {
@@ -570,7 +553,7 @@ def test_preloading_takes_the_time_it_needs_and_may_fail(tmp_path: Path) -> None
                     return error(requests.get(server.url("/ping"), timeout=5))
                 return 0, ""
 
-            eventually(lambda: ping() == (503, "ModelsLoadingException"), 20)
+            eventually(lambda: ping() == (503, "ModelsLoadingException"), start_s)
             time.sleep(start_s + 1)
             assert ping() == (503, "ModelsLoadingException")
             assert server.process.poll() is None
@@ -583,7 +566,7 @@ def test_preloading_takes_the_time_it_needs_and_may_fail(tmp_path: Path) -> None
 
 
 def test_an_artifact_can_hold_more_than_a_model(server: Server) -> None:
-    folder = server.run_dir.parent / "store" / "more"
+    folder = server.store / "more"
     try:
         small(folder)
         (folder / "json.py").write_text("raise SystemExit('an artifact ran')")

@@ -14,10 +14,8 @@ import contextlib
 import json
 import signal
 import socket
-import statistics as numbers
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,6 +23,7 @@ import psutil
 import pytest
 import requests
 
+from tests.e2e.scripts import transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import (
     LONG,
@@ -36,30 +35,27 @@ from tests.e2e.stores import (
     slow,
     small,
     statistics,
+    steps,
     text,
 )
 
 BOUND_S = 30.0  # within which every request is answered, whatever dies
-WORKER_BACK_S = 6.0  # the same for a worker: usually one second or two
 WORKER = "model_service_worker"
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults") / "store"
+def fill(store: Path) -> None:
     for seed, name in enumerate(("a", "b", "봄")):
-        small(folder / name, seed)
-    slow(folder / "slow")
-    return folder
+        small(store / name, seed)
+    slow(store / "slow")
 
 
 @pytest.fixture(scope="module")
-def shared(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def shared(clean: Server) -> Server:
     """A server with `a`, `b` and `slow`, as healthy after each test as before."""
-    with serving(tmp_path_factory.mktemp("shared"), store) as running_server:
-        for name in ("a", "b", "slow"):
-            assert running_server.load(name).status_code == 200
-        yield running_server
+    fill(clean.store)
+    for name in ("a", "b", "slow"):
+        assert clean.load(name).status_code == 200
+    return clean
 
 
 def requests_of(server: Server, name: str) -> int:
@@ -69,7 +65,8 @@ def requests_of(server: Server, name: str) -> int:
 
 
 def workers(server: Server) -> set[int]:
-    return {process.pid for process in server.descendants(WORKER)}
+    """Also those of scripts."""
+    return {process.pid for process in server.descendants("--sock-name")}
 
 
 def kill(processes: list[psutil.Process]) -> None:
@@ -81,22 +78,16 @@ def kill(processes: list[psutil.Process]) -> None:
 # What Multi Model Server and the toolkit do wrong
 
 
-def test_a_script_is_not_silently_replaced_by_the_built_in_handler(
-    shared: Server, store: Path
-) -> None:
-    folder = small(store / "script")
+def test_a_script_is_not_silently_replaced_by_the_built_in_handler(shared: Server) -> None:
+    folder = small(shared.store / "script")
     (folder / "code").mkdir()
     (folder / "code" / "inference.py").write_text(
         "def model_fn(model_dir):\n    return 0\n"
         "def transform_fn(model, body, content_type, accept):\n    return b'own', 'text/plain'\n"
     )
-    loaded = shared.load("script")
-    if loaded.status_code == 200:
-        assert shared.predict("script", SHORT).content == b"own"
-        shared.unload("script")
-    else:
-        assert error(loaded)[0] == 400
-        assert "inference.py" in loaded.json()["message"]
+    assert shared.load("script").status_code == 200
+    assert shared.predict("script", SHORT).content == b"own"
+    shared.unload("script")
 
 
 def test_ping_is_503_while_a_part_does_not_answer(shared: Server) -> None:
@@ -104,7 +95,7 @@ def test_ping_is_503_while_a_part_does_not_answer(shared: Server) -> None:
         process = shared.descendants(words)[0]
         process.suspend()
         try:
-            eventually(lambda: not shared.is_ready(), 6)
+            eventually(lambda: not shared.is_ready())
             answer = requests.get(shared.url("/ping"), timeout=5)
             assert error(answer) == (503, "ServiceUnavailableException")
         finally:
@@ -112,17 +103,12 @@ def test_ping_is_503_while_a_part_does_not_answer(shared: Server) -> None:
         eventually(shared.is_ready)
 
 
-def test_ping_and_others_answer_at_once_while_a_model_is_busy(shared: Server) -> None:
-    def seconds() -> float:
-        started = time.perf_counter()
-        assert requests.get(shared.url("/ping"), timeout=5).status_code == 200
-        return time.perf_counter() - started
-
-    with in_flight(shared, "slow", 3) as busy:
-        times = []
-        while not all(answer.done() for answer in busy) and len(times) < 200:
-            times.append(seconds())
-        assert numbers.median(times) < 0.05
+def test_ping_and_others_answer_while_a_model_is_busy(shared: Server) -> None:
+    with in_flight(shared, "slow", 1) as busy:
+        for _ in range(10):
+            assert requests.get(shared.url("/ping"), timeout=5).status_code == 200
+            assert text(shared.predict("a", SHORT))
+        assert not any(answer.done() for answer in busy)
         assert {answer.result().status_code for answer in busy} == {200}
 
 
@@ -130,22 +116,18 @@ def test_a_time_limit_ends_the_request_and_not_the_worker(shared: Server) -> Non
     assert shared.load("limited", "slow", response_timeout=1).status_code == 200
     before = workers(shared)
     body = {**LONG, "parameters": {**LONG["parameters"], "num_return_sequences": 16}}
-    started = time.monotonic()
-    answer = shared.predict("limited", body)
-    assert error(answer)[0] == 504
-    assert 0.9 < time.monotonic() - started < 4
-    eventually(lambda: running(shared) == 0, 1)  # its places in the batch are free
+    assert error(shared.predict("limited", body))[0] == 504
+    eventually(lambda: running(shared) == 0)  # its places in the batch are free
+    assert steps(shared, "limited") < LONG["parameters"]["max_new_tokens"]  # it did not end
     assert text(shared.predict("limited", SHORT))
     assert workers(shared) == before
     shared.unload("limited")
 
 
 def test_batching_options_make_nobody_wait(shared: Server) -> None:
-    loaded = shared.load("batched", "a", batch_size=8, max_batch_delay=3000)
+    loaded = shared.load("batched", "a", batch_size=8, max_batch_delay=600_000)
     assert loaded.status_code == 200
-    started = time.monotonic()
     assert text(shared.predict("batched", SHORT)) == text(shared.predict("a", SHORT))
-    assert time.monotonic() - started < 2
     shared.unload("batched")
 
 
@@ -178,7 +160,7 @@ def test_a_charset_changes_nothing_and_pickles_are_refused(shared: Server) -> No
         assert error(refused)[0] == 415
 
 
-def test_a_slow_store_holds_up_nothing_else(store: Path, tmp_path: Path) -> None:
+def test_a_slow_store_holds_up_nothing_else(tmp_path: Path) -> None:
     """Multi Model Server downloads on the thread that answers everything."""
     small(tmp_path / "ml" / "models" / "x" / "model")
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, says nothing
@@ -194,17 +176,18 @@ def test_a_slow_store_holds_up_nothing_else(store: Path, tmp_path: Path) -> None
             stuck = [threading.Thread(target=_ignore, args=(server, f"m{i}")) for i in range(3)]
             for thread in stuck:
                 thread.start()
-            time.sleep(0.5)
-            started = time.monotonic()
+            silent.settimeout(BOUND_S)
+            taken = [silent.accept()[0] for _ in stuck]
             assert server.is_ready()
-            assert time.monotonic() - started < 0.5
             url = str(tmp_path / "ml" / "models" / "x" / "model")
             assert server.load("x", url).status_code == 200
-            assert time.monotonic() - started < 5
+            assert all(thread.is_alive() for thread in stuck)
             below = server.descendants()
             server.process.kill()
             for process in below:
                 process.kill()
+        for connection in taken:
+            connection.close()
         for thread in stuck:
             thread.join(10)
 
@@ -228,9 +211,10 @@ def test_the_log_is_json_and_has_request_ids_and_models(shared: Server) -> None:
     assert len(found) == 1
     entry = json.loads(found[0])
     assert (entry["model"], entry["status"]) == ("team/a.tar.gz", 200)
-    for line in shared.text().splitlines():  # those of Java and of MMS's start, too
+    whole = shared.log.read_text("utf-8")
+    for line in whole.splitlines():  # those of Java and of MMS's start, too
         assert {"time", "level", "process", "message"} <= set(json.loads(line)), line
-    assert "Model server started." in shared.text()
+    assert "Model server started." in whole
 
 
 def test_the_socket_files_of_workers_that_are_gone_are_removed(shared: Server) -> None:
@@ -272,6 +256,10 @@ class Load:
             thread.join(BOUND_S)
             assert not thread.is_alive(), "a request hangs"
 
+    def all_well(self, count: int) -> bool:
+        """Whether there are so many answers, and the last of them are good."""
+        return len(self.answers) >= count and {s for s, _, _ in self.answers[-24:]} == {200}
+
     def _run(self, i: int) -> None:
         name = self.names[i % len(self.names)]
         while not self._stop.is_set():
@@ -290,38 +278,42 @@ class Load:
 
 
 @pytest.fixture
-def own(store: Path, tmp_path: Path) -> Iterator[Server]:
+def own(breakable: Server) -> Server:
     """A server with `a` and `b` that the test may break."""
-    with serving(tmp_path, store) as server:
-        for name in ("a", "b"):
-            assert server.load(name).status_code == 200
-        yield server
+    fill(breakable.store)
+    for name in ("a", "b"):
+        assert breakable.load(name).status_code == 200
+    return breakable
 
 
 @pytest.mark.parametrize(
-    ("words", "which", "bound_s"),
+    ("words", "which", "said"),
     [
-        ("-m engine ", slice(0, 1), BOUND_S),
-        ("ModelServer", slice(0, 1), BOUND_S),
-        ("serving.mms", slice(0, 1), BOUND_S),
-        (WORKER, slice(0, 1), WORKER_BACK_S),
-        (WORKER, slice(1, 2), WORKER_BACK_S),
-        (WORKER, slice(None), WORKER_BACK_S),
+        ("-m engine ", slice(0, 1), "the engine was killed by SIGKILL; it is started again"),
+        ("ModelServer", slice(0, 1), "Multi Model Server ended"),
+        ("serving.mms", slice(0, 1), "is started again"),
+        ("handlers.host", slice(0, 1), "is started again"),
+        (WORKER, slice(0, 1), ""),
+        (WORKER, slice(1, 2), ""),
+        (WORKER, slice(None), ""),
     ],
-    ids=["engine", "java", "launcher", "watcher", "worker", "all workers"],
+    ids=["engine", "java", "launcher", "host", "watcher", "worker", "all workers"],
 )
 def test_what_is_killed_under_load_comes_back_and_every_request_is_answered(
-    own: Server, words: str, which: slice, bound_s: float
+    own: Server, words: str, which: slice, said: str
 ) -> None:
     expected = {text(own.predict(name, SHORT)) for name in ("a", "b")}
     with Load(own, ["a", "b"], 6) as load:
-        kill(own.descendants(words)[which])
-        time.sleep(0.5)
-        eventually(lambda: {s for s, _, _ in load.answers[-24:]} == {200}, BOUND_S)
+        killed = own.descendants(words)[which]
+        assert killed
+        kill(killed)
+        eventually(lambda: said in own.text())
+        since = len(load.answers)
+        eventually(lambda: load.all_well(since + 24), BOUND_S)
         eventually(own.is_ready)
     assert not load.broken
     assert {status for status, _, _ in load.answers} <= {200, 500, 503}
-    assert max(seconds for _, seconds, _ in load.answers) < bound_s
+    assert max(seconds for _, seconds, _ in load.answers) < BOUND_S
     assert {said for status, _, said in load.answers if status == 200} == expected
     for name in ("a", "b"):
         assert own.unload(name).status_code == 200
@@ -334,14 +326,14 @@ def test_what_is_in_flight_when_all_workers_are_killed_is_answered_soon(
     own: Server, unloaded: bool
 ) -> None:
     own.load("slow")
-    with ThreadPoolExecutor(1) as pool, in_flight(own, "slow", 3) as busy:
+    with ThreadPoolExecutor(1) as pool, in_flight(own, "slow", 2) as busy:
         unload = pool.submit(own.unload, "slow") if unloaded else None
         if unloaded:
             eventually(lambda: requests.get(own.url("/models/slow"), timeout=10).status_code == 404)
         begun = requests_of(own, "slow")
         kill(own.descendants(WORKER))
-        eventually(lambda: requests_of(own, "slow") == 2 * begun, WORKER_BACK_S)
-        assert running(own) <= 6  # the first ones' rows are free: nobody waits for them any more
+        eventually(lambda: requests_of(own, "slow") == 2 * begun, BOUND_S)
+        assert running(own) <= 4  # the first ones' rows are free: nobody waits for them any more
         assert {answer.result().status_code for answer in busy} == {200}
         assert unload is None or unload.result().status_code == 200
 
@@ -351,18 +343,15 @@ def test_a_worker_that_is_killed_during_its_load_fails_it_soon_and_leaves_nothin
 ) -> None:
     before = workers(own)
     sockets = set(own.run_dir.glob(".mms.sock.*"))
+    transform(own.store / "hangs", "return 'x'", load="time.sleep(600)", top="import time")
     with ThreadPoolExecutor(1) as pool:
-        load = pool.submit(own.load, "봄")
+        load = pool.submit(own.load, "hangs")
         # One that ends before it listens has Multi Model Server wait for two minutes.
         eventually(lambda: set(own.run_dir.glob(".mms.sock.*")) - sockets)
-        kill([p for p in own.descendants(WORKER) if p.pid not in before])
-        answer = load.result(WORKER_BACK_S)
-    if answer.status_code == 200:  # it was loaded already
-        own.unload("봄")
-    else:
-        assert error(answer) == (500, "WorkerFailedException")
+        kill([p for p in own.descendants("--sock-name") if p.pid not in before])
+        assert error(load.result(BOUND_S)) == (500, "WorkerFailedException")
     eventually(lambda: workers(own) == before)
-    assert len(statistics(own)["models"]) == 2
+    eventually(lambda: len(statistics(own)["models"]) == 2)
     assert text(own.predict("봄", SHORT))
 
 
@@ -372,15 +361,20 @@ def test_a_gateway_that_is_killed_under_load_comes_back(own: Server) -> None:
         eventually(lambda: load.broken)
         eventually(own.is_ready)
         count = len(load.answers)
-        eventually(lambda: len(load.answers) > count + 24)
-        assert {status for status, _, _ in load.answers[-12:]} == {200}
+        eventually(lambda: load.all_well(count + 24), BOUND_S)
     assert {status for status, _, _ in load.answers} <= {200, 503}
+    for name in ("a", "b"):  # the new one knows its models
+        assert own.unload(name).status_code == 200
+    eventually(lambda: not own.descendants(WORKER))
 
 
 def test_a_gateway_that_is_killed_during_a_load_leaves_no_worker_of_it(own: Server) -> None:
-    with contextlib.suppress(requests.RequestException):
-        requests.post(own.url("/models"), json={"url": "slow"}, timeout=0.15)
-    own.descendants("serving.gateway")[0].kill()
+    before = workers(own)
+    transform(own.store / "hangs", "return 'x'", load="time.sleep(600)", top="import time")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(own.load, "hangs")
+        eventually(lambda: workers(own) - before)
+        own.descendants("serving.gateway")[0].kill()
     eventually(lambda: "the gateway was killed by SIGKILL" in own.text())
     eventually(own.is_ready)
     listed = requests.get(own.url("/models"), timeout=10).json()["models"]
@@ -400,20 +394,19 @@ def test_idle_models_come_back_after_the_engine_was_killed(own: Server) -> None:
         except Exception:
             return 0
 
-    eventually(lambda: held() == 2, 15)
+    eventually(lambda: held() == 2)
     assert text(own.predict("a", SHORT)) != text(own.predict("b", SHORT))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_finishes_what_is_in_flight(store: Path, tmp_path: Path, number: int) -> None:
-    with serving(tmp_path, store) as server:
-        server.load("slow")
-        below = server.descendants()
-        with in_flight(server, "slow", 3) as busy:
-            server.process.send_signal(number)
-            with contextlib.suppress(requests.ConnectionError):  # it has ended already
-                eventually(lambda: not server.is_ready())
-                assert error(server.predict("slow", SHORT))[0] == 503
-            assert {answer.result().status_code for answer in busy} == {200}
-        assert server.process.wait(20) == 0
-        assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+def test_a_stop_finishes_what_is_in_flight(own: Server, number: int) -> None:
+    own.load("slow")
+    below = own.descendants()
+    with in_flight(own, "slow", 2) as busy:
+        own.process.send_signal(number)
+        with contextlib.suppress(requests.ConnectionError):  # it has ended already
+            eventually(lambda: not own.is_ready())
+            assert error(own.predict("slow", SHORT))[0] == 503
+        assert {answer.result().status_code for answer in busy} == {200}
+    assert own.process.wait(BOUND_S) == 0
+    assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

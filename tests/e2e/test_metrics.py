@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.server import Server
-from tests.e2e.stores import SHORT, SMALL_BYTES, serving, small, text
+from tests.e2e.stores import SHORT, small, text
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("metrics")
-    for seed in range(3):
-        small(folder / "models" / str(seed), seed)
-    with serving(
-        folder, folder / "models", ENGINE_MEMORY_MIB="4", ENGINE_OVERCOMMIT="1"
-    ) as running:
-        yield running
+def server(clean: Server) -> Server:
+    small(clean.store / "0")
+    return clean
 
 
 def metrics(server: Server, port: str = "port") -> dict[tuple[str, ...], float]:
@@ -70,22 +63,6 @@ def test_requests_are_counted_by_model_and_status(server: Server) -> None:
     assert metrics(server, "management_port").keys() == after.keys()
     for name in ("봄", "이름 %22a"):
         server.unload(name)
-
-
-def test_loads_and_evictions_and_the_engines_memory_are_shown(server: Server) -> None:
-    for name in ("0", "1", "2"):  # there is room for two
-        text(server.predict(name, SHORT))
-    found = metrics(server)
-    assert found["kogpt2_model_load_seconds_count", "2"] == 1
-    assert found[("kogpt2_model_idle_at_eviction_seconds_count",)] == 1
-    assert found[("kogpt2_model_unload_seconds_count",)] >= 1
-    assert not [key for key in found if key[-1] == "0"]  # it is gone
-    assert found["kogpt2_cache_requests_total", "true"] >= 3  # folders are used in place
-    assert found[("kogpt2_engine_up",)] == 1
-    assert found[("kogpt2_models",)] == 2
-    assert found[("kogpt2_engine_budget_bytes",)] == 4 << 20
-    assert found[("kogpt2_engine_weight_bytes",)] == 2 * SMALL_BYTES
-    assert found["kogpt2_model_steps_total", "2"] > 0
 
 
 def test_metrics_come_also_without_the_engine(server: Server) -> None:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator
 from urllib.parse import quote
 
 import pytest
 import requests
 
 from tests.e2e.server import Server
-from tests.e2e.stores import FAST, error, packed, serving, small
+from tests.e2e.stores import error, packed, small
 from tests.serving.s3 import archive
 
 NFD = unicodedata.normalize("NFD", "소월")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("names")
-    store = folder / "store"
-    packed(small(folder / "unpacked"), store / f"{NFD}.tar.gz")
-    (store / "deep.tar.gz").write_bytes(archive({"a/" * 600 + "f": b"1"}))
-    (store / "nothing.tar.gz").write_bytes(archive({"README.md": "시".encode()}))
-    with serving(folder, store, **FAST) as running:
-        yield running
+def server(clean: Server, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    packed(small(tmp_path_factory.mktemp("unpacked")), clean.store / f"{NFD}.tar.gz")
+    (clean.store / "deep.tar.gz").write_bytes(archive({"a/" * 600 + "f": b"1"}))
+    (clean.store / "nothing.tar.gz").write_bytes(archive({"README.md": "시".encode()}))
+    return clean
 
 
 def names(server: Server) -> list[str]:

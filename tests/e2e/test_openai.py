@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import running, serving, slow, small, text
+from tests.e2e.stores import running, serving, slow, small, steps, text
 from tests.engine.hugging_face import make_hugging_face, write_json
 
 TOKEN = "infer-me"  # noqa: S105
@@ -356,13 +356,17 @@ def test_streams_of_two_fine_tunes_at_once_are_not_mixed_up(
 
 def test_a_client_that_hangs_up_frees_its_rows(server: Server, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "느린", "prompt": PROMPT, "max_tokens": 1000, "n": 4}
+    begun = steps(server, "느린")
     stream = client.completions.create(**asked, stream=True)
     next(iter(stream))
     assert running(server) == 4
     stream.close()
-    eventually(lambda: running(server) == 0, 2)
+    eventually(lambda: running(server) == 0)
+    assert steps(server, "느린") - begun < 1000
 
+    begun = steps(server, "느린")
     hurried = client.with_options(timeout=1)
     with pytest.raises(openai.APITimeoutError):
         hurried.completions.create(**{**asked, "prompt": [PROMPT, PROMPT]})
-    eventually(lambda: running(server) == 0, 2)
+    eventually(lambda: running(server) == 0)
+    assert steps(server, "느린") - begun < 1000

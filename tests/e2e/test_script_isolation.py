@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -117,16 +117,6 @@ def test_a_load_that_fails_says_why_and_leaves_nothing(
     assert server.unload("bad").status_code == 200
 
 
-def test_a_load_that_never_ends_is_given_up(store: Path, tmp_path: Path) -> None:
-    script(store / "endless", "import time\ntime.sleep(1000)")
-    with serving(tmp_path / "own", store, LOAD_TIMEOUT_S="8") as server:
-        started = time.monotonic()
-        assert error(server.load("endless"))[0] == 504
-        assert time.monotonic() - started < 30
-        eventually(lambda: not server.descendants(CHILD))
-        assert server.load("echo").status_code == 200
-
-
 # Requests
 
 
@@ -142,7 +132,7 @@ def wild(server: Server, store: Path) -> str:
         """,
         top="import ctypes, json, locale, os, sys, time\nstate = {'count': 0}",
     )
-    assert server.load("wild", response_timeout=3).status_code == 200
+    assert server.load("wild", response_timeout=5).status_code == 200
     return "wild"
 
 
@@ -183,20 +173,20 @@ def test_an_exception_ends_the_request_and_not_the_process(
         ("os.kill(os.getpid(), 9)", 507, "most likely for want of memory"),
         ("os._exit(0)", 500, "ended its process while it answered (status 0)"),
         ("os.closerange(3, 64); time.sleep(60)", 500, "closed its connection while it answered"),
-        ("time.sleep(1000)", 504, "answer within 3 s"),
-        ("while True: pass", 504, "answer within 3 s"),
+        ("time.sleep(1000)", 504, "answer within 5 s"),
+        ("while True: pass", 504, "answer within 5 s"),
     ],
 )
 def test_a_process_that_dies_or_hangs_is_started_again_at_once(
     server: Server, wild: str, code: str, status: int, reason: str
 ) -> None:
     count(server, wild)
-    started = time.monotonic()
+    workers = {p.pid for p in server.descendants("--sock-name")}
     answer = server.predict(wild, code.encode())
     assert error(answer)[0] == status, answer.text
     assert reason in message(answer)
-    assert count(server, wild) == 1  # a new process, without the back-off of MMS
-    assert time.monotonic() - started < (8 if status == 504 else 5)
+    assert count(server, wild) == 1  # a new process
+    assert {p.pid for p in server.descendants("--sock-name")} == workers  # MMS did not wait
 
 
 def test_one_that_dies_while_nobody_asks_is_not_noticed(server: Server, wild: str) -> None:
@@ -283,36 +273,40 @@ def hanging_pip(model: Path, backend: str) -> None:
     (model / "requirements.txt").write_text("--no-index\n./source\n")
 
 
-def test_a_pip_that_hangs_ends_with_all_that_it_has_started(store: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def allowing(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that installs what models require, and waits for nothing for long."""
+    limits = {"ALLOW_MODEL_REQUIREMENTS": "true", "LOAD_TIMEOUT_S": "15", "DRAIN_S": "2"}
+    with serving(tmp_path_factory.mktemp("allowing"), store, **limits) as running:
+        yield running
+
+
+def test_loads_that_never_end_are_given_up_with_all_that_they_have_started(
+    allowing: Server, store: Path
+) -> None:
+    script(store / "endless", "import time\ntime.sleep(1000)")
     hanging_pip(store / "hangs", daemon(9874))
-    limits = {"ALLOW_MODEL_REQUIREMENTS": "true", "LOAD_TIMEOUT_S": "15"}
-    with serving(tmp_path / "own", store, **limits) as server, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.load, "hangs")
-        eventually(lambda: server.descendants("sleep", "9874"), 30)
-        assert error(answer.result())[0] == 504
-        eventually(
-            lambda: not server.descendants("sleep", "9874") and not server.descendants("pip_child")
-        )
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(allowing.load, name) for name in ("hangs", "endless")]
+        eventually(lambda: allowing.descendants("sleep", "9874"))
+        assert [error(answer.result())[0] for answer in answers] == [504, 504]
+    for words in (("sleep", "9874"), ("pip_child",), (CHILD,)):
+        eventually(lambda words=words: not allowing.descendants(*words))
+    assert allowing.load("echo").status_code == 200
 
 
-DRAIN_S = 2
-
-
-def test_a_script_that_will_not_end_does_not_hold_up_a_stop(store: Path, tmp_path: Path) -> None:
+def test_a_script_that_will_not_end_does_not_hold_up_a_stop(allowing: Server, store: Path) -> None:
     deaf = "import signal, subprocess\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     transform(store / "deaf", "subprocess.Popen(['sleep', '9876'])\nwhile True: pass", top=deaf)
     hanging_pip(store / "hangs", deaf + daemon(9875))
-    settings = {"ALLOW_MODEL_REQUIREMENTS": "true", "DRAIN_S": str(DRAIN_S)}
-    with serving(tmp_path / "own", store, **settings) as server, ThreadPoolExecutor(2) as pool:
-        assert server.load("deaf").status_code == 200
-        pool.submit(server.load, "hangs")
-        pool.submit(server.predict, "deaf", SHORT)
-        eventually(lambda: server.descendants("sleep", "9875"), 30)
-        eventually(lambda: server.descendants("sleep", "9876"))
-        below = server.descendants()
-        started = time.monotonic()
-        assert server.stop() == 0
-        assert time.monotonic() - started < DRAIN_S + 4
+    with ThreadPoolExecutor(2) as pool:
+        assert allowing.load("deaf").status_code == 200
+        pool.submit(allowing.load, "hangs")
+        pool.submit(allowing.predict, "deaf", SHORT)
+        eventually(lambda: allowing.descendants("sleep", "9875"))
+        eventually(lambda: allowing.descendants("sleep", "9876"))
+        below = allowing.descendants()
+        assert allowing.stop() == 0
         assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -356,10 +350,8 @@ def test_what_it_has_forked_does_not_hold_up_the_news_of_its_death(
 ) -> None:
     code = "os.fork() or time.sleep(50)\nctypes.string_at(0)"
     before = len(server.descendants(CHILD))
-    started = time.monotonic()
     answer = server.predict(wild, code.encode())
-    assert "killed by SIGSEGV" in message(answer)
-    assert time.monotonic() - started < 2.5  # not the limit of 3 s
+    assert "killed by SIGSEGV" in message(answer)  # not that it did not answer in time
     assert count(server, wild) == 1
     eventually(lambda: len(server.descendants(CHILD)) <= before)  # one before may have been ending
 
@@ -375,12 +367,14 @@ def test_requests_that_wait_behind_a_death_are_all_answered(server: Server, wild
 
 def test_megabytes_of_output_stop_nothing_and_flood_no_log(server: Server, wild: str) -> None:
     before = len(server.text())
+    assert server.load("loud", wild).status_code == 200  # with all the time it needs
     for code in ("print('가' * 10_000_000)", "for i in range(60_000): print('줄', i)"):
-        assert server.predict(wild, code.encode()).status_code == 200
-    assert server.predict(wild, "print('안녕하세요')".encode()).status_code == 200
+        assert server.predict("loud", code.encode()).status_code == 200
+    assert server.predict("loud", "print('안녕하세요')".encode()).status_code == 200
     eventually(lambda: "were left out: too much at once" in server.text())
     assert len(server.text()) - before < 10_000_000
-    server.predict(wild, b"sys.stdout.buffer.write(b'\\xff\\xfe\\n')")
+    server.predict("loud", b"sys.stdout.buffer.write(b'\\xff\\xfe\\n')")
+    assert server.unload("loud").status_code == 200
 
 
 def test_a_locale_is_its_own(server: Server, wild: str) -> None:
@@ -467,26 +461,43 @@ def test_a_script_has_a_temporary_folder_of_its_own_that_goes_with_the_model(
     assert not folder.exists()
 
 
-def test_isolation_can_be_turned_off_and_widened(store: Path, tmp_path: Path) -> None:
+READS_AND_CONNECTS = """
+import socket
+try:
+    socket.socket()
+    network = "online"
+except PermissionError:
+    network = "offline"
+return open(body).read() + network
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, None),
+        ({"SCRIPT_PATHS": "{folder}", "SCRIPT_NETWORK": "false"}, "봄offline"),
+        ({"SCRIPT_ISOLATION": "false"}, "봄online"),
+    ],
+    ids=["as it is", "widened, without the network", "turned off"],
+)
+def test_isolation_can_be_turned_off_and_widened(
+    server: Server, store: Path, tmp_path: Path, settings: dict[str, str], said: str | None
+) -> None:
+    if said is None and not landlock.abi():
+        pytest.skip("this kernel has no Landlock")
     (tmp_path / "사전").write_text("봄")
-    transform(store / "reader", "return open(body).read()")
-    asked = str(tmp_path / "사전").encode()
-    for allowed, status in (({}, 500), ({"SCRIPT_PATHS": str(tmp_path)}, 200), (
-        {"SCRIPT_ISOLATION": "false"}, 200)):  # fmt: skip
-        if status == 500 and not landlock.abi():
-            continue
-        with serving(tmp_path / "own", store, **allowed) as server:
-            assert server.load("reader").status_code == 200
-            answer = server.predict("reader", asked)
-            assert answer.status_code == status, answer.text
-
-
-def test_a_script_without_the_network(store: Path, tmp_path: Path) -> None:
-    code = "import socket\ntry:\n    socket.socket()\nexcept PermissionError: return 'none'"
-    transform(store / "online", code + "\nreturn 'some'")
-    with serving(tmp_path / "own", store, SCRIPT_NETWORK="false") as server:
-        assert server.load("online").status_code == 200
-        assert server.predict("online", SHORT).text == "none"
+    transform(store / "reader", READS_AND_CONNECTS)
+    own = {name: value.format(folder=tmp_path) for name, value in settings.items()}
+    with serving(tmp_path / "own", store, **own) if own else nullcontext(server) as asked:
+        assert asked.load("reader").status_code == 200
+        answer = asked.predict("reader", str(tmp_path / "사전").encode())
+        assert asked.unload("reader").status_code == 200
+    if said is None:
+        assert error(answer)[0] == 500
+        assert "PermissionError" in message(answer)
+    else:
+        assert answer.text == said
 
 
 def test_memory_is_free_again_when_the_unload_answers(server: Server, store: Path) -> None:

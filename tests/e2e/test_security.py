@@ -11,9 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
+from onnx import TensorProto
 
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, error, raw, serving, small, text
+from tests.handlers.graphs import identity
 
 SECRETS = {
     "MANAGEMENT_TOKEN": "manage-비밀",
@@ -34,6 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("security")
     for seed, name in enumerate(("a", "b")):
         small(folder / "store" / name, seed)
+    identity(folder / "store" / "시" / "model.onnx", TensorProto.STRING, ["n"])
     environment = {**SECRETS, "MAX_REQUEST_BYTES": str(LIMIT), "PRELOAD_MODELS": "a"}
     with serving(folder, folder / "store", **environment) as running:
         yield running
@@ -63,6 +66,24 @@ def test_loading_and_unloading_need_the_management_token(server: Server, port: s
     scaled = requests.put(f"{base}/b?min_worker=2", headers=MANAGE, timeout=20)
     assert scaled.status_code == 200
     assert requests.delete(f"{base}/b", headers=MANAGE, timeout=20).status_code == 200
+
+
+def test_the_open_inference_protocol_needs_the_inference_token(server: Server) -> None:
+    tensor = {"name": "x", "shape": [1], "datatype": "BYTES", "data": ["가"]}
+    asked = [("post", "infer"), ("get", ""), ("get", "ready")]
+    for headers, statuses in (({}, [401] * 3), (bearer("wrong"), [401] * 3), (INFER, [200] * 3)):
+        answers = [
+            requests.request(
+                method,
+                server.url(f"/v2/models/시/{path}".rstrip("/")),
+                json={"inputs": [tensor]} if method == "post" else None,
+                headers=headers,
+                timeout=30,
+            )
+            for method, path in asked
+        ]
+        assert [answer.status_code for answer in answers] == statuses
+    assert answers[0].json()["outputs"][0]["data"] == ["가"]
 
 
 def test_calls_need_the_inference_token(server: Server) -> None:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.e2e.server import eventually
+from tests.e2e.server import Server, eventually
 from tests.e2e.slow_clients import SlowClients, latencies, many_files
 from tests.e2e.stores import serving, small
 
 SLOW = 1000
 
 
-def test_they_are_told_that_they_are_too_slow_and_the_others_answered(tmp_path: Path) -> None:
-    small(tmp_path / "store" / "a")
-    with (
-        serving(tmp_path / "run", tmp_path / "store") as server,
-        many_files(SLOW),
-        SlowClients(server.port, SLOW) as slow,
-    ):
-        eventually(lambda: slow.open == SLOW, 30)
-        assert len(latencies(server.url("/predictions/a"), 50)) == 50
-        eventually(lambda: slow.refused >= SLOW, 60)
+def test_they_are_told_that_they_are_too_slow_and_the_others_answered(clean: Server) -> None:
+    small(clean.store / "a")
+    with many_files(SLOW), SlowClients(clean.port, SLOW) as slow:
+        eventually(lambda: slow.open == SLOW)
+        assert len(latencies(clean.url("/predictions/a"), 50)) == 50
+        eventually(lambda: slow.refused >= SLOW)
         assert slow.answers == {b"HTTP/1.1 408 Request Timeout"}
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import struct
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -16,19 +13,17 @@ import requests
 from onnx import TensorProto
 
 from tests.e2e.server import Server
-from tests.e2e.stores import SHORT, serving, small, text
+from tests.e2e.stores import SHORT, small, text
 from tests.handlers.graphs import TinyGPT2, identity
 
 GPT2 = TinyGPT2()
 IDS = np.array([[3, 14, 15, 9, 2]])
 GREEDY = 12
-TOKEN = {"INFERENCE_TOKEN": "비밀"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("v2")
-    store = folder / "store"
+def server(clean: Server) -> Server:
+    store = clean.store
     GPT2.save(store / "봄" / "1" / "model.onnx")
     TinyGPT2(seed=1).save(store / "two" / "1" / "model.onnx")
     GPT2.save(store / "two" / "10" / "model.onnx")
@@ -36,8 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (store / "broken").mkdir()
     (store / "broken" / "model.onnx").write_bytes(b"no graph")
     small(store / "text-model")
-    with serving(folder, store) as running:
-        yield running
+    return clean
 
 
 def tensor(name: str, array: Any, **more: Any) -> dict[str, Any]:
@@ -286,17 +280,3 @@ def test_the_routes_are_described(server: Server) -> None:
         "/v2", "/v2/health/live", "/v2/health/ready",
         "/v2/models/{name}", "/v2/models/{name}/ready", "/v2/models/{name}/infer",
     }  # fmt: skip
-
-
-def test_a_token_is_asked_for(tmp_path: Path) -> None:
-    identity(tmp_path / "store" / "x" / "model.onnx", TensorProto.STRING, ["n"])
-    with serving(tmp_path / "server", tmp_path / "store", **TOKEN) as server:
-        body = {"inputs": [tensor("x", ["가"])]}
-        assert error(infer(server, "x", body))[0] == 401
-        assert error(get(server, "/v2/models/x"))[0] == 401
-        assert error(get(server, "/v2/models/x/ready"))[0] == 401
-        sent = {"Authorization": "Bearer 비밀".encode().decode("latin-1")}
-        url = server.url("/v2/models/x/infer")
-        answer = requests.post(url, json=body, headers=sent, timeout=30)
-        assert answer.json()["outputs"][0]["data"] == ["가"]
-        shutil.rmtree(tmp_path / "store" / "x")

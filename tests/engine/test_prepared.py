@@ -71,9 +71,7 @@ def test_a_second_load_finds_the_first_ones_files(
 ) -> None:
     first = answer(artifact, cache, precision)
     written = files(cache)
-    started = time.perf_counter()
     second = answer(artifact, cache, precision)
-    assert time.perf_counter() - started < 0.5
     np.testing.assert_array_equal(first, second)
     assert files(cache) == written
     assert not any(name.startswith(cache_folder.BUILDING) for name in written)

@@ -21,7 +21,6 @@ from tests.engine.text_targets import attempts
 WIDE_S = 20.0
 KNOWN = {"used", "ArtifactError", "InvalidRequest", "PromptTooLong", "EngineError", "ended"}
 CASES = settings(
-    max_examples=700,
     deadline=None,
     database=None,
     derandomize=True,

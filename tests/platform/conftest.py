@@ -30,12 +30,15 @@ class Container:
     def __init__(
         self, folder: Path, s3: S3Server, memory_mib: str = ROOM_MIB, **options: Any
     ) -> None:
-        self._folder, self._memory_mib = folder, memory_mib
+        self._folder, self._memory_mib, self._s3 = folder, memory_mib, s3
         self._starts = 0
-        models = folder / "ml" / "models"
-        disk = Disk(models, s3.client, BUCKET, PREFIX)
         self.server = self.start()
-        self.agent = Agent(self.server.url(""), disk, str(models), **options)
+        self.agent = self._new_agent(**options)
+
+    def _new_agent(self, **options: Any) -> Agent:
+        models = self._folder / "ml" / "models"
+        disk = Disk(models, self._s3.client, BUCKET, PREFIX)
+        return Agent(self.server.url(""), disk, str(models), **options)
 
     def start(self) -> Server:
         self._starts += 1
@@ -57,6 +60,23 @@ class Container:
         self.agent.url = self.server.url("")
         self.server.wait_until_ready()
         self.agent.forget_all()
+
+    @contextlib.contextmanager
+    def afresh(self, **options: Any) -> Iterator[Agent]:
+        """Another agent of it, with nothing on its disk and nothing loaded before and after."""
+        self._empty()
+        self.agent = self._new_agent(**options)
+        try:
+            yield self.agent
+        finally:
+            self._empty()
+            self.agent = self._new_agent()
+
+    def _empty(self) -> None:
+        for name in self.agent.loaded():
+            assert self.server.unload(name).status_code == 200
+        for folder in self.agent.disk.folder.iterdir():
+            self.agent.disk.delete(folder.name)
 
     def kill(self) -> None:
         """As when the container's first process dies: all others go with it, at once."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,8 +49,8 @@ def test_thirty_fine_tunes_on_two_instances_with_room_for_six_answer_as_each_doe
 ) -> None:
     agents = [container.agent for container in pair]
     with client_of(Endpoint("poets", agents)) as client:
-        seen = invoke_all(client, "poets", texts, calls=180, clients=8)
-    assert seen == {"right": 180}
+        seen = invoke_all(client, "poets", texts, calls=120, clients=8)
+    assert seen == {"right": 120}
     for container, agent in zip(pair, agents, strict=True):
         assert within_limits(agent)
         assert agent.seen.most_loaded == ROOM
@@ -181,27 +180,22 @@ def packed_text(container: Container) -> bytes:
 
 
 def test_with_the_cache_disabled_a_model_goes_after_each_call(
-    s3: S3Server, texts: dict[str, str], tmp_path: Path
+    pair: list[Container], texts: dict[str, str]
 ) -> None:
     some = dict(list(texts.items())[:3])
-    with containers(tmp_path, s3, 1, cached=False) as (container,):
-        agent = container.agent
-        with client_of(Endpoint("poets", [agent])) as client:
-            assert invoke_all(client, "poets", some, calls=5, clients=1) == {"right": 5}
-            assert agent.loaded() == []
-            assert statistics(container.server)["weight_bytes"] == 0
-            assert agent.disk.bytes() == 0
-            assert agent.seen.counts["unloads"] == agent.disk.downloads == 5
-            assert invoke_all(client, "poets", some, calls=8, clients=4) == {"right": 8}
-            eventually(lambda: agent.disk.bytes() == 0 and agent.loaded() == [])
+    with pair[0].afresh(cached=False) as agent, client_of(Endpoint("poets", [agent])) as client:
+        assert invoke_all(client, "poets", some, calls=5, clients=1) == {"right": 5}
+        assert agent.loaded() == []
+        assert statistics(pair[0].server)["weight_bytes"] == 0
+        assert agent.disk.bytes() == 0
+        assert agent.seen.counts["unloads"] == agent.disk.downloads == 5
+        assert invoke_all(client, "poets", some, calls=8, clients=4) == {"right": 8}
+        eventually(lambda: agent.disk.bytes() == 0 and agent.loaded() == [])
 
 
-def test_a_full_disk_loses_what_is_not_loaded(
-    s3: S3Server, texts: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_full_disk_loses_what_is_not_loaded(pair: list[Container], texts: dict[str, str]) -> None:
     some = dict(list(texts.items())[:12])
-    with containers(tmp_path, s3, 1, disk_bytes=16 << 20) as (container,):
-        agent = container.agent
+    with pair[1].afresh(disk_bytes=16 << 20) as agent:
         with client_of(Endpoint("poets", [agent])) as client:
             assert invoke_all(client, "poets", some, calls=26, clients=2) == {"right": 26}
         assert agent.disk.downloads > len(some)
@@ -216,22 +210,20 @@ def test_a_cold_model_gets_in_although_all_others_are_busy(
     cold = next(iter(texts))
     for target in SLOW:
         s3.put(PREFIX + target, packed(slow(tmp_path / target[:6]), tmp_path / target).read_bytes())
-    limits = Limits(cold_start_s=1.0)
-    with containers(tmp_path, s3, 1, memory_mib=BUSY_MIB, limits=limits) as (container,):
+    with containers(tmp_path, s3, 1, memory_mib=BUSY_MIB) as (container,):
         agent = container.agent
         with client_of(Endpoint("poets", [agent])) as client, ThreadPoolExecutor(2) as pool:
             for target in SLOW:
-                eventually(lambda target=target: ready(client, target), 30)
+                eventually(lambda target=target: ready(client, target), 120)
+            agent.limits = Limits(cold_start_s=1.0)
             busy = [pool.submit(invoke, client, "poets", target, LONG) for target in SLOW]
             eventually(lambda: statistics(container.server)["kv_bytes"] > 30 << 20)
-            started = time.monotonic()
             with pytest.raises(client.exceptions.ModelNotReadyException):
                 invoke(client, "poets", cold)
-            assert time.monotonic() - started < 3
             assert eventually(lambda: ready(client, cold), 60) == texts[cold]
             assert all(future.result() for future in busy)
         assert agent.seen.counts["busy"] == 1
-        assert agent.seen.slowest["unload"] > limits.cold_start_s / 2
+        assert agent.seen.slowest["unload"] > agent.limits.cold_start_s / 2
         assert within_limits(agent)
 
 

@@ -80,6 +80,7 @@ def s3_server() -> Iterator[S3Server]:
         s3.client.close()
     finally:
         server.stop()
+        server._server.server_close()  # moto leaves it open: clients would wait
 
 
 def archive(files: Mapping[str, bytes], level: int = 1) -> bytes:

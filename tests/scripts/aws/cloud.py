@@ -39,6 +39,7 @@ from moto.server import ThreadedMotoServer
 from scripts.aws.start import main
 
 ROOT = Path(__file__).resolve().parents[3]
+WIDE_S = 120.0  # for a script of its own, which takes some seconds
 REGION = "us-east-1"
 BUCKET = "fine-tunes"
 MODELS = f"s3://{BUCKET}/kogpt2/"

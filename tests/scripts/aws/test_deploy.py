@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.server import eventually
-from tests.scripts.aws.cloud import BUCKET, MODELS, Cloud
+from tests.scripts.aws.cloud import BUCKET, MODELS, WIDE_S, Cloud
 
 MIB = 1 << 20
 BASIC = ("poems", "--models", MODELS, "--create-role", "--instance-type", "ml.m5.large", "--yes")
@@ -91,18 +91,18 @@ def test_dry_run_shows_the_calls_and_makes_none(ready: Cloud) -> None:
 def test_an_interrupted_run_goes_on(ready: Cloud) -> None:
     ready.settle_s = 600
     process = ready.start("deploy", *BASIC, *LIMITS)
-    eventually(lambda: "CreateEndpoint" in ready.calls, 30)
+    eventually(lambda: "CreateEndpoint" in ready.calls, WIDE_S)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=WIDE_S)
     assert process.returncode == 130
     assert "interrupted" in err
     assert "Traceback" not in err
     assert target(ready) is None
     ready.changes()
     process = ready.start("deploy", *BASIC, *LIMITS)
-    eventually(lambda: ready.calls.count("DescribeEndpoint") > 1, 30)
+    eventually(lambda: ready.calls.count("DescribeEndpoint") > 1, WIDE_S)
     finish(ready)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=WIDE_S)
     assert process.returncode == 0, err
     assert "await   endpoint poems, which is Creating" in out
     assert "endpoint poems: Creating, " in err

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from tests.scripts.aws.cloud import BUCKET, MODELS, TRUST, Cloud
+from tests.e2e.server import eventually
+from tests.scripts.aws.cloud import BUCKET, MODELS, TRUST, WIDE_S, Cloud
 
 DEPLOY = (
     "--models", MODELS, "--create-role", "--instance-type", "ml.m5.large",
@@ -72,12 +73,9 @@ def test_teardown_of_an_endpoint_that_is_being_made_waits(aws: Cloud) -> None:
     aws.put_image()
     aws.settle_s = 4.0
     process = aws.start("deploy", "poems", *DEPLOY)
-    for _ in range(300):
-        if "CreateEndpoint" in aws.calls:
-            break
-        time.sleep(0.1)
+    eventually(lambda: "CreateEndpoint" in aws.calls, WIDE_S)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=WIDE_S)
     out = aws.run("teardown", "poems", "--yes")
     assert "nothing of poems is left" in out
     assert everything(aws) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,9 @@ import pytest
 
 from scripts.aws import upload
 from scripts.aws.locations import Location
+from scripts.lib import packaging
 from scripts.lib.problem import Problem
+from tests.engine.models import make_artifact
 from tests.scripts.aws.cloud import BUCKET, MODELS, Cloud
 from tests.serving.s3 import archive
 
@@ -115,21 +116,15 @@ def test_a_korean_name_is_stored_and_its_limit_said(aws: Cloud, tmp_path: Path) 
     assert "소월.tar.gz" in aws.run("upload", MODELS, "--list")
 
 
-def test_a_folder_is_packed_as_scripts_package_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The two names of scripts.lib.packaging that are used, in their order."""
-    asked: list[tuple[Any, ...]] = []
-    packaging = SimpleNamespace(
-        check=lambda folder: f"checked {folder}",
-        write_archive=lambda checked, target: asked.append((checked, target)),
-    )
-    monkeypatch.setitem(sys.modules, "scripts.lib.packaging", packaging)
-    folder = tmp_path / "poems"
-    folder.mkdir()
-    target = tmp_path / "poems.tar.gz"
-    assert upload.as_archive(folder, tmp_path) == target
-    assert asked == [(f"checked {folder}", target)]
+def test_a_folder_is_packed_as_scripts_package_does(aws: Cloud, tmp_path: Path) -> None:
+    aws.put_models()
+    folder = make_artifact(tmp_path / "소월")
+    aws.run("upload", MODELS, str(folder))
+    packaging.write_archive(packaging.check(folder), tmp_path / "packed.tar.gz")
+    found = aws.client("s3").get_object(Bucket=BUCKET, Key="kogpt2/소월.tar.gz")
+    assert found["Body"].read() == (tmp_path / "packed.tar.gz").read_bytes()
+    (folder / "config.json").write_text("{")
+    assert "config.json" in aws.run("upload", MODELS, str(folder), code=2)
 
 
 def test_lists_and_deletes(aws: Cloud) -> None:
