@@ -37,7 +37,7 @@ HALF_LIFE_S = 60.0
 WARM_SHARE = 32
 # An open model has some 60 mappings, and a process may have 65,530.
 MOST_OPEN = 500
-# Text processes of models that are not hot: 16 MB each, and 30 ms to start one again.
+# Text processes of models that nobody uses: 16 MB each, and 30 ms to start one again.
 TEXTS_KEPT = 16
 THREADS = 2
 
@@ -57,6 +57,7 @@ class Residency:
         self._changed, self._models, self._budget, self._clock = changed, models, budget, clock
         self._queue: deque[tuple[Model, Callable[[list[Model]], object], float]] = deque()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="residency")
+        self._dismissed: list[Model] = []  # that take no new requests
         self.heated = 0  # how often a model was made hot again
         budget.spare = self._spare
 
@@ -67,7 +68,8 @@ class Residency:
             model.heat, model.used_at = self._heat(model, now) + 1, now
             model.submitting += 1
             self.want(model)
-            self._rest_texts()
+            if model.texts.pid is None:  # it starts one
+                self._rest_texts()
 
     def unuse(self, model: Model) -> None:
         with self._changed:
@@ -87,6 +89,8 @@ class Residency:
         """
         room: list[list[Model]] = []
         with self._changed:
+            model.heat, model.used_at = 1, self._clock()
+            self._rest_texts()
             self._enqueue(model, room.append)
             try:
                 while True:
@@ -138,8 +142,9 @@ class Residency:
                 model.moving = Place.HOT
                 self._hold(model, model.reserved_bytes)
                 start(victims)
-            for model in self._models.values():
+            for model in self._dismissed:
                 model.batch.admits = True
+            self._dismissed.clear()
 
     # With the lock
 
@@ -220,6 +225,7 @@ class Residency:
             begun = model.batch.rows or not model.batch.waiting
             if missing > 0 and begun and now - model.hot_since >= STAY * model.heating_s:
                 model.batch.admits = False
+                self._dismissed.append(model)
                 missing -= model.held_bytes
 
     def _too_many_open(self) -> list[Model]:

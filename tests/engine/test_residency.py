@@ -213,9 +213,11 @@ def test_what_is_parked_comes_back_only_as_it_was(folders: list[Path], tmp_path:
 
 
 def test_text_processes_of_models_that_nobody_uses_end(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(residency, "TEXTS_KEPT", 2)
+    engine.unload("m0")
+    engine.load("m0", str(folders[0]))
     texts = [ask(engine, name) for name in sorted(places(engine))]
     until(lambda: sum(m.texts.pid is not None for m in engine._models.values()) <= 3)
     assert [ask(engine, name) for name in sorted(places(engine))] == texts
