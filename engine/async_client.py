@@ -49,13 +49,26 @@ class AsyncEngineClient:
         return loaded
 
     async def check(
-        self, name: str, model_dir: str, backend: str | None = None, precision: str | None = None
-    ) -> None:
-        """Raises what `load` would for want of room, or for an artifact that is none."""
+        self,
+        name: str,
+        model_dir: str,
+        backend: str | None = None,
+        precision: str | None = None,
+        promised: Mapping[str, int] | None = None,
+    ) -> int:
+        """What the weights will take, in bytes, if they fit beside what is `promised`: bytes, by
+        the names of models that will be loaded.
+
+        Raises what `load` would for want of room, or for an artifact that is none.
+        """
         body = {"name": name, "model_dir": model_dir, "backend": backend, "precision": precision}
-        room = await self._call("POST", "/room", body, CHECK_TIMEOUT_S)
+        asked = {**body, "promised": dict(promised or {})}
+        room = await self._call("POST", "/room", asked, CHECK_TIMEOUT_S)
+        needed = int(room["weight_bytes"])
         if "missing_bytes" in room:
-            raise OutOfMemory(room["message"], missing_bytes=room["missing_bytes"])
+            missing = room["missing_bytes"]
+            raise OutOfMemory(room["message"], missing_bytes=missing, needed_bytes=needed)
+        return needed
 
     async def unload(self, name: str) -> None:
         """Returns once the memory is free again."""

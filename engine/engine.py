@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -116,8 +116,10 @@ class Engine:
         backend: str | None = None,
         precision: str | None = None,
         reading: Reading | None = None,
+        promised: Mapping[str, int] | None = None,
     ) -> int:
-        """What the weights of the model in `model_dir` will take, in bytes, if they may come now.
+        """What the weights of the model in `model_dir` will take, in bytes, if they may come now
+        beside those that are `promised`: bytes, by the names of models whose loads are to come.
 
         What it reads, a load need not read again. Raises what `load` would for want of room or for
         an artifact that is none.
@@ -125,7 +127,10 @@ class Engine:
         config = self._manifests.open(Path(model_dir), (reading or Reading()).run).config
         backend, precision = self._resolve(backend, precision)
         needed = backends.weight_bytes(config, backend, precision)
-        self.budget.check(needed, backends.row_bytes(config, precision), name)
+        with self._changed:
+            known = self._models.keys() | self._loading.keys()
+        to_come = sum(size for other, size in (promised or {}).items() if other not in known)
+        self.budget.check(needed, backends.row_bytes(config, precision), name, to_come)
         return needed
 
     def _resolve(self, backend: str | None, precision: str | None) -> tuple[str, str]:

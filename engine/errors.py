@@ -83,16 +83,21 @@ class DeadlineExceeded(EngineError):
 class OutOfMemory(EngineError):
     """The memory budget has no room: unload another model or raise the budget.
 
-    `missing_bytes` is what it lacks, 0 if that is not known.
+    `missing_bytes` is what it lacks of `needed_bytes`, each 0 if that is not known.
     """
 
     status = 507
 
     def __init__(
-        self, message: str, *, missing_bytes: int = 0, retry_after_s: float | None = None
+        self,
+        message: str,
+        *,
+        missing_bytes: int = 0,
+        needed_bytes: int = 0,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
-        self.missing_bytes = missing_bytes
+        self.missing_bytes, self.needed_bytes = missing_bytes, needed_bytes
 
 
 class NeverFits(OutOfMemory):

@@ -90,8 +90,11 @@ class Budget:
             self.declared_bytes += size
             self._rows.append(row)
 
-    def check(self, size: int, row: int, model: str) -> None:
-        """Raises `OutOfMemory`; `NeverFits` if not even an empty engine had room."""
+    def check(self, size: int, row: int, model: str, promised: int = 0) -> None:
+        """Whether they fit beside so many bytes that are `promised` to others.
+
+        Raises `OutOfMemory`; `NeverFits` if not even an empty engine had room.
+        """
         if size + row > self.total_bytes:
             raise NeverFits(
                 f"model {model} needs {size / MIB:.0f} MiB and {row / MIB:.0f} for one request of"
@@ -99,7 +102,8 @@ class Budget:
                 " (ENGINE_MEMORY_MIB sets it)"
             )
         kept = max(row, *self._rows, self.kv_bytes)
-        missing = size - (self.overcommit * self.total_bytes - self.declared_bytes - kept)
+        taken = self.declared_bytes + promised + kept
+        missing = size + taken - self.overcommit * self.total_bytes
         if missing > 0:
             times = f"{self.overcommit} times " if self.overcommit > 1 else ""
             raise OutOfMemory(
@@ -108,6 +112,7 @@ class Budget:
                 f" {self.declared_bytes / MIB:.0f} are taken by models and"
                 f" {kept / MIB:.0f} by requests",
                 missing_bytes=missing,
+                needed_bytes=size,
             )
 
     def withdraw(self, size: int, row: int) -> None:

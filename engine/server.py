@@ -10,9 +10,10 @@
                                      text or ids that no template is for, or "messages" of a chat,
                                      `{"role", "content"}`
     DELETE /requests/{request_id}   for one who knows that nobody waits any more
-    POST   /room                    {"name", "model_dir", "backend"?, "precision"?}: whether a load
-                                    would find room now: `weight_bytes`, or `missing_bytes` and
-                                    a `message`
+    POST   /room                    {"name", "model_dir", "backend"?, "precision"?, "promised"?}:
+                                    whether a load would find room now beside those that are
+                                    promised, bytes by name: `weight_bytes`, and if it would not,
+                                    `missing_bytes` and a `message`
     GET    /health                  503 where no step gets on, see `engine.loop`
     GET    /statistics
 
@@ -152,15 +153,21 @@ class EngineApp:
         body = await _json_object(request)
         name, model_dir = _text(body, "name"), _text(body, "model_dir")
         backend, precision = body.get("backend"), body.get("precision")
+        promised = body.get("promised") or {}
+        if not isinstance(promised, dict) or not all(type(n) is int for n in promised.values()):
+            raise InvalidRequest("promised must be an object of integers")
         try:
             needed = await self._unless_gone(
                 request,
-                lambda reading: self._engine.check(name, model_dir, backend, precision, reading),
+                lambda reading: self._engine.check(
+                    name, model_dir, backend, precision, reading, promised
+                ),
             )
         except NeverFits:
             raise
         except OutOfMemory as error:
-            return JSONResponse({"missing_bytes": error.missing_bytes, "message": error.message})
+            missing = {"missing_bytes": error.missing_bytes, "message": error.message}
+            return JSONResponse({"weight_bytes": error.needed_bytes, **missing})
         return JSONResponse({"weight_bytes": needed})
 
     async def _list(self, request: Request) -> Response:

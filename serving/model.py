@@ -13,6 +13,8 @@ from serving.admission import Line
 from serving.model_settings import ModelSettings
 from serving.store import Fetched, StoredModel
 
+LOAD_S = 0.3  # of a model whose load nobody has measured
+
 
 class State(enum.Enum):
     FETCHING = "fetching"
@@ -48,6 +50,7 @@ class Model:
     restoring: bool = False
     restarts: Restarts = field(default_factory=Restarts)
     starts: int = 0  # of its worker, so far: tells what was seen before the last one
+    load_s: float = LOAD_S  # what its last load took, once it was fetched
     in_engine: bool = True  # else its own worker holds it
     socket: str = ""  # where its worker listens for MMS
     connections: int = 1  # of MMS's to that worker, for a model of the engine's

@@ -205,7 +205,8 @@ class Registry:
                         # Another load may have taken the room since: then the check says how much.
                         if last or not checked or not isinstance(error, OutOfMemory):
                             raise
-                self._observe("loaded", model, time.monotonic() - started)
+                model.load_s = time.monotonic() - started
+                self._observe("loaded", model, model.load_s)
 
         await attempt(model, fetch)
         assert model.fetched is not None

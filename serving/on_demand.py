@@ -27,6 +27,7 @@ class OnDemand:
             with self.residency.wanting(name):
                 await self.ensure(name)
                 model = await stack.enter_async_context(self._registry.use(name))
+                self.residency.used(model)
             yield model
 
     async def ensure(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Which models stay loaded: who makes room for another, and who has been idle for too long."""
+"""Which models stay loaded: which make room for another, and which have been idle for too long."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from engine.errors import NeverFits, OutOfMemory
 from serving.errors import DiskFull, NoRoom
 from serving.model import Model, State
 from serving.models import Registry, Step
 from serving.store.disk import size_bytes
+from serving.victims import Held, Victims
 from serving.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,10 @@ Shortage = NoRoom | OutOfMemory
 
 
 class Residency:
-    """Unloads the least recently used models of `registry`, never a pinned one."""
+    """Unloads those models of `registry` that are worth the least per byte, never a pinned one.
+
+    Several loads make room at once, each for itself: what one has had unloaded is promised to it.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class Residency:
         observe: Callable[[str, Model, float], None] = lambda event, model, seconds: None,
     ) -> None:
         self._registry, self._workers, self._observe = registry, workers, observe
-        self._evictions = asyncio.Lock()
+        self._victims = Victims[str]()
         self._wanted: Counter[str] = Counter()  # requests that have not begun to use their model
         self._waiting: set[str] = set()  # ids of models that wait for room
 
@@ -52,26 +55,21 @@ class Residency:
             if not self._wanted[name]:
                 del self._wanted[name]
 
+    def used(self, model: Model) -> None:
+        """To be called for each request."""
+        self._victims.used(model.name)
+
     async def with_room(self, model: Model, step: Step) -> None:
-        """Does a step of a model's load. Where it finds no room, others are unloaded for it, one at
-        a time, the least recently used first; none if all together would not do.
+        """Does a step of a model's load. Where it finds no room, others are unloaded for it; none
+        if all together would not do.
 
         Raises what the step raises.
         """
-        shortage = await self._lacks(step)
-        if shortage is None:
-            return
         freed = 0
-        self._waiting.add(model.id)
         try:
-            async with AsyncExitStack() as held:
-                # Who makes room is the one that gets it. A fetch may take long: others need not
-                # wait for that.
-                if not isinstance(shortage, DiskFull):
-                    await held.enter_async_context(self._evictions)
-                while shortage is not None:
-                    freed += await self._free(model, shortage, freed)
-                    shortage = await self._lacks(step)
+            while (shortage := await self._lacks(step)) is not None:
+                self._waiting.add(model.id)
+                freed += await self._make_room(model, shortage, freed)
         finally:
             self._waiting.discard(model.id)
 
@@ -86,43 +84,63 @@ class Residency:
             return error
         return None
 
-    async def _free(self, model: Model, shortage: Shortage, freed: int) -> int:
-        """Unloads one model, or waits for one that is being unloaded; returns the bytes it held.
-
-        One with requests goes last, and is drained first: it takes no more of them, so busy models
-        cannot keep a cold one out for ever. Raises `shortage` where that cannot help.
-        """
+    async def _make_room(self, model: Model, shortage: Shortage, freed: int) -> int:
+        """Unloads what it takes, or waits for others that are being unloaded or loaded; returns the
+        bytes that were held. Raises `shortage` where none of that can help."""
         missing = shortage.missing_bytes
         if not missing:  # nobody knows: as much as the artifact has
             assert model.fetched is not None
             missing = await asyncio.to_thread(size_bytes, model.fetched.path) - freed
             if missing <= 0:
                 raise shortage
-        while True:
-            held = await self._held_bytes(shortage)
-            others = [m for m in self._registry.all() if m is not model]
-            useful = [m for m in others if held.get(m.id)]
-            leaving = next((m for m in useful if m.state is State.DRAINING), None)
-            if leaving is not None:
-                while self._registry.find(leaving.name) is leaving:
-                    await leaving.change()
-                return held[leaving.id]
-            useful = [m for m in useful if not m.settings.pinned]
-            arriving = any(self._is_arriving(m) for m in others)
-            if not arriving and sum(held[m.id] for m in useful) < missing:
-                raise shortage
-            # One that has just been loaded serves those who wait for it first.
-            ready = [m for m in useful if m.state is State.READY and not m.restoring]
-            ready = [m for m in ready if m.in_flight or m.name not in self._wanted]
-            if ready:
-                break
+        held = await self._held_bytes(shortage)
+        others = [m for m in self._registry.all() if m is not model]
+        useful = [m for m in others if held.get(m.id)]
+        leaving = [m for m in useful if m.state is State.DRAINING]
+        missing -= sum(held[m.id] for m in leaving)
+        if missing <= 0:
+            await _one_changes(leaving)
+            return 0
+        useful = [m for m in useful if m.state is State.READY and not m.settings.pinned]
+        coming = sum(self._workers.promised_bytes(m) for m in others)
+        arriving = any(self._is_arriving(m) for m in others)
+        if not arriving and sum(held[m.id] for m in useful) + coming < missing:
+            raise shortage
+        victims = self._choose(useful, held, shortage, missing)
+        if not victims:
             await asyncio.sleep(LOOK_AGAIN_S)
-        victim = min(ready, key=lambda m: (m.in_flight > 0, m.last_used))
+        drained = [self._unload_for(model, victim) for victim in victims]
+        if drained:
+            await asyncio.wait(drained)
+        return sum(held[victim.id] for victim in victims)
+
+    def _choose(
+        self, useful: list[Model], held: Mapping[str, int], shortage: Shortage, missing: int
+    ) -> list[Model]:
+        """Those to unload: first such as nobody uses. One with requests is drained, and takes no
+        more of them, so busy models cannot keep a cold one out for ever; one that has just been
+        loaded serves those who wait for it first."""
+        chosen: list[Model] = []
+        for busy in (False, True):
+            found = {
+                m.name: (m, Held(held[m.id], _cost_s(m, shortage)))
+                for m in sorted(useful, key=lambda m: m.last_used)
+                if bool(m.in_flight) is busy
+                and not m.restoring
+                and (busy or m.name not in self._wanted)
+            }
+            names = self._victims.choose({name: h for name, (_, h) in found.items()}, missing)
+            chosen += [found[name][0] for name in names]
+            missing -= sum(found[name][1].bytes for name in names)
+            if missing <= 0:
+                break
+        return chosen
+
+    def _unload_for(self, model: Model, victim: Model) -> asyncio.Task[None]:
         idle_s = time.monotonic() - victim.last_used
         logger.info("model %s makes room for %s (idle for %.1f s)", victim.name, model.name, idle_s)
         self._observe("evicted", victim, idle_s)
-        await asyncio.shield(self._registry.drain(victim))
-        return held[victim.id]
+        return self._registry.drain(victim)
 
     def _is_arriving(self, model: Model) -> bool:
         """Whether it may soon hold memory that can be freed then."""
@@ -157,6 +175,24 @@ class Residency:
                 if limit_s is not None and idle_s >= limit_s and not model.settings.pinned:
                     logger.info("model %s is unloaded: idle for %.0f s", model.name, idle_s)
                     self._registry.drain(model)
+
+
+async def _one_changes(models: Iterable[Model]) -> None:
+    """Until one of them is gone, or answers its last request."""
+    changes = [asyncio.ensure_future(model.change()) for model in models]
+    try:
+        await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for change in changes:
+            change.cancel()
+
+
+def _cost_s(model: Model, shortage: Shortage) -> float:
+    """What it would take to bring a model back that is unloaded for want of this."""
+    fetch_s = 0.0
+    if isinstance(shortage, DiskFull) and model.fetched is not None:
+        fetch_s = model.fetched.download_s + model.fetched.unpack_s
+    return model.load_s + fetch_s
 
 
 def _disk_bytes(models: list[Model]) -> dict[str, int]:

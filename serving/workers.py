@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ import psutil
 
 from engine import errors as engine_errors
 from engine.async_client import AsyncEngineClient
-from engine.errors import ArtifactError, EngineError, EngineUnavailable
+from engine.errors import ArtifactError, EngineError, EngineUnavailable, OutOfMemory
 from engine.trees import remove
 from handlers.choose import is_hosted
 from serving.errors import BadRequest, ServingError, WorkerFailed
@@ -43,10 +44,16 @@ class Workers:
         self._run_dir, self._slots = run_dir, run_dir / "slots"
         self._slots.mkdir(parents=True, exist_ok=True)
         self.turn = asyncio.Semaphore(LOADS_AT_ONCE)  # held while one starts
+        # By the engine's name, what each load will take that has asked for room. Whoever asks later
+        # does not get it; the engine knows which of them it has begun.
+        self._promised: dict[str, int] = {}
 
     async def check(self, model: Model) -> bool:
         """Raises `OutOfMemory` and what is wrong with a model's settings before a worker is started
-        in vain; says whether it could be known."""
+        in vain; says whether it could be known.
+
+        From now on its memory is promised to it: until it has started, or `end` is called.
+        """
         assert model.fetched is not None
         path = model.fetched.path
         asked = model.settings
@@ -57,10 +64,25 @@ class Workers:
                     " not compute it"
                 )
             return False
-        with contextlib.suppress(ArtifactError, EngineUnavailable):  # its worker knows more
-            await self._engine.check(model.name, str(path), asked.backend, asked.precision)
-            return True
-        return False
+        name, needed = model.engine_name, 0
+        before = dict(itertools.takewhile(lambda row: row[0] != name, self._promised.items()))
+        try:
+            needed = await self._engine.check(
+                model.name, str(path), asked.backend, asked.precision, before
+            )
+        except OutOfMemory as error:
+            needed = error.needed_bytes
+            raise
+        except (ArtifactError, EngineUnavailable):  # its worker knows more
+            return False
+        finally:
+            if needed:
+                self._promised.setdefault(name, needed)
+        return True
+
+    def promised_bytes(self, model: Model) -> int:
+        """What a load that waits for room or has begun will take of the engine's memory."""
+        return self._promised.get(model.engine_name, 0)
 
     async def start(self, model: Model) -> None:
         """Registers a fetched model with MMS and asks its worker how the load went.
@@ -96,6 +118,7 @@ class Workers:
         outcome = await self._mms.probe(model.id, timeout_s)
         if outcome["status"] != 200:
             raise _load_error(outcome)
+        self._promised.pop(model.engine_name, None)
         model.in_engine = bool(outcome["in_engine"])
         model.metadata = outcome.get("metadata", {})
         model.batch_size = options.get("batch_size", 1)
@@ -116,6 +139,7 @@ class Workers:
 
     async def end(self, model: Model) -> None:
         """Leaves no worker, no memory and no slot of a model; each step whatever the others do."""
+        self._promised.pop(model.engine_name, None)
         with contextlib.suppress(ServingError):
             await self._mms.unregister(model.id)
         with contextlib.suppress(EngineError):

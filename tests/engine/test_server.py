@@ -74,7 +74,7 @@ def test_the_engine_says_what_a_load_would_lack(engine: EngineProcess, model_dir
     asked = {"name": "a", "model_dir": str(model_dir)}
     status, room = engine.call("POST", "/room", asked)
     assert (status, set(room)) == (200, {"weight_bytes"})
-    loaded = 0
+    needed, loaded = room["weight_bytes"], 0
     while "missing_bytes" not in room:
         assert loaded < 100
         engine.call("POST", "/models", {**asked, "name": f"m{loaded}"})
@@ -82,7 +82,14 @@ def test_the_engine_says_what_a_load_would_lack(engine: EngineProcess, model_dir
         status, room = engine.call("POST", "/room", asked)
     assert status == 200
     assert room["missing_bytes"] > 0
+    assert room["weight_bytes"] == needed
     assert "MiB" in room["message"]
+    # Promises of what is loaded already are kept.
+    promised = {"m0": needed, "봄": 1000}
+    _, beside = engine.call("POST", "/room", {**asked, "promised": promised})
+    assert beside["missing_bytes"] == room["missing_bytes"] + 1000
+    for wrong in ([], {"봄": "1000"}):
+        assert engine.call("POST", "/room", {**asked, "promised": wrong})[0] == 400 or not wrong
 
 
 def test_the_engine_says_that_it_is_well(engine: EngineProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -36,11 +37,13 @@ class FakeWorkers:
         self.budget, self.size = budget, Counter[str]()  # bytes, by name
         self.running: dict[str, Model] = {}  # by id
         self.in_engine: dict[str, int] = {}  # bytes, by the engine's name
+        self.promised: dict[str, int] = {}  # the same, of loads that have asked for room
         self.starts: Counter[str] = Counter()  # by name
         self.ended: list[str] = []  # names
         self.unregistered: list[str] = []  # ids
         self.connected: list[tuple[str, int]] = []  # names, and how many connections each got
         self.errors: dict[str, list[Exception]] = {}  # by name: what its next starts raise
+        self.end_s = 0.0
         self.hung: set[str] = set()  # names that do not start
         self.slow: asyncio.Event | None = None  # what `registered` and `held_by_engine` wait for
         self.listing: Exception | None = None
@@ -51,17 +54,24 @@ class FakeWorkers:
 
     async def check(self, model: Model) -> bool:
         needed = self.bytes_of(model)
-        free = self.budget - sum(self.in_engine.values())
         if needed > self.budget:
             raise NeverFits("larger than the engine")
+        self.promised.setdefault(model.engine_name, needed)
+        before = itertools.takewhile(lambda name: name != model.engine_name, self.promised)
+        promised = sum(self.promised[name] for name in before if name not in self.in_engine)
+        free = self.budget - sum(self.in_engine.values()) - promised
         if needed > free:
             raise OutOfMemory("no room", missing_bytes=needed - free)
         return True
+
+    def promised_bytes(self, model: Model) -> int:
+        return self.promised.get(model.engine_name, 0)
 
     async def start(self, model: Model) -> None:
         self.starts[model.name] += 1
         self.running[model.id] = model
         await asyncio.sleep(START_S)
+        self.promised.pop(model.engine_name, None)
         if model.name in self.hung:
             await asyncio.Event().wait()
         if self.errors.get(model.name):
@@ -77,7 +87,8 @@ class FakeWorkers:
         self.connected.append((model.name, model.connections))
 
     async def end(self, model: Model) -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.end_s)
+        self.promised.pop(model.engine_name, None)
         self.running.pop(model.id, None)
         self.in_engine.pop(model.engine_name, None)
         self.ended.append(model.name)

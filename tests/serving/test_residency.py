@@ -14,7 +14,7 @@ from engine.errors import NeverFits, OutOfMemory
 from serving.errors import DiskFull, LoadCancelled, NoRoom, Unavailable
 from serving.model_settings import ModelSettings
 from serving.store import StoredModel
-from tests.serving.fakes import Parts, stored
+from tests.serving.fakes import START_S, Parts, stored
 from tests.serving.virtual_time import run
 
 
@@ -38,6 +38,61 @@ def test_the_least_recently_used_models_go_and_no_more_than_are_needed(tmp_path:
         await use(parts, "f")
         assert parts.loaded() == ["a", "e", "f"]
         assert parts.workers.starts["f"] == 1  # not begun in vain
+
+    run(test)
+
+
+def test_what_is_asked_for_often_stays_though_others_were_asked_for_later(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, budget=300, names="abcd")
+        await used(parts, "a", "a", "a", "b", "c", "d")
+        assert parts.loaded() == ["a", "c", "d"]
+
+    run(test)
+
+
+def test_what_takes_long_to_load_stays(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, budget=300, names="abcd")
+        await used(parts, "a", "b", "c")
+        parts.registry.get("a").load_s = 9
+        parts.registry.get("c").load_s = 0.1
+        await use(parts, "d")
+        assert parts.loaded() == ["a", "b", "d"]
+
+    run(test)
+
+
+def test_several_loads_make_room_at_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, budget=400, names="abcdefg")
+        await used(parts, "a", "b", "c", "d")
+        parts.workers.end_s = 0.5
+        parts.workers.size["g"] = 200
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(use(parts, "e"), use(parts, "g"))
+        assert asyncio.get_running_loop().time() - began < 0.5 + START_S + 0.1
+        assert parts.loaded() == ["d", "e", "g"]
+        assert parts.workers.starts["e"] == parts.workers.starts["g"] == 1
+
+    run(test)
+
+
+def test_what_was_unloaded_for_one_model_no_other_takes(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, budget=200, names="abcd")
+        await used(parts, "a", "b")
+        parts.workers.size["c"] = 200
+        busy = asyncio.create_task(use(parts, "a", 10))
+        await asyncio.sleep(0.1)
+        large = asyncio.create_task(use(parts, "c", 5))  # waits for a
+        await asyncio.sleep(1)
+        assert parts.loaded() == []
+        small = asyncio.create_task(use(parts, "d"))
+        await asyncio.gather(busy, large)
+        assert not small.done()
+        await small
+        assert parts.workers.starts["c"] == parts.workers.starts["d"] == 1
 
     run(test)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -37,6 +39,9 @@ class FakeMMS:
     async def probe(self, id: str, timeout_s: float) -> dict[str, Any]:
         return {"status": 200, "in_engine": True}
 
+    async def unregister(self, id: str) -> None:
+        pass
+
     async def socket_number(self, id: str) -> str:
         return "9000"
 
@@ -44,10 +49,16 @@ class FakeMMS:
 class FakeEngine:
     def __init__(self) -> None:
         self.checked: list[tuple[Any, ...]] = []
+        self.fits = False
 
-    async def check(self, *asked: Any) -> None:
+    async def check(self, *asked: Any) -> int:
         self.checked.append(asked)
-        raise OutOfMemory("no room", missing_bytes=7)
+        if self.fits:
+            return 100
+        raise OutOfMemory("no room", missing_bytes=7, needed_bytes=100)
+
+    async def unload(self, name: str) -> None:
+        pass
 
     async def statistics(self) -> Mapping[str, Any]:
         held = {"reserved_bytes": 60, "row_bytes": 10, "kv_bytes": 5}
@@ -74,8 +85,35 @@ def test_a_worker_is_told_what_the_engine_is_to_do(tmp_path: Path) -> None:
         assert told["engine"] == {"backend": "mxnet", "max_rows": 3}
         with pytest.raises(OutOfMemory):
             await parts.workers.check(parts.model)
-        ((*_, backend, precision),) = parts.engine.checked
+        ((*_, backend, precision, _),) = parts.engine.checked
         assert (backend, precision) == ("mxnet", None)
+
+    run(test)
+
+
+def test_room_is_promised_in_the_order_in_which_it_was_asked_for(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        first = parts.model
+        later = dataclasses.replace(first, name="봄", id="2")
+
+        async def promised(model: Model) -> dict[str, int]:
+            with contextlib.suppress(OutOfMemory):
+                await parts.workers.check(model)
+            found: dict[str, int] = parts.engine.checked[-1][-1]
+            return found
+
+        assert await promised(first) == {}
+        assert await promised(later) == {"a#1": 100}
+        assert await promised(first) == {}
+        parts.engine.fits = True
+        assert await promised(first) == {}
+        assert await promised(later) == {"a#1": 100}  # which has yet to be loaded
+        await parts.workers.start(first)
+        assert await promised(later) == {}
+        assert parts.workers.promised_bytes(later) == 100
+        await parts.workers.end(later)
+        assert await promised(first) == {}
 
     run(test)
 
