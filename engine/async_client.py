@@ -74,6 +74,11 @@ class AsyncEngineClient:
         """Returns once the memory is free again."""
         await self._call("DELETE", _url(name), None, LOAD_TIMEOUT_S)
 
+    async def models(self) -> list[dict[str, Any]]:
+        """The names of those that are loaded, and what each holds of the budget."""
+        found: list[dict[str, Any]] = (await self._call("GET", "/models", None, 10.0))["models"]
+        return found
+
     async def statistics(self, timeout_s: float = 10.0) -> dict[str, Any]:
         found: dict[str, Any] = await self._call("GET", "/statistics", None, timeout_s)
         return found

@@ -276,6 +276,10 @@ class Engine:
         with self._changed:  # none of them is freed before it is done
             return [model.describe() for model in self._models.values()]
 
+    def held(self) -> list[dict[str, Any]]:
+        with self._changed:
+            return [model.held() for model in self._models.values()]
+
     def statistics(self) -> dict[str, Any]:
         return {
             "budget_bytes": self.budget.total_bytes,

@@ -63,22 +63,29 @@ class Model:
     def idle(self) -> bool:
         return not self.submitting and not self.batch.has_work
 
+    def held(self) -> dict[str, Any]:
+        """Where it is and what it takes of the budget, for whoever asks often."""
+        compute = self.compute
+        return {
+            "name": self.name,
+            "residency": self.place.value,
+            # What goes with it at most: the other models may need a shorter row.
+            "reserved_bytes": self.reserved_bytes,
+            "row_bytes": self.row_bytes,
+            "kv_bytes": 0 if compute is None else compute.kv_bytes,
+        }
+
     def describe(self) -> dict[str, Any]:
         compute, counters = self.compute, self.statistics
         return {
-            "name": self.name,
+            **self.held(),
             "model_dir": str(self.path),
             "backend": self.backend,
             "precision": self.precision,
             "parameters": self.config.num_parameters,
             "max_length": self.config.max_length,
-            "residency": self.place.value,
             "weight_bytes": 0 if compute is None else compute.weight_bytes,
-            "kv_bytes": 0 if compute is None else compute.kv_bytes,
-            # Of the budget, what goes with it at most: the other models may need a shorter row.
-            "reserved_bytes": self.reserved_bytes,
             "held_bytes": self.held_bytes,
-            "row_bytes": self.row_bytes,
             "load_seconds": round(self.load_s, 3),
             "running": len(self.batch.rows),
             "waiting": len(self.batch.waiting),

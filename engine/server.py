@@ -2,7 +2,7 @@
 
     POST   /models                  {"name", "model_dir", "backend"?, "precision"?, "max_rows"?,
                                      "lease"?}
-    GET    /models
+    GET    /models                  their names and what each holds of the budget
     DELETE /models/{name}
     POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?,
                                      "request_id"?}; inputs are a text, or an object with the
@@ -15,7 +15,7 @@
                                     promised, bytes by name: `weight_bytes`, and if it would not,
                                     `missing_bytes` and a `message`
     GET    /health                  503 where no step gets on, see `engine.loop`
-    GET    /statistics
+    GET    /statistics              all that is counted, of each model too
 
 Try it with `curl --unix-socket $ENGINE_SOCKET http://engine/statistics`. Errors are
 `{"code", "type", "message"}`; a stream is NDJSON, one token a line, and ends with a line that has
@@ -171,7 +171,7 @@ class EngineApp:
         return JSONResponse({"weight_bytes": needed})
 
     async def _list(self, request: Request) -> Response:
-        return JSONResponse({"models": self._engine.models()})
+        return JSONResponse({"models": self._engine.held()})
 
     async def _unload(self, request: Request) -> Response:
         await run_in_threadpool(self._engine.unload, request.path_params["name"])

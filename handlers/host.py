@@ -1,7 +1,7 @@
 """One process that answers for all models that the engine holds.
 
 The handler for such a model only passes requests on to the engine, so one process serves any
-number of them: a further model costs some objects here, and the 2.6 MB of the process that Multi
+number of them: a further model costs some objects here, and the 3.2 MB of the process that Multi
 Model Server starts for it, which is no more than the owner of its socket (`handlers/mms_home`). It
 hands that socket over here, and the model lives until it ends. Where this process ends instead, the
 next one gets the sockets, and MMS connects again.

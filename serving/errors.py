@@ -127,6 +127,10 @@ class WorkerFailed(ServingError):
     type = "WorkerFailedException"
 
 
+class WorkerLost(WorkerFailed):
+    """Its process ended before it did anything; another one may do better."""
+
+
 class Unavailable(ServingError):
     """Starting, draining or broken: worth another try later."""
 

@@ -29,6 +29,9 @@ LAUNCHER_S = 5
 # How much longer than a request may take MMS waits for its worker.
 WORKER_GRACE_S = 15
 QUEUE_SIZE = 1000
+# Each model that is being registered holds up one of them, and with it all requests on a share of
+# the connections: half of them where there are as many threads as two cores.
+NETTY_THREADS = 16
 HEADROOM_BYTES = 65_536
 MAX_RESPONSE_BYTES = 104_857_600
 
@@ -88,12 +91,11 @@ def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
         "MMS_MANAGEMENT_ADDRESS": address,
         "MMS_DEFAULT_WORKERS_PER_MODEL": str(settings.requests_at_once),
         "MMS_JOB_QUEUE_SIZE": str(QUEUE_SIZE),
+        "MMS_NUMBER_OF_NETTY_THREADS": str(NETTY_THREADS),
         "MMS_MAX_REQUEST_SIZE": str(settings.max_request_bytes + HEADROOM_BYTES),
         "MMS_MAX_RESPONSE_SIZE": str(MAX_RESPONSE_BYTES),
         "MMS_DECODE_INPUT_REQUEST": "false",
         "MODEL_SERVER_HOME": str(MMS_HOME),
-        "MMS_PYTHON_EXECUTABLE": str(MMS_HOME / "python"),
-        "WORKER_PYTHON": sys.executable,
     }
 
 

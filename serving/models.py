@@ -22,7 +22,7 @@ from typing import Any
 from engine.errors import EngineError, OutOfMemory
 from handlers.scripts.find import manifest_name
 from serving.admission import Line
-from serving.errors import Conflict, LoadCancelled, ModelNotFound, ServingError, Timeout
+from serving.errors import Conflict, LoadCancelled, ModelNotFound, ServingError, Timeout, WorkerLost
 from serving.memory import check_room
 from serving.model import Model, State
 from serving.model_settings import ModelSettings
@@ -200,6 +200,11 @@ class Registry:
                     try:
                         await self._workers.start(model)
                         break
+                    except WorkerLost:
+                        await self._workers.forget(model)
+                        model.id = next(self._ids)  # MMS is not done with the other one yet
+                        if last:
+                            raise
                     except (ServingError, EngineError) as error:
                         await self._workers.end(model)  # before another attempt
                         # Another load may have taken the room since: then the check says how much.

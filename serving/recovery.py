@@ -56,7 +56,7 @@ class Recovery:
         """Runs for ever: gives models their workers back."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self._registry.save()  # again, where it failed
+            self._saved.retry()
             try:
                 await self._look()
                 self._blind = ""
@@ -70,6 +70,8 @@ class Recovery:
         seen = [(model, model.starts) for model in self._registry.all()]
         registered = await self._workers.registered()
         held = await self._workers.held_by_engine()
+        for model, _ in seen:
+            model.residency = held.get(model.engine_name, "")
         lacking = (m.id for m, _ in seen if m.in_engine and m.engine_name not in held)
         self._missed = Counter({id: self._missed[id] + 1 for id in lacking})
         listening = self._workers.listening()

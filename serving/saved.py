@@ -22,12 +22,25 @@ class SavedModels:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "models.json"
-        self._written = ""
+        self._written = self._wanted = ""
+        self._rows: dict[str, tuple[tuple[Any, ...], str]] = {}  # by id: what it was made of, text
         self._failing = False
 
     def write(self, models: Iterable[Model]) -> None:
-        """What cannot be written, the disk being full, is logged: the next call tries again."""
-        text = json.dumps([_row(model) for model in models])
+        """What cannot be written, the disk being full, is logged: `retry` tries again."""
+        known, self._rows = self._rows, {}
+        for model in models:  # of hundreds one has changed
+            parts = _parts(model)
+            row = known.get(model.id)
+            if row is None or row[0] != parts:
+                row = parts, json.dumps(_row(model))
+            self._rows[model.id] = row
+        self._wanted = "[" + ", ".join(text for _, text in self._rows.values()) + "]"
+        self.retry()
+
+    def retry(self) -> None:
+        """Writes what was not written yet."""
+        text = self._wanted
         if text == self._written:
             return
         fresh = self._path.with_suffix(".new")
@@ -53,6 +66,15 @@ class SavedModels:
             return []
 
 
+def _parts(model: Model) -> tuple[Any, ...]:
+    """All of a row that changes while a model is loaded."""
+    line = model.line
+    return (
+        model.options, model.settings, model.in_engine, model.socket, model.batch_size,
+        model.load_s, model.metadata, line.capacity, line.max_waiting,
+    )  # fmt: skip
+
+
 def _row(model: Model) -> dict[str, Any]:
     return {
         "name": model.name,
@@ -64,6 +86,7 @@ def _row(model: Model) -> dict[str, Any]:
         "in_engine": model.in_engine,
         "socket": model.socket,
         "batch_size": model.batch_size,
+        "load_s": model.load_s,
         "metadata": model.metadata,
         "line": {"capacity": model.line.capacity, "max_waiting": model.line.max_waiting},
     }

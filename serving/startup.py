@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 HEALTH_S = 0.5
 # A new Java process compiles what it runs often: 0.2 s of calls spare the first requests some 2 ms.
 WARM_UP_CALLS = 200
+# Some are being fetched while others start.
+PRELOADS_AT_ONCE = 8
 
 
 async def watch_health(gateway: Gateway) -> None:
@@ -58,11 +60,17 @@ async def _preload(gateway: Gateway) -> None:
             pass
         except Exception as error:
             gateway.start_error = _explained(name, error)
-    for name in filter(None, (n.strip() for n in settings.preload_models.split(","))):
-        try:
-            await gateway.on_demand.preload(normal_name(name))
-        except Exception as error:
-            logger.error("model %s is not preloaded: %s", name, _explained(name, error))
+    turn = asyncio.Semaphore(PRELOADS_AT_ONCE)
+
+    async def preload(name: str) -> None:
+        async with turn:
+            try:
+                await gateway.on_demand.preload(normal_name(name))
+            except Exception as error:
+                logger.error("model %s is not preloaded: %s", name, _explained(name, error))
+
+    names = filter(None, (name.strip() for name in settings.preload_models.split(",")))
+    await asyncio.gather(*(preload(name) for name in names))
 
 
 def _explained(name: str, error: Exception) -> str:

@@ -18,7 +18,7 @@ from engine.async_client import AsyncEngineClient
 from engine.errors import ArtifactError, EngineError, EngineUnavailable, OutOfMemory
 from engine.trees import remove
 from handlers.choose import is_hosted
-from serving.errors import BadRequest, ServingError, WorkerFailed
+from serving.errors import BadRequest, ServingError, WorkerFailed, WorkerLost
 from serving.mms_client import MMSClient
 from serving.model import Model
 from serving.settings import Settings
@@ -28,6 +28,8 @@ from serving.worker_options import worker_options
 LOADS_AT_ONCE = 2
 # MMS is given this much longer than the request itself has.
 MMS_GRACE_S = 20.0
+# While a worker starts its process is looked for: one that was not there so often has ended.
+LOOK_S, LOOKS = 1.5, 3
 # Of what the engine says of a model: what it holds of the budget.
 ENGINE_PARTS = ("reserved_bytes", "row_bytes", "kv_bytes")
 SOCKETS = Path("/proc/net/unix")
@@ -114,16 +116,39 @@ class Workers:
         if hosted and "initial_workers" not in model.options and model.in_flight < 2:
             options["initial_workers"] = 1  # each is three threads of MMS's; see `connect`
         model.connections = options["initial_workers"]
-        await self._mms.register(model.id, slot, options, timeout_s)
+        await self._register(model.id, slot, options, timeout_s)
         outcome = await self._mms.probe(model.id, timeout_s)
         if outcome["status"] != 200:
             raise _load_error(outcome)
         self._promised.pop(model.engine_name, None)
         model.in_engine = bool(outcome["in_engine"])
+        model.residency = "hot" if model.in_engine else ""
         model.metadata = outcome.get("metadata", {})
         model.batch_size = options.get("batch_size", 1)
         model.line.capacity = capacity
         model.socket = str(self._run_dir / f".mms.sock.{await self._mms.socket_number(model.id)}")
+
+    async def _register(
+        self, id: str, slot: Path, options: Mapping[str, Any], timeout_s: float
+    ) -> None:
+        """Raises `WorkerLost` soon after the worker's process has ended without a word: Multi Model
+        Server waits for it for a minute, and then forgets the model."""
+        registered = asyncio.ensure_future(self._mms.register(id, slot, options, timeout_s))
+        unseen = 0
+        try:
+            while unseen < LOOKS:
+                await asyncio.wait({registered}, timeout=LOOK_S)
+                if registered.done():
+                    return await registered
+                unseen = 0 if await asyncio.to_thread(_has_process, id) else unseen + 1
+        finally:
+            registered.cancel()
+        raise WorkerLost("the model's worker ended as soon as it was started")
+
+    async def forget(self, model: Model) -> None:
+        """Leaves nothing of a worker that was lost, and which has left nothing behind."""
+        self._promised.pop(model.engine_name, None)
+        await asyncio.to_thread(remove, self._slots / model.id)
 
     async def connect(self, model: Model) -> None:
         """Has MMS open or close the connections that `model.connections` says.
@@ -161,18 +186,19 @@ class Workers:
         """Whether MMS has it. Raises `ServingError`."""
         return bool(await self._mms.describe(id))
 
-    async def held_by_engine(self) -> set[str]:
-        """The engine's names of the models that it holds. Raises `EngineError`."""
-        statistics = await self._engine.statistics()
-        return {str(model["name"]) for model in statistics["models"]}
+    async def held_by_engine(self) -> dict[str, str]:
+        """By the engine's names of the models that it holds: whether each is hot, warm or parked.
+
+        Raises `EngineError`.
+        """
+        return {model["name"]: model["residency"] for model in await self._engine.models()}
 
     async def held_bytes(self, models: Iterable[Model], engine_only: bool) -> dict[str, int]:
         """By id, the memory that each of the loaded `models` holds: in the engine, and unless
         `engine_only` in its own processes. Raises `EngineError`."""
         found = Counter({model.id: 0 for model in models})
-        statistics = await self._engine.statistics()
         ids = {model.engine_name: model.id for model in models}
-        for held in statistics["models"]:
+        for held in await self._engine.models():
             if held["name"] in ids:
                 found[ids[held["name"]]] += sum(held[part] for part in ENGINE_PARTS)
         if not engine_only:
@@ -197,7 +223,8 @@ class Workers:
             used = {path for path, _ in _sockets()}
             for file in files:
                 if str(file) not in used:
-                    file.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):
+                        file.unlink()
 
 
 def _sockets() -> list[tuple[str, bool]]:
@@ -217,6 +244,15 @@ def _process_bytes(sockets: set[str]) -> dict[str, int]:
                 tree = [process, *process.children(recursive=True)]
                 found[socket] = max(found.get(socket, 0), sum(map(_rss, tree)))
     return found
+
+
+def _has_process(id: str) -> bool:
+    """Whether there is the process of a worker, which has this among its arguments."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if id in process.cmdline():
+                return True
+    return False
 
 
 def _rss(process: psutil.Process) -> int:

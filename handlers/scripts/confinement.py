@@ -50,7 +50,7 @@ GPU_DEVICES = ("/dev/nvidia*", "/dev/dri")
 
 # Variables for our own processes; pip's may hold a password.
 HIDDEN = (
-    "PROBE_SECRET", "ENGINE_SOCKET", "RUN_DIR", "WORKER_PYTHON", "LOG_LOCATION", "METRICS_LOCATION",
+    "PROBE_SECRET", "ENGINE_SOCKET", "RUN_DIR", "LOG_LOCATION", "METRICS_LOCATION",
 )  # fmt: skip
 HIDDEN_PREFIXES = ("MMS_", "MODEL_SERVER_", "PIP_")
 FOLDERS = ("HOME", "TMPDIR", "TEMP", "TMP")

@@ -23,6 +23,7 @@ from serving import model_settings
 from serving.api.common import Gateway, check_origin, check_token, read_json_object
 from serving.errors import BadRequest, ServingError
 from serving.mms import HANDLER
+from serving.model import Model
 from serving.model_settings import ModelSettings
 from serving.names import model_name
 from serving.store import public_url
@@ -114,7 +115,7 @@ class Management:
         limit = min(_integer(request.query_params, "limit", 1, 10**9, PAGE), PAGE)
         start = _integer(request.query_params, "next_page_token", 0, 10**9, 0)
         models = gateway.registry.models()
-        page = [{"modelName": m.name, "modelUrl": m.url} for m in models[start : start + limit]]
+        page = [_listed(model) for model in models[start : start + limit]]
         answer: dict[str, Any] = {"models": page}
         if start + limit < len(models):
             answer["nextPageToken"] = str(start + limit)
@@ -143,7 +144,7 @@ class Management:
         found: dict[str, Any] = {}
         with contextlib.suppress(ServingError, ValueError):
             found = await self._gateway.mms.describe(model.id)
-        found |= {"modelName": model.name, "modelUrl": model.url}
+        found |= _listed(model)
         found["settings"] = model.settings.said()
         restarts = model.restarts
         if restarts.reason:
@@ -176,6 +177,12 @@ class Management:
         request.state.model = name
         await self._gateway.registry.unload(name)
         return JSONResponse({"status": f'Model "{name}" unregistered'})
+
+
+def _listed(model: Model) -> dict[str, str]:
+    """What SageMaker's contract has, and where the engine has the model's weights."""
+    shown = {"modelName": model.name, "modelUrl": model.url}
+    return {**shown, "residency": model.residency} if model.residency else shown
 
 
 async def _logged(load: Any) -> None:

@@ -141,6 +141,14 @@ class _EngineStatistics(Collector):
             yield GaugeMetricFamily(f"kogpt2_engine_{name}", text, self.statistics[name])
         models = self.statistics["models"]
         yield GaugeMetricFamily("kogpt2_models", "Models that the engine holds", len(models))
+        where: Any = GaugeMetricFamily(
+            "kogpt2_model_residency",
+            "1 for where a model's weights are: hot, warm or parked",
+            labels=["model", "residency"],
+        )
+        for model in models:
+            where.add_metric([self.names.get(model["name"], model["name"]), model["residency"]], 1)
+        yield where
         for families, kind in ((COUNTERS, CounterMetricFamily), (GAUGES, GaugeMetricFamily)):
             for name, text in families.items():
                 family: Any = kind(f"kogpt2_model_{name}", text, labels=["model"])

@@ -77,7 +77,7 @@ def test_both_ports_load_list_describe_and_unload(server: Server, port: str) -> 
     loaded = post(base, {"model_name": "x", "url": "a"})
     assert (loaded.status_code, loaded.json()) == (200, {"status": "Workers scaled"})
     assert error(post(base, {"model_name": "x", "url": "b"})) == (409, "ConflictStatusException")
-    listed = {"models": [{"modelName": "x", "modelUrl": "a"}]}
+    listed = {"models": [{"modelName": "x", "modelUrl": "a", "residency": "hot"}]}
     assert requests.get(base, timeout=10).json() == listed
     described = requests.get(f"{base}/x", timeout=10).json()
     assert (described["modelName"], described["modelUrl"]) == ("x", "a")

@@ -346,13 +346,30 @@ def test_a_worker_that_is_killed_during_its_load_fails_it_soon_and_leaves_nothin
     transform(own.store / "hangs", "return 'x'", load="time.sleep(600)", top="import time")
     with ThreadPoolExecutor(1) as pool:
         load = pool.submit(own.load, "hangs")
-        # One that ends before it listens has Multi Model Server wait for two minutes.
+        # For one that ends before it listens, see below.
         eventually(lambda: set(own.run_dir.glob(".mms.sock.*")) - sockets)
         kill([p for p in own.descendants("--sock-name") if p.pid not in before])
         assert error(load.result(BOUND_S)) == (500, "WorkerFailedException")
     eventually(lambda: workers(own) == before)
     eventually(lambda: len(statistics(own)["models"]) == 2)
     assert text(own.predict("봄", SHORT))
+
+
+def test_a_worker_that_ends_before_it_listens_is_started_again_soon(own: Server) -> None:
+    assert own.load("봄").status_code == 200
+    number = max(int(path.suffix[1:]) for path in own.run_dir.glob(".mms.sock.*"))
+    assert own.unload("봄").status_code == 200
+    in_the_way = own.run_dir / f".mms.sock.{number + 1}"
+    in_the_way.mkdir()  # where the next worker would listen: it ends without a word
+    try:
+        began = time.monotonic()
+        assert own.load("봄").status_code == 200
+        assert time.monotonic() - began < 30  # Multi Model Server would wait for a minute
+        assert "Backend stream closed" in own.text()
+    finally:
+        in_the_way.rmdir()
+    assert text(own.predict("봄", SHORT))
+    assert own.unload("봄").status_code == 200
 
 
 def test_a_gateway_that_is_killed_under_load_comes_back(own: Server) -> None:

@@ -64,7 +64,6 @@ class Processes:
             **os.environ,
             "RUN_DIR": str(folder),
             "PYTHONPATH": f"{REPOSITORY}:{folder}",
-            "WORKER_PYTHON": sys.executable,
         }
         self._started: list[subprocess.Popen[str]] = []
         self._models: list[Model] = []
@@ -79,7 +78,7 @@ class Processes:
         slot.mkdir()
         (slot / "hosted").touch()
         path = self.folder / f"{name}.sock"
-        command = [str(MMS_HOME / "python"), str(MMS_HOME / "mms" / "model_service_worker.py")]
+        command = [sys.executable, str(MMS_HOME / "mms" / "model_service_worker.py")]
         command += ["--sock-type", "unix", "--sock-name", str(path), "--handler", "echo"]
         command += ["--model-path", str(slot), "--model-name", name, "--preload-model", "false"]
         owner = self._start([*within, *command, "--tmp-dir", str(self.folder)], slot)

@@ -44,6 +44,7 @@ class FakeWorkers:
         self.connected: list[tuple[str, int]] = []  # names, and how many connections each got
         self.errors: dict[str, list[Exception]] = {}  # by name: what its next starts raise
         self.end_s = 0.0
+        self.residency = "hot"  # of all that the engine has
         self.hung: set[str] = set()  # names that do not start
         self.slow: asyncio.Event | None = None  # what `registered` and `held_by_engine` wait for
         self.listing: Exception | None = None
@@ -93,6 +94,10 @@ class FakeWorkers:
         self.in_engine.pop(model.engine_name, None)
         self.ended.append(model.name)
 
+    async def forget(self, model: Model) -> None:
+        self.running.pop(model.id, None)
+        self.promised.pop(model.engine_name, None)
+
     async def unregister(self, id: str) -> None:
         self.unregistered.append(id)
         self.running.pop(id, None)
@@ -108,8 +113,8 @@ class FakeWorkers:
     async def is_registered(self, id: str) -> bool:
         return id in await self.registered()
 
-    async def held_by_engine(self) -> set[str]:
-        return set(self.in_engine)
+    async def held_by_engine(self) -> dict[str, str]:
+        return dict.fromkeys(self.in_engine, self.residency)
 
     def listening(self) -> set[str]:
         return {model.socket for model in self.running.values()}

@@ -21,6 +21,7 @@ STATISTICS = {
     "models": [
         {
             "name": "시#m1",
+            "residency": "parked",
             **dict.fromkeys([*COUNTERS, *GAUGES], 1),
             **dict.fromkeys(["queue_s", "time_to_first_token_s"], WAITED.describe()),
         }
@@ -40,3 +41,4 @@ def test_every_metric_of_the_dashboard_is_served() -> None:
         known = re.sub(r"_(bucket|sum|count)$", "", name)
         assert re.search(rf"^# TYPE ({name}|{known}) ", served, re.MULTILINE), name
     assert 'kogpt2_model_tokens_total{model="시"} 1.0' in served
+    assert 'kogpt2_model_residency{model="시",residency="parked"} 1.0' in served

@@ -58,6 +58,21 @@ def test_a_model_that_the_engine_lost_comes_back(tmp_path: Path) -> None:
     run(test)
 
 
+def test_where_the_engine_has_a_models_weights_is_known(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        model = await parts.load("봄")
+        async with watched(parts):
+            parts.workers.residency = "parked"
+            await asyncio.sleep(2)
+            assert model.residency == "parked"
+            parts.workers.in_engine.clear()
+            await asyncio.sleep(2)
+            assert model.residency == ""
+
+    run(test)
+
+
 def test_an_answer_that_makes_no_sense_ends_nothing(tmp_path: Path) -> None:
     async def test() -> None:
         parts = Parts(tmp_path)

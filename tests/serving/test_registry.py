@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ArtifactError
-from serving.errors import BadRequest, Conflict, LoadCancelled, ModelNotFound, Timeout
+from serving.errors import BadRequest, Conflict, LoadCancelled, ModelNotFound, Timeout, WorkerLost
 from serving.model import Model, State
 from serving.model_settings import ModelSettings
 from tests.serving.fakes import Parts, stored
@@ -33,6 +33,25 @@ def test_a_failed_load_frees_the_name_and_leaves_nothing(tmp_path: Path) -> None
         assert parts.cache.discarded == ["a"]  # the next fetch may bring another
         await parts.load("a")
         assert parts.loaded() == ["a"]
+
+    run(test)
+
+
+def test_a_worker_that_is_lost_at_its_start_is_started_again_under_another_id(
+    tmp_path: Path,
+) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        parts.workers.errors["봄"] = [WorkerLost("it ended at once")]
+        model = await parts.load("봄")
+        assert list(parts.workers.running) == [model.id]
+        assert model.id.endswith("-2")
+        assert list(parts.workers.in_engine) == [model.engine_name]
+        parts.workers.errors["시"] = [WorkerLost("it ended at once") for _ in range(9)]
+        with pytest.raises(WorkerLost):
+            await parts.load("시")
+        assert parts.loaded() == ["봄"]
+        assert not parts.workers.promised
 
     run(test)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ServingError
-from serving.model import Model
+from serving.model import LOAD_S, Model
 from serving.saved import SavedModels
 from serving.store import Cache, StoredModel, public_url
 from tests.serving.s3 import settings
@@ -48,3 +48,31 @@ def test_a_url_with_a_key_is_not_written_and_its_model_is_found_in_the_cache(
     assert "0123abcd" not in raised.value.message
     (tmp_path / "cache" / "models" / stored.key).mkdir()
     assert cache.acquire(restored.stored).path == cache.acquire(stored).path
+
+
+def test_what_changes_of_one_of_many_models_is_written(tmp_path: Path) -> None:
+    saved = SavedModels(tmp_path)
+    models = [model(StoredModel("시", f"/봄/{i}", "v1", 10, "folder")) for i in range(3)]
+    for number, changed in enumerate(models):
+        changed.id = f"a-{number}"
+    saved.write(models)
+    models[1].line.capacity = 7
+    models[2].socket, models[2].load_s = "/run/9001", 2.5
+    saved.write(models)
+    assert [(m.line.capacity, m.socket, m.load_s) for m in saved.read()] == [
+        (1, "", LOAD_S),
+        (7, "", LOAD_S),
+        (1, "/run/9001", 2.5),
+    ]
+    saved.write(models[1:])
+    assert [m.url for m in saved.read()] == ["/봄/1", "/봄/2"]
+
+
+def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+    saved, in_the_way = SavedModels(tmp_path), tmp_path / "models.new"
+    in_the_way.mkdir()
+    saved.write([model(StoredModel("시", "/봄", "v1", 10, "folder"))])
+    assert saved.read() == []
+    in_the_way.rmdir()
+    saved.retry()
+    assert [m.name for m in saved.read()] == ["시"]

@@ -7,14 +7,15 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.errors import OutOfMemory
-from serving.errors import BadRequest, DiskFull, Unavailable
+from serving.errors import BadRequest, DiskFull, Unavailable, WorkerLost
 from serving.mms_client import Answer, MMSClient
 from serving.model import Model
 from serving.model_settings import ModelSettings
@@ -31,9 +32,12 @@ class FakeMMS:
     def __init__(self) -> None:
         self.slots: dict[str, Path] = {}
         self.connections: list[int] = []
+        self.hangs = False
 
     async def register(self, id: str, slot: Path, options: Any, timeout_s: float) -> None:
         self.slots[id] = slot
+        if self.hangs:
+            await asyncio.Event().wait()
         self.connections.append(options["initial_workers"])
 
     async def probe(self, id: str, timeout_s: float) -> dict[str, Any]:
@@ -60,9 +64,9 @@ class FakeEngine:
     async def unload(self, name: str) -> None:
         pass
 
-    async def statistics(self) -> Mapping[str, Any]:
+    async def models(self) -> list[dict[str, Any]]:
         held = {"reserved_bytes": 60, "row_bytes": 10, "kv_bytes": 5}
-        return {"models": [{"name": name, **held} for name in ("a#1", "else#9")]}
+        return [{"name": name, **held} for name in ("a#1", "else#9")]
 
 
 class Parts:
@@ -138,6 +142,29 @@ def test_what_is_the_engines_cannot_be_set_for_a_model_that_it_does_not_hold(
         (tmp_path / "a" / "inference.py").write_text("def model_fn(model_dir): ...")
         with pytest.raises(BadRequest, match="precision cannot be set for model a"):
             await parts.workers.check(parts.model)
+
+    run(test)
+
+
+def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        parts.mms.hangs = True
+        with pytest.raises(WorkerLost):
+            await parts.workers.start(parts.model)
+        assert asyncio.get_running_loop().time() < 6
+        await parts.workers.forget(parts.model)
+        assert not list((tmp_path / "slots").iterdir())
+
+        parts.model.id = "봄-2"
+        command = [sys.executable, "-c", "input()", "--model-name", parts.model.id]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+            starting = asyncio.create_task(parts.workers.start(parts.model))
+            await asyncio.sleep(200)  # it has as long as it needs
+            assert not starting.done()
+            process.kill()
+        with pytest.raises(WorkerLost):
+            await starting
 
     run(test)
 

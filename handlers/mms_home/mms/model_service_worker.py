@@ -49,8 +49,7 @@ def main() -> None:
     try:
         posix.stat("hosted")  # in the model's slot, which MMS starts a worker in
     except OSError:
-        python = posix.environ[b"WORKER_PYTHON"].decode()
-        posix.execv(python, [python, "-m", "handlers.worker", *sys.argv[1:]])
+        posix.execv(sys.executable, [sys.executable, "-m", "handlers.worker", *sys.argv[1:]])
     arguments = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=False))
     host_path = posix.environ[b"RUN_DIR"].decode() + "/workers.sock"
     own(arguments["--sock-name"], arguments["--tmp-dir"], host_path)
