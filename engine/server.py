@@ -182,7 +182,7 @@ class EngineApp:
         return JSONResponse(health, status_code=200 if health["status"] == "ok" else 503)
 
     async def _statistics(self, request: Request) -> Response:
-        return JSONResponse(self._engine.statistics())
+        return await run_in_threadpool(lambda: JSONResponse(self._engine.statistics()))
 
     # Generation
 

@@ -175,7 +175,9 @@ class App:
         with contextlib.suppress(EngineError):
             statistics = await gateway.engine.statistics(timeout_s=2)
         names = gateway.registry.engine_names()
-        return Response(gateway.metrics.text(statistics, names), media_type=CONTENT_TYPE)
+        # Of hundreds of models a fifth of a second's work.
+        text = await asyncio.to_thread(gateway.metrics.text, statistics, names)
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:
         return JSONResponse(openapi.document())

@@ -248,9 +248,10 @@ def _process_bytes(sockets: set[str]) -> dict[str, int]:
 
 def _has_process(id: str) -> bool:
     """Whether there is the process of a worker, which has this among its arguments."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if id in process.cmdline():
+    wanted = f"\0{id}\0".encode()
+    for command_line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if wanted in command_line.read_bytes():
                 return True
     return False
 

@@ -150,17 +150,18 @@ def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path: Path) -> N
     async def test() -> None:
         parts = Parts(tmp_path)
         parts.mms.hangs = True
+        parts.model.id = f"봄-{os.getpid()}-1"
         with pytest.raises(WorkerLost):
             await parts.workers.start(parts.model)
         assert asyncio.get_running_loop().time() < 6
         await parts.workers.forget(parts.model)
         assert not list((tmp_path / "slots").iterdir())
 
-        parts.model.id = "봄-2"
+        parts.model.id = f"봄-{os.getpid()}-2"
         command = [sys.executable, "-c", "input()", "--model-name", parts.model.id]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             starting = asyncio.create_task(parts.workers.start(parts.model))
-            await asyncio.sleep(200)  # it has as long as it needs
+            await asyncio.sleep(20)  # it has as long as it needs
             assert not starting.done()
             process.kill()
         with pytest.raises(WorkerLost):
