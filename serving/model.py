@@ -13,7 +13,7 @@ from serving.admission import Line
 from serving.model_settings import ModelSettings
 from serving.store import Fetched, StoredModel
 
-LOAD_S = 0.3  # of a model whose load nobody has measured
+LOAD_S = 0.3  # of a model of the engine's, and of one whose load nobody has measured
 
 
 class State(enum.Enum):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from engine.errors import NeverFits, OutOfMemory
 from serving.errors import DiskFull, NoRoom
-from serving.model import Model, State
+from serving.model import LOAD_S, Model, State
 from serving.models import Registry, Step
 from serving.store.disk import size_bytes
 from serving.victims import Held, Victims
@@ -188,11 +188,15 @@ async def _one_changes(models: Iterable[Model]) -> None:
 
 
 def _cost_s(model: Model, shortage: Shortage) -> float:
-    """What it would take to bring a model back that is unloaded for want of this."""
+    """What it would take to bring a model back that is unloaded for want of this.
+
+    The engine's models take about the same: how long one of them took says how busy the machine
+    was, and whether it had to be prepared, which is done once.
+    """
     fetch_s = 0.0
     if isinstance(shortage, DiskFull) and model.fetched is not None:
         fetch_s = model.fetched.download_s + model.fetched.unpack_s
-    return model.load_s + fetch_s
+    return fetch_s + (LOAD_S if model.in_engine else model.load_s)
 
 
 def _disk_bytes(models: list[Model]) -> dict[str, int]:

@@ -55,8 +55,9 @@ def test_what_takes_long_to_load_stays(tmp_path: Path) -> None:
     async def test() -> None:
         parts = Parts(tmp_path, budget=300, names="abcd")
         await used(parts, "a", "b", "c")
-        parts.registry.get("a").load_s = 9
-        parts.registry.get("c").load_s = 0.1
+        for name, load_s in (("a", 9.0), ("c", 0.1)):  # scripts
+            model = parts.registry.get(name)
+            model.in_engine, model.load_s = False, load_s
         await use(parts, "d")
         assert parts.loaded() == ["a", "b", "d"]
 
