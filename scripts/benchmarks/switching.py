@@ -292,12 +292,12 @@ class _Run:
             server = side.start(mib, log, **more)
             stack.callback(server.close)
             warm_up = self._warm_up(server)
-            before = process_tree.page_ins(server.pid)
+            before = process_tree.usage(server.pid)
             answers, seconds = run(
                 server, self.trace, self.prompts, plan.clients, plan.new_tokens, plan.pause_s,
                 60 * plan.minutes or None,
             )  # fmt: skip
-            after = process_tree.page_ins(server.pid)
+            after = process_tree.usage(server.pid)
             memory = process_tree.memory(server.pid)
             one = [(self.trace[0][0], i % PROMPTS) for i in range(max(len(answers) // 4, 8))]
             one = one[: 100 * plan.clients]
@@ -314,7 +314,7 @@ class _Run:
             "room": max(answer.hot for answer in answers),
             "faults": count_faults([*answers, *alone], side.expected),
             "memory": memory,
-            "page_ins": {key: after[key] - before[key] for key in before} | limited,
+            "usage": {key: after[key] - before[key] for key in before} | limited,
             "ready_s": server.ready_s,
         }
 
@@ -345,11 +345,15 @@ class _Run:
         server = side.start(self.plan.two_mib, "swaps")
         try:
             client = Client(server)
+            for folder in self.folders:
+                client.ask(folder.name, 0, self.prompts[0], 1)
+            before = process_tree.usage(server.pid)["cpu_s"]
             answers = [
                 client.ask(folder.name, 0, self.prompts[0], 1)
-                for _ in range(1 + self.plan.tries)
+                for _ in range(self.plan.tries)
                 for folder in self.folders
-            ][len(self.folders) :]
+            ]
+            cpu_s = (process_tree.usage(server.pid)["cpu_s"] - before) / len(answers)
             client.close()
         finally:
             server.close()
@@ -365,7 +369,11 @@ class _Run:
                     opening.append(time.perf_counter() - began)
                     engine.generate("m", text, 1)
                     engine.unload("m")
-        return {"asked": [_row(answer) for answer in answers], "engine_ready_s": opening[2:]}
+        return {
+            "asked": [_row(answer) for answer in answers],
+            "cpu_s": cpu_s,
+            "engine_ready_s": opening[2:],
+        }
 
     def _memory(self, side: Side) -> Results:
         """What each further model takes, of all processes: where all fit, and where two do."""
@@ -422,9 +430,9 @@ class _Run:
                 try:
                     client = Client(server)
                     for folder in [*self.folders, *self.folders]:
-                        before = process_tree.page_ins(server.pid)["read_bytes"]
+                        before = process_tree.usage(server.pid)["read_bytes"]
                         answer = client.ask(folder.name, 0, self.prompts[0], 1)
-                        read = process_tree.page_ins(server.pid)["read_bytes"] - before
+                        read = process_tree.usage(server.pid)["read_bytes"] - before
                         found.append({"mb_s": mb_s, "read_bytes": read, **_row(answer)})
                     client.close()
                 finally:

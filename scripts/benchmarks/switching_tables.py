@@ -50,16 +50,21 @@ def _latencies(found: Results) -> Iterator[str]:
 
 
 def _rates(found: Results) -> Iterator[str]:
-    yield "| | tokens/s | against one alone | wrong | lost | 4xx | 5xx | major faults | read, MB |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield (
+        "| | tokens/s | against one alone | wrong | lost | 4xx | 5xx"
+        " | CPU of a request, ms | major faults | read, MB |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for side, one in found.items():
         faults = " | ".join(str(one["faults"][kind]) for kind in ("wrong", "lost", "4xx", "5xx"))
-        page_ins = [r["page_ins"] for r in one["rounds"]]
-        faulted = sum(p["major_faults"] for p in page_ins)
-        read = sum(p["read_bytes"] for p in page_ins) / 1e6
+        usage = [r["usage"] for r in one["rounds"]]
+        cpu_s, faulted, read = (
+            sum(u[key] for u in usage) for key in ("cpu_s", "major_faults", "read_bytes")
+        )
+        requests = one["first_token_s"]["all"]["count"]
         yield (
             f"| {side} | {one['tokens_per_s']:.1f} | {one['against_alone']:.2f}x | {faults}"
-            f" | {faulted:,} | {read:,.0f} |"
+            f" | {1000 * cpu_s / max(requests, 1):,.0f} | {faulted:,} | {read / 1e6:,.0f} |"
         )
 
 
@@ -95,6 +100,7 @@ def _swaps(results: Results) -> Iterator[str]:
                     f"| {side}: first token of a {state} model, alone, ms"
                     f" | {tables.shown(values, 0)} |"
                 )
+        yield f"| {side}: CPU of such a call, ms | {1000 * found['cpu_s']:,.0f} |"
         values = [1000 * s for s in found["engine_ready_s"]]
         yield f"| {side}: the engine, closed to ready, ms | {tables.shown(values, 0)} |"
 
