@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 CHUNK_BYTES = 1 << 20
 ZEROS = bytes(CHUNK_BYTES)
@@ -28,7 +29,7 @@ class Store:
 
         Nothing waits for the disk: after a crash a file may be cut short, which its name tells.
         """
-        digest = hashlib.sha256()
+        digest = blake3()
         with tempfile.NamedTemporaryFile(dir=self.building, delete=False) as file:
             for chunk in chunks:
                 digest.update(chunk)
@@ -50,16 +51,16 @@ class Store:
 
 def is_whole(path: Path) -> bool:
     """Whether a file holds what its name says."""
-    digest = hashlib.sha256()
+    digest = blake3()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest() == path.stem
 
 
-def sha256_of(data: str | Iterable[Any]) -> str:
+def hash_of(data: str | Iterable[Any]) -> str:
     """The hash of a text or of pieces of bytes, as the names have it."""
-    digest = hashlib.sha256()
+    digest = blake3()
     pieces: Iterable[Any] = [os.fsencode(data)] if isinstance(data, str) else data
     for piece in pieces:
         digest.update(piece)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.artifacts import Artifact, check_weights, open_artifact
-from engine.blobs import sha256_of
+from engine.blobs import hash_of
 from engine.cache_folder import SOURCE, cache_folder, read_object, write_object
 from engine.config import GPT2Config
 from engine.errors import ArtifactError
@@ -32,7 +32,7 @@ from engine.generation import Generation
 from engine.sandbox import MIB, Limits
 from engine.tensor_index import Tensor
 
-FORMAT = 1
+FORMAT = 2
 MAX_FILES = 1000
 KEPT = 256
 THREADS = 2
@@ -85,7 +85,7 @@ class Manifests:
 
     def _file(self, path: Path) -> Path | None:
         folder = cache_folder(path, self._cache_dir)
-        return folder and folder / (sha256_of(str(path)) + SOURCE)
+        return folder and folder / (hash_of(str(path)) + SOURCE)
 
     def _kept(self, path: Path, stamps: Stamps) -> dict[str, Any] | None:
         """From an earlier process, if it is about these files and not damaged."""
@@ -153,7 +153,7 @@ def content_of(artifact: Artifact) -> str:
 
     def digest(name: str) -> str:
         try:
-            return sha256_of(_finite_pieces(weights[name]))
+            return hash_of(_finite_pieces(weights[name]))
         except FloatingPointError:
             file = artifact.index[name].file
             raise ArtifactError(f"{file}: {name} holds NaN or infinity") from None
@@ -163,7 +163,7 @@ def content_of(artifact: Artifact) -> str:
             [name, weights[name].dtype.str, weights[name].shape, found]
             for name, found in zip(names, pool.map(digest, names), strict=True)
         ]
-    return sha256_of(json.dumps(parts))
+    return hash_of(json.dumps(parts))
 
 
 def _finite_pieces(weight: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:

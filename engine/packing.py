@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -106,11 +107,12 @@ def build_frame(graph: GPT2Graph, store: Store) -> dict[str, Any]:
     blanks.view(np.uint32)[:: PAGE // 4][: len(graph.parts)] = np.arange(len(graph.parts)) + 1
 
     def packed(i: int, part: Part) -> list[_Tensor]:
-        values = {name: np.zeros(shape, dtype) for name, (shape, dtype) in part.shapes.items()}
+        values, begin = {}, i * PAGE
+        for name, (shape, dtype) in part.shapes.items():  # the first alone is numbered
+            data = blanks[begin : begin + math.prod(shape) * dtype.itemsize]
+            values[name], begin = data.view(dtype).reshape(shape), len(graph.parts) * PAGE
         if part.node is None:
             return [_Tensor(name, {"length": str(v.nbytes)}) for name, v in values.items()]
-        first = next(iter(values.values()))
-        first.reshape(-1).view(np.uint8)[:] = blanks[i * PAGE : i * PAGE + first.nbytes]
         with _packed(part, graph, values, store.building) as (_, tensors):
             return tensors
 

@@ -2,7 +2,7 @@
 
 A cache folder is flat, and nothing in it is ever changed in place:
 
-    <sha256>.bin, <sha256>.onnx   files named by their content: large tensors (each in a file of its
+    <hash>.bin, <hash>.onnx       files named by their content: large tensors (each in a file of its
                                   own), a model's small ones, its embeddings; graphs
     <key>.json                    one prepared model: the files it consists of; written last
     <key>.frame.json              the frame that models of its shape are shown in (`engine.frames`)
@@ -33,7 +33,7 @@ from typing import Any
 
 from engine.artifacts import Artifact
 from engine.backends import onnx_session
-from engine.blobs import Store, is_whole, sha256_of
+from engine.blobs import Store, hash_of, is_whole
 from engine.cache_folder import (
     BUILDING,
     FRAME,
@@ -50,7 +50,7 @@ from engine.prune import in_use
 from engine.sandbox import Limits
 from engine.tables import Floats, Table, open_floats, open_table
 
-FORMAT = 3  # raise it when the graph or the quantization changes
+FORMAT = 4  # raise it when the graph or the quantization changes
 THREADS = 2
 # To build: libraries and threads, and the weights as given, quantized, packed and written.
 BUILD_MIB, BUILD_TIMES_FP32 = 1024, 3
@@ -117,7 +117,7 @@ def _key(artifact: Artifact, precision: str) -> str:
         onnx_session.VERSION,
         _cpu_model(),
     ]
-    return sha256_of(json.dumps(parts, sort_keys=True))
+    return hash_of(json.dumps(parts, sort_keys=True))
 
 
 def _cpu_model() -> str:
@@ -183,7 +183,7 @@ def _entry(path: Path) -> dict[str, Any]:
 def _said(entry: dict[str, Any]) -> str:
     """The hash of an entry, without the times of its files, which may change."""
     said = {key: value for key, value in entry.items() if key not in ("files", "said")}
-    return sha256_of(json.dumps([said, sorted(entry["files"])], sort_keys=True))
+    return hash_of(json.dumps([said, sorted(entry["files"])], sort_keys=True))
 
 
 def _stamp(path: Path) -> list[int]:
@@ -229,7 +229,7 @@ def build(path: str, manifest: dict[str, Any], precision: str, folder: str, key:
     target, artifact = Path(folder), from_manifest(Path(path), manifest)
     graph = GPT2Graph(artifact.config, artifact.weights, precision)
     parts = [FORMAT, graph.model.SerializeToString().hex(), onnx_session.VERSION, _cpu_model()]
-    frame, entry = target / f"{sha256_of(json.dumps(parts))}{FRAME}", target / f"{key}.json"
+    frame, entry = target / f"{hash_of(json.dumps(parts))}{FRAME}", target / f"{key}.json"
     makers: dict[Path, Callable[[Store], dict[str, Any]]] = {
         frame: lambda store: packing.build_frame(graph, store),
         entry: lambda store: (

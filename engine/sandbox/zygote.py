@@ -28,7 +28,7 @@ from engine.sandbox import seccomp
 from engine.sandbox.messages import receive, send
 
 PRELOADED = (
-    *("numpy", "ml_dtypes", "sentencepiece", "tokenizers", "zipfile", "pickletools"),
+    *("numpy", "ml_dtypes", "blake3", "sentencepiece", "tokenizers", "zipfile", "pickletools"),
     *("engine.text_child", "engine.hugging_face_tokenizer"),
 )
 PR_SET_PDEATHSIG = 1
