@@ -112,7 +112,8 @@ class Ours(HTTPServer):
     def states(self) -> dict[str, str]:
         """A server that knows no residency has models loaded, or not."""
         rows = self._engine.request("GET", "/models")["models"]
-        return {Path(row["model_dir"]).name: row.get("residency", "hot") for row in rows}
+        # To the engine a model is called what the gateway calls it, "#" and its id.
+        return {row["name"].rpartition("#")[0]: row.get("residency", "hot") for row in rows}
 
     def call(self, model: str, ids: list[int], new_tokens: int) -> tuple[str, dict[str, Any]]:
         parameters = {"max_new_tokens": new_tokens}
