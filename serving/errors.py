@@ -49,6 +49,10 @@ class BadRequest(ServingError):
     type = "BadRequestException"
 
 
+class NotOfTheEngine(BadRequest):
+    """The model is no text model of the engine's, which alone can be asked so."""
+
+
 class Unauthorized(ServingError):
     status = 401
     type = "UnauthorizedException"

@@ -138,13 +138,15 @@ def _generation(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any
 def _v2(name: dict[str, Any]) -> dict[str, Any]:
     """The routes of the Open Inference Protocol."""
     tag = "Open Inference Protocol"
-    infer = _operation(
-        tag,
-        "Tensors in, tensors out",
-        [name],
-        {"$ref": "#/components/schemas/Infer"},
-        (400, 401, 404, 408, 413, 415, 429, 500, 503, 504, 507),
-    )
+    errors = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504, 507)
+    schema = {"$ref": "#/components/schemas/Infer"}
+    infer = _operation(tag, "Tensors in, tensors out", [name], schema, errors)
+    text = {"type": "string"}
+    body = {
+        "type": "object",
+        "required": ["text_input"],
+        "properties": {"id": text, "text_input": text, "parameters": {"type": "object"}},
+    }
     binary = {"schema": {"type": "string", "format": "binary"}}
     infer["requestBody"]["content"]["application/octet-stream"] = binary
     infer["responses"]["200"]["content"] = {
@@ -162,6 +164,23 @@ def _v2(name: dict[str, Any]) -> dict[str, Any]:
         "/v2/models/{name}": {"get": described},
         "/v2/models/{name}/ready": {"get": ready},
         "/v2/models/{name}/infer": {"post": infer},
+        "/v2/models/{name}/config": {"get": _operation(tag, "As Triton describes it", [name])},
+        "/v2/models/{name}/stats": {"get": _operation(tag, "What is counted of it", [name])},
+        "/v2/models/stats": {"get": _operation(tag, "The same of all that are loaded")},
+        **{
+            f"/v2/models/{{name}}/{route}": {"post": _operation(tag, summary, [name], body, errors)}
+            for route, summary in (
+                ("generate", "Continue a text"),
+                ("generate_stream", "The same, in server-sent events"),
+            )
+        },
+        "/v2/repository/index": {"post": _operation(tag, "The store's models and their states")},
+        **{
+            f"/v2/repository/models/{{name}}/{what}": {
+                "post": _operation(tag, f"To {what} a model", [name], None, errors)
+            }
+            for what in ("load", "unload")
+        },
     }
     for methods in paths.values():
         for operation in methods.values():

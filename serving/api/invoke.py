@@ -25,7 +25,14 @@ from serving.api.common import (
     read_body,
 )
 from serving.api.stream import open_stream, wanted
-from serving.errors import BadRequest, ServingError, Timeout, Unavailable, WorkerFailed
+from serving.errors import (
+    BadRequest,
+    NotOfTheEngine,
+    ServingError,
+    Timeout,
+    Unavailable,
+    WorkerFailed,
+)
 from serving.mms_client import (
     REQUEST_HEADER,
     TIMEOUT_HEADER,
@@ -108,6 +115,27 @@ async def describe(
             counted.model = name
             check(model)
             return model.metadata
+
+
+@contextlib.asynccontextmanager
+async def engine_model(
+    gateway: Gateway,
+    request: Request,
+    name: str,
+    resources: AsyncExitStack,
+    check: Check = lambda model: None,
+) -> AsyncIterator[tuple[Model, float]]:
+    """A model that the engine itself is asked for, loaded as `invoke` does it, and when its answer
+    is due. `resources` keeps it. Raises `NotOfTheEngine` for one that answers by its own code."""
+    counted = resources.enter_context(Counted(gateway))
+    async with until(request, gateway.settings.request_timeout_s) as scope:
+        model = await resources.enter_async_context(gateway.use(name))
+        counted.model = name
+        check(model)
+        if not model.in_engine:
+            raise NotOfTheEngine(f"{name} answers by its own code: call /predictions/{name}")
+        end = scope.deadline = request.state.started + model.request_timeout_s
+        yield model, end
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import (
@@ -24,6 +26,22 @@ from engine.histogram import SECONDS
 
 LABELS = ("model",)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass
+class Tally:
+    """Requests of a model that were answered, and those that were not: how many, how long."""
+
+    good: tuple[int, float] = (0, 0.0)
+    bad: tuple[int, float] = (0, 0.0)
+    last_ms: int = 0  # since the epoch
+
+    def add(self, status: int, seconds: float) -> None:
+        self.last_ms = round(time.time() * 1000)
+        if status < 400:
+            self.good = self.good[0] + 1, self.good[1] + seconds
+        else:
+            self.bad = self.bad[0] + 1, self.bad[1] + seconds
 
 
 class Metrics:
@@ -55,6 +73,7 @@ class Metrics:
             )
         }
         self._labelled: set[str] = set()
+        self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
         self._fetches = Counter(
             "kogpt2_cache_requests",
             "Fetches of models, from the disk cache or not",
@@ -73,6 +92,7 @@ class Metrics:
         if status == 404:  # names that do not exist are no label
             model = ""
         self._labelled.add(model)
+        self.tallies[model].add(status, seconds)
         self._requests.labels(model, str(status)).inc()
         self._seconds.labels(model).observe(seconds)
 
@@ -96,6 +116,7 @@ class Metrics:
         ):  # fmt: skip
             for name in gone:
                 metric.remove_by_labels({"model": name})
+                self.tallies.pop(name, None)
         self._labelled -= gone
         self._engine.statistics, self._engine.names = statistics, names
         return generate_latest(self._registry)

@@ -1,10 +1,13 @@
-"""The Open Inference Protocol (V2), for models of tensors.
+"""The Open Inference Protocol (V2), for models of tensors and of texts.
 
 GET  /v2, /v2/health/live, /v2/health/ready
 GET  /v2/models/{name}                 what goes in and what comes out; loads the model
-GET  /v2/models/{name}/ready
+GET  /v2/models/{name}/ready, /config, /stats
 POST /v2/models/{name}/infer
-     /v2/models/{name}/versions/{version}/...    the same of the version that is loaded
+POST /v2/models/{name}/generate, /generate_stream   see `serving.api.v2_generate`
+     /v2/models/{name}/versions/{version}/...       the same of the version that is loaded
+GET  /v2/models/stats                               see `serving.api.v2_statistics`
+POST /v2/repository/...                             see `serving.api.v2_repository`
 
 A worker speaks the protocol itself (`handlers.v2`). Here are its routes, its errors and the header
 that says where the JSON in front of binary tensors ends, which a worker is told by content type.
@@ -25,6 +28,9 @@ from starlette.routing import Route
 from engine.errors import EngineError
 from serving.api.common import Gateway, check_token, error_response
 from serving.api.invoke import Check, describe, invoke
+from serving.api.v2_generate import generate
+from serving.api.v2_repository import Repository
+from serving.api.v2_statistics import statistics
 from serving.errors import BadRequest, ModelNotFound, ResourceNotFound, ServingError, Unavailable
 from serving.model import Model, State
 
@@ -46,12 +52,27 @@ class V2:
 
         model = "/v2/models/{name:model}"
         version = model + "/versions/{version}"
+        repository = Repository(self._gateway)
         return [
             route("/v2", self.server),
             route("/v2/health/live", self.live),
             route("/v2/health/ready", self.ready),
-            *(route(f"{path}/infer", self.infer, "POST") for path in (version, model)),
-            *(route(f"{path}/ready", self.model_ready) for path in (version, model)),
+            route("/v2/repository/index", repository.index, "POST"),
+            route("/v2/repository/models/{name:model}/load", repository.load, "POST"),
+            route("/v2/repository/models/{name:model}/unload", repository.unload, "POST"),
+            route("/v2/models/stats", self.all_statistics),
+            *(
+                route(f"{path}/{action}", endpoint, method)
+                for path in (version, model)
+                for action, endpoint, method in (
+                    ("infer", self.infer, "POST"),
+                    ("generate", self.generate, "POST"),
+                    ("generate_stream", self.generate_stream, "POST"),
+                    ("ready", self.model_ready, "GET"),
+                    ("config", self.config, "GET"),
+                    ("stats", self.statistics, "GET"),
+                )
+            ),
             *(route(path, self.model) for path in (version, model)),
             Route("/v2/{rest:path}", self._in_its_shape(self.unknown)),
         ]
@@ -72,7 +93,8 @@ class V2:
         return answer
 
     async def server(self, request: Request) -> Response:
-        extensions = ["binary_tensor_data"]
+        extensions = ["binary_tensor_data", "generate", "model_configuration"]
+        extensions += ["model_repository", "statistics"]
         return JSONResponse({"name": NAME, "version": VERSION, "extensions": extensions})
 
     async def live(self, request: Request) -> Response:
@@ -120,6 +142,38 @@ class V2:
             response.headers[HEADER_LENGTH] = size
         return response
 
+    async def generate(self, request: Request) -> Response:
+        check_token(request, self._gateway.settings.inference_token)
+        return await generate(self._gateway, request, False, _version_check(request))
+
+    async def generate_stream(self, request: Request) -> Response:
+        check_token(request, self._gateway.settings.inference_token)
+        return await generate(self._gateway, request, True, _version_check(request))
+
+    async def config(self, request: Request) -> Response:
+        """Triton's configuration of a model, from the same that `model` tells."""
+        check_token(request, self._gateway.settings.inference_token)
+        name = request.path_params["name"]
+        told = _described(
+            name, await describe(self._gateway, request, name, _version_check(request))
+        )
+        sides = {"input": told["inputs"], "output": told["outputs"]}
+        tensors = {side: [_configured(t) for t in told] for side, told in sides.items()}
+        head = {"name": name, "platform": told["platform"], "max_batch_size": 0}
+        policy = {"latest": {"num_versions": 1}}
+        return JSONResponse({**head, "version_policy": policy, **tensors})
+
+    async def statistics(self, request: Request) -> Response:
+        """Of a model that is loaded; asking loads nothing."""
+        check_token(request, self._gateway.settings.inference_token)
+        model = self._gateway.registry.get(request.path_params["name"])
+        _version_check(request)(model)
+        return JSONResponse(await statistics(self._gateway, [model]))
+
+    async def all_statistics(self, request: Request) -> Response:
+        check_token(request, self._gateway.settings.inference_token)
+        return JSONResponse(await statistics(self._gateway, self._gateway.registry.models()))
+
     async def unknown(self, request: Request) -> Response:
         raise ResourceNotFound("Requested resource is not found.")
 
@@ -140,6 +194,11 @@ def _described(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """A model's metadata. Own scripts tell nothing."""
     known = {"name": name, "versions": ["1"], "platform": "", "inputs": [], "outputs": []}
     return {**known, **metadata, "name": name}
+
+
+def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
+    kind = "STRING" if tensor["datatype"] == "BYTES" else tensor["datatype"]
+    return {"name": tensor["name"], "data_type": f"TYPE_{kind}", "dims": tensor["shape"]}
 
 
 def _as_error(response: Response) -> Response:

@@ -14,10 +14,10 @@ from starlette.responses import Response
 
 from engine.errors import DeadlineExceeded, EngineError
 from serving.api.common import Gateway
-from serving.api.invoke import Counted, until
+from serving.api.invoke import engine_model
 from serving.api.openai.answers import Answer, Choices
 from serving.api.openai.asked import Asked
-from serving.api.openai.errors import Refused, error_body
+from serving.api.openai.errors import error_body
 from serving.api.stream import EVENTS, TokenStream, begin, while_restored
 from serving.model import Model
 from serving.names import normal_name
@@ -28,21 +28,16 @@ async def answer(gateway: Gateway, request: Request, asked: Asked) -> Response:
     gateway.check_ready()
     name = normal_name(asked.model).lstrip("/")
     request.state.model = name
-    async with AsyncExitStack() as resources:
-        counted = resources.enter_context(Counted(gateway))
-        async with until(request, gateway.settings.request_timeout_s) as scope:
-            model = await resources.enter_async_context(gateway.use(name))
-            counted.model = name
-            if not model.in_engine:
-                reason = f"{name} answers by its own code: call /predictions/{name}"
-                raise Refused("model", reason, "model_not_supported")
-            end = request.state.started + model.request_timeout_s
-            scope.deadline = end
-            made = Answer(asked, name)
-            if asked.stream:
-                return await _stream(gateway, model, asked, made, end, resources)
-            body = made.whole(await _whole(gateway, model, asked, end))
-            return Response(body, media_type="application/json")
+    made = Answer(asked, name)
+    async with (
+        AsyncExitStack() as resources,
+        engine_model(gateway, request, name, resources) as (model, end),
+    ):
+        if asked.stream:
+            return await _stream(gateway, model, asked, made, end, resources)
+        body = made.whole(await _whole(gateway, model, asked, end))
+        return Response(body, media_type="application/json")
+    raise AssertionError("it was returned or raised")
 
 
 async def _whole(gateway: Gateway, model: Model, asked: Asked, end: float) -> list[dict[str, Any]]:

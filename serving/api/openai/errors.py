@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from engine.errors import EngineError, PromptTooLong
 from serving.api.common import error_response
-from serving.errors import BadRequest, ServingError
+from serving.errors import BadRequest, NotOfTheEngine, ServingError
 
 CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 TOO_LONG = "context_length_exceeded"
@@ -42,11 +42,12 @@ def error_body(error: ServingError | EngineError) -> dict[str, Any]:
     elif status >= 500:
         kind = "server_error"
     field = FIELD.match(error.message)
+    param = "model" if isinstance(error, NotOfTheEngine) else field and field[1]
     code = TOO_LONG if isinstance(error, PromptTooLong) else CODES.get(status)
     said = {
         "message": error.message.removeprefix("parameters."),
         "type": kind,
-        "param": getattr(error, "param", field and field[1]),
+        "param": getattr(error, "param", param),
         "code": getattr(error, "code", code),
     }
     return {"error": said}
