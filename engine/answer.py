@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.errors import EngineError
+from engine.sampling import TokenLogprobs
 from engine.sequence import Token
 
 
@@ -42,8 +43,7 @@ class Answer:
     @property
     def entries(self) -> int:
         """How many log-probabilities the result holds."""
-        shown = (t.logprobs for tokens in self._tokens for t in tokens)
-        return sum(1 + len(logprobs.top) for logprobs in shown if logprobs is not None)
+        return sum(len(token.shown) for tokens in self._tokens for token in tokens)
 
     def result(self) -> dict[str, Any]:
         """`{"completions": [{"text", "tokens", "finish_reason", "logprobs"?}], "seconds", ...}`.
@@ -60,8 +60,11 @@ class Answer:
                 "tokens": len(tokens),
                 "finish_reason": tokens[-1].finish_reason,
             }
+            details = [token_details(token) for token in tokens]
             if tokens[0].logprobs is not None:
-                completion["logprobs"] = [logprobs_body(t) for t in tokens]
+                completion["logprobs"] = [found["logprobs"] for found in details]
+            if tokens[0].prefill:
+                completion["prefill"] = details[0]["prefill"]
             completions.append(completion)
         return {
             "completions": completions,
@@ -70,19 +73,29 @@ class Answer:
         }
 
 
-def logprobs_body(token: Token) -> dict[str, Any]:
-    """`{"token", "text", "logprob", "top": [{"token", "text", "logprob"}]}`, with `bytes` where a
+def token_details(token: Token) -> dict[str, Any]:
+    """`logprobs` where they were asked for, `prefill` with an answer's first token: each
+    `{"token", "text", "logprob"?, "top"?: [{"token", "text", "logprob"}]}`, with `bytes` where a
     token is only a part of a character."""
-    assert token.logprobs is not None
-    top = token.logprobs.top
-    pieces = token.pieces if len(token.pieces) == 1 + len(top) else [b""] * (1 + len(top))
-    chosen, *others = (
-        {"token": i, **_piece_body(piece), "logprob": round(logprob, 6)}
-        for (i, logprob), piece in zip(
-            [(token.id, token.logprobs.chosen), *top], pieces, strict=True
-        )
-    )
-    return {**chosen, "top": others}
+    shown = token.shown
+    pieces = iter(token.pieces if len(token.pieces) == len(shown) else [b""] * len(shown))
+
+    def body(token_id: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
+        said: dict[str, Any] = {"token": token_id, **_piece_body(next(pieces))}
+        if logprobs is not None:
+            said["logprob"] = round(logprobs.chosen, 6)
+            said["top"] = [
+                {"token": i, **_piece_body(next(pieces)), "logprob": round(p, 6)}
+                for i, p in logprobs.top
+            ]
+        return said
+
+    found: dict[str, Any] = {}
+    if token.prefill:
+        found["prefill"] = [body(*one) for one in token.prefill]
+    if token.logprobs is not None:
+        found["logprobs"] = body(token.id, token.logprobs)
+    return found
 
 
 def _piece_body(piece: bytes) -> dict[str, Any]:

@@ -29,7 +29,10 @@ from engine.parameters import Parameters
 FILE = "generation.json"
 HUGGING_FACE_FILE = "generation_config.json"
 # About the answer as a whole, so a request's own.
-ONLY_IN_REQUESTS = ("num_return_sequences", "return_full_text", "logprobs", "seed")
+ONLY_IN_REQUESTS = (
+    *("num_return_sequences", "return_full_text", "logprobs", "seed"),
+    "decoder_input_details",
+)
 MAX_STRIPS = 16
 MAX_STRIP_CHARACTERS = 64
 # Fields of generation_config.json that change the text and that nothing here does, with the values

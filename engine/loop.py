@@ -165,6 +165,8 @@ class Loop:
                 counters.queue_s.observe(time.monotonic() - sequence.queued_at)
             with self._ending(model, sequence):
                 logits = compute.extend(chunk.row, np.array(chunk.ids))
+                if sequence.is_scored:
+                    sequence.score(logits)
                 if chunk.completes:
                     sequence.state = State.DECODE
                     waited_s = time.monotonic() - sequence.queued_at

@@ -40,6 +40,8 @@ class Parameters:
     num_return_sequences: answers to one prompt; the i-th is drawn with seed + i
     logprobs: also return this many likeliest tokens per step with their log-probabilities
     return_full_text: the prompt comes back in front of the answer
+    decoder_input_details: the prompt's tokens come back, too, with their log-probabilities where
+        `logprobs` is given
     """
 
     max_new_tokens: int = 64
@@ -56,6 +58,7 @@ class Parameters:
     num_return_sequences: int = 1
     logprobs: int | None = None
     return_full_text: bool = False
+    decoder_input_details: bool = False
 
     @classmethod
     def parse(cls, given: Any, defaults: Mapping[str, Any] | None = None) -> Parameters:
@@ -90,6 +93,7 @@ class Parameters:
             "num_return_sequences": lambda n, v: integer(n, v, 1, MAX_SEQUENCES),
             "logprobs": lambda n, v: integer(n, v, 0, MAX_LOGPROBS),
             "return_full_text": _boolean,
+            "decoder_input_details": _boolean,
         }
         values = {name: checks[name](f"parameters.{name}", v) for name, v in values.items()}
         sampling = ("temperature", "top_k", "top_p", "seed")

@@ -62,7 +62,7 @@ class Sampler:
         token = int(logits.argmax()) if self._random is None else self._draw(logits)
         if self._counts is not None:
             self._counts[token] += 1
-        return token, None if p.logprobs is None else _logprobs(raw, token, p.logprobs)
+        return token, None if p.logprobs is None else logprobs_of(raw, token, p.logprobs)
 
     def _shifted(self, logits: Logits) -> Logits:
         logits = logits.copy()
@@ -193,7 +193,8 @@ def _penalize(logits: Logits, ids: Seq[int], penalty: float) -> Logits:
     return logits
 
 
-def _logprobs(logits: Logits, token: int, count: int) -> TokenLogprobs:
+def logprobs_of(logits: Logits, token: int, count: int) -> TokenLogprobs:
+    """Of a token and the `count` likeliest."""
     shift = float(logits.max()) + float(np.log(_partition_function(logits, 1.0)))
     top = [(int(i), float(logits[i]) - shift) for i in top_indices(logits, count)] if count else []
     return TokenLogprobs(float(logits[token]) - shift, top)

@@ -75,7 +75,7 @@ class Batch:
             partial = None
             row = len(self.rows) - 1
             done = self.model.length(row)
-            ids = sequence.prompt[done : done + self._chunk]
+            ids = sequence.prompt[done : done + (1 if sequence.is_scored else self._chunk)]
             if len(ids) > room:
                 break
             completes = done + len(ids) == len(sequence.prompt)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import EngineError
 from engine.parameters import Parameters
-from engine.sampling import Logits, Sampler, TokenLogprobs
+from engine.sampling import Logits, Sampler, TokenLogprobs, logprobs_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +34,20 @@ class Token:
     text: str
     logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None  # "stop" or "length"
+    # Of the prompt, with the first token of an answer that was asked for it.
+    prefill: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)
     pieces: list[bytes] = field(default_factory=list)  # of `shown`
 
     @property
     def shown(self) -> list[int]:
-        """The ids that are told with their log-probabilities, the chosen one first."""
-        return [] if self.logprobs is None else [self.id, *(i for i, _ in self.logprobs.top)]
+        """The ids whose texts are told: of the prompt's tokens, then of this one if its
+        log-probability is; each with the likeliest in its place behind it."""
+        told = [*self.prefill, *([(self.id, self.logprobs)] if self.logprobs else [])]
+        return [i for token, logprobs in told for i in (token, *(t for t, _ in _top(logprobs)))]
+
+
+def _top(logprobs: TokenLogprobs | None) -> list[tuple[int, float]]:
+    return [] if logprobs is None else logprobs.top
 
 
 # How many tokens of an answer that nobody reads while it is made are told at once.
@@ -73,6 +81,7 @@ class Sequence:
         self._sampler = Sampler(self.parameters, self.index)
         self._tokens: deque[Token] = deque()  # that were not told yet
         self._told_all = False
+        self._prefill: list[TokenLogprobs | None] = [None]  # before the first token is nothing
         self._telling = threading.Lock()
 
     @property
@@ -83,6 +92,20 @@ class Sequence:
     def max_tokens(self) -> int:
         """The most tokens that its row can come to hold."""
         return min(len(self.prompt) + self.parameters.max_new_tokens, self.max_length)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether its prompt's log-probabilities are asked for: each token is computed alone."""
+        p = self.parameters
+        return p.decoder_input_details and p.logprobs is not None
+
+    def score(self, logits: Logits) -> None:
+        """Keeps the log-probability of the prompt's next token from the logits (V,) before it."""
+        at = len(self._prefill)
+        if at < len(self.prompt):
+            assert self.parameters.logprobs is not None
+            found = logprobs_of(logits, self.prompt[at], self.parameters.logprobs)
+            self._prefill.append(found)
 
     @property
     def over(self) -> bool:
@@ -101,7 +124,13 @@ class Sequence:
             reason = "length"
         if reason is not None:
             self.state = State.FINISHED
-        self._tokens.append(Token(self.index, token, "", logprobs, reason))
+        told = Token(self.index, token, "", logprobs, reason)
+        if self.parameters.decoder_input_details and self.num_new == 1:
+            none: list[TokenLogprobs | None] = [None] * len(self.prompt)
+            told.prefill = list(
+                zip(self.prompt, self._prefill if self.is_scored else none, strict=True)
+            )
+        self._tokens.append(told)
         # A stop string is looked for at once: what is computed behind it is for nothing.
         eager = self.eager or self.num_new == 1 or bool(self.parameters.stop)
         return eager or reason is not None or len(self._tokens) >= TOGETHER

@@ -49,7 +49,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from engine import backends, leases, sandbox
-from engine.answer import Answer, logprobs_body
+from engine.answer import Answer, token_details
 from engine.engine import Engine
 from engine.errors import (
     Cancelled,
@@ -304,8 +304,7 @@ def _line(value: Any) -> str:
 
 def _token_body(token: Token) -> dict[str, Any]:
     body: dict[str, Any] = {"index": token.index, "token": token.id, "text": token.text}
-    if token.logprobs is not None:
-        body["logprobs"] = logprobs_body(token)
+    body |= token_details(token)
     if token.finish_reason is not None:
         body["finish_reason"] = token.finish_reason
     return body

@@ -211,6 +211,7 @@ def _schemas() -> dict[str, Any]:
         "num_return_sequences": {**integer, "minimum": 1, "maximum": 16},
         "logprobs": {**integer, "minimum": 0, "maximum": 20},
         "return_full_text": {"type": "boolean"},
+        "decoder_input_details": {"type": "boolean"},
     }
     return {
         "Load": {

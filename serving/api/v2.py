@@ -74,6 +74,11 @@ class V2:
                 )
             ),
             *(route(path, self.model) for path in (version, model)),
+            *(
+                route(f"{path}/trace/setting", self.no_traces, method)
+                for path in ("/v2", model)
+                for method in ("GET", "POST")
+            ),
             Route("/v2/{rest:path}", self._in_its_shape(self.unknown)),
         ]
 
@@ -173,6 +178,9 @@ class V2:
     async def all_statistics(self, request: Request) -> Response:
         check_token(request, self._gateway.settings.inference_token)
         return JSONResponse(await statistics(self._gateway, self._gateway.registry.models()))
+
+    async def no_traces(self, request: Request) -> Response:
+        raise ResourceNotFound("there are no traces here; /metrics and the log tell of requests")
 
     async def unknown(self, request: Request) -> Response:
         raise ResourceNotFound("Requested resource is not found.")

@@ -191,6 +191,50 @@ def test_echo_puts_the_prompt_in_front(server: Server, client: openai.OpenAI) ->
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected
 
 
+def test_an_echo_of_ids_is_their_text(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "여름", "echo": True, **GREEDY}
+    ids = [5, 9, 30, 12]
+    found = client.completions.create(**asked, prompt=ids).choices[0].text
+    answer = client.completions.create(**{**asked, "echo": False}, prompt=ids).choices[0].text
+    assert found.endswith(answer)
+    assert len(found) > len(answer)
+
+
+def test_a_text_is_scored_as_it_is_generated(client: openai.OpenAI) -> None:
+    """The log-probabilities of a greedy answer, read as a prompt, are those of making it."""
+    asked: dict[str, Any] = {"model": "여름", "logprobs": 2, **GREEDY}
+    ids = [5, 9, 30, 12]
+    made = client.completions.create(**asked, prompt=ids, echo=True).choices[0]
+    assert made.logprobs is not None
+    assert made.logprobs.tokens is not None
+    assert made.logprobs.token_logprobs is not None
+    assert made.logprobs.text_offset is not None
+    assert len(made.logprobs.tokens) == 4 + 16
+    assert "".join(made.logprobs.tokens) == made.text
+    for at, token in zip(made.logprobs.text_offset, made.logprobs.tokens, strict=True):
+        assert made.text[at:].startswith(token)
+    assert made.logprobs.token_logprobs[0] is None
+    plain = client.completions.create(**asked, prompt=ids).choices[0].logprobs
+    assert plain is not None
+    assert plain.token_logprobs == pytest.approx(made.logprobs.token_logprobs[4:], abs=1e-3)
+
+    # Its own text, cut into tokens again.
+    scored: dict[str, Any] = {**asked, "max_tokens": 0, "echo": True, "prompt": PROMPT + "에는"}
+    only = client.completions.create(**scored)
+    choice = only.choices[0]
+    assert (choice.text, choice.finish_reason) == (PROMPT + "에는", "length")
+    assert only.usage is not None
+    assert only.usage.completion_tokens == 0
+    assert choice.logprobs is not None
+    assert len(choice.logprobs.tokens or []) == only.usage.prompt_tokens
+    assert all(x is not None and x < 0 for x in (choice.logprobs.token_logprobs or [])[1:])
+    assert max(choice.logprobs.text_offset or []) < len(choice.text)
+    streamed = list(client.completions.create(**scored, stream=True))
+    assert "".join(c.choices[0].text for c in streamed) == choice.text
+    assert streamed[0].choices[0].logprobs == choice.logprobs
+    assert streamed[-1].choices[0].finish_reason == "length"
+
+
 def test_logprobs_tell_of_each_token(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "여름", "prompt": PROMPT, "logprobs": 3, **GREEDY}
     choice = checked(client.completions.create(**asked)).choices[0]
@@ -310,6 +354,7 @@ def test_a_wrong_key_is_told_so(server: Server) -> None:
             error = refused(call)
             assert isinstance(error, openai.AuthenticationError)
             assert error.code == "invalid_api_key"
+            assert "Incorrect API key provided: send the token as" in error.message
 
 
 def test_a_prompt_that_does_not_fit_has_openais_code(client: openai.OpenAI) -> None:

@@ -38,6 +38,7 @@ def test_every_field_can_be_given() -> None:
         "num_return_sequences": 2,
         "logprobs": 3,
         "return_full_text": True,
+        "decoder_input_details": True,
     }
     pairs = ((3, -100.0), (17, 2.5))
     expected = Parameters(**{**given, "stop": ("끝", "\n"), "logit_bias": pairs})
@@ -62,7 +63,7 @@ def test_an_unknown_field_is_refused_even_if_it_is_null() -> None:
 
 INTEGERS = ("max_new_tokens", "top_k", "seed", "num_return_sequences", "logprobs")
 NUMBERS = ("temperature", "top_p", "repetition_penalty")
-BOOLEANS = ("do_sample", "return_full_text")
+BOOLEANS = ("do_sample", "return_full_text", "decoder_input_details")
 
 
 @pytest.mark.parametrize("field", INTEGERS)

@@ -167,6 +167,35 @@ def test_a_text_and_its_ids_are_continued_alike(engine: EngineProcess, url: str)
     assert engine.call("POST", f"{url}/generate", body)[1]["prompt_tokens"] == len(ids)
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_prompts_tokens_come_back_when_they_are_asked_for(
+    engine: EngineProcess, url: str, logprobs: int | None
+) -> None:
+    given = {"max_new_tokens": 3, "decoder_input_details": True, "logprobs": logprobs}
+    body: dict[str, Any] = {"prompt": PROMPT * 3, "parameters": given}
+    _, whole = engine.call("POST", f"{url}/generate", body)
+    (completion,) = whole["completions"]
+    prefill = completion["prefill"]
+    assert len(prefill) == whole["prompt_tokens"]
+    assert "".join(token["text"] for token in prefill) == "<s> " + PROMPT * 3
+    assert "logprob" not in prefill[0]
+    first, *_ = [
+        json.loads(line)
+        for line in engine.open("POST", f"{url}/generate", {**body, "stream": True})
+    ]
+    assert first["prefill"] == prefill
+
+    # Each as if the tokens before it were the prompt, and it were forced upon the model.
+    for at in (1, 4) if logprobs else ():
+        ids = [token["token"] for token in prefill]
+        forced = {"max_new_tokens": 1, "logprobs": 2, "logit_bias": {str(ids[at]): 100}}
+        body = {"prompt": ids[:at], "parameters": forced}
+        (step,) = engine.call("POST", f"{url}/generate", body)[1]["completions"][0]["logprobs"]
+        assert step["token"] == ids[at]
+        assert prefill[at]["logprob"] == pytest.approx(step["logprob"], abs=1e-3)
+        assert [t["token"] for t in prefill[at]["top"]] == [t["token"] for t in step["top"]]
+
+
 def test_a_stream_comes_while_it_is_made(engine: EngineProcess, url: str) -> None:
     response = engine.open("POST", f"{url}/generate", {**LONG, "stream": True})
     lines = [json.loads(response.readline()) for _ in range(5)]

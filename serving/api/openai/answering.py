@@ -84,7 +84,8 @@ async def _stream(
             for i, prompt in enumerate(asked.prompts):
                 choices = Choices(made, asked, prompt, i * asked.n)
                 items, item = first if i == 0 else await begun(prompt)
-                yield choices.begin() + choices.write(item)
+                if sent := choices.write(item):
+                    yield sent
                 async for item in items:
                     if sent := choices.write(item):
                         yield sent

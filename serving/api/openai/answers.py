@@ -57,7 +57,8 @@ class Answer:
         for prompt, result in zip(self._asked.prompts, results, strict=True):
             completions = result["completions"]
             self.usage.prompt += result["prompt_tokens"]
-            self.usage.completion += sum(completion["tokens"] for completion in completions)
+            if not self._asked.only_echo:
+                self.usage.completion += sum(completion["tokens"] for completion in completions)
             for completion in self._best(completions):
                 choices.append(self._choice(len(choices), prompt, completion))
         head = {**self._head, "object": self._whole}
@@ -74,23 +75,32 @@ class Answer:
         return sorted(completions, key=mean, reverse=True)[: self._asked.n]
 
     def _choice(self, index: int, prompt: Any, completion: Mapping[str, Any]) -> dict[str, Any]:
-        text, steps = completion["text"], completion.get("logprobs")
-        logprobs = None
-        if self._asked.logprobs:
-            logprobs = self._logprobs(steps or [], Offsets())
-        ending = {"logprobs": logprobs, "finish_reason": completion["finish_reason"]}
+        text, steps = completion["text"], completion.get("logprobs", [])
+        reason, offsets = completion["finish_reason"], Offsets()
+        if self._asked.only_echo:
+            text, steps, reason = "", [], "length"
+        if self._asked.echo:
+            prefill = completion.get("prefill", [])
+            before = _echoed(prompt, prefill, offsets)
+            text, steps = before + text, [*prefill, *steps]
+        logprobs = self.logprobs(steps, offsets) if self._asked.logprobs else None
+        ending = {"logprobs": logprobs, "finish_reason": reason}
         if self._asked.kind is Kind.CHAT:
             message = {"role": "assistant", "content": text, "refusal": None}
             return {"index": index, "message": message, **ending}
-        return {"index": index, "text": prompt + text if self._asked.echo else text, **ending}
+        return {"index": index, "text": text, **ending}
 
-    def _logprobs(self, steps: Sequence[Mapping[str, Any]], offsets: Offsets) -> dict[str, Any]:
+    def logprobs(self, steps: Sequence[Mapping[str, Any]], offsets: Offsets) -> dict[str, Any]:
         if self._asked.kind is Kind.CHAT:
             return {"content": [_chat_logprobs(step) for step in steps], "refusal": None}
         return {
             "tokens": [_name(step) for step in steps],
-            "token_logprobs": [step["logprob"] for step in steps],
-            "top_logprobs": [{_name(top): top["logprob"] for top in s["top"]} for s in steps],
+            # Nothing is known of a prompt's first token.
+            "token_logprobs": [step.get("logprob") for step in steps],
+            "top_logprobs": [
+                {_name(top): top["logprob"] for top in step["top"]} if "top" in step else None
+                for step in steps
+            ],
             "text_offset": [offsets.next(step) for step in steps],
         }
 
@@ -115,29 +125,39 @@ class Choices:
         self._answer, self._asked, self._prompt, self._first = answer, asked, prompt, first
         self._offsets: dict[int, Offsets] = defaultdict(Offsets)
 
-    def begin(self) -> bytes:
-        """What comes before the first token: who speaks, the prompt's echo."""
+    def write(self, item: Item) -> bytes:
+        """A token, behind what begins its choice if it is the first: who speaks, or the prompt's
+        echo."""
+        index = item["index"]
+        begun = b"" if index in self._offsets else self._begin(index, item.get("prefill", []))
+        usage, reason = self._answer.usage, item.get("finish_reason")
+        if reason is not None and index == 0:
+            usage.prompt += item["prompt_tokens"]
+        if self._asked.only_echo:
+            end = {"index": self._first + index, "text": "", "logprobs": None}
+            return begun + self._answer.chunk([{**end, "finish_reason": "length"}])
+        usage.completion += 1
+        return begun + self._token(item, reason)
+
+    def _begin(self, index: int, prefill: Sequence[Item]) -> bytes:
+        offsets = self._offsets[index]
+        choice: dict[str, Any] = {"index": self._first + index, "logprobs": None}
         if self._asked.kind is Kind.CHAT:
-            begun: dict[str, Any] = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+            choice["delta"] = {"role": "assistant", "content": "", "refusal": None}
         elif self._asked.echo:
-            begun = {"text": self._prompt}
+            choice["text"] = _echoed(self._prompt, prefill, offsets)
+            if self._asked.logprobs:
+                choice["logprobs"] = self._answer.logprobs(prefill, offsets)
         else:
             return b""
-        begun |= {"logprobs": None, "finish_reason": None}
-        return b"".join(
-            self._answer.chunk([{"index": self._first + i, **begun}]) for i in range(self._asked.n)
-        )
+        return self._answer.chunk([{**choice, "finish_reason": None}])
 
-    def write(self, item: Item) -> bytes:
-        """A token, and the end of its choice if it is the last. Half a character waits."""
-        reason, usage = item.get("finish_reason"), self._answer.usage
-        usage.completion += 1
-        if reason is not None and item["index"] == 0:
-            usage.prompt += item["prompt_tokens"]
+    def _token(self, item: Item, reason: str | None) -> bytes:
+        """With the end of its choice if it is the last. Half a character waits."""
         choice: dict[str, Any] = {"index": self._first + item["index"], "logprobs": None}
         if self._asked.logprobs:
             offsets = self._offsets[item["index"]]
-            choice["logprobs"] = self._answer._logprobs([item["logprobs"]], offsets)
+            choice["logprobs"] = self._answer.logprobs([item["logprobs"]], offsets)
         elif not item["text"] and reason is None:
             return b""
         if self._asked.kind is Kind.COMPLETION:
@@ -153,16 +173,26 @@ class Choices:
 
 
 class Offsets:
-    """Where in an answer's text each of its tokens begins, in characters."""
+    """Where in an answer's text each of its tokens begins, in characters. `unseen` of them stand
+    before the text, such as those of `<s>`."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at = 0
+        self._at = self.unseen = 0
 
-    def next(self, token: Mapping[str, Any]) -> int:
+    def next(self, token: Item) -> int:
         at = self._at
         self._at += len(self._utf8.decode(bytes(_bytes(token))))
-        return at
+        return max(at - self.unseen, 0)
+
+
+def _echoed(prompt: Any, prefill: Sequence[Item], offsets: Offsets) -> str:
+    """A prompt as text."""
+    told = b"".join(bytes(_bytes(token)) for token in prefill).decode("utf-8", "replace")
+    if not isinstance(prompt, str):
+        return told
+    offsets.unseen = max(len(told) - len(prompt), 0)
+    return prompt
 
 
 def _bytes(token: Mapping[str, Any]) -> list[int]:

@@ -66,6 +66,7 @@ class Asked:
     """prompts: each is asked alone; of a chat the one list of its messages
     parameters: for the engine, `best_of` sequences of each prompt
     logprobs: whether they are shown
+    only_echo: no token is wanted; the engine makes one, which is not told
     """
 
     kind: Kind
@@ -76,6 +77,7 @@ class Asked:
     best_of: int = 1
     logprobs: bool = False
     echo: bool = False
+    only_echo: bool = False
     stream: bool = False
     include_usage: bool = False
 
@@ -94,13 +96,14 @@ def completion(body: Body) -> Asked:
     prompts = _prompts(given.get("prompt"))
     logprobs = given.get("logprobs")
     parameters = _parameters(given, best_of)
-    parameters["max_new_tokens"] = _max_tokens(given, "max_tokens", DEFAULT_TOKENS)
+    most = _max_tokens(given, "max_tokens", DEFAULT_TOKENS, least=0 if echo else 1)
+    parameters["max_new_tokens"] = max(most, 1)
     if logprobs is not None:
         parameters["logprobs"] = fields.integer("logprobs", logprobs, 0, MAX_LOGPROBS)
     elif best_of > n:
         parameters["logprobs"] = 0  # tells which are the best
     if echo and (logprobs is not None or not all(isinstance(p, str) for p in prompts)):
-        raise Refused("echo", "is done for text only, and without logprobs of the prompt")
+        parameters["decoder_input_details"] = True
     return Asked(
         Kind.COMPLETION,
         prompts=prompts,
@@ -108,6 +111,7 @@ def completion(body: Body) -> Asked:
         best_of=best_of,
         logprobs=logprobs is not None,
         echo=echo,
+        only_echo=most == 0,
         **shared,
     )
 
@@ -201,8 +205,8 @@ def _parameters(given: Body, sequences: int) -> dict[str, Any]:
     return {**parameters, "temperature": temperature, "top_p": top_p}
 
 
-def _max_tokens(given: Body, name: str, default: int) -> int:
-    found: int = _get(given, name, lambda n, v: fields.integer(n, v, 1, MAX_TOKENS), default)
+def _max_tokens(given: Body, name: str, default: int, least: int = 1) -> int:
+    found: int = _get(given, name, lambda n, v: fields.integer(n, v, least, MAX_TOKENS), default)
     return found
 
 

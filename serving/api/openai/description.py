@@ -67,7 +67,7 @@ def schemas() -> dict[str, Any]:
     completion = {
         **shared,
         "prompt": {"oneOf": [text, texts, ids, {"type": "array", "items": ids}]},
-        "max_tokens": {**integer, "minimum": 1, "default": DEFAULT_TOKENS},
+        "max_tokens": {**integer, "minimum": 0, "default": DEFAULT_TOKENS},
         "best_of": {**integer, "minimum": 1, "maximum": MAX_SEQUENCES, "default": 1},
         "echo": {**boolean, "default": False},
         "logprobs": count,

@@ -44,8 +44,10 @@ def error_body(error: ServingError | EngineError) -> dict[str, Any]:
     field = FIELD.match(error.message)
     param = "model" if isinstance(error, NotOfTheEngine) else field and field[1]
     code = TOO_LONG if isinstance(error, PromptTooLong) else CODES.get(status)
+    message = error.message.removeprefix("parameters.")
     said = {
-        "message": error.message.removeprefix("parameters."),
+        # In OpenAI's own words, by which LiteLLM tells it from other wrong requests.
+        "message": f"Incorrect API key provided: {message}" if status == 401 else message,
         "type": kind,
         "param": getattr(error, "param", param),
         "code": getattr(error, "code", code),

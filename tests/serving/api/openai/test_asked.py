@@ -67,6 +67,14 @@ def test_a_temperature_or_top_p_of_0_is_greedy() -> None:
         assert (found["do_sample"], found["top_k"], found["num_return_sequences"]) == (True, 1, 3)
 
 
+def test_an_echo_needs_the_prompts_tokens_where_their_text_or_logprobs_are_not_known() -> None:
+    assert "decoder_input_details" not in completion(echo=True).parameters
+    for more in ({"prompt": [5, 6]}, {"logprobs": 0}):
+        assert completion(echo=True, **more).parameters["decoder_input_details"] is True
+    found = completion(echo=True, max_tokens=0)
+    assert (found.only_echo, found.parameters["max_new_tokens"]) == (True, 1)
+
+
 @pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63)])
 def test_a_seed_of_64_bits_becomes_one_of_the_engines(seed: int) -> None:
     assert 0 <= completion(seed=seed).parameters["seed"] < 2**63
