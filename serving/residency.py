@@ -42,7 +42,7 @@ class Residency:
         self._registry, self._workers, self._observe = registry, workers, observe
         self._victims = Victims[str]()
         self._wanted: Counter[str] = Counter()  # requests that have not begun to use their model
-        self._waiting: set[str] = set()  # ids of models that wait for room
+        self._waiting: set[str] = set()  # names of models that wait for room
 
     @contextlib.contextmanager
     def wanting(self, name: str) -> Iterator[None]:
@@ -68,10 +68,10 @@ class Residency:
         freed = 0
         try:
             while (shortage := await self._lacks(step)) is not None:
-                self._waiting.add(model.id)
+                self._waiting.add(model.name)
                 freed += await self._make_room(model, shortage, freed)
         finally:
-            self._waiting.discard(model.id)
+            self._waiting.discard(model.name)
 
     @staticmethod
     async def _lacks(step: Step) -> Shortage | None:
@@ -144,7 +144,7 @@ class Residency:
 
     def _is_arriving(self, model: Model) -> bool:
         """Whether it may soon hold memory that can be freed then."""
-        if model.settings.pinned or model.id in self._waiting:
+        if model.settings.pinned or model.name in self._waiting:
             return False
         return model.state is State.LOADING or model.restoring
 
