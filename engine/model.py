@@ -45,8 +45,6 @@ class Model:
     moving: Place | None = None  # where some thread is bringing it
     held_bytes: int = 0  # of the budget
     submitting: int = 0  # requests whose prompts are being cut
-    heat: float = 0.0  # requests lately, at `used_at`
-    used_at: float = 0.0
     hot_since: float = 0.0
     heating_s: float = 0.0  # what it last took to make it hot
 

@@ -26,16 +26,15 @@ from engine.memory import Budget
 from engine.model import Model, Place
 from engine.page_cache import let_go, read_in
 from engine.reading import Reading
+from engine.victims import Held, Victims
 
 PATIENCE_S = 0.25
 # A model stays hot for so many times as long as it took to make it hot, if it is in use.
 STAY = 4
-# A use counts half after so long.
-HALF_LIFE_S = 60.0
 # Of a warm model's memory, what the kernel cannot take: 1.6 MB of the 149 of a full-size one, and
 # what its requests left, which is 3 at most.
 WARM_SHARE = 32
-# An open model has some 60 mappings, and a process may have 65,530.
+# An open model has some 55 mappings, and a process may have 65,530.
 MOST_OPEN = 500
 # Text processes of models that nobody uses: 16 MB each, and 30 ms to start one again.
 TEXTS_KEPT = 16
@@ -57,6 +56,7 @@ class Residency:
         self._changed, self._models, self._budget, self._clock = changed, models, budget, clock
         self._queue: deque[tuple[Model, Callable[[list[Model]], object], float]] = deque()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="residency")
+        self._victims = Victims[str]()
         self._dismissed: list[Model] = []  # that take no new requests
         self.heated = 0  # how often a model was made hot again
         budget.spare = self._spare
@@ -64,8 +64,7 @@ class Residency:
     def use(self, model: Model) -> None:
         """Says that somebody wants `model` to compute. `unuse` ends that."""
         with self._changed:
-            now = self._clock()
-            model.heat, model.used_at = self._heat(model, now) + 1, now
+            self._victims.used(model.name)
             model.submitting += 1
             self.want(model)
             if model.texts.pid is None:  # it starts one
@@ -89,7 +88,7 @@ class Residency:
         """
         room: list[list[Model]] = []
         with self._changed:
-            model.heat, model.used_at = 1, self._clock()
+            self._victims.used(model.name)
             self._rest_texts()
             self._enqueue(model, room.append)
             try:
@@ -163,10 +162,6 @@ class Residency:
         queued = any(queued is model for queued, _, _ in self._queue)
         return queued or model.moving is Place.HOT
 
-    @staticmethod
-    def _heat(model: Model, now: float) -> float:
-        return float(model.heat * 0.5 ** ((now - model.used_at) / HALF_LIFE_S))
-
     def _hold(self, model: Model, size: int) -> None:
         self._budget.take(size - model.held_bytes)
         model.held_bytes = size
@@ -177,34 +172,36 @@ class Residency:
         return self._budget.lacks(model.reserved_bytes - model.held_bytes, row)
 
     def _unused(self, place: Place) -> list[Model]:
-        """Those that are there and that nobody uses, the coolest first."""
-        now = self._clock()
-        found = [
+        """Those that are there and that nobody uses."""
+        return [
             model
             for model in self._models.values()
             if model.place is place and not model.moving and (model.idle or _is_done(model))
         ]
-        return sorted(found, key=lambda model: self._heat(model, now))
+
+    def _coolest(self, gains: Mapping[Model, int], missing: int) -> list[Model]:
+        """Of models that would give so many bytes each, those that are needed least."""
+        held = {model.name: Held(gain, 1) for model, gain in gains.items()}
+        return [self._models[name] for name in self._victims.choose(held, missing)]
 
     def _make_room(self, missing: int) -> list[Model] | None:
         """Gives up so many bytes of weights, or None if all that nobody uses would not do.
 
         Whoever calls has those that it returns `_leave`: before, the memory is not there.
         """
-        places: dict[Model, Place] = {}
-        for model in self._unused(Place.HOT):
-            if missing <= 0:
-                break
-            places[model] = Place.WARM if _warm_bytes(model) else Place.PARKED
-            missing -= model.held_bytes - _warm_bytes(model)
-        for model in (*self._unused(Place.WARM), *places):
-            if missing <= 0:
-                break
-            if places.get(model) is not Place.PARKED:
-                places[model] = Place.PARKED
-                missing -= _warm_bytes(model)
-        if missing > 0:
+        warm = {model: model.held_bytes for model in self._unused(Place.WARM)}
+        hot = {model: model.held_bytes for model in self._unused(Place.HOT)}
+        if sum(hot.values()) + sum(warm.values()) < missing:
             return None
+        places: dict[Model, Place] = {}
+        cooled = {model: held - _warm_bytes(model) for model, held in hot.items()}
+        for model in self._coolest(cooled, missing):
+            places[model] = Place.WARM if _warm_bytes(model) else Place.PARKED
+            missing -= cooled[model]
+            if places[model] is Place.WARM:
+                warm[model] = _warm_bytes(model)
+        for model in self._coolest(warm, missing):
+            places[model] = Place.PARKED
         for model, place in places.items():
             self._cool(model, place)
         return list(places)
@@ -231,7 +228,7 @@ class Residency:
     def _too_many_open(self) -> list[Model]:
         """Has some parked, by whoever calls, so that the process can have all its mappings."""
         count = sum(model.compute is not None for model in self._models.values())
-        chosen = self._unused(Place.WARM)[: max(count - MOST_OPEN, 0)]
+        chosen = self._coolest(dict.fromkeys(self._unused(Place.WARM), 1), count - MOST_OPEN)
         for model in chosen:
             self._cool(model, Place.PARKED)
         return chosen
@@ -243,10 +240,9 @@ class Residency:
 
     def _rest_texts(self) -> None:
         """Ends text processes of models that nobody uses beyond those that may be kept."""
-        running = [m for m in self._models.values() if m.idle and m.texts.pid is not None]
-        now = self._clock()
-        running.sort(key=lambda model: self._heat(model, now), reverse=True)
-        for model in running[TEXTS_KEPT:]:
+        running = [m for m in self._models.values() if m.texts.pid is not None]
+        idle = dict.fromkeys((model for model in running if model.idle), 1)
+        for model in self._coolest(idle, len(idle) - TEXTS_KEPT):
             model.texts.rest()
 
     # On a thread, without the lock

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from engine.errors import NeverFits, OutOfMemory
+from engine.victims import Held, Victims
 from serving.errors import DiskFull, NoRoom
 from serving.model import LOAD_S, Model, State
 from serving.models import Registry, Step
 from serving.store.disk import size_bytes
-from serving.victims import Held, Victims
 from serving.workers import Workers
 
 logger = logging.getLogger(__name__)

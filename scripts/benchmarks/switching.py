@@ -26,6 +26,7 @@ from engine.client import EngineClient
 from engine.config import GPT2Config
 from engine.errors import EngineError
 from engine.memory import MIB, budget_bytes
+from engine.victims import Held
 from scripts.benchmarks import (
     engine_process,
     eviction_trace,
@@ -42,7 +43,6 @@ from scripts.benchmarks.llama_server import LlamaServer
 from scripts.benchmarks.process import ROOT, BenchmarkError
 from scripts.benchmarks.switching_clients import STATES, Asked, Client, Server, count_faults, run
 from scripts.benchmarks.switching_tables import CONTAINER_GOALS, GOALS, lines
-from serving.victims import Held
 
 __all__ = ["DEFAULT", "PARTS", "Plan", "lines", "measure"]
 
@@ -505,7 +505,7 @@ def hits(rounds: list[Results], room: int) -> dict[str, float]:
     policies: dict[str, eviction_trace.Policy] = {
         "LRU": eviction_trace.LRU(),
         "GDSF": eviction_trace.GDSF(models),
-        "serving.victims": eviction_trace.Ours(),
+        "engine.victims": eviction_trace.Ours(),
         "Belady": eviction_trace.Belady(trace),
     }
     for name, policy in policies.items():

@@ -281,7 +281,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """As with ENGINE_DEVICE=gpu, on the CPU provider."""
     load = onnx_gpu_backend.load
     monkeypatch.setattr(onnx_gpu_backend, "load", lambda artifact: load(artifact, CPU))
-    settings = Settings(backend="onnxruntime", device="gpu", memory_mib=8, max_rows=8)
+    settings = Settings(backend="onnxruntime", device="gpu", memory_mib=8, max_rows=8, overcommit=1)
     made = Engine(settings)
     yield made
     made.close()

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from engine.victims import KNOWN, Held, Victims
 from scripts.benchmarks.eviction_trace import KINDS, Kind, results
-from serving.victims import KNOWN, Held, Victims
 
 
 def used(names: Iterable[str]) -> Victims[str]:
@@ -66,7 +66,7 @@ def test_names_that_are_asked_for_once_do_not_fill_the_memory() -> None:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_more_requests_find_their_model_than_with_the_least_recently_used(kind: Kind) -> None:
     found = results(kind, models=50, requests=2000)
-    hits, cost_s = found["serving.victims"]
+    hits, cost_s = found["engine.victims"]
     assert hits >= found["LRU"][0] + 0.015
     assert cost_s <= found["GDSF"][1] * 1.02
     if not kind.unlike:
