@@ -10,11 +10,13 @@ from typing import Any
 import psutil
 
 TICKS = os.sysconf("SC_CLK_TCK")
+# By a word of the command, the first that fits. "texts" are the engine's processes that tokenize.
 KINDS = (
     ("java", "MMS"),
     ("model_service_worker", "workers"),
     ("handlers", "workers"),
     ("serving.gateway", "gateway"),
+    ("engine.sandbox", "texts"),
     ("engine", "engine"),
 )
 

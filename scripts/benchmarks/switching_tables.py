@@ -11,7 +11,7 @@ from scripts.benchmarks.goals import Goal
 from scripts.benchmarks.switching_clients import STATES
 
 Results = dict[str, Any]
-MODEL_PROCESSES = ("engine", "workers")
+MODEL_PROCESSES = ("engine", "texts", "workers")
 MISS_BYTES = 20_000_000
 
 
@@ -78,14 +78,15 @@ def _hits(found: Results) -> Iterator[str]:
 
 
 def _memory_after(found: Results) -> Iterator[str]:
-    yield "| after the trace, MB | processes | RSS | PSS | of it anonymous | by kind, PSS |"
+    yield "| after the trace, MB | processes | RSS | PSS | of it anonymous | by kind, anonymous |"
     yield "|---|---|---|---|---|---|"
     for side, one in found.items():
         memory = one["rounds"][-1]["memory"]
         sizes = (f"{memory[key] / 1e6:,.0f}" for key in ("rss", "pss", "anonymous"))
-        kinds = sorted(memory["by_kind"].items(), key=lambda item: -item[1]["pss"])
+        kinds = sorted(memory["by_kind"].items(), key=lambda item: -item[1]["anonymous"])
         each = ", ".join(
-            f"{kind} {m['pss'] / 1e6:,.0f}" + (f" ({m['processes']})" if m["processes"] > 1 else "")
+            f"{kind} {m['anonymous'] / 1e6:,.0f}"
+            + (f" ({m['processes']})" if m["processes"] > 1 else "")
             for kind, m in kinds
         )
         yield f"| {side} | {memory['processes']} | {' | '.join(sizes)} | {each} |"
