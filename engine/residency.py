@@ -1,8 +1,9 @@
 """Which of the loaded models are in memory.
 
 A model is made hot before it computes, by a thread that opens it where it is parked and reads what
-is not in memory: no step waits for a disk. Never are more hot than the budget holds: whose turn
-would have to wait for pages that another one's turn has just pushed out is better off in a queue.
+is not in memory: no step waits for a disk. Never are more hot than the budget holds, or what the
+container has left if that is less: whose turn would have to wait for pages that another one's turn
+has just pushed out is better off in a queue.
 
 Room is made by those that nobody uses, the coolest first. A mapped model becomes warm: its session
 stays open, its pages are the kernel's to take. One whose memory is its own, or a warm one if that
@@ -21,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from engine.container import container_memory
 from engine.errors import EngineError
 from engine.memory import Budget
 from engine.model import Model, Place
@@ -37,7 +39,9 @@ WARM_SHARE = 32
 # An open model has some 55 mappings, and a process may have 65,530.
 MOST_OPEN = 500
 # Text processes of models that nobody uses: 16 MB each, and 30 ms to start one again.
-TEXTS_KEPT = 16
+TEXTS_KEPT = 8
+# Of a container: many models make for more of everything else than the budget knows.
+KEPT_FREE = 64 << 20
 THREADS = 2
 
 logger = logging.getLogger(__name__)
@@ -169,7 +173,15 @@ class Residency:
     def _lacks(self, model: Model) -> int:
         hot = [m for m in self._models.values() if m.place is Place.HOT]
         row = max(m.row_bytes for m in (model, *hot))
-        return self._budget.lacks(model.reserved_bytes - model.held_bytes, row)
+        size = model.reserved_bytes - model.held_bytes
+        missing = self._budget.lacks(size, row)
+        container = container_memory() if hot else None
+        if container is not None:
+            mapped = sum(m.reserved_bytes for m in hot if _warm_bytes(m))  # is page cache
+            short = size + mapped + KEPT_FREE - container.free_bytes
+            # One is always hot, however little there is.
+            missing = max(missing, min(short, sum(m.held_bytes - _warm_bytes(m) for m in hot)))
+        return missing
 
     def _unused(self, place: Place) -> list[Model]:
         """Those that are there and that nobody uses."""

@@ -14,6 +14,7 @@ import pytest
 
 from engine import residency
 from engine.config import GPT2Config
+from engine.container import Memory
 from engine.engine import Engine, Model
 from engine.errors import ArtifactError, Cancelled, EngineError, OutOfMemory
 from engine.memory import Budget
@@ -324,6 +325,22 @@ def test_a_scan_does_not_push_out_what_is_asked_often(house: House) -> None:
     for model in rare:
         house.touch(model)
         assert {m.place for m in often} == {Place.HOT}
+
+
+def test_no_more_are_hot_than_the_container_has_memory_for(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all other processes take is not in the budget."""
+    for model in [house.add(name) for name in "abc"]:
+        house.touch(model)
+    assert sum(m.place is Place.HOT for m in house.models.values()) == 3
+    free = residency.KEPT_FREE + (2 * 100 + 20) * residency.WARM_SHARE
+    monkeypatch.setattr(residency, "container_memory", lambda: Memory(free, 0))
+    house.touch(house.add("d"))
+    assert sum(m.place is Place.HOT for m in house.models.values()) == 2
+    monkeypatch.setattr(residency, "container_memory", lambda: Memory(0, 0))
+    house.touch(house.add("e"))  # one is always hot
+    assert [m.name for m in house.models.values() if m.place is Place.HOT] == ["e"]
 
 
 def test_what_was_asked_often_once_cools(house: House) -> None:
