@@ -28,8 +28,9 @@ from serving.worker_options import worker_options
 LOADS_AT_ONCE = 2
 # MMS is given this much longer than the request itself has.
 MMS_GRACE_S = 20.0
-# While a worker starts its process is looked for: one that was not there so often has ended.
-LOOK_S, LOOKS = 1.5, 3
+# While a worker starts its process is looked for: one that was there has ended if it is not so
+# often; one that was never seen, if it is not for longer than a busy machine takes to start it.
+LOOK_S, LOOKS, LOOKS_UNSEEN = 1.5, 3, 10
 # Of what the engine says of a model: what it holds of the budget.
 ENGINE_PARTS = ("reserved_bytes", "row_bytes", "kv_bytes")
 SOCKETS = Path("/proc/net/unix")
@@ -134,13 +135,15 @@ class Workers:
         """Raises `WorkerLost` soon after the worker's process has ended without a word: Multi Model
         Server waits for it for a minute, and then forgets the model."""
         registered = asyncio.ensure_future(self._mms.register(id, slot, options, timeout_s))
-        unseen = 0
+        unseen, looks = 0, LOOKS_UNSEEN
         try:
-            while unseen < LOOKS:
+            while unseen < looks:
                 await asyncio.wait({registered}, timeout=LOOK_S)
                 if registered.done():
                     return await registered
-                unseen = 0 if await asyncio.to_thread(_has_process, id) else unseen + 1
+                unseen += 1
+                if await asyncio.to_thread(_has_process, id):
+                    unseen, looks = 0, LOOKS
         finally:
             registered.cancel()
         raise WorkerLost("the model's worker ended as soon as it was started")

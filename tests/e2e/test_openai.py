@@ -404,7 +404,7 @@ def test_a_client_that_hangs_up_frees_its_rows(server: Server, client: openai.Op
     begun = steps(server, "느린")
     stream = client.completions.create(**asked, stream=True)
     next(iter(stream))
-    assert running(server) == 4
+    eventually(lambda: running(server) == 4)
     stream.close()
     eventually(lambda: running(server) == 0)
     assert steps(server, "느린") - begun < 1000

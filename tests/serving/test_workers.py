@@ -153,7 +153,7 @@ def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path: Path) -> N
         parts.model.id = f"봄-{os.getpid()}-1"
         with pytest.raises(WorkerLost):
             await parts.workers.start(parts.model)
-        assert asyncio.get_running_loop().time() < 6
+        assert asyncio.get_running_loop().time() < 20
         await parts.workers.forget(parts.model)
         assert not list((tmp_path / "slots").iterdir())
 
