@@ -72,11 +72,12 @@ def first_calls(samples: Iterable[Sample]) -> dict[str, float]:
 
 
 def timeline(samples: Sequence[Sample], seconds: float) -> list[dict[str, Any]]:
-    """Slices of the run, by when requests were due."""
+    """Slices of the run, by when requests were due; the last has those that came late, too."""
     width = max(math.ceil(seconds / SLICES), 1)
+    starts = range(0, math.ceil(seconds), width)
     slices = []
-    for start in range(0, math.ceil(seconds), width):
-        part = [s for s in samples if start <= s.at_s < start + width]
+    for start in starts:
+        part = [s for s in samples if min(s.at_s // width * width, starts[-1]) == start]
         found = summary(part, width)
         slices.append(
             {

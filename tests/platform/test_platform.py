@@ -203,14 +203,18 @@ def test_a_full_disk_loses_what_is_not_loaded(pair: list[Container], texts: dict
 
 
 def test_a_cold_model_gets_in_although_all_others_are_busy(
-    s3: S3Server, texts: dict[str, str], tmp_path: Path
+    s3: S3Server,
+    texts: dict[str, str],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Its load is refused until a busy one is unloaded, which lets its requests finish. The client
     is told to try again meanwhile, and then answered."""
     cold = next(iter(texts))
     for target in SLOW:
         s3.put(PREFIX + target, packed(slow(tmp_path / target[:6]), tmp_path / target).read_bytes())
-    with containers(tmp_path, s3, 1, memory_mib=BUSY_MIB) as (container,):
+    folder = tmp_path_factory.mktemp("busy")  # a socket's path has 107 characters
+    with containers(folder, s3, 1, memory_mib=BUSY_MIB) as (container,):
         agent = container.agent
         with client_of(Endpoint("poets", [agent])) as client, ThreadPoolExecutor(2) as pool:
             for target in SLOW:
