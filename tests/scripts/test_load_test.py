@@ -309,10 +309,11 @@ def test_failed_requests_count_as_errors_and_not_as_latencies() -> None:
         Sample("a", 3.0, 1.0, tokens=30, server_s=0.5),
         Sample("a", 1.0, 60.0, error="timeout"),
         Sample("b", 2.0, 60.0, error="timeout"),
+        Sample("b", 4.1, 60.0, error="timeout"),  # it was begun a little late
     ]
     found = samples.results(measured, ["a", "b"], [0.5, 0.5], 4.0)
-    assert found["all"]["requests"] == 4
-    assert found["all"]["errors"] == 2
+    assert found["all"]["requests"] == 5
+    assert found["all"]["errors"] == 3
     assert found["all"]["requests_per_s"] == 0.5
     assert found["all"]["seconds"]["max"] == 2.0
     assert found["all"]["tokens_per_s"] == 10
@@ -320,8 +321,8 @@ def test_failed_requests_count_as_errors_and_not_as_latencies() -> None:
     assert found["models"]["a"]["first_call_s"] == 2.0
     assert found["models"]["b"]["first_call_s"] is None
     assert found["models"]["b"]["seconds"] is None
-    assert found["errors"] == [{"what": "timeout", "count": 2}]
-    assert [part["errors"] for part in found["timeline"]] == [0, 1, 1, 0]
+    assert found["errors"] == [{"what": "timeout", "count": 3}]
+    assert [part["errors"] for part in found["timeline"]] == [0, 1, 1, 1]
 
 
 def test_ratios_need_both_runs() -> None:
