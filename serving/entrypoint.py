@@ -37,6 +37,7 @@ from serving.supervisor import Child, Progress, Supervisor
 logger = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un less its final zero
+LONGEST_SOCKET = ".mms.sock.999999"  # a worker's
 PROBE_TIMEOUT_S = 2.0
 HEALTH_S = 1.0
 # Between two looks at how far the gateway has come.
@@ -136,7 +137,7 @@ def _run_dir(settings: Settings) -> Iterator[Path]:
         run_dir.mkdir(mode=0o700, exist_ok=True)  # one that is there keeps its own
     else:
         run_dir = Path(tempfile.mkdtemp(prefix="kogpt2-"))
-    if len(os.fsencode(mms.engine_socket(run_dir))) > MAX_SOCKET_PATH:
+    if len(os.fsencode(run_dir / LONGEST_SOCKET)) > MAX_SOCKET_PATH:
         raise StartError(f"RUN_DIR is {run_dir}, too long for a unix socket's path")
     try:
         with open(run_dir / "lock", "w") as lock:
