@@ -27,7 +27,7 @@ def test_korean_names_work_on_both_ports(shared: Container) -> None:
     assert shared.load("소월", "sowol").ok
     assert shared.predict("소월").json()["generated_text"].startswith(TEXT)
     listed = requests.get(shared.url("/models"), timeout=10).json()["models"]
-    assert listed == [{"modelName": "소월", "modelUrl": "sowol"}]
+    assert listed == [{"modelName": "소월", "modelUrl": "sowol", "residency": "hot"}]
     assert shared.unload("소월").ok
 
 
@@ -58,7 +58,7 @@ def test_sagemaker_loads_invokes_and_unloads_models(start: Start, tmp_path: Path
     assert status("POST", f"{model}/invoke", SHORT) == 404
     assert status("POST", models, {"model_name": HASH, "url": place}) == 200
     assert status("POST", models, {"model_name": HASH, "url": place}) == 409
-    described = {"modelName": HASH, "modelUrl": place}
+    described = {"modelName": HASH, "modelUrl": place, "residency": "hot"}
     assert requests.get(models, timeout=10).json() == {"models": [described]}
     assert requests.get(model, timeout=10).json().items() >= described.items()
     assert text(requests.post(f"{model}/invoke", json=SHORT, headers=target, timeout=60))
