@@ -79,7 +79,7 @@ def test_twenty_models_in_the_room_of_five_answer_as_each_does_alone(tmp_path: P
         assert len(list(server.run_dir.glob("slots/*"))) == len(loaded)
         after = held(server)
         assert after[0] <= files + 10
-        assert after[1] <= engine_files + 10
+        assert after[1] <= engine_files + 30
         assert after[2] < memory + (16 << 20)
 
         for model in loaded:

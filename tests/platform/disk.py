@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
@@ -53,4 +54,9 @@ class Disk:
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+        total = 0
+        for folder, _, files in os.walk(self.folder):  # which others write to and remove from
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.stat(os.path.join(folder, file)).st_size
+        return total
