@@ -28,7 +28,7 @@ from onnxruntime import OrtValue
 from engine.backends import onnx_session
 from engine.errors import EngineError, OutOfMemory
 from engine.memory import return_freed_memory
-from engine.page_cache import Span
+from engine.page_cache import Span, present
 
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0
@@ -39,7 +39,6 @@ Piece = tuple[Path, int, int]  # file, offset, length
 SPARE = 4  # frames of one shape that are kept for the next models
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
     *(ctypes.c_void_p, ctypes.c_size_t),
@@ -100,8 +99,8 @@ class Frame:
         self._map_nothing(mmap.PROT_READ)
         onnx_session.run_blank(self.session)
         for address, length in self.windows[1:]:
-            pages = (ctypes.c_ubyte * -(-length // PAGE))()
-            if _libc.mincore(address, length, pages) != 0 or sum(pages) < len(pages) / 2:
+            read = present(address, length)
+            if read.sum() < len(read) / 2:
                 raise EngineError("onnxruntime does not use the weights that it was to find packed")
         self.clear()
 

@@ -48,12 +48,23 @@ def let_go(spans: Iterable[Span]) -> None:
         _libc.madvise(*span, mmap.MADV_DONTNEED)
 
 
+def present(address: int, length: int) -> NDArray[np.uint8]:
+    """Of each page of mapped memory, whether it is there: 1 or 0. Raises `OSError`."""
+    found = np.zeros(-(-length // PAGE), dtype=np.uint8)
+    if _libc.mincore(address, length, found.ctypes.data) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mincore: {os.strerror(code)}")
+    return found & np.uint8(1)
+
+
 def _missing(address: int, length: int) -> Iterator[Span]:
     """The parts that are not in memory."""
-    there = np.ones(-(-length // PAGE) + 2, dtype=np.uint8)
-    if _libc.mincore(address, length, there[1:].ctypes.data) != 0:
+    try:
+        there = present(address, length)
+    except OSError:
         return
-    edges = np.flatnonzero(np.diff(there & 1)) * PAGE  # in turns where one begins and ends
+    changes = np.diff(there, prepend=np.uint8(1), append=np.uint8(1))
+    edges = np.flatnonzero(changes) * PAGE  # in turns where one begins and ends
     for begin, end in edges.reshape(-1, 2):
         yield address + int(begin), min(int(end), length) - int(begin)
 

@@ -300,15 +300,15 @@ class Residency:
     def _leave(self, model: Model) -> None:
         """Has a model that was cooled give up its memory."""
         with self._changed:
-            compute = model.compute
-            if compute is not None and model.place is Place.PARKED:
+            compute, parked = model.compute, model.place is Place.PARKED
+            if compute is not None and parked:
                 model.compute = None
                 model.batch.close()
         try:
-            if compute is not None:
+            if compute is not None and parked:
+                compute.close()
+            elif compute is not None:
                 let_go(compute.mapped)
-                if model.compute is None:
-                    compute.close()
         except Exception:
             logger.exception("%s could not be closed", model.name)
         with self._changed:

@@ -13,7 +13,7 @@ from typing import Any
 from engine.client import LOAD_TIMEOUT_S, EngineClient
 from engine.errors import EngineError
 from scripts.benchmarks import page_cache
-from scripts.benchmarks.process import ROOT, BenchmarkError
+from scripts.benchmarks.process import ROOT, BenchmarkError, await_end
 
 START_S = 30.0
 STOP_S = 10.0
@@ -53,11 +53,7 @@ class EngineProcess:
 
     def __exit__(self, *_: Any) -> None:
         self._process.terminate()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        await_end(self._process, STOP_S)
         self._folder.cleanup()
 
     def load(self, name: str, folder: Path) -> dict[str, Any]:

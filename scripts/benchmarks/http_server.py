@@ -21,7 +21,7 @@ from typing import Any
 
 import requests
 
-from scripts.benchmarks.process import ROOT, BenchmarkError
+from scripts.benchmarks.process import ROOT, BenchmarkError, await_end
 
 START_S = 90.0
 STOP_S = 15.0
@@ -116,11 +116,7 @@ class HTTPServer:
 
     def close(self) -> None:
         self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        await_end(self._process, STOP_S)
         self._folder.cleanup()
 
     def ask(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.http_server import free_port
-from scripts.benchmarks.process import BenchmarkError
+from scripts.benchmarks.process import BenchmarkError, await_end
 
 START_S = 60.0
 STOP_S = 15.0
@@ -71,8 +71,4 @@ class LlamaServer:
 
     def close(self) -> None:
         self._process.terminate()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        await_end(self._process, STOP_S)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-_libc = ctypes.CDLL(None, use_errno=True)
+from engine.page_cache import present
 
 
 def drop(files: Iterable[Path]) -> float:
@@ -32,12 +30,8 @@ def drop(files: Iterable[Path]) -> float:
 def residency(path: Path) -> tuple[int, int]:
     """How many pages of a file are in memory, and how many it has."""
     size = path.stat().st_size
-    pages = -(-size // mmap.PAGESIZE)
-    if not pages:
+    if not size:
         return 0, 0
     mapped = np.memmap(path, dtype=np.uint8, mode="r")
-    found = np.zeros(pages, dtype=np.uint8)
-    address, length = ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(size)
-    if _libc.mincore(address, length, ctypes.c_void_p(found.ctypes.data)):
-        raise OSError(ctypes.get_errno(), "mincore", str(path))
-    return int((found & 1).sum()), pages
+    found = present(mapped.ctypes.data, size)
+    return int(found.sum()), len(found)

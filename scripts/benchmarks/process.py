@@ -93,8 +93,13 @@ class Process:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        await_end(self._process, STOP_S)
+
+
+def await_end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Waits so long for a process that was told to end, and then kills it."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
