@@ -36,6 +36,7 @@ from tests.engine.torch_files import Saved, number, numbers, state_dict, tensor,
 pytestmark = pytest.mark.slow
 
 CASES = settings(
+    max_examples=2000,
     deadline=None,
     database=None,
     print_blob=True,

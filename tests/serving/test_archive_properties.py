@@ -29,7 +29,9 @@ from serving.errors import ArchiveError
 from serving.store.archive import extract
 from serving.store.rules import MAX_DEPTH, OWN_FOLDER
 
-CASES = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+CASES = settings(
+    max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
 MAX_BYTES = 100_000
 MAX_CALLS = 50_000  # of Python and C; what is right takes some thousands
 
