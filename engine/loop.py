@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from engine import gpu
+from engine.backends import BackendModel
 from engine.errors import EngineError, EngineUnavailable, OutOfMemory
 from engine.model import Model
+from engine.scheduler import Chunk
 from engine.sequence import Sequence, State
 
 IDLE_S = 0.005
@@ -152,27 +154,14 @@ class Loop:
 
     def _step(self, model: Model, room: int) -> tuple[int, int]:
         """Schedule, run, postprocess. Says how many tokens of prompts and how many rows it were."""
-        batch, counters = model.batch, model.statistics
+        batch = model.batch
         with self.changed:  # the queue is shared with `submit`
             compute = model.compute
             if not model.can_step or compute is None:  # it had no rows and was moved just now
                 return 0, 0
             chunks = batch.schedule(room)
         for chunk in chunks:
-            sequence = batch.rows[chunk.row]
-            model.prefilled_at = self._turns
-            if compute.length(chunk.row) == 0:
-                counters.queue_s.observe(time.monotonic() - sequence.queued_at)
-            with self._ending(model, sequence):
-                logits = compute.extend(chunk.row, np.array(chunk.ids))
-                if sequence.is_scored:
-                    sequence.score(logits)
-                if chunk.completes:
-                    sequence.state = State.DECODE
-                    waited_s = time.monotonic() - sequence.queued_at
-                    counters.time_to_first_token_s.observe(waited_s)
-                    if sequence.advance(logits):
-                        model.texts.write([sequence])
+            self._prefill(model, compute, chunk)
         batch.collect()
         running = batch.running()
         if running:
@@ -181,6 +170,31 @@ class Loop:
                 time.sleep(ANSWER_FIRST_S)
             batch.collect()
         return sum(len(chunk.ids) for chunk in chunks), len(running)
+
+    def _prefill(self, model: Model, compute: BackendModel, chunk: Chunk) -> None:
+        counters = model.statistics
+        sequences = model.batch.rows[chunk.row :][: 1 + chunk.copied]
+        first = sequences[0]
+        model.prefilled_at = self._turns
+        if compute.length(chunk.row) == 0:
+            counters.queue_s.observe(time.monotonic() - first.queued_at)
+        with self._ending(model, *sequences):
+            logits = compute.extend(chunk.row, np.array(chunk.ids))
+            if first.is_scored:
+                first.score(logits)
+        if not chunk.completes or first.state is State.FINISHED:
+            return
+        for row, sequence in enumerate(sequences, chunk.row):
+            with self._ending(model, sequence):
+                if sequence is not first:
+                    compute.copy_row(chunk.row, row, len(sequence.prompt))
+                    sequence.score_like(first)
+                    counters.queue_s.observe(time.monotonic() - sequence.queued_at)
+                sequence.state = State.DECODE
+                waited_s = time.monotonic() - sequence.queued_at
+                counters.time_to_first_token_s.observe(waited_s)
+                if sequence.advance(logits):
+                    model.texts.write([sequence])
 
     def _decode(self, model: Model, running: list[Sequence]) -> None:
         compute = model.compute
@@ -208,12 +222,14 @@ class Loop:
             model.texts.write(told)
 
     @contextmanager
-    def _ending(self, model: Model, sequence: Sequence) -> Iterator[None]:
-        """What goes wrong inside ends this one, and nothing else."""
+    def _ending(self, model: Model, *sequences: Sequence) -> Iterator[None]:
+        """What goes wrong inside ends these, and nothing else."""
         try:
             yield
         except Exception as error:
-            sequence.fail(self._fault(model, error))
+            failure = self._fault(model, error)
+            for sequence in sequences:
+                sequence.fail(failure)
 
     @staticmethod
     def _fault(model: Model, error: Exception) -> EngineError:

@@ -19,11 +19,15 @@ PREFILL_CHUNK = {"cpu": 64, "gpu": 256}
 
 @dataclass
 class Chunk:
-    """The next piece of one sequence's prompt; `completes` it or not."""
+    """The next piece of one sequence's prompt; `completes` it or not.
+
+    Rows behind it that are `copied` are of the same request: they become what its row then is.
+    """
 
     row: int
     ids: list[int]
     completes: bool
+    copied: int = 0
 
 
 class Batch:
@@ -83,13 +87,18 @@ class Batch:
             room -= len(ids)
             if not completes:
                 break
+            while self._admit(sequence.prompt):
+                chunks[-1].copied += 1
         return chunks
 
-    def _admit(self) -> Sequence | None:
+    def _admit(self, prompt: list[int] | None = None) -> Sequence | None:
         """Gives the first in the queue a row, if there is one, and memory for its K/V at its
-        longest: a running sequence never has to stop for lack of memory."""
+        longest: a running sequence never has to stop for lack of memory. With `prompt`, only if it
+        is of the same request as another that has this prompt."""
         while self.admits and self.waiting and len(self.rows) < self.max_rows:
             sequence = self.waiting[0]
+            if prompt is not None and sequence.prompt is not prompt:
+                return None
             needed = self._kv_bytes(sequence) - self._reserved_bytes
             if self._budget.reserve_kv(needed):
                 self._reserved_bytes += needed

@@ -107,6 +107,10 @@ class Sequence:
             found = logprobs_of(logits, self.prompt[at], self.parameters.logprobs)
             self._prefill.append(found)
 
+    def score_like(self, other: Sequence) -> None:
+        """Takes over what was kept of the same prompt."""
+        self._prefill = other._prefill
+
     @property
     def over(self) -> bool:
         """Whether nothing more is to be told: it needs no row."""

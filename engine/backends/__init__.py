@@ -53,6 +53,9 @@ class BackendModel(Protocol):
     def move_row(self, source: int, target: int) -> None:
         """Row `target` becomes what row `source` is."""
 
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """An empty row `target` becomes what the first `length` tokens of row `source` are."""
+
     def remove_last_row(self) -> None:
         """Closes the last row and gives back its memory."""
 

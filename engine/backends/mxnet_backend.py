@@ -71,6 +71,10 @@ class MXNetModel:
         with out_of_memory(self._ctx, "moving a row"):
             self._cache.move_row(source, target)
 
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        with out_of_memory(self._ctx, "copying a row"):
+            self._cache.copy_row(source, target, length)
+
     def remove_last_row(self) -> None:
         self._cache.remove_last_row()
 

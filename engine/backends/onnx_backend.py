@@ -92,6 +92,9 @@ class OnnxModel:
     def move_row(self, source: int, target: int) -> None:
         self._cache.move_row(source, target)
 
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        self._cache.copy_row(source, target, length)
+
     def remove_last_row(self) -> None:
         self._cache.remove_last_row()
 
@@ -182,14 +185,17 @@ class KVCache:
             return
         # Onto the pages that are there: to fault in new ones takes ten times as long as copying.
         length, before = self.lengths[source], self.lengths[target]
-        self.array[:, target, :, :length] = self.array[:, source, :, :length]
-        self.lengths[target] = length
+        self.copy_row(source, target, length)
         kept, had = self._head_bytes(length), self._head_bytes(before)
         if kept < had:
             head_bytes = self._row_bytes // self.array.shape[2]
             for row_begin in self._row_begins(target):
                 for begin in range(row_begin, row_begin + self._row_bytes, head_bytes):
                     self._memory.madvise(mmap.MADV_DONTNEED, begin + kept, had - kept)
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        self.array[:, target, :, :length] = self.array[:, source, :, :length]
+        self.lengths[target] = length
 
     def remove_last_row(self) -> None:
         self.lengths.pop()

@@ -81,6 +81,10 @@ class OnnxGpuModel:
             self._grow(self._cache.lengths[source])
         self._cache.move_row(source, target)
 
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        self.move_row(source, target)
+        self._cache.lengths[target] = length
+
     def remove_last_row(self) -> None:
         self._cache.remove_last_row()
         if not self._cache.lengths:

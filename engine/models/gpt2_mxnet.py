@@ -299,13 +299,21 @@ class KVCache:
         return len(self.lengths) - 1
 
     def move_row(self, source: int, target: int) -> None:
-        """Row `target` becomes what row `source` is. Waits for it: a failure is raised here."""
+        """Row `target` becomes what row `source` is."""
+        self.copy_row(source, target, self.lengths[source])
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Row `target` becomes what the first `length` tokens of row `source` are. Waits for it: a
+        failure is raised here."""
+        self.lengths[target] = length
+        if not length:
+            return
+        self._grow(len(self.lengths), length)
         arrays = list(itertools.chain.from_iterable(self._arrays.values()))
         for array in arrays:
-            array[target] = array[source]
+            array[target, :, :length] = array[source, :, :length]
         for array in arrays:
             array.wait_to_read()
-        self.lengths[target] = self.lengths[source]
 
     def remove_last_row(self) -> None:
         self.lengths.pop()

@@ -72,6 +72,10 @@ class Fake:
         self._do("move_row")
         self.lengths[target] = self.lengths[source]
 
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        self._do("copy_row", length)
+        self.lengths[target] = length
+
     def remove_last_row(self) -> None:
         self._do("remove_last_row")
         self.lengths.pop()
@@ -282,6 +286,38 @@ def test_a_prompt_without_memory_ends_alone(house: House) -> None:
     first, *others = house.ask(*[(model, 5, 8)] * 4)
     assert isinstance(first.wait().error, OutOfMemory)
     assert [one.wait().ids for one in others] == [right(8)] * 3
+
+
+def ask_for_several(house: House, model: Model, count: int) -> list[Asked]:
+    """Of one request: they have one prompt."""
+    made: list[Asked] = []
+
+    def ask() -> None:
+        made.extend(Asked(model, 5, 8) for _ in range(count))
+        for one in made:
+            one.sequence.prompt = made[0].sequence.prompt
+
+    house.loop.call(ask)
+    return made
+
+
+def test_a_prompt_of_several_answers_that_fails_ends_those_that_have_rows(house: House) -> None:
+    model = house.add("m", max_rows=3)
+    fake(model).faults["extend"] = OutOfMemory("no room for 5 more tokens")
+    asked = ask_for_several(house, model, 4)
+    errors = [type(one.wait().error) for one in asked]
+    assert errors == [OutOfMemory] * 3 + [type(None)]
+    assert asked[3].ids == right(8)
+    assert not house.lost
+
+
+def test_an_answer_whose_row_cannot_be_copied_ends_alone(house: House) -> None:
+    model = house.add("m")
+    fake(model).faults["copy_row"] = OutOfMemory("no room for copying a row")
+    asked = ask_for_several(house, model, 3)
+    assert [type(one.wait().error) for one in asked] == [type(None), OutOfMemory, type(None)]
+    assert [one.ids for one in asked if one.error is None] == [right(8)] * 2
+    assert [(what, n) for _, what, n in house.done if what == "copy_row"] == [("copy_row", 5)]
 
 
 def test_a_step_without_memory_goes_on_with_one_row_less(house: House) -> None:

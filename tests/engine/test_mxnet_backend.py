@@ -33,6 +33,8 @@ def batch_of_three(model: MXNetModel) -> list[Any]:
     found.extend(model.decode(rng.integers(0, 500, 3)).copy() for _ in range(6))
     model.move_row(2, 0)
     model.remove_last_row()
+    model.copy_row(0, model.add_row(), 33)
+    model.remove_last_row()
     found.extend(model.decode(rng.integers(0, 500, 2)).copy() for _ in range(3))
     model.remove_last_row()
     model.remove_last_row()
@@ -48,6 +50,23 @@ def test_weights_as_a_gpu_has_them_compute_what_shards_do(tmp_path: Path, activa
     assert whole.kv_bytes == 0
     whole.close()
     cut.close()
+
+
+@pytest.mark.parametrize("length", [1, 64, 70])
+def test_a_copied_row_goes_on_as_the_other_would_have(tmp_path: Path, length: int) -> None:
+    model = mxnet_backend.load(open_artifact(make_artifact(tmp_path / "model")))
+    ids = np.random.default_rng(0).integers(0, 500, 100)
+
+    model.extend(model.add_row(), ids[:length])
+    alone = [model.decode(np.array([token]))[0].copy() for token in (3, 4, 5)]
+    model.remove_last_row()
+    model.extend(model.add_row(), ids[:length])
+    model.extend(0, ids[length:])
+    model.copy_row(0, model.add_row(), length)
+    assert [model.length(row) for row in range(2)] == [100, length]
+    for token, then in zip((3, 4, 5), alone, strict=True):
+        np.testing.assert_array_equal(model.decode(np.array([7, token]))[1], then)
+    model.close()
 
 
 # Prompts' lengths lie on both sides of where oneDNN takes another kernel, and of the blocks in

@@ -173,6 +173,27 @@ def test_prefill_in_chunks_equals_prefill_at_once(models: Models, precision: str
         model.remove_last_row()
 
 
+@pytest.mark.parametrize("length", [1, 17, 100])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_copied_row_goes_on_as_the_other_would_have(
+    models: Models, precision: str, length: int
+) -> None:
+    model = models.load(precision)
+    prompt = some_ids(100).tolist()
+    alone = single(model, [prompt[:length], [7], [8], [9]])
+    for _ in range(2):
+        model.add_row()
+    model.extend(0, np.array(prompt[:length]))
+    model.extend(0, np.array([*prompt[length:], 3]))
+    model.copy_row(0, 1, length)
+    assert [model.length(row) for row in range(2)] == [101, length]
+    for token, then in zip((7, 8, 9), alone[1:], strict=True):
+        assert_same(model.decode(np.array([3, token]))[1], then, precision)
+    for _ in range(2):
+        model.remove_last_row()
+    assert model.kv_bytes == 0
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_rows_join_leave_and_move_in_any_order(models: Models, precision: str, seed: int) -> None:

@@ -35,6 +35,9 @@ class Bench:
 
     def queue(self, length: int, new: int = 4, seed: int = 0, **options: Any) -> Sequence:
         prompt = np.random.default_rng(seed).integers(4, VOCAB, length).tolist()
+        return self.queue_prompt(prompt, new, **options)
+
+    def queue_prompt(self, prompt: list[int], new: int = 4, **options: Any) -> Sequence:
         emitted: list[Token | EngineError] = []
         sequence = Sequence(
             prompt=prompt,
@@ -53,9 +56,12 @@ class Bench:
         chunks = self.batch.schedule(room)
         for chunk in chunks:
             logits = self.model.extend(chunk.row, np.array(chunk.ids))
-            if chunk.completes:
-                self.batch.rows[chunk.row].state = State.DECODE
-                self._advance(self.batch.rows[chunk.row], logits)
+            for row in range(chunk.row, chunk.row + 1 + chunk.copied) if chunk.completes else ():
+                sequence = self.batch.rows[row]
+                if row > chunk.row:
+                    self.model.copy_row(chunk.row, row, len(sequence.prompt))
+                sequence.state = State.DECODE
+                self._advance(sequence, logits)
         self.batch.collect()
         running = self.batch.running()
         if running:
@@ -168,6 +174,32 @@ def test_the_prompts_of_a_turn_are_no_longer_than_its_room(bench: Bench) -> None
     assert [len(chunk.ids) for chunk in bench.step()] == [30, 30]
     assert [len(chunk.ids) for chunk in bench.step(29)] == []
     assert [len(chunk.ids) for chunk in bench.step()] == [30, 30]
+
+
+@pytest.mark.parametrize("length", [5, CHUNK, CHUNK + 10])
+def test_answers_to_one_prompt_have_it_computed_once(bench: Bench, length: int) -> None:
+    alone = bench.queue(length, new=9)
+    bench.run()
+    other = bench.queue(3, new=50, seed=1)
+    several = [bench.queue_prompt(alone.prompt, new=9) for _ in range(3)]
+    behind = bench.queue(3, new=9, seed=2)
+    chunks = [chunk for _ in range(3) for chunk in bench.step()]
+    assert sum(len(chunk.ids) for chunk in chunks) == 3 + length
+    assert [chunk.copied for chunk in chunks if chunk.completes] == [0, 2]
+    assert behind.state is State.WAITING
+    bench.run()
+    assert [sequence.ids for sequence in several] == [alone.ids] * 3
+    assert other.num_new == 50
+
+
+def test_answers_that_find_no_row_beside_the_first_have_the_prompt_computed_again(
+    bench: Bench,
+) -> None:
+    prompt = bench.queue(20, new=9).prompt
+    several = [bench.queue_prompt(prompt, new=9) for _ in range(5)]
+    assert [(len(chunk.ids), chunk.copied) for chunk in bench.step()] == [(20, 3)]
+    bench.run()
+    assert [sequence.ids for sequence in several] == [several[0].ids] * 5
 
 
 def test_prompts_start_in_the_order_of_the_queue(bench: Bench) -> None:
