@@ -41,6 +41,8 @@ from serving.api.management import Management
 from serving.api.metrics import CONTENT_TYPE, Metrics
 from serving.api.openai.routes import OpenAI
 from serving.api.v2 import V2
+from serving.console.journal import Journal
+from serving.console.routes import Console
 from serving.errors import (
     HeadersTooLarge,
     MethodNotAllowed,
@@ -49,6 +51,7 @@ from serving.errors import (
 )
 from serving.http_protocol import MAX_HEADER_BYTES, HTTPProtocol
 from serving.mms_client import MMSClient
+from serving.model import Model
 from serving.models import Registry
 from serving.on_demand import OnDemand
 from serving.ports import listen
@@ -88,6 +91,7 @@ class App:
         self._inference = self._app(
             [
                 *both,
+                *Console(gateway).routes(),
                 *Inference(gateway).routes(),
                 *OpenAI(gateway).routes(),
                 *V2(gateway).routes(),
@@ -242,21 +246,27 @@ def store_settings(settings: Settings, run_dir: Path) -> StoreSettings:
 async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncIterator[Gateway]:
     stores = store_settings(settings, run_dir)
     store = await asyncio.to_thread(open_store, settings.model_store)
-    metrics = Metrics()
+    metrics, journal = Metrics(), Journal()
+
+    def observe(event: str, model: Model, seconds: float) -> None:
+        metrics.observe(event, model, seconds)
+        journal.observe(event, model, seconds)
+
     client = MMSClient(mms.mms_socket(run_dir), secret)
     async with AsyncEngineClient(mms.engine_socket(run_dir)) as engine:
         cache, lookups = Cache(stores), Lookups(store, stores)
         workers, saved = Workers(settings, run_dir, client, engine), SavedModels(run_dir)
-        registry = Registry(settings, workers, cache, metrics.observe, saved.write)
+        registry = Registry(settings, workers, cache, observe, saved.write, journal.changed)
         gateway = Gateway(
             settings=settings,
             registry=registry,
-            on_demand=OnDemand(registry, lookups, Residency(registry, workers, metrics.observe)),
+            on_demand=OnDemand(registry, lookups, Residency(registry, workers, observe)),
             recovery=Recovery(settings, registry, workers, saved),
             mms=client,
             engine=engine,
             lookups=lookups,
             metrics=metrics,
+            journal=journal,
         )
         try:
             yield gateway

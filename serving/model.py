@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ class Model:
     metadata: dict[str, Any] = field(default_factory=dict)  # what its worker told of it for /v2
     # What is being done to it: its load, or its worker's restart. Whoever unloads it cancels that.
     work: asyncio.Task[None] | None = None
+    changed: Callable[[Model], None] = lambda model: None  # is told, too
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -81,6 +82,7 @@ class Model:
             self.state = state
         event, self._changed = self._changed, asyncio.Event()
         event.set()
+        self.changed(self)
 
     async def change(self) -> None:
         await self._changed.wait()

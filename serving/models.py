@@ -44,7 +44,8 @@ async def _once(model: Model, step: Step) -> None:
 
 
 class Registry:
-    """Owns the life of every model. `save` is called with those that are ready when they change."""
+    """Owns the life of every model. `save` is called with those that are ready when they change,
+    `changed` with a model whose state has."""
 
     def __init__(
         self,
@@ -53,9 +54,10 @@ class Registry:
         cache: Cache,
         observe: Callable[[str, Model, float], None] = lambda event, model, seconds: None,
         save: Callable[[Iterable[Model]], None] = lambda models: None,
+        changed: Callable[[Model], None] = lambda model: None,
     ) -> None:
         self._settings, self._workers, self._cache = settings, workers, cache
-        self._observe, self._save = observe, save
+        self._observe, self._save, self._changed = observe, save, changed
         self._models: dict[str, Model] = {}
         # MMS may still know models of a gateway before this one.
         self._ids = (f"{secrets.token_hex(3)}-{number}" for number in itertools.count(1))
@@ -129,6 +131,8 @@ class Registry:
         settings = settings or ModelSettings()
         model = Model(name, url, next(self._ids), stored, options, settings, line=line)
         self._models[name] = model
+        model.changed = self._changed
+        model.set()
         model.work = asyncio.create_task(self._fetch_and_start(model, attempt))
         loaded: Model = await asyncio.shield(self.spawn(self._load(model, model.work)))
         return loaded
@@ -258,6 +262,7 @@ class Registry:
         """
         if self._models.setdefault(model.name, model) is not model:
             raise Conflict(f"Model {model.name} is already registered")
+        model.changed = self._changed
         try:
             model.fetched = await self._fetch(model.stored)
         except BaseException:

@@ -57,8 +57,13 @@ def document() -> dict[str, Any]:
                 "get": _operation("management", "Describe a model", [name], errors=(401, 404)),
                 "put": _operation(
                     "management",
-                    "Change how many requests are passed on to a model at once",
-                    [name, _query("min_worker", "integer"), _query("max_worker", "integer")],
+                    "Change how many requests are passed on to a model at once, or pin it",
+                    [
+                        name,
+                        _query("min_worker", "integer"),
+                        _query("max_worker", "integer"),
+                        _query("pinned", "boolean"),
+                    ],
                     errors=(400, 401, 404, 503),
                 ),
                 "delete": _operation(

@@ -23,6 +23,7 @@ from engine.json_body import read_json
 from serving.admission import Admission
 from serving.api.encoding import Decoder
 from serving.api.metrics import Metrics
+from serving.console.journal import Journal
 from serving.errors import (
     BadRequest,
     BodyTooLarge,
@@ -79,6 +80,7 @@ class Gateway:
     engine: AsyncEngineClient
     lookups: Lookups
     metrics: Metrics
+    journal: Journal
     admission: Admission = field(default_factory=Admission)
     single_model: str | None = None
     healthy: bool = False

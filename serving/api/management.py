@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 import time
 import unicodedata
@@ -154,12 +155,20 @@ class Management:
         return JSONResponse(found)
 
     async def scale(self, request: Request) -> Response:
-        """`PUT /models/{name}?min_worker=N&max_worker=M`: requests that are worked on at once."""
+        """`PUT /models/{name}?min_worker=N&max_worker=M`: requests that are worked on at once;
+        `?pinned=true`: whether it may be unloaded for others."""
         gateway = self._gateway
         check_token(request, gateway.settings.management_token)
         gateway.check_ready()
         model = gateway.registry.get(request.path_params["name"])
         query = request.query_params
+        if "pinned" in query:
+            pinned = _boolean(query, "pinned", False)
+            model.settings = dataclasses.replace(model.settings, pinned=pinned)
+            gateway.registry.save()
+            model.set()
+            if not {"min_worker", "max_worker"} & query.keys():
+                return JSONResponse({"status": f"Model pinned: {str(pinned).lower()}"})
         low = _integer(query, "min_worker", 1, MAX_WORKERS, 1)
         high = _integer(query, "max_worker", low, MAX_WORKERS, max(low, 1))
         await gateway.mms.scale(model.id, low, high, gateway.settings.load_timeout_s)

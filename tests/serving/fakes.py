@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import NeverFits, OutOfMemory
+from serving.console.journal import Journal
 from serving.errors import ModelNotInStore
 from serving.model import Model
 from serving.models import Registry
@@ -188,8 +189,10 @@ class Parts:
         self.saved = SavedModels(folder)
         workers: Any = self.workers
         cache: Any = self.cache
-        self.registry = Registry(self.settings, workers, cache, save=self.saved.write)
-        self.residency = Residency(self.registry, workers)
+        self.journal = Journal()
+        observe, changed = self.journal.observe, self.journal.changed
+        self.registry = Registry(self.settings, workers, cache, observe, self.saved.write, changed)
+        self.residency = Residency(self.registry, workers, observe)
         lookups: Any = FakeLookups(names)
         self.on_demand = OnDemand(self.registry, lookups, self.residency)
         self.recovery = Recovery(self.settings, self.registry, workers, self.saved)

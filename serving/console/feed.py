@@ -1,0 +1,203 @@
+"""What the console shows, as messages: all of it first, and then what has changed.
+
+    {"whole"?, "models": {name: row or null}, "engine", "store", "pace"?, "journal"}
+
+A change of a model's state is told when it happens. The engine counts without telling: while
+somebody watches, it is asked once a second, once for all who do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from engine.errors import EngineError
+from serving.api.common import Gateway
+from serving.errors import ServingError, Unavailable
+from serving.model import Model
+from serving.store import StoredModel
+
+SAMPLE_S = 1.0
+PACE_SAMPLES = 60  # a minute's
+STORE_S = 30.0  # how long a listing of the store is good
+SETTLE_S = 0.1  # what happens together is told together
+MAX_WATCHERS = 32
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The engine's counters; `models` by the engine's names, `rates` in tokens a second."""
+
+    at: float = -SAMPLE_S  # on the monotonic clock
+    totals: dict[str, Any] | None = None
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+
+    def followed_by(self, totals: dict[str, Any] | None, at: float) -> Sample:
+        models = {model["name"]: model for model in (totals or {"models": []})["models"]}
+        rates = {
+            name: max(model["tokens"] - self.models[name]["tokens"], 0) / (at - self.at)
+            for name, model in models.items()
+            if name in self.models
+        }
+        return Sample(at, totals, models, rates)
+
+
+class Feed:
+    """Shared by all who watch."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._sample = Sample()
+        self._sampling = asyncio.Lock()
+        self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_SAMPLES)
+        self._stored: list[StoredModel] = []
+        self._listed_at = -STORE_S
+        self._store_error, self._listed = "", gateway.settings.sagemaker_multi_model
+        self._listing: asyncio.Task[None] | None = None
+        self._watchers = 0
+
+    def check_room(self) -> None:
+        """Raises `Unavailable` if too many watch."""
+        if self._watchers >= MAX_WATCHERS:
+            raise Unavailable(f"{MAX_WATCHERS} pages watch already", retry_after_s=10)
+
+    async def watch(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Until the server stops."""
+        self._watchers += 1
+        try:
+            async for message in self._messages():
+                yield message
+        finally:
+            self._watchers -= 1
+
+    async def _messages(self) -> AsyncGenerator[dict[str, Any], None]:
+        gateway, journal = self._gateway, self._gateway.journal
+        sent: dict[str, Row] = {}
+        told = sampled = 0.0
+        while not gateway.draining:
+            news = journal.news
+            self._list_store()
+            await self._take_sample()
+            rows = self._rows()
+            entries = [asdict(entry) for entry in journal.entries if entry.number > told]
+            message: dict[str, Any] = {
+                "models": {name: row for name, row in rows.items() if sent.get(name) != row}
+                | {name: None for name in sent if name not in rows},
+                "engine": self._engine(),
+                "store": {"listed": self._listed, "error": self._store_error},
+                "journal": entries,
+            }
+            if not sampled:
+                message |= {"whole": True, "pace": list(self._pace)}
+            elif self._sample.at > sampled:
+                message["pace"] = list(self._pace)[-1:]
+            yield message
+            sent, sampled = rows, self._sample.at
+            told = max([told, *(entry["number"] for entry in entries)])
+            try:
+                wait_s = self._sample.at + SAMPLE_S - time.monotonic()
+                await asyncio.wait_for(news.wait(), max(wait_s, SETTLE_S))
+                await asyncio.sleep(SETTLE_S)
+            except asyncio.TimeoutError:
+                pass
+
+    # The engine
+
+    async def _take_sample(self) -> None:
+        async with self._sampling:
+            now = time.monotonic()
+            if now < self._sample.at + SAMPLE_S:
+                return
+            try:
+                totals = await self._gateway.engine.statistics(timeout_s=2)
+            except EngineError:
+                totals = None
+            before, now = self._sample, time.monotonic()
+            self._sample = before.followed_by(totals, now)
+            if now - before.at < 3 * SAMPLE_S:  # else nobody has watched for a while
+                self._pace.append((_epoch_ms(now), round(sum(self._sample.rates.values()), 1)))
+
+    def _engine(self) -> dict[str, Any]:
+        totals, models = self._sample.totals, self._sample.models.values()
+        lines = [model.line for model in self._gateway.registry.all()]
+        waiting = sum(len(line.waiting) for line in lines)
+        if totals is None:
+            return {"up": False, "waiting": waiting}
+        parts = {name: totals[name] for name in ("budget_bytes", "weight_bytes", "kv_bytes")}
+        return {
+            "up": True,
+            **parts,
+            "rows": sum(model["running"] for model in models),
+            "waiting": waiting + sum(model["waiting"] for model in models),
+        }
+
+    # Models
+
+    def _list_store(self) -> None:
+        """In the background: a store may be far away."""
+        gateway, busy = self._gateway, self._listing is not None and not self._listing.done()
+        if not busy and time.monotonic() >= self._listed_at + STORE_S:
+            self._listed_at = time.monotonic()
+            if not gateway.settings.sagemaker_multi_model:
+                self._listing = gateway.registry.spawn(self._list())
+
+    async def _list(self) -> None:
+        try:
+            self._stored, self._store_error = await self._gateway.lookups.models(), ""
+            self._listed = True
+        except ServingError as error:
+            self._store_error = error.message
+        self._gateway.journal.tell()
+
+    def _rows(self) -> dict[str, Row]:
+        """By name: what the store has, what is loaded or on its way, and what did not load."""
+        gateway, failed = self._gateway, self._gateway.journal.failed
+        rows: dict[str, Row] = {}
+        for stored in self._stored:
+            rows[stored.name] = self._row(stored.name, "stored", stored.size_bytes)
+        for name in failed:
+            rows.setdefault(name, self._row(name, "failed", None))
+            rows[name] |= {"state": "failed", "reason": failed[name]}
+        for model in gateway.registry.all():
+            rows[model.name] = self._loaded(model)
+        return rows
+
+    def _row(self, name: str, state: str, size_bytes: int | None) -> Row:
+        tally = self._gateway.metrics.tallies.get(name)
+        answered = (tally.good[0], tally.bad[0], tally.last_ms) if tally else (0, 0, 0)
+        requests, errors, last_ms = answered
+        row: Row = {"state": state, "size_bytes": size_bytes}
+        return {**row, "requests": requests, "errors": errors, "last_ms": last_ms}
+
+    def _loaded(self, model: Model) -> Row:
+        row = self._row(model.name, model.state.value, model.stored.size_bytes)
+        row |= {
+            "residency": model.residency,
+            "pinned": bool(model.settings.pinned),
+            "in_engine": model.in_engine,
+            "in_flight": model.in_flight,
+            "reason": model.restarts.reason if model.restoring else "",
+        }
+        counted = self._sample.models.get(model.engine_name)
+        if counted is not None:
+            first = counted["time_to_first_token_s"]
+            answers = first["buckets"][-1][1]
+            row |= {
+                "residency": counted["residency"],
+                "held_bytes": counted["held_bytes"],
+                "tokens_s": round(self._sample.rates.get(model.engine_name, 0.0), 1),
+                "first_token_s": round(first["sum"] / answers, 4) if answers else None,
+            }
+        return row
+
+
+def _epoch_ms(at: float) -> int:
+    """Of a time on the monotonic clock."""
+    return round((time.time() - time.monotonic() + at) * 1000)

@@ -1,0 +1,74 @@
+"""What has happened to models lately, and why some of them did not load."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from engine.errors import EngineError
+from serving.errors import LoadCancelled, ServingError
+from serving.model import Model, State
+
+KEPT = 50
+MAX_FAILED = 256
+EVENTS = ("loaded", "unloaded", "evicted")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """seconds: what it took; of an eviction, for how long the model had been idle"""
+
+    number: int
+    at_ms: int  # since the epoch
+    event: str  # one of EVENTS, or failed
+    model: str
+    seconds: float | None = None
+    reason: str = ""
+
+
+class Journal:
+    """Is told by the registry and by residency. Whoever shows it waits for `news`."""
+
+    def __init__(self) -> None:
+        self.entries: deque[Entry] = deque(maxlen=KEPT)
+        self.failed: dict[str, str] = {}  # reasons by name, until it is loaded again
+        self._numbers = itertools.count(1)
+        self._news = asyncio.Event()
+
+    @property
+    def news(self) -> asyncio.Event:
+        """Is set at the next change. To be taken before one looks."""
+        return self._news
+
+    def tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def observe(self, event: str, model: Model, seconds: float) -> None:
+        """A stage in a model's life, as `Registry` and `Residency` tell them."""
+        if event in EVENTS:
+            self._add(event, model.name, seconds)
+
+    def changed(self, model: Model) -> None:
+        """To be called whenever a model's state changes, and when it is gone."""
+        if model.error is None:
+            if model.state is State.FETCHING:
+                self.failed.pop(model.name, None)
+        elif not isinstance(model.error, LoadCancelled):
+            reason = "an error inside the server; the log has it"
+            if isinstance(model.error, ServingError | EngineError):
+                reason = model.error.message
+            self.failed[model.name] = reason
+            if len(self.failed) > MAX_FAILED:
+                del self.failed[next(iter(self.failed))]
+            self._add("failed", model.name, None, reason)
+        self.tell()
+
+    def _add(self, event: str, model: str, seconds: float | None, reason: str = "") -> None:
+        at_ms = round(time.time() * 1000)
+        entry = Entry(next(self._numbers), at_ms, event, model, seconds, reason)
+        self.entries.append(entry)
+        self.tell()

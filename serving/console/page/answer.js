@@ -1,0 +1,200 @@
+// One model's answer: its text while it is made, how fast, and what else each token might have been.
+
+import { events, request } from "./api.js";
+import { call, tokensOf } from "./calls.js";
+import { showCode } from "./dialogs.js";
+import { h, number, percent, seconds, write } from "./dom.js";
+import { snippets } from "./snippets.js";
+import { t } from "./texts.js";
+
+// Underlines: the best of these that a token's probability reaches.
+export const SHARES = [0.9, 0.5, 0.2, 0.05, 0];
+
+export class Answer {
+  /** `asked` as for `call`; `isLoaded` says whether the first token waits for a load. */
+  constructor(asked, isLoaded) {
+    this.asked = asked;
+    this.isLoaded = isLoaded;
+    this.ended = "";
+    this.count = 0;
+    this.sequences = [];
+    this.picked = null;
+    this.abort = new AbortController();
+    this.numbers = h("p", { className: "numbers" });
+    this.text = h("div", {
+      className: "text",
+      tabIndex: 0,
+      role: "group",
+      aria: { label: asked.model },
+      click: (event) => this.pick(event.target.closest(".token")),
+      keydown: (event) => this.move(event),
+    });
+    this.detail = h("p", { className: "detail", role: "status" });
+    this.stopper = h("button", { type: "button", click: () => this.stop() });
+    this.copier = h("button", { type: "button", click: () => showCode(asked.model, snippets(asked)) });
+    this.element = h(
+      "article",
+      { className: "answer", data: { model: asked.model, state: "waiting" } },
+      h("h3", {}, asked.model),
+      this.numbers,
+      this.text,
+      this.detail,
+      h("div", { className: "actions" }, this.stopper, this.copier),
+    );
+    this.describe();
+  }
+
+  /** Until the end of the answer, which may be an error: it is shown, not thrown. */
+  async run() {
+    this.started = performance.now();
+    try {
+      const { path, body } = call(this.asked);
+      const response = await request("call", path, {
+        method: "POST",
+        headers: { "Content-Type": "application/json" },
+        body: JSON.stringify(body),
+        signal: this.abort.signal,
+      });
+      await this.read(response);
+      this.end(this.ended || "broken");
+    } catch (error) {
+      if (error.name === "AbortError") this.end("stopped");
+      else this.fail(error instanceof TypeError ? t("broken") : error.message);
+    }
+  }
+
+  async read(response) {
+    if (!response.headers.get("content-type")?.startsWith("text/event-stream")) {
+      this.whole(await response.text());
+      return;
+    }
+    for await (const event of events(response))
+      for (const token of tokensOf(event)) this.take(token);
+  }
+
+  /** An answer that is no stream, of a model that is a script. */
+  whole(text) {
+    let shown = text;
+    try {
+      shown = JSON.parse(text).generated_text ?? text;
+    } catch {
+      // as it is
+    }
+    this.arrived();
+    this.sequence(0).append(shown);
+    this.ended = "finish_stop";
+  }
+
+  take({ index, text, step, prefill, end }) {
+    const sequence = this.sequence(index);
+    for (const token of prefill ?? []) sequence.append(piece(token.text, token, "token given"));
+    if (end) this.ended = `finish_${end}`;
+    if (text && (step || !end)) {
+      this.arrived();
+      sequence.append(piece(text, step, "token"));
+    }
+    this.describe();
+  }
+
+  arrived() {
+    this.count++;
+    this.last = performance.now();
+    this.first ??= this.last;
+    this.element.dataset.state = "running";
+  }
+
+  sequence(index) {
+    if (!this.sequences[index]) {
+      const made = h("p", { lang: "ko" });
+      const { parameters, prompt } = this.asked;
+      if (parameters.num_return_sequences > 1)
+        made.append(h("small", { lang: "" }, t("sequence", { number: index + 1 })), " ");
+      if (parameters.return_full_text && !this.asked.chat)
+        made.append(h("span", { className: "given" }, prompt));
+      this.sequences[index] = made;
+      this.text.append(made);
+    }
+    return this.sequences[index];
+  }
+
+  stop() {
+    this.abort.abort();
+  }
+
+  end(how) {
+    this.ended = how;
+    this.element.dataset.state = "done";
+    this.describe();
+  }
+
+  fail(message) {
+    this.element.dataset.state = "failed";
+    this.ended = "failed";
+    this.text.append(h("p", { className: "reason" }, message));
+    this.describe();
+  }
+
+  get isRunning() {
+    return ["waiting", "running"].includes(this.element.dataset.state);
+  }
+
+  get tokensPerSecond() {
+    return this.count > 1 ? ((this.count - 1) / (this.last - this.first)) * 1000 : null;
+  }
+
+  /** Writes what is in words and numbers, in the page's language. */
+  describe() {
+    const said = [];
+    if (this.first) {
+      const load = this.isLoaded ? "" : ` (${t("with_load")})`;
+      said.push(`${t("first_token")} ${seconds((this.first - this.started) / 1000)}${load}`);
+      if (this.tokensPerSecond) said.push(`${number(this.tokensPerSecond)} ${t("tokens_s")}`);
+      said.push(`${this.count} ${t("tokens")}`);
+    } else if (!this.ended) {
+      said.push(t(this.isLoaded ? "waiting" : "loading_first"));
+    }
+    if (this.ended) said.push(t(this.ended));
+    write(this.numbers, said.join(" · "));
+    write(this.stopper, t("stop"));
+    write(this.copier, t("copy_as"));
+    this.stopper.disabled = !this.isRunning;
+  }
+
+  // Tokens
+
+  move(event) {
+    const steps = { ArrowRight: 1, ArrowLeft: -1 };
+    if (!(event.key in steps)) return;
+    const all = [...this.text.querySelectorAll(".token")];
+    const at = all.indexOf(this.picked) + steps[event.key];
+    event.preventDefault();
+    this.pick(all[Math.max(0, Math.min(at, all.length - 1))]);
+  }
+
+  pick(token) {
+    if (!token?.step) return;
+    this.picked?.classList.remove("picked");
+    this.picked = token;
+    token.classList.add("picked");
+    const shown = ({ text, logprob }) =>
+      t("alternative", { text: JSON.stringify(text), share: percent(Math.exp(logprob)) });
+    const own = { text: token.textContent, logprob: token.step.logprob };
+    write(this.detail, [own, ...(token.step.top ?? [])].map(shown).join(" · "));
+  }
+}
+
+/** A token's text; its underline says how likely it was. */
+function piece(text, step, className) {
+  const made = h("span", { className }, text);
+  if (step?.logprob != null) {
+    made.step = step;
+    made.dataset.share = SHARES.findIndex((share) => Math.exp(step.logprob) >= share);
+  }
+  return made;
+}
+
+/** What the underlines mean. */
+export function showLegend(element) {
+  const shown = (share, i) => h("span", { className: "token", data: { share: i } }, share ? `≥ ${share * 100} %` : "< 5 %");
+  element.replaceChildren(t("legend"), ...SHARES.flatMap((share, i) => [" ", shown(share, i)]), " · ", t("pick"));
+}

@@ -1,0 +1,47 @@
+// What the server is asked, and its streams in one form.
+
+import { Refused } from "./api.js";
+
+/** Path and body for `{model, prompt, parameters, chat, stream}`: `/predictions`, whose empty
+ *  parameters are the model's own, or a chat by the model's own template. */
+export function call({ model, prompt, parameters, chat, stream }) {
+  if (chat) {
+    const messages = [{ role: "user", content: prompt }];
+    const body = { model, messages, ...openaiParameters(parameters, true), stream };
+    return { path: "/v1/chat/completions", body };
+  }
+  const path = `/predictions/${model.split("/").map(encodeURIComponent).join("/")}`;
+  return { path, body: { inputs: prompt, parameters, ...(stream && { stream }) } };
+}
+
+/** Parameters of `/predictions` by OpenAI's names. Greedy is the default there and not here. */
+export function openaiParameters(parameters, chat) {
+  const {
+    max_new_tokens, num_return_sequences, do_sample, logprobs, return_full_text,
+    decoder_input_details, ...same
+  } = parameters;
+  const found = { max_tokens: max_new_tokens ?? 64, ...same };
+  const draws = ["temperature", "top_k", "top_p", "seed"].some((name) => name in same);
+  if (!(do_sample ?? draws)) found.temperature = 0;
+  if (num_return_sequences > 1) found.n = num_return_sequences;
+  if (logprobs != null && chat) Object.assign(found, { logprobs: true, top_logprobs: logprobs });
+  else if (logprobs != null) found.logprobs = logprobs;
+  if (return_full_text && !chat) found.echo = true;
+  return found;
+}
+
+/** The tokens of an event of either API's stream: `{index, text, step?, prefill?, end?}`. `step`
+ *  and each of `prefill` have `logprob` and `top`. */
+export function* tokensOf(event) {
+  if (event.error) throw new Refused(event.error.code, event.error.message);
+  if (!event.choices) {
+    if (event.token === undefined) yield { ...event, text: "", end: event.finish_reason };
+    else yield { ...event, step: event.logprobs };
+    return;
+  }
+  for (const { index, delta, logprobs, finish_reason: end } of event.choices) {
+    const said = logprobs?.content?.[0];
+    const top = said?.top_logprobs.map(({ token, logprob }) => ({ text: token, logprob }));
+    yield { index, text: delta.content ?? "", step: said && { logprob: said.logprob, top }, end };
+  }
+}

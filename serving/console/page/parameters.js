@@ -1,0 +1,73 @@
+// The generation parameters: their fields, and what of them a request holds.
+
+import { $, h } from "./dom.js";
+import { inLanguage, t } from "./texts.js";
+
+// name, what an empty field stands for unless the model says otherwise, limits of a number
+const NUMBERS = [
+  ["max_new_tokens", 64, { min: 1, step: 1 }],
+  ["temperature", 1, { min: 0.01, max: 100, step: "any" }],
+  ["top_k", 0, { min: 0, step: 1 }],
+  ["top_p", 1, { min: 0.01, max: 1, step: "any" }],
+  ["seed", "", { min: 0, step: 1 }],
+  ["repetition_penalty", 1, { min: 0.01, max: 100, step: "any" }],
+  ["frequency_penalty", 0, { min: -2, max: 2, step: "any" }],
+  ["presence_penalty", 0, { min: -2, max: 2, step: "any" }],
+  ["num_return_sequences", 1, { min: 1, max: 16, step: 1 }],
+  ["logprobs", "", { min: 0, max: 20, step: 1, value: 3 }],
+];
+const FLAGS = ["return_full_text", "decoder_input_details"];
+
+const fields = {};
+
+export function showParameters() {
+  const add = (name, field, label = name) => {
+    fields[name] = field;
+    field.id = name;
+    return h("div", {}, h("label", { htmlFor: name }, h("code", {}, label)), field);
+  };
+  const option = (value, text) => h("option", { value }, text);
+  $("#parameters .grid").append(
+    ...NUMBERS.map(([name, usual, limits]) =>
+      add(name, h("input", { type: "number", placeholder: usual, inputMode: "decimal", ...limits })),
+    ),
+    add("do_sample", h("select", {}, option("", ""), option("true", "true"), option("false", "false"))),
+    add("stop", h("textarea", { rows: 2, placeholder: "\\n" }), "stop"),
+    add("logit_bias", h("input", { placeholder: '{"389": -100}', spellcheck: false })),
+    ...FLAGS.map((name) => add(name, h("input", { type: "checkbox" }))),
+  );
+  inLanguage(() => {
+    for (const [name] of NUMBERS) fields[name].title = t("unset");
+  });
+}
+
+/** What is wrong with a field, in words for its user. */
+export class Wrong extends Error {}
+
+/** The parameters that are set, by the names of `/predictions`. Throws `Wrong`. */
+export function readParameters() {
+  const found = {};
+  for (const [name] of NUMBERS) {
+    const field = fields[name];
+    if (field.validity.badInput) throw wrong(name, "not_number");
+    if (field.value !== "") found[name] = field.valueAsNumber;
+  }
+  if (fields.do_sample.value) found.do_sample = fields.do_sample.value === "true";
+  const stops = fields.stop.value.split("\n").filter(Boolean);
+  if (stops.length) found.stop = stops.map((stop) => stop.replaceAll("\\n", "\n"));
+  if (fields.logit_bias.value.trim()) found.logit_bias = object("logit_bias");
+  for (const name of FLAGS) if (fields[name].checked) found[name] = true;
+  return found;
+}
+
+function object(name) {
+  try {
+    const value = JSON.parse(fields[name].value);
+    if (value && typeof value === "object" && !Array.isArray(value)) return value;
+  } catch {
+    // said below
+  }
+  throw wrong(name, "not_json");
+}
+
+const wrong = (field, why) => new Wrong(t("not_sent", { field, why: t(why) }));

@@ -1,0 +1,105 @@
+"""The console's routes, on the port for requests: its own origin answers all that the page asks.
+
+GET /                  the page, for who accepts text/html by name; all others get what they got
+GET /console/{file}    its parts
+GET /console/events    what it shows, as server-sent events (`serving.console.feed`)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from handlers.payload import to_json
+from serving.api.common import Gateway, check_token
+from serving.api.stream import EVENTS
+from serving.console.feed import Feed
+
+PAGE = Path(__file__).with_name("page")
+INDEX = "index.html"
+TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+# Scripts and styles are files of this origin, and no text becomes markup.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+    " require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "vary": "accept",
+    "x-content-type-options": "nosniff",
+}
+
+
+@dataclass(frozen=True)
+class _File:
+    content: bytes
+    kind: str
+    tag: str
+
+    @classmethod
+    def read(cls, path: Path) -> _File:
+        content = path.read_bytes()
+        return cls(content, TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+
+
+class Console:
+    def __init__(self, gateway: Gateway) -> None:
+        self._settings = gateway.settings
+        self._feed = Feed(gateway)
+        self._files = {path.name: _File.read(path) for path in PAGE.iterdir()}
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", self.page, methods=["GET"]),
+            Route("/console/events", self.events, methods=["GET"]),
+            Route("/console/{file}", self.file, methods=["GET"]),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        kinds = request.headers.get("accept", "").lower().split(",")
+        if "text/html" not in (kind.split(";")[0].strip() for kind in kinds):
+            raise HTTPException(405)
+        return self._send(request, INDEX)
+
+    async def file(self, request: Request) -> Response:
+        return self._send(request, request.path_params["file"])
+
+    def _send(self, request: Request, name: str) -> Response:
+        file = self._files.get(name)
+        if file is None:
+            raise HTTPException(404)
+        headers = {**HEADERS, "etag": file.tag}
+        if file.tag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(file.content, headers=headers, media_type=file.kind)
+
+    async def events(self, request: Request) -> Response:
+        """Who may call models may look at them, and so may who manages them."""
+        check_token(request, self._settings.management_token, self._settings.inference_token)
+        self._feed.check_room()
+        return StreamingResponse(
+            self._encoded(), media_type=EVENTS, headers={"cache-control": "no-store"}
+        )
+
+    async def _encoded(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._feed.watch()) as messages:
+            async for message in messages:
+                yield b"data: " + to_json(message) + b"\n\n"

@@ -1,0 +1,120 @@
+"""What the console is made of, and what it is told of models; tests/e2e/test_console.py has it in a
+browser."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ArtifactError
+from serving.console.journal import KEPT
+from serving.console.routes import INDEX, PAGE, TYPES
+from tests.serving.fakes import Parts
+from tests.serving.virtual_time import run
+
+MOST_BYTES = 60_000
+
+
+def told(parts: Parts) -> list[tuple[str, str]]:
+    return [(entry.event, entry.model) for entry in parts.journal.entries]
+
+
+def test_the_journal_has_what_happened_to_models_and_why_one_failed(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, budget=200, names=("봄", "여름", "가을"))
+        parts.workers.errors["봄"] = [ArtifactError("가중치가 없습니다")]
+        with pytest.raises(ArtifactError):
+            await parts.load("봄")
+        assert told(parts) == [("failed", "봄")]
+        assert parts.journal.failed == {"봄": "가중치가 없습니다"}
+        for name in ("봄", "여름", "가을"):
+            async with parts.on_demand.use(name):
+                pass
+            await asyncio.sleep(1)
+        assert parts.journal.failed == {}  # it was loaded since
+        events = told(parts)[1:]
+        assert events[:2] == [("loaded", "봄"), ("loaded", "여름")]
+        assert events[2:] == [("evicted", "봄"), ("unloaded", "봄"), ("loaded", "가을")]
+        evicted = next(e for e in parts.journal.entries if e.event == "evicted")
+        assert evicted.seconds is not None
+        assert evicted.seconds >= 1  # how long it had been idle
+
+    run(test)
+
+
+def test_each_change_of_a_state_is_news(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        seen: list[str] = []
+
+        async def look() -> None:
+            while True:
+                news = parts.journal.news
+                seen.append(" ".join(m.state.value for m in parts.registry.all()))
+                await news.wait()
+
+        looking = asyncio.create_task(look())
+        await asyncio.sleep(1)
+        await parts.load("a")
+        await parts.registry.unload("a")
+        await asyncio.sleep(1)
+        looking.cancel()
+        order = [state for i, state in enumerate(seen) if i == 0 or seen[i - 1] != state]
+        assert order == ["", "fetching", "loading", "ready", "draining", ""]
+
+    run(test)
+
+
+def test_a_load_that_was_called_off_has_not_failed(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        parts.workers.hung.add("a")
+        load = asyncio.create_task(parts.load("a"))
+        await asyncio.sleep(5)
+        await parts.registry.unload("a")
+        await asyncio.gather(load, return_exceptions=True)
+        assert parts.journal.failed == {}
+        assert told(parts) == []
+
+    run(test)
+
+
+def test_the_journal_forgets_what_is_old(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        for _ in range(KEPT):
+            await parts.load("a")
+            await parts.registry.unload("a")
+        assert len(parts.journal.entries) == KEPT
+
+    run(test)
+
+
+def test_the_page_is_small_and_whole_and_asks_no_other_host() -> None:
+    files = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()}
+    assert sum(len(text.encode()) for text in files.values()) <= MOST_BYTES
+    assert {Path(name).suffix for name in files} <= set(TYPES)
+    linked = set(re.findall(r'"/console/([^"]+)"', files[INDEX]))
+    imported = {name for text in files.values() for name in re.findall(r'from "\./([^"]+)"', text)}
+    assert linked == set(files) - {INDEX}
+    assert imported == {name for name in files if name.endswith(".js")} - {"app.js"}
+    for name, text in files.items():
+        hosts = set(re.findall(r"https?://[^\s\"'`]+", text))
+        assert hosts <= {"http://www.w3.org/2000/svg"}, name  # a namespace, which nobody fetches
+        assert not re.search(r"\bstyle=|\bon\w+=|innerHTML|\beval\b", text), name
+
+
+def test_every_text_is_there_in_both_languages() -> None:
+    text = (PAGE / "texts.js").read_text(encoding="utf-8")
+    tables = re.findall(r"const (ENGLISH|KOREAN) = \{(.*?)\n\};", text, re.DOTALL)
+    english, korean = (
+        {key: set(re.findall(r"\{(\w+)\}", said)) for key, said in found}
+        for found in (re.findall(r'^  (\w+): "(.*)",$', table, re.MULTILINE) for _, table in tables)
+    )
+    assert english == korean  # the same keys, with the same values in them
+    used = "".join(p.read_text(encoding="utf-8") for p in PAGE.iterdir() if p.name != "texts.js")
+    named = set(re.findall(r'\bt\("(\w+)"', used)) | set(re.findall(r'data-text="(\w+)"', used))
+    assert named <= set(english)
