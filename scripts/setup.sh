@@ -164,7 +164,8 @@ venv_version() {
 requirements_of() { # GROUP
   case $1 in
     run) echo requirements-build.txt requirements.txt ;;
-    test) echo requirements-test.txt ;;
+    test) echo requirements-grpc.txt requirements-test.txt ;;
+    grpc) echo requirements-grpc.txt ;;
     java) echo requirements-java.txt ;;
     oracle) echo requirements-oracle.txt ;;
     load) echo requirements-load.txt ;;
@@ -177,7 +178,7 @@ is_base() { case $1 in run | oracle | load) ;; *) return 1 ;; esac; }
 # A stamp is written after its installation, so an interrupted one has none.
 stamp_of() { # DIR GROUP
   case $2 in
-    test | java) echo "$1/.setup-stamp-$2" ;;
+    test | java | grpc) echo "$1/.setup-stamp-$2" ;;
     *) echo "$1/.setup-stamp" ;;
   esac
 }

@@ -69,7 +69,7 @@ def serve(settings: Settings) -> int:
     close_to_others()
     check_device(settings.device, settings.backend)
     check_java()
-    for port in settings.ports:
+    for port in (*settings.ports, *filter(None, [settings.grpc_port])):
         ports.check(settings.host, port)
     if len(settings.ports) == 1:
         logger.warning("port %d serves both requests and management", settings.port)

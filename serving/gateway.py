@@ -48,6 +48,7 @@ from serving.errors import (
     MethodNotAllowed,
     ResourceNotFound,
     ServingError,
+    StartError,
 )
 from serving.http_protocol import MAX_HEADER_BYTES, HTTPProtocol
 from serving.mms_client import MMSClient
@@ -284,8 +285,9 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
     listeners = [listen(settings.host, port) for port in settings.ports]
     HTTPProtocol.max_connections = min(settings.max_connections, _open_files() // 2)
     async with _gateway(settings, run_dir, secret) as gateway:
+        app = App(gateway)
         config = uvicorn.Config(
-            App(gateway),
+            app,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -294,13 +296,26 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
             timeout_graceful_shutdown=GRACEFUL_S,
             server_header=False,
         )
-        async with anyio.create_task_group() as background:
+        async with _grpc_port(gateway, app), anyio.create_task_group() as background:
             background.start_soon(watch_health, gateway)
             background.start_soon(gateway.recovery.watch)
             background.start_soon(gateway.on_demand.residency.watch)
             background.start_soon(start, gateway)
             await _Server(config, gateway).serve(sockets=listeners)
             background.cancel_scope.cancel()
+
+
+def _grpc_port(gateway: Gateway, app: ASGIApp) -> contextlib.AbstractAsyncContextManager[None]:
+    """Its library is an extra, and takes memory."""
+    if not gateway.settings.grpc_port:
+        return contextlib.nullcontext()
+    try:
+        from serving.api.grpc.port import grpc_port
+    except ModuleNotFoundError as error:
+        raise StartError(
+            f"GRPC_PORT needs {error.name}: pip install -r requirements-grpc.txt"
+        ) from None
+    return grpc_port(gateway, app, GRACEFUL_S)
 
 
 def _open_files() -> int:

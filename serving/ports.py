@@ -21,7 +21,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise StartError(
             f"cannot listen on {host} port {port}: {error.strerror}; choose another with"
-            " --port (SAGEMAKER_BIND_TO_PORT), --management-port (MANAGEMENT_PORT) or --host"
+            " --port (SAGEMAKER_BIND_TO_PORT), --management-port (MANAGEMENT_PORT), GRPC_PORT"
+            " or --host"
         ) from None
     return listener
 

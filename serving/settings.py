@@ -41,6 +41,11 @@ class Settings:
         "the port for loading and unloading models; may be the one for requests",
         "--management-port",
     )
+    grpc_port: int = _setting(
+        "GRPC_PORT",
+        0,
+        "the port for gRPC (docs/open-inference-protocol.md); 0: none",
+    )
     model_store: str = _setting(
         "MODEL_STORE",
         str(REPOSITORY / "model_store"),
@@ -153,6 +158,10 @@ class Settings:
                 raise SettingError(
                     f"{_variable(name)} is {getattr(self, name)}, must be from 1 to {MAX_PORT}"
                 )
+        if self.grpc_port > MAX_PORT or self.grpc_port in self.ports:
+            raise SettingError(
+                f"GRPC_PORT is {self.grpc_port}, must be a port of its own, or 0 for none"
+            )
         for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise SettingError(f"{_variable(name)} must be at least 1")

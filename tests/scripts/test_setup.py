@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-LISTS = ["build", "java", "load", "oracle", "test"]
+LISTS = ["build", "grpc", "java", "load", "oracle", "test"]
 TOOLS = "bash cat cp cut dirname env flock grep ls mkdir rm sed sha256sum sleep touch"
 
 # Answers as the interpreter $VERSION at $WHERE whose ensurepip and Python.h are there or not
@@ -246,7 +246,7 @@ def test_the_first_setup_installs_and_the_second_does_nothing(ready: Machine) ->
     assert ready.installed() == ["requirements-build.txt", "requirements.txt"]
     assert ready.run("setup run") == (0, "", "")
     assert ready.run("setup test")[0] == 0
-    assert ready.installed()[2:] == ["requirements-test.txt"]
+    assert ready.installed()[2:] == ["requirements-grpc.txt", "requirements-test.txt"]
     assert ready.run("setup run; setup test") == (0, "", "")
 
 
@@ -359,7 +359,7 @@ def test_every_requirement_is_exact(name: str) -> None:
 
 
 def test_what_the_requirements_require_is_pinned_too() -> None:
-    names = [f"requirements{part}.txt" for part in ("-build", "", "-test")]
+    names = [f"requirements{part}.txt" for part in ("-build", "", "-grpc", "-test")]
     pins = [pin for name in names for pin in requirements(name)]
     here = {canonicalize_name(pin.name) for pin in pins if not pin.marker or pin.marker.evaluate()}
     for name in sorted(here):

@@ -20,6 +20,8 @@ def test_options_win_over_the_environment() -> None:
         ({"SAGEMAKER_BIND_TO_PORT": "많이"}, "SAGEMAKER_BIND_TO_PORT"),
         ({"SAGEMAKER_BIND_TO_PORT": "0"}, "SAGEMAKER_BIND_TO_PORT"),
         ({"MANAGEMENT_PORT": "65536"}, "MANAGEMENT_PORT"),
+        ({"GRPC_PORT": "65536"}, "GRPC_PORT"),
+        ({"GRPC_PORT": "8080"}, "a port of its own"),
         ({"SCRIPT_WORKERS": "0"}, "SCRIPT_WORKERS"),
         ({"MAX_WAITING": "0"}, "MAX_WAITING"),
         ({"REQUEST_TIMEOUT_S": "1.5"}, "REQUEST_TIMEOUT_S"),

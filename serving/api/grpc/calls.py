@@ -1,0 +1,154 @@
+"""Asks the gateway's HTTP routes from within the process, and says their errors in gRPC's words.
+
+https://github.com/grpc/grpc/blob/master/doc/statuscodes.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import grpc
+from starlette.types import ASGIApp
+
+from engine.errors import cut
+
+logger = logging.getLogger(__name__)
+
+CODES = {
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    409: grpc.StatusCode.ABORTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    499: grpc.StatusCode.CANCELLED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    507: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+# A status is sent as a header: a byte beyond ASCII takes three characters, and clients take 8 KiB.
+MAX_MESSAGE = 600
+FORWARDED = ("authorization", "x-request-id")  # of a call's metadata
+REQUEST_ID = "x-request-id"
+# gRPC's own name for Retry-After: https://github.com/grpc/proposal/blob/master/A6-client-retries.md
+PUSHBACK = "grpc-retry-pushback-ms"
+
+Answering = Callable[[Any, Any], Awaitable[Any]]  # a request, or requests, and the call's context
+Piece = Callable[[bytes], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to a route."""
+
+    path: str
+    method: str = "GET"
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Reply:
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+    @property
+    def message(self) -> str:
+        """What an error says: `{"error": message}`, or `{"message": ...}` beside other fields."""
+        try:
+            said = json.loads(self.body)
+            return str(said.get("error") or said["message"])
+        except (ValueError, KeyError, AttributeError):
+            return self.body.decode("utf-8", "replace")
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        other = grpc.StatusCode.INVALID_ARGUMENT if self.status < 500 else grpc.StatusCode.INTERNAL
+        return CODES.get(self.status, other)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The gateway's, as `asgi` answers them on `port`."""
+
+    asgi: ASGIApp
+    port: int
+
+    async def ask(
+        self, call: Call, metadata: Iterable[tuple[str, Any]], piece: Piece | None = None
+    ) -> Reply:
+        """The whole answer; with `piece` a good one's body goes there as it comes. Whoever cancels
+        this goes away as an HTTP client does, and frees what the request holds."""
+        reply, taken = Reply(), False
+
+        async def receive() -> dict[str, Any]:
+            nonlocal taken
+            if taken:
+                await asyncio.get_running_loop().create_future()  # there is no more
+            taken = True
+            return {"type": "http.request", "body": call.body, "more_body": False}
+
+        async def send(event: Any) -> None:
+            if event["type"] == "http.response.start":
+                reply.status = event["status"]
+                reply.headers = {k.decode(): v.decode("latin-1") for k, v in event["headers"]}
+            elif piece is None or reply.status != 200:
+                reply.body += event.get("body", b"")
+            elif event.get("body"):
+                await piece(event["body"])
+
+        await self.asgi(self._scope(call, metadata), receive, send)
+        return reply
+
+    def _scope(self, call: Call, metadata: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        headers = {k: v for k, v in metadata if k in FORWARDED and isinstance(v, str)}
+        headers |= call.headers
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "2",
+            "method": call.method,
+            "scheme": "http",
+            "path": call.path,
+            "raw_path": quote(call.path).encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers.items()],
+            "client": None,
+            "server": ("", self.port),
+        }
+
+
+async def abort(context: Any, reply: Reply) -> None:
+    """Ends a call with the error of a route. Raises."""
+    await context.abort(reply.code, cut(reply.message, MAX_MESSAGE), trailing(reply))
+
+
+def guarded(answer: Answering) -> Answering:
+    """What is not meant for people goes to the log only."""
+
+    async def guarded_answer(request: Any, context: Any) -> Any:
+        try:
+            return await answer(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            logger.error("a gRPC call failed", exc_info=error)
+            await context.abort(grpc.StatusCode.INTERNAL, "an error inside the server; see its log")
+
+    return guarded_answer
+
+
+def trailing(reply: Reply) -> tuple[tuple[str, str], ...]:
+    """The metadata behind an answer: its id in the log, and when to come back."""
+    found = {REQUEST_ID: reply.headers.get(REQUEST_ID)}
+    if "retry-after" in reply.headers:
+        found[PUSHBACK] = str(int(reply.headers["retry-after"]) * 1000)
+    return tuple((key, value) for key, value in found.items() if value is not None)

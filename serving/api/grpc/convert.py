@@ -1,0 +1,134 @@
+"""Requests for tensors as the HTTP route takes them, and its answers as messages.
+
+Raw tensors are binary ones there, and `contents` are `data`. Answers are asked for as bytes, as
+Triton gives them; what a model sends as `data` all the same comes back as `contents`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from serving.api.grpc.messages import message
+from serving.errors import BadRequest, WorkerFailed
+
+HEADER_LENGTH = "inference-header-content-length"
+# A parameter of Triton's client, which asks for what is done here anyway.
+EMPTY_END = "triton_enable_empty_final_response"
+CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+ModelInferResponse = message("inference.ModelInferResponse")
+
+
+def parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters as JSON has them."""
+    chosen = {name: value.WhichOneof("parameter_choice") for name, value in given.items()}
+    return {name: getattr(given[name], kind) if kind else None for name, kind in chosen.items()}
+
+
+def set_parameter(into: Mapping[str, Any], name: str, value: Any) -> None:
+    """What is no single value, gRPC has no parameter for; it is left out."""
+    kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+    if type(value) in kinds:
+        setattr(into[name], kinds[type(value)], value)
+
+
+def to_http(request: Any) -> tuple[bytes, dict[str, str]]:
+    """The body of a `ModelInferRequest`, and its headers. Raises `BadRequest`."""
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise BadRequest(f"raw_input_contents has {len(raw)} tensors, inputs {len(request.inputs)}")
+    inputs: list[dict[str, Any]] = []
+    for i, tensor in enumerate(request.inputs):
+        described = {"name": tensor.name, "shape": list(tensor.shape), "datatype": tensor.datatype}
+        options = parameters(tensor.parameters)
+        if raw:
+            options["binary_data_size"] = len(raw[i])
+        else:
+            described["data"] = _data(tensor)
+        inputs.append({**described, "parameters": options})
+    asked = parameters(request.parameters)
+    asked.pop(EMPTY_END, None)
+    body: dict[str, Any] = {"inputs": inputs, "parameters": {**asked, "binary_data_output": True}}
+    if request.id:
+        body["id"] = request.id
+    if request.outputs:
+        body["outputs"] = [
+            {"name": output.name, "parameters": parameters(output.parameters)}
+            for output in request.outputs
+        ]
+    header = orjson.dumps(body)
+    headers = {HEADER_LENGTH: str(len(header))} if raw else {}
+    return b"".join([header, *raw]), headers
+
+
+def _data(tensor: Any) -> list[Any]:
+    """The values of `contents`."""
+    field = CONTENTS.get(tensor.datatype)
+    if field is None:
+        raise BadRequest(f"{tensor.name}: {tensor.datatype or 'a tensor'} is sent raw only")
+    values = list(getattr(tensor.contents, field))
+    return values if tensor.datatype != "BYTES" else [_text(tensor.name, v) for v in values]
+
+
+def _text(name: str, value: bytes) -> str:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"{name} does not hold texts in UTF-8: {error}") from None
+
+
+def one_text(request: Any) -> str:
+    """The text that a model of texts is asked to continue. Raises `BadRequest`."""
+    if len(request.inputs) == 1 and request.inputs[0].name == "text":
+        (tensor,), raw = request.inputs, request.raw_input_contents
+        if tensor.datatype == "BYTES" and list(tensor.shape) in ([1], [1, 1]):
+            values = list(tensor.contents.bytes_contents)
+            if len(raw) == 1 and int.from_bytes(raw[0][:4], "little") == len(raw[0]) - 4:
+                values = [raw[0][4:]]
+            if len(values) == 1:
+                return _text("text", values[0])
+    raise BadRequest("inputs must be one text: name text, datatype BYTES, shape [1]")
+
+
+def from_http(body: bytes, header_length: str | None) -> Any:
+    """A `ModelInferResponse`. Raises `WorkerFailed` for what is no answer of the protocol."""
+    at = len(body) if header_length is None else int(header_length)
+    response = ModelInferResponse()
+    try:
+        told = json.loads(body[:at])  # which knows NaN
+        response.model_name, response.model_version = told["model_name"], told["model_version"]
+        response.id = told.get("id", "")
+        for name, value in told.get("parameters", {}).items():
+            set_parameter(response.parameters, name, value)
+        for tensor in told["outputs"]:
+            kept = {name: tensor[name] for name in ("name", "datatype", "shape")}
+            output = response.outputs.add(**kept)
+            size = tensor.get("parameters", {}).get("binary_data_size")
+            if size is None:
+                values = tensor["data"]
+                if output.datatype == "BYTES":
+                    values = [value.encode() for value in values]
+                getattr(output.contents, CONTENTS[output.datatype]).extend(values)
+            else:
+                response.raw_output_contents.append(body[at : at + size])
+                at += size
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise WorkerFailed("the model's answer is none of the Open Inference Protocol") from None
+    return response

@@ -1,0 +1,59 @@
+"""`grpc.health.v1.Health`: whether requests are taken, as `/v2/health/ready` has it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from serving.api.common import Gateway
+from serving.api.grpc.inference import SERVICE
+from serving.api.grpc.messages import message
+from serving.errors import ServingError
+
+HEALTH = "grpc.health.v1.Health"
+LOOK_AGAIN_S = 1.0
+SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
+
+Request = message("grpc.health.v1.HealthCheckRequest")
+Response = message("grpc.health.v1.HealthCheckResponse")
+
+
+class Health:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def handlers(self) -> Any:
+        codec = {
+            "request_deserializer": Request.FromString,
+            "response_serializer": Response.SerializeToString,
+        }
+        check = grpc.unary_unary_rpc_method_handler(self._check, **codec)
+        watch = grpc.unary_stream_rpc_method_handler(self._watch, **codec)
+        return grpc.method_handlers_generic_handler(HEALTH, {"Check": check, "Watch": watch})
+
+    def _status(self, service: str) -> int:
+        if service not in ("", SERVICE, HEALTH):
+            return SERVICE_UNKNOWN
+        try:
+            self._gateway.check_health()
+        except ServingError:
+            return NOT_SERVING
+        return SERVING
+
+    async def _check(self, request: Any, context: Any) -> Any:
+        status = self._status(request.service)
+        if status == SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no {request.service:.100}")
+        return Response(status=status)
+
+    async def _watch(self, request: Any, context: Any) -> None:
+        """The status, and again whenever it has changed, until the client goes."""
+        told = None
+        while True:
+            status = self._status(request.service)
+            if status != told:
+                await context.write(Response(status=status))
+                told = status
+            await asyncio.sleep(LOOK_AGAIN_S)

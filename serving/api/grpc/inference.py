@@ -1,0 +1,124 @@
+"""`inference.GRPCInferenceService`, each method over its HTTP route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+import orjson
+from google.protobuf.json_format import ParseDict
+
+from serving.api.grpc.calls import Answering, Call, Reply, Routes, abort, guarded, trailing
+from serving.api.grpc.convert import HEADER_LENGTH, from_http, parameters, to_http
+from serving.api.grpc.messages import message, methods
+from serving.errors import ServingError
+
+SERVICE = "inference.GRPCInferenceService"
+TEXT_PLATFORM = "kogpt2"
+
+
+def model_path(name: str, version: str, action: str = "") -> str:
+    """`action` begins with a slash."""
+    return f"/v2/models/{name}{f'/versions/{version}' if version else ''}{action}"
+
+
+def _repository(request: Any, action: str) -> Call:
+    body = orjson.dumps({"parameters": parameters(request.parameters)}, default=repr)
+    return Call(f"/v2/repository/models/{request.model_name}/{action}", "POST", body)
+
+
+# What the methods without tensors ask; the answers' fields are those of JSON, but for SHAPED.
+CALLS: dict[str, Callable[[Any], Call]] = {
+    "ServerLive": lambda r: Call("/v2/health/live"),
+    "ServerReady": lambda r: Call("/v2/health/ready"),
+    "ServerMetadata": lambda r: Call("/v2"),
+    "ModelReady": lambda r: Call(model_path(r.name, r.version, "/ready")),
+    "ModelMetadata": lambda r: Call(model_path(r.name, r.version)),
+    "ModelConfig": lambda r: Call(model_path(r.name, r.version, "/config")),
+    "ModelStatistics": lambda r: Call(
+        model_path(r.name, r.version, "/stats") if r.name else "/v2/models/stats"
+    ),
+    "RepositoryIndex": lambda r: Call(
+        "/v2/repository/index", "POST", orjson.dumps({"ready": r.ready})
+    ),
+    "RepositoryModelLoad": lambda r: _repository(r, "load"),
+    "RepositoryModelUnload": lambda r: _repository(r, "unload"),
+}
+# Where HTTP says that something is not ready by a status, the answer is no.
+NOT_READY = {"ServerReady": (503,), "ModelReady": (404, 503)}
+
+
+def _config(told: dict[str, Any]) -> dict[str, Any]:
+    """A model of texts streams them."""
+    policy = {"decoupled": told["platform"] == TEXT_PLATFORM}
+    return {"config": {**told, "model_transaction_policy": policy}}
+
+
+SHAPED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "ModelConfig": _config,
+    "RepositoryIndex": lambda told: {"models": told},
+}
+
+
+def handlers(routes: Routes, stream: Answering) -> Any:
+    """The service for a server; `stream` answers ModelStreamInfer."""
+    found = {}
+    for name, method in methods(SERVICE).items():
+        codec = {
+            "request_deserializer": message(method.input_type.full_name).FromString,
+            "response_serializer": message(method.output_type.full_name).SerializeToString,
+        }
+        if method.server_streaming:
+            found[name] = grpc.stream_stream_rpc_method_handler(guarded(stream), **codec)
+        else:
+            answer = _infer(routes) if name == "ModelInfer" else _told(routes, name)
+            found[name] = grpc.unary_unary_rpc_method_handler(guarded(answer), **codec)
+    return grpc.method_handlers_generic_handler(SERVICE, found)
+
+
+def _told(routes: Routes, name: str) -> Answering:
+    answer_type = message(methods(SERVICE)[name].output_type.full_name)
+
+    async def answer(request: Any, context: Any) -> Any:
+        reply = await routes.ask(CALLS[name](request), context.invocation_metadata())
+        context.set_trailing_metadata(trailing(reply))
+        if reply.status in NOT_READY.get(name, ()):
+            return answer_type()
+        if reply.status >= 400:
+            await abort(context, reply)
+        told = orjson.loads(reply.body or b"{}")
+        shaped = SHAPED[name](told) if name in SHAPED else told
+        return ParseDict(shaped, answer_type(), ignore_unknown_fields=True)
+
+    return answer
+
+
+def _infer(routes: Routes) -> Answering:
+    async def answer(request: Any, context: Any) -> Any:
+        reply, response = await infer(routes, request, context.invocation_metadata())
+        context.set_trailing_metadata(trailing(reply))
+        if response is None:
+            await abort(context, reply)
+        return response
+
+    return answer
+
+
+async def infer(routes: Routes, request: Any, metadata: Any) -> tuple[Reply, Any]:
+    """The route's reply and what it answers, None where that is an error."""
+    reply = Reply()
+    try:
+        body, headers = to_http(request)
+        call = Call(model_path(request.model_name, request.model_version, "/infer"), "POST", body)
+        call.headers.update(headers)
+        reply = await routes.ask(call, metadata)
+        if reply.status >= 400:
+            return reply, None
+        return reply, from_http(reply.body, reply.headers.get(HEADER_LENGTH))
+    except ServingError as error:
+        return error_reply(error, reply.headers), None
+
+
+def error_reply(error: ServingError, headers: Mapping[str, str] | None = None) -> Reply:
+    return Reply(error.status, dict(headers or {}), orjson.dumps(error.to_body()))

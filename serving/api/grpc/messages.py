@@ -1,0 +1,34 @@
+"""The protocols' messages and services, from `inference.proto` and `health.proto` as compiled.
+
+They have a pool of their own: a program may have another's `inference.ModelInferRequest`, too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+COMPILED = Path(__file__).with_name("protocols.binpb")
+
+
+def _pool() -> Any:
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(COMPILED.read_bytes()).file:
+        pool.Add(file)
+    return pool
+
+
+POOL = _pool()
+
+
+def message(name: str) -> Any:
+    """The class of a message, by its full name."""
+    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(name))
+
+
+def methods(service: str) -> dict[str, Any]:
+    """A service's methods by name, each with `input_type`, `output_type` and who streams."""
+    found: dict[str, Any] = POOL.FindServiceByName(service).methods_by_name
+    return found

@@ -1,0 +1,47 @@
+"""The gRPC server, in the gateway's own loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+from starlette.types import ASGIApp
+
+from serving.api.common import Gateway
+from serving.api.grpc.calls import Routes
+from serving.api.grpc.health import Health
+from serving.api.grpc.inference import handlers
+from serving.api.grpc.stream import Streams
+from serving.errors import StartError
+
+HEADROOM_BYTES = 64 << 10  # for what stands around a body's tensors
+
+
+@contextlib.asynccontextmanager
+async def grpc_port(gateway: Gateway, asgi: ASGIApp, grace_s: float) -> AsyncIterator[None]:
+    """Listens; whatever is still being answered at the end has `grace_s`. Raises `StartError`."""
+    settings = gateway.settings
+    server = grpc.aio.server(
+        maximum_concurrent_rpcs=settings.max_connections,
+        options=[
+            ("grpc.max_receive_message_length", settings.max_request_bytes + HEADROOM_BYTES),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),
+        ],
+    )
+    routes = Routes(asgi, settings.port)
+    services = (handlers(routes, Streams(gateway, routes).answer), Health(gateway).handlers())
+    server.add_generic_rpc_handlers(services)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    try:
+        server.add_insecure_port(f"{host}:{settings.grpc_port}")
+    except RuntimeError as error:
+        raise StartError(
+            f"cannot listen on {host} port {settings.grpc_port} (GRPC_PORT): {error}"
+        ) from None
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(grace_s)

@@ -1,0 +1,162 @@
+"""ModelStreamInfer: models of texts answer a response a token, others one response a request.
+
+A token's response has the outputs of ModelInfer: the texts in a row are the whole text, the
+`tokens` add up, and `finish_reason` is empty until the last one, which has `triton_final_response`
+true. Requests of one call for texts are worked on at once, each under its `id`; an error is a
+response, and the call goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+import orjson
+
+from serving.api.common import Gateway
+from serving.api.grpc.calls import Call, Reply, Routes
+from serving.api.grpc.convert import EMPTY_END, ModelInferResponse, one_text, parameters
+from serving.api.grpc.inference import error_reply, infer, model_path
+from serving.api.grpc.messages import message
+from serving.errors import BadRequest, ServingError
+from serving.model import State
+from serving.names import normal_name
+
+ModelStreamInferResponse = message("inference.ModelStreamInferResponse")
+
+FINAL = "triton_final_response"
+AT_ONCE = 64  # requests of one call; the next one is read when one of them is done
+HEADERS = {"content-type": "application/json", "accept": "application/x-ndjson"}
+DATATYPES = {"generated_text": "BYTES", "tokens": "INT64", "finish_reason": "BYTES"}
+
+
+class Streams:
+    def __init__(self, gateway: Gateway, routes: Routes) -> None:
+        self._gateway, self._routes = gateway, routes
+
+    async def answer(self, requests: Any, context: Any) -> None:
+        places, writing = anyio.Semaphore(AT_ONCE), asyncio.Lock()
+        metadata = context.invocation_metadata()
+
+        async def write(response: Any) -> None:
+            async with writing:
+                await context.write(response)
+
+        async def stream(request: Any) -> None:
+            try:
+                await self._text(request, metadata, write)
+            except ServingError as error:
+                await write(_error(request, error_reply(error)))
+            finally:
+                places.release()
+
+        async with anyio.create_task_group() as tasks:
+            async for request in requests:
+                refused = await self._load(request, metadata)
+                if refused is not None:
+                    await write(_error(request, refused))
+                elif self._is_text(request):
+                    await places.acquire()
+                    tasks.start_soon(stream, request)
+                else:
+                    await write(await self._whole(request, metadata))
+
+    async def _load(self, request: Any, metadata: Any) -> Reply | None:
+        """What kind a model is, is known once it is loaded. None if all is well."""
+        model = self._gateway.registry.find(normal_name(request.model_name))
+        if model is not None and model.state is State.READY and not request.model_version:
+            return None
+        call = Call(model_path(request.model_name, request.model_version))
+        reply = await self._routes.ask(call, metadata)
+        return reply if reply.status >= 400 else None
+
+    def _is_text(self, request: Any) -> bool:
+        model = self._gateway.registry.find(normal_name(request.model_name))
+        whole = "stream" in request.parameters and not request.parameters["stream"].bool_param
+        return model is not None and model.in_engine and not whole
+
+    async def _whole(self, request: Any, metadata: Any) -> Any:
+        request.parameters.pop("stream", None)
+        reply, response = await infer(self._routes, request, metadata)
+        if response is None:
+            return _error(request, reply)
+        response.parameters[FINAL].bool_param = True
+        return ModelStreamInferResponse(infer_response=response)
+
+    async def _text(self, request: Any, metadata: Any, write: Any) -> None:
+        tokens = Tokens(request)
+        body = {"inputs": tokens.text, "parameters": tokens.parameters, "stream": True}
+        path = f"/predictions/{request.model_name}"
+        call = Call(path, "POST", orjson.dumps(body), dict(HEADERS))
+
+        async def piece(lines: bytes) -> None:
+            await write(tokens.response([orjson.loads(line) for line in lines.splitlines()]))
+
+        reply = await self._routes.ask(call, metadata, piece)
+        if reply.status >= 400:
+            await write(_error(request, reply))
+
+
+class Tokens:
+    """One request for a text, and its responses."""
+
+    def __init__(self, request: Any) -> None:
+        """Raises `BadRequest`."""
+        self.text = one_text(request)
+        self._request = request
+        asked = parameters(request.parameters)
+        self.parameters = {k: v for k, v in asked.items() if k not in (EMPTY_END, "stream")}
+        self._outputs = [output.name for output in request.outputs] or list(DATATYPES)
+        for name in self._outputs:
+            if name not in DATATYPES:
+                known = ", ".join(DATATYPES)
+                raise BadRequest(f"output {name:.100} is not known; known are {known}")
+        self._full = self.text if self.parameters.get("return_full_text") is True else ""
+        self._begun: set[int] = set()
+        self._unfinished = self.parameters.get("num_return_sequences", 1)
+
+    def response(self, lines: list[Mapping[str, Any]]) -> Any:
+        """Of a token, and of its sequence's end where that is it."""
+        item, ends = lines[0], lines[1:]
+        if "error" in item:
+            return _error(self._request, Reply(body=orjson.dumps(item["error"])))
+        self._unfinished -= len(ends)
+        before = "" if item["index"] in self._begun else self._full
+        self._begun.add(item["index"])
+        values = {
+            "generated_text": _packed(before + item["text"]),
+            "tokens": struct.pack("<q", 1),
+            "finish_reason": _packed(ends[0]["finish_reason"] if ends else ""),
+        }
+        response = _head(self._request)
+        for name in self._outputs:
+            response.outputs.add(name=name, datatype=DATATYPES[name], shape=[1])
+            response.raw_output_contents.append(values[name])
+        response.parameters[FINAL].bool_param = not self._unfinished
+        if item["index"] or self._unfinished > 1:
+            response.parameters["index"].int64_param = item["index"]
+        return ModelStreamInferResponse(infer_response=response)
+
+
+def _head(request: Any) -> Any:
+    return ModelInferResponse(
+        model_name=normal_name(request.model_name),
+        model_version=request.model_version or "1",
+        id=request.id,
+    )
+
+
+def _error(request: Any, reply: Reply) -> Any:
+    """Whose it is, is told, as nothing else tells it in a call of several requests."""
+    head = _head(request)
+    head.parameters[FINAL].bool_param = True
+    return ModelStreamInferResponse(error_message=reply.message, infer_response=head)
+
+
+def _packed(text: str) -> bytes:
+    """The one element of a BYTES tensor."""
+    value = text.encode("utf-8", "replace")
+    return struct.pack("<I", len(value)) + value

@@ -1,0 +1,407 @@
+"""gRPC clients against the gateway, over workers and an engine that a test has in its hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from engine.errors import EngineError, Overloaded
+from serving.api.grpc.health import HEALTH, NOT_SERVING, SERVICE_UNKNOWN, SERVING
+from serving.api.grpc.inference import SERVICE
+from serving.api.grpc.messages import message, methods
+from serving.api.grpc.port import grpc_port
+from serving.api.grpc.stream import AT_ONCE
+from serving.errors import StartError
+from serving.mms_client import Answer
+from tests.e2e.server import free_port
+from tests.serving.api.gateways import World, answered, model
+
+PROMPT = "나 보기가"
+PIECES = ["가실 ", "때", "에는"]
+WIDE_S = 30
+
+ModelInferRequest = message("inference.ModelInferRequest")
+
+
+class Engine:
+    """Streams PIECES, each sequence its own; with `error` that comes in the place of the last, and
+    without `go` nothing follows the first."""
+
+    def __init__(self, error: EngineError | None = None) -> None:
+        self.error = error
+        self.go, self.left = asyncio.Event(), asyncio.Event()
+        self.go.set()
+        self.asked: list[dict[str, Any]] = []
+        self.running = self.most = 0
+
+    async def stream(
+        self, name: str, inputs: Any, parameters: Any, *_: Any
+    ) -> AsyncIterator[dict[str, Any]]:
+        self.asked.append({"inputs": inputs, "parameters": parameters})
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            for i, text in enumerate(PIECES):
+                if self.error and i == len(PIECES) - 1:
+                    raise self.error
+                for index in range(parameters.get("num_return_sequences", 1)):
+                    item = {"index": index, "token": i, "text": f"{inputs[:1]}{text}"}
+                    yield item | ({"finish_reason": "stop"} if i == len(PIECES) - 1 else {})
+                await self.go.wait()
+        finally:
+            self.running -= 1
+            self.left.set()
+
+
+class Client:
+    """Calls by name, with our own messages."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+
+    def __call__(
+        self, name: str, request: Any = None, service: str = SERVICE, **options: Any
+    ) -> Any:
+        method = methods(service)[name]
+        asked, answers = (message(t.full_name) for t in (method.input_type, method.output_type))
+        sides = [
+            "stream" if s else "unary" for s in (method.client_streaming, method.server_streaming)
+        ]
+        call = getattr(self._channel, "_".join(sides))(
+            f"/{service}/{name}",
+            request_serializer=asked.SerializeToString,
+            response_deserializer=answers.FromString,
+        )
+        if not method.client_streaming:
+            request = asked(**(request or {}))
+        return call(request, timeout=WIDE_S, **options)
+
+
+def run(
+    test: Callable[[Client, World], Awaitable[None]],
+    engine: Callable[[], Engine] = Engine,
+    in_engine: bool = True,
+    **settings: Any,
+) -> None:
+    async def with_client() -> None:
+        port = free_port()
+        world = World(model(capacity=8), host="127.0.0.1", grpc_port=port, **settings)
+        world.model.in_engine = in_engine
+        world.gateway.engine = engine()  # type: ignore[assignment]
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        async with grpc_port(world.gateway, world.app, 1), channel:
+            await test(Client(channel), world)
+
+    asyncio.run(with_client())
+
+
+def asked(text: str = PROMPT, id: str = "", name: str = "봄", **parameters: Any) -> Any:
+    tensor = {"name": "text", "datatype": "BYTES", "shape": [1]}
+    tensor["contents"] = {"bytes_contents": [text.encode()]}
+    request = ModelInferRequest(model_name=name, id=id, inputs=[tensor])
+    for key, value in parameters.items():
+        kind = {bool: "bool_param", int: "int64_param", str: "string_param"}[type(value)]
+        setattr(request.parameters[key], kind, value)
+    return request
+
+
+async def responses(client: Client, *requests: Any) -> list[Any]:
+    return [response async for response in client("ModelStreamInfer", iter(requests))]
+
+
+def values(response: Any) -> dict[str, Any]:
+    """Outputs by name."""
+    inner = response.infer_response
+    found = {}
+    for output, raw in zip(inner.outputs, inner.raw_output_contents, strict=True):
+        is_text = output.datatype == "BYTES"
+        found[output.name] = raw[4:].decode() if is_text else int.from_bytes(raw, "little")
+    return found
+
+
+def final(response: Any) -> bool:
+    return bool(response.infer_response.parameters["triton_final_response"].bool_param)
+
+
+# Streams
+
+
+def test_each_token_is_a_response_and_the_last_one_says_so() -> None:
+    async def test(client: Client, world: World) -> None:
+        made = await responses(client, asked(id="요청 1", max_new_tokens=9, stream=True))
+        assert [values(r) for r in made] == [
+            {"generated_text": "나가실 ", "tokens": 1, "finish_reason": ""},
+            {"generated_text": "나때", "tokens": 1, "finish_reason": ""},
+            {"generated_text": "나에는", "tokens": 1, "finish_reason": "stop"},
+        ]
+        assert [final(r) for r in made] == [False, False, True]
+        assert {(r.infer_response.id, r.infer_response.model_name) for r in made} == {
+            ("요청 1", "봄")
+        }
+        engine: Any = world.gateway.engine
+        assert engine.asked == [{"inputs": PROMPT, "parameters": {"max_new_tokens": 9}}]
+
+    run(test)
+
+
+def test_several_sequences_have_their_index_and_one_end() -> None:
+    async def test(client: Client, world: World) -> None:
+        made = await responses(
+            client, asked(num_return_sequences=2, do_sample=True, return_full_text=True)
+        )
+        texts = {0: "", 1: ""}
+        for response in made:
+            index = response.infer_response.parameters["index"].int64_param
+            texts[index] += values(response)["generated_text"]
+        assert set(texts.values()) == {f"{PROMPT}나가실 나때나에는"}
+        assert [final(r) for r in made] == [False] * 5 + [True]
+
+    run(test)
+
+
+def test_only_the_outputs_that_are_asked_for_come() -> None:
+    async def test(client: Client, world: World) -> None:
+        request = asked()
+        request.outputs.add(name="generated_text")
+        made = await responses(client, request)
+        assert [list(values(r)) for r in made] == [["generated_text"]] * 3
+        request.outputs[0].name = "로짓"
+        (refused,) = await responses(client, request)
+        assert "로짓 is not known; known are generated_text" in refused.error_message
+
+    run(test)
+
+
+def test_requests_of_one_call_are_worked_on_at_once_and_not_mixed_up() -> None:
+    count = 3 * AT_ONCE
+
+    async def test(client: Client, world: World) -> None:
+        engine: Any = world.gateway.engine
+        world.model.line.capacity = count
+        engine.go.clear()
+
+        async def requests() -> AsyncIterator[Any]:
+            for i in range(count):
+                yield asked(text=f"{chr(0xAC00 + i)}", id=str(i))
+
+        texts: dict[str, str] = {}
+        async for response in client("ModelStreamInfer", requests()):
+            inner = response.infer_response
+            texts[inner.id] = texts.get(inner.id, "") + values(response)["generated_text"]
+            if len(texts) == AT_ONCE:
+                engine.go.set()
+        assert engine.most == AT_ONCE
+        assert texts == {
+            str(i): "".join(chr(0xAC00 + i) + piece for piece in PIECES) for i in range(count)
+        }
+
+    run(test)
+
+
+def test_a_stream_that_breaks_off_says_why_and_the_call_goes_on() -> None:
+    async def test(client: Client, world: World) -> None:
+        made = await responses(client, asked(id="1"))
+        assert [r.error_message for r in made] == ["", "", "가득 찼다"]
+        assert (made[-1].infer_response.id, final(made[-1])) == ("1", True)
+        bad = ModelInferRequest(model_name="봄", id="2")
+        world.gateway.engine = Engine()  # type: ignore[assignment]
+        made = await responses(
+            client, bad, asked(id="3", top_p=2), asked(id="4", name="없음"), asked()
+        )
+        said = {r.infer_response.id: r.error_message for r in made if r.error_message}
+        assert "must be one text" in said["2"]
+        assert said["4"] == "Model not found: 없음"
+        assert "".join(values(r)["generated_text"] for r in made if not r.error_message)
+
+    run(test, lambda: Engine(Overloaded("가득 찼다")), sagemaker_multi_model=True)
+
+
+def test_a_cancelled_call_leaves_the_engine() -> None:
+    async def test(client: Client, world: World) -> None:
+        engine: Any = world.gateway.engine
+        engine.go.clear()
+        call = client("ModelStreamInfer", iter([asked(), asked("산에는")]))
+        await call.read()
+        await call.read()
+        assert engine.running == 2
+        call.cancel()
+        async with asyncio.timeout(WIDE_S):
+            while engine.running:
+                engine.left.clear()
+                await engine.left.wait()
+        async with asyncio.timeout(WIDE_S):
+            while world.gateway.requests or world.model.in_flight:
+                await asyncio.sleep(0)
+        assert world.model.line.running == 0
+
+    run(test)
+
+
+def test_a_model_that_streams_nothing_answers_in_order() -> None:
+    async def test(client: Client, world: World) -> None:
+        waiting = asyncio.Event()
+
+        async def answer(number: int) -> Answer:
+            if number == 0:
+                waiting.set()
+                await asyncio.sleep(0)
+            outputs = [{"name": "y", "datatype": "INT64", "shape": [1], "data": [number]}]
+            told = {"model_name": "봄", "model_version": "1", "outputs": outputs}
+            return answered(body=json.dumps(told).encode())
+
+        world.mms.answer = answer
+        made = await responses(client, asked(), asked(), asked())
+        assert [list(r.infer_response.outputs[0].contents.int64_contents) for r in made] == [
+            [0],
+            [1],
+            [2],
+        ]
+        assert all(final(r) for r in made)
+
+    run(test, in_engine=False)
+
+
+# Single calls
+
+
+async def refused(call: Any) -> tuple[Any, str, dict[str, str]]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    trailing = dict(caught.value.trailing_metadata())
+    assert trailing["x-request-id"]
+    return caught.value.code(), caught.value.details() or "", trailing
+
+
+INFER = {"model_name": "봄"}
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (400, grpc.StatusCode.INVALID_ARGUMENT),
+        (413, grpc.StatusCode.INVALID_ARGUMENT),
+        (409, grpc.StatusCode.ABORTED),
+        (429, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (500, grpc.StatusCode.INTERNAL),
+        (504, grpc.StatusCode.DEADLINE_EXCEEDED),
+        (507, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ],
+)
+def test_an_error_has_its_code_and_its_words(status: int, code: Any) -> None:
+    async def test(client: Client, world: World) -> None:
+        async def answer(number: int) -> Answer:
+            return answered(status, json.dumps({"message": "가" * 2000}).encode())
+
+        world.mms.answer = answer
+        found, said, _ = await refused(client("ModelInfer", INFER))
+        assert found == code
+        assert said.startswith("가가가")
+        assert said.endswith("가가가")
+
+    run(test, in_engine=False)
+
+
+def test_who_comes_too_early_is_told_when_to_come_back() -> None:
+    async def test(client: Client, world: World) -> None:
+        world.gateway.draining = True
+        code, said, trailing = await refused(client("ModelInfer", INFER))
+        assert (code, said) == (grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+        assert trailing["grpc-retry-pushback-ms"] == "5000"
+        assert not (await client("ServerReady")).ready
+        assert (await client("ServerLive")).live
+
+    run(test)
+
+
+def test_a_script_that_answers_something_else_is_at_fault() -> None:
+    async def test(client: Client, world: World) -> None:
+        code, said, _ = await refused(client("ModelInfer", INFER))
+        assert code == grpc.StatusCode.INTERNAL
+        assert "none of the Open Inference Protocol" in said
+
+    run(test, in_engine=False)
+
+
+def test_a_token_is_asked_for_and_ids_are_kept() -> None:
+    async def test(client: Client, world: World) -> None:
+        code, said, _ = await refused(client("ModelReady", {"name": "봄"}))
+        assert code == grpc.StatusCode.UNAUTHENTICATED
+        assert "Authorization: Bearer" in said
+        right = (("authorization", "Bearer infer-me"), ("x-request-id", "mine-1"))
+        call = client("ModelReady", {"name": "봄"}, metadata=right)
+        assert (await call).ready
+        assert dict(await call.trailing_metadata()) == {"x-request-id": "mine-1"}
+        (error,) = await responses(client, asked())
+        assert "Authorization: Bearer" in error.error_message
+        code, _, _ = await refused(client("RepositoryModelLoad", INFER, metadata=right))
+        assert code == grpc.StatusCode.UNAUTHENTICATED
+
+    run(test, inference_token="infer-me", management_token="manage-me")  # noqa: S106
+
+
+def test_a_client_that_gives_up_calls_its_request_off() -> None:
+    async def test(client: Client, world: World) -> None:
+        asked_for = asyncio.Event()
+        engine: Any = world.engine
+        world.gateway.engine = engine
+
+        async def answer(number: int) -> Answer:
+            asked_for.set()
+            await engine.over.wait()
+            return answered(499)
+
+        world.mms.answer = answer
+        call = client("ModelInfer", INFER)
+        async with asyncio.timeout(WIDE_S):
+            await asked_for.wait()
+            call.cancel()
+            await engine.over.wait()
+
+    run(test, in_engine=False)
+
+
+# The port
+
+
+def test_health_is_told_and_told_again_when_it_changes() -> None:
+    async def test(client: Client, world: World) -> None:
+        for service in ("", SERVICE):
+            status = (await client("Check", {"service": service}, HEALTH)).status
+            assert status == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client("Check", {"service": "다른"}, HEALTH)
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+        unknown = client("Watch", {"service": "다른"}, HEALTH)
+        assert (await unknown.read()).status == SERVICE_UNKNOWN
+        watch = client("Watch", {}, HEALTH)
+        assert (await watch.read()).status == SERVING
+        world.gateway.healthy = False
+        assert (await watch.read()).status == NOT_SERVING
+        assert (await client("Check", {}, HEALTH)).status == NOT_SERVING
+        world.gateway.healthy = True
+        assert (await watch.read()).status == SERVING
+
+    run(test)
+
+
+def test_a_port_that_is_taken_is_an_error_of_the_start() -> None:
+    async def test(client: Client, world: World) -> None:
+        with pytest.raises(StartError, match="GRPC_PORT"):
+            async with grpc_port(world.gateway, world.app, 1):
+                pass
+
+    run(test)
+
+
+def test_a_message_that_is_too_large_is_not_taken() -> None:
+    async def test(client: Client, world: World) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client("ModelInfer", {**INFER, "raw_input_contents": [bytes(1 << 20)]})
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(test, max_request_bytes=1000)
