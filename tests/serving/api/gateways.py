@@ -14,6 +14,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from serving.api.common import Gateway
 from serving.api.metrics import Metrics
+from serving.console.journal import Journal
 from serving.errors import ModelNotFound
 from serving.gateway import App
 from serving.mms_client import TIMEOUT_HEADER, WORKER_HEADER, Answer
@@ -141,6 +142,7 @@ class World:
             settings=Settings(**settings),
             lookups=Lookups(None, StoreSettings("/nowhere", Path("/nowhere"), 1, 1, (), ())),
             metrics=Metrics(),
+            journal=Journal(),
             healthy=True,
             adopted=True,
             started=True,
