@@ -1,7 +1,1 @@
-"""What makes tokens: models, batching, sampling and memory, behind `engine.engine.Engine`."""
-
-import os
-
-# From 1.29 on onnxruntime's wheels report to Microsoft what they run, unless this is set before
-# they are imported.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+"""What makes tokens: models, batching, sampling and memory, behind `engine.registry.Engine`."""

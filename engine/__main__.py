@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from common.errors import EngineError
+from common.logs import log_as_json
 from engine.backends import import_backend
-from engine.errors import EngineError
-from engine.logs import log_as_json
-from engine.server import serve
+from engine.http.server import serve
 from engine.settings import Settings
 
 # The thread that computes holds the interpreter's lock; the one that answers waits so long for it.

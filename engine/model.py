@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.backends import BackendModel, row_bytes
-from engine.config import GPT2Config
-from engine.manifest import Run
+from engine.artifacts.config import GPT2Config
+from engine.backends import row_bytes
+from engine.backends.interface import BackendModel
+from engine.prepared.manifest import Run
 from engine.scheduler import Batch
 from engine.statistics import Statistics
-from engine.texts import Texts
+from engine.text.process import Texts
 
 
 class Place(enum.Enum):

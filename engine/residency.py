@@ -22,13 +22,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from engine.container import container_memory
-from engine.errors import EngineError
-from engine.memory import Budget
+from common.errors import EngineError
+from common.eviction import Held, Victims
+from common.memory import container_memory
+from engine.backends.page_cache import let_go, read_in
+from engine.budget import Budget
 from engine.model import Model, Place
-from engine.page_cache import let_go, read_in
-from engine.reading import Reading
-from engine.victims import Held, Victims
+from engine.sandbox.reading import Reading
 
 PATIENCE_S = 0.25
 # A model stays hot for so many times as long as it took to make it hot, if it is in use.

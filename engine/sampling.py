@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.parameters import Parameters
+from common.parameters import Parameters
 
 Logits = NDArray[np.float32]
 Weights = NDArray[np.float64]

@@ -6,9 +6,9 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from engine.backends import BackendModel
-from engine.errors import DeadlineExceeded, OutOfMemory
-from engine.memory import Budget
+from common.errors import DeadlineExceeded, OutOfMemory
+from engine.backends.interface import BackendModel
+from engine.budget import Budget
 from engine.sequence import Sequence, State
 
 # Tokens of a prompt that are computed at once. The edges lie at its multiples, so a text does not

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from engine.errors import EngineError
-from engine.parameters import Parameters
+from common.errors import EngineError
+from common.parameters import Parameters
 from engine.sampling import Logits, Sampler, TokenLogprobs, logprobs_of
 
 logger = logging.getLogger(__name__)

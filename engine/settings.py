@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from engine import gpu
-from engine.backends import BACKENDS, DEVICES, precisions
-from engine.errors import InvalidRequest
-from engine.memory import MIB, default_budget_bytes
+from common.errors import InvalidRequest
+from common.memory import MIB
+from engine.backends import BACKENDS, DEVICES, nvidia, precisions
+from engine.budget import default_budget_bytes
 
 
 def _setting(variable: str, default: Any, help_text: str) -> Any:
@@ -84,7 +84,7 @@ class Settings:
         """Raises `InvalidRequest` where it is the GPU's and there is none."""
         if self.memory_mib:
             return self.memory_mib * MIB
-        return gpu.default_budget_bytes() if self.device == "gpu" else default_budget_bytes()
+        return nvidia.default_budget_bytes() if self.device == "gpu" else default_budget_bytes()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:

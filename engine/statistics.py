@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.histogram import Histogram
+from common.histogram import Histogram
 
 
 @dataclass

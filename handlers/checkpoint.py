@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ArtifactError
-from engine.model_files import SYMBOL
-from engine.mxnet_compat import mx
+from common.errors import ArtifactError
+from common.model_files import SYMBOL
+from common.mxnet_compat import mx
 from handlers.tensor_files import SHAPES
 
 # Operators that run Python of whoever trained the model, or that take addresses in memory.

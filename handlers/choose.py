@@ -6,7 +6,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.errors import ArtifactError
+from common.errors import ArtifactError
 from handlers import tensor_files
 from handlers.scripts.find import find_script
 
@@ -25,7 +25,7 @@ class Handler(Protocol):
     IN_ENGINE: bool
 
     def model_fn(self, model_dir: str, name: str | None = None) -> Any:
-        """Loads the model in `model_dir`. Raises `engine.errors.EngineError` with the reason."""
+        """Loads the model in `model_dir`. Raises `common.errors.EngineError` with the reason."""
 
     def transform_fn(
         self,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.errors import InvalidRequest
-from engine.mxnet_compat import mx
+from common.errors import InvalidRequest
+from common.mxnet_compat import mx
 from handlers.scripts import formats
 from handlers.symbol_module import computing, output_fn
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from sagemaker_inference.default_handler_service import DefaultHandlerService
 
-from engine.errors import EngineError
+from common.errors import EngineError
 from handlers.payload import JSON, to_json
 from handlers.settings import Settings
 from handlers.slot import Slot

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.logs import log_as_json
-from engine.oom import SERVER, expendable
+from common.logs import log_as_json
+from common.oom import SERVER, expendable
 from handlers.connection import Connection, LoadedModel
 from handlers.deferred import deferred
 from handlers.worker import CONNECTIONS_AT_ONCE, LEFT_ALONE_S, NEVER_CONNECTED_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from engine.client import EngineClient, ModelHandle
+from engine.http.client import EngineClient, ModelHandle
 from handlers import text_v2
 from handlers.names import client_name
 from handlers.payload import JSON, answer_type, format_answer, parse
@@ -30,7 +30,7 @@ def model_fn(model_dir: str, name: str | None = None, **options: Any) -> ModelHa
 
     `options` are the engine's: `backend`, `precision`, `max_rows`.
 
-    Raises `engine.errors.EngineError`: `ArtifactError`, `OutOfMemory`, `EngineUnavailable`.
+    Raises `common.errors.EngineError`: `ArtifactError`, `OutOfMemory`, `EngineUnavailable`.
     """
     return ModelHandle(_client(), name or model_dir, model_dir, **options)
 
@@ -49,7 +49,7 @@ def transform_fn(
 ) -> tuple[bytes, str]:
     """Continues the prompt in `body`; see `handlers.payload` for the formats.
 
-    Returns the answer's bytes and content type. Raises `engine.errors.EngineError`.
+    Returns the answer's bytes and content type. Raises `common.errors.EngineError`.
     """
     timeout_s = timeout_s or _settings().request_timeout_s
     asked = text_v2.parse(body, content_type)

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.cpus import cpu_count
-from engine.errors import ArtifactError, DeadlineExceeded, EngineError, InvalidRequest
-from engine.memory import return_freed_memory
+from common.cpus import cpu_count
+from common.errors import ArtifactError, DeadlineExceeded, EngineError, InvalidRequest
+from common.memory import return_freed_memory
 from handlers.names import client_name
 from handlers.room import check_room
 from handlers.tensor_files import find_graph
@@ -58,7 +58,7 @@ class OnnxModel:
     """A session, which several threads may run at the same time."""
 
     def __init__(self, path: Path, name: str, version: str) -> None:
-        from engine.backends import onnx_session
+        from common import onnx_session
 
         self._runtime = onnx_session
         try:

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import EngineError, InvalidRequest
-from engine.json_body import read_json, read_text
-from engine.parameters import Parameters
+from common.errors import EngineError, InvalidRequest
+from common.json_body import read_json, read_text
+from common.parameters import Parameters
 
 JSON = "application/json"
 TEXT = "text/plain"
@@ -138,7 +138,7 @@ def accepted(accept: str | None, offered: Sequence[str]) -> str:
 def format_answer(
     request: GenerateRequest, answer: Mapping[str, Any], kind: str
 ) -> tuple[bytes, str]:
-    """The body and its content type for `engine.client.ModelHandle.generate`'s answer."""
+    """The body and its content type for `engine.http.client.ModelHandle.generate`'s answer."""
     completions = answer["completions"]
     full = request.form is Form.GUIDE or bool(request.parameters.get("return_full_text"))
     prompt = request.inputs if full and isinstance(request.inputs, str) else ""

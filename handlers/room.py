@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.container import container_memory
-from engine.errors import NeverFits, OutOfMemory
-from engine.memory import MIB, memory_limit_bytes
+from common.errors import NeverFits, OutOfMemory
+from common.memory import MIB, container_memory, memory_limit_bytes
 
 MEMINFO = Path("/proc/meminfo")
 # What the others shall keep: the gateway's buffers, the JVM's heap as it fills.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from engine.errors import InvalidRequest
+from common.errors import InvalidRequest
 
 
 def _setting(variable: str, default: Any, help_text: str) -> Any:

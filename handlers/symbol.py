@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.cpus import cpu_count
-from engine.errors import ArtifactError, DeadlineExceeded, InvalidRequest
-from engine.memory import return_freed_memory
-from engine.model_files import SYMBOL
-from engine.mxnet_compat import mx
-from engine.params_file import read_params
+from common.cpus import cpu_count
+from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest
+from common.memory import return_freed_memory
+from common.model_files import SYMBOL
+from common.mxnet_compat import mx
+from engine.artifacts.read_params import read_params
 from handlers import symbol_module
 from handlers.checkpoint import Shapes, data_shapes, load_symbol, reason
 from handlers.names import client_name

@@ -14,8 +14,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from engine.errors import ArtifactError, InvalidRequest
-from engine.mxnet_compat import mx
+from common.errors import ArtifactError, InvalidRequest
+from common.mxnet_compat import mx
 from handlers import tensors
 from handlers.checkpoint import data_shapes, load_symbol, reason
 from handlers.payload import accepted, media_type

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.errors import ArtifactError
-from engine.model_files import GRAPH, SYMBOL
+from common.errors import ArtifactError
+from common.model_files import GRAPH, SYMBOL
 
 PARAMS, SHAPES = "model-0000.params", "model-shapes.json"
 # A graph that lies beside these is a companion, not what the model is served by.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from engine.errors import EngineError, InvalidRequest
+from common.errors import EngineError, InvalidRequest
 from handlers import tensors, v2
 from handlers.payload import JSON, accepted, media_type
 from handlers.tensors import Array

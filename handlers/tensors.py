@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from engine.errors import InvalidRequest
+from common.errors import InvalidRequest
 from handlers.payload import JSON, NotAcceptable, UnsupportedMediaType
 
 Array = NDArray[Any]

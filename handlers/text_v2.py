@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import InvalidRequest
-from engine.json_body import read_json
+from common.errors import InvalidRequest
+from common.json_body import read_json
 from handlers.payload import JSON, to_json
 from handlers.v2_binary import BINARY, HEADER_SIZE, joined, pack_texts, split, unpack_texts
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from sagemaker_inference.transformer import Transformer
 
-from engine.client import ModelHandle
-from engine.errors import EngineError
+from common.errors import EngineError
+from engine.http.client import ModelHandle
 from handlers.choose import Handler, choose
 from handlers.payload import JSON, to_json
 from handlers.request_id import request_id

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import InvalidRequest
+from common.errors import InvalidRequest
 from handlers.payload import JSON
 from handlers.tensors import Array, TensorSpec, from_values, listed, to_json
 from handlers.v2_binary import joined, pack_texts, unpack_texts

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from engine.errors import InvalidRequest
+from common.errors import InvalidRequest
 
 BINARY = "application/vnd.sagemaker-triton.binary+json"
 HEADER_SIZE = "json-header-size"

@@ -22,7 +22,7 @@ import threading
 import time
 from pathlib import Path
 
-from engine.oom import WORKER, expendable
+from common.oom import WORKER, expendable
 from handlers.connection import Connection, LoadedModel
 from handlers.deferred import deferred
 from handlers.scripts.output import print_anything

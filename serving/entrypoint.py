@@ -22,9 +22,9 @@ from pathlib import Path
 
 import requests
 
-from engine.client import EngineClient
-from engine.errors import EngineError
-from engine.logs import log_as_json
+from common.errors import EngineError
+from common.logs import log_as_json
+from engine.http.client import EngineClient
 from handlers.scripts.confinement import missing
 from serving import examples, mms, ports
 from serving.device import check_device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import cut
+from common.errors import cut
 
 
 class ServingError(Exception):

@@ -30,10 +30,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.async_client import AsyncEngineClient
-from engine.errors import EngineError
-from engine.logs import log_as_json
-from engine.oom import SERVER, expendable
+from common.errors import EngineError
+from common.logs import log_as_json
+from common.oom import SERVER, expendable
+from engine.http.async_client import AsyncEngineClient
 from serving import mms, openapi
 from serving.api.common import Gateway, error_response
 from serving.api.inference import Inference

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable
 from typing import IO
 
-from engine.logs import JsonFormatter
+from common.logs import JsonFormatter
 
 FLUSH_S = 1.0
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.container import CGROUP, container_memory
-from engine.memory import MIB
+from common.memory import CGROUP, MIB, container_memory
 from serving.errors import NoRoom
 
 # A worker that has answered requests (it shares little), and some for what all others grow by.

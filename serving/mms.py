@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 from retrying import retry
 
-from engine.oom import SERVER, expendable
-from engine.trees import remove
+from common.oom import SERVER, expendable
+from common.trees import remove
 from serving.json_output import JsonOutput
 from serving.privacy import passed
 from serving.settings import REPOSITORY, Settings

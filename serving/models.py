@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from engine.errors import EngineError, OutOfMemory
+from common.errors import EngineError, OutOfMemory
 from handlers.scripts.find import manifest_name
 from serving.admission import Line
 from serving.errors import Conflict, LoadCancelled, ModelNotFound, ServingError, Timeout, WorkerLost

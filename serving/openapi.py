@@ -7,7 +7,7 @@ import json
 from typing import Any
 from urllib.parse import quote
 
-from engine.parameters import Parameters
+from common.parameters import Parameters
 from serving import model_settings
 from serving.api.openai import description as openai
 

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import psutil
 
-from engine.oom import SERVER, oom_score_adj
+from common.oom import SERVER, oom_score_adj
 
 PR_SET_CHILD_SUBREAPER = 36
 

@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 
-from engine.errors import EngineError, EngineUnavailable, OutOfMemory
+from common.errors import EngineError, EngineUnavailable, OutOfMemory
 from serving.errors import ModelNotFound, NoRoom, ServingError, Unavailable
 from serving.model import Model, State
 from serving.models import Registry

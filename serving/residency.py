@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from engine.errors import NeverFits, OutOfMemory
-from engine.victims import Held, Victims
+from common.errors import NeverFits, OutOfMemory
+from common.eviction import Held, Victims
 from serving.errors import DiskFull, NoRoom
 from serving.model import LOAD_S, Model, State
 from serving.models import Registry, Step

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from engine.errors import EngineError
+from common.errors import EngineError
 from serving.api.common import Gateway
 from serving.errors import Conflict, ServingError
 from serving.names import normal_name

@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
-from engine import errors as engine_errors
-from engine.async_client import AsyncEngineClient
-from engine.errors import ArtifactError, EngineError, EngineUnavailable, OutOfMemory
-from engine.trees import remove
+from common import errors as engine_errors
+from common.errors import ArtifactError, EngineError, EngineUnavailable, OutOfMemory
+from common.trees import remove
+from engine.http.async_client import AsyncEngineClient
 from handlers.choose import is_hosted
 from serving.errors import BadRequest, ServingError, WorkerFailed, WorkerLost
 from serving.mms_client import MMSClient

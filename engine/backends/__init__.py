@@ -1,76 +1,19 @@
-"""The small interface behind which each backend runs one model.
-
-A backend computes; it knows nothing of requests, sampling or fairness. The rows of a running batch
-are 0..rows-1 without holes. Rows may have different lengths. All calls for one model come from one
-thread, one at a time.
-"""
+"""Which backend runs a model, and what each can compute in."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from engine.artifacts import Artifact
-from engine.config import GPT2Config
-from engine.errors import InvalidRequest
-from engine.manifest import Run, directly
-from engine.page_cache import Span
-
-Ids = NDArray[np.int64]
-Logits = NDArray[np.float32]
+from common.errors import InvalidRequest
+from engine.artifacts.artifact import Artifact
+from engine.artifacts.config import GPT2Config
+from engine.backends.interface import BackendModel
+from engine.prepared.manifest import Run, directly
 
 BACKENDS = ("mxnet", "onnxruntime")
-_MODULES = {"mxnet": "mxnet_backend", "onnxruntime": "onnx_backend"}
+_MODULES = {"mxnet": "mxnet.gluon_model", "onnxruntime": "onnx.cpu"}
 DEVICES = ("cpu", "gpu")
-
-
-class BackendModel(Protocol):
-    """One loaded model and the K/V cache of its running batch."""
-
-    config: GPT2Config
-    weight_bytes: int  # resident bytes of the weights
-    kv_bytes_per_token: int  # of the cache
-    max_rows: int
-    mapped: list[Span]  # its weights, where they are mapped files; empty where they are its memory
-
-    def add_row(self) -> int:
-        """Opens an empty row behind the last one; returns its index."""
-
-    def extend(self, row: int, ids: Ids) -> Logits:
-        """Prefill: appends `ids` (T,) to one row; returns the logits (V,) after the last."""
-
-    def decode(self, ids: Ids) -> Logits:
-        """Appends ids[i] to row i for the first B = len(ids) rows; returns their logits (B, V).
-
-        The array may be reused by the next call. Rows from B on are left as they are.
-        """
-
-    def move_row(self, source: int, target: int) -> None:
-        """Row `target` becomes what row `source` is."""
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """An empty row `target` becomes what the first `length` tokens of row `source` are."""
-
-    def remove_last_row(self) -> None:
-        """Closes the last row and gives back its memory."""
-
-    def length(self, row: int) -> int:
-        """How many tokens the row's cache holds."""
-
-    def kv_bytes_for(self, lengths: Sequence[int]) -> int:
-        """What the cache will take once the rows that are open now have grown to `lengths`."""
-
-    @property
-    def kv_bytes(self) -> int:
-        """Resident bytes of keys and values."""
-
-    def close(self) -> None:
-        """Frees everything; the model cannot be used afterwards."""
 
 
 def precisions(backend: str, device: str) -> tuple[str, ...]:
@@ -106,7 +49,7 @@ def row_bytes(config: GPT2Config, precision: str) -> int:
 
 def preloaded(backend: str, device: str) -> tuple[str, ...]:
     """Modules that a sandbox needs to prepare a model, which take it a tenth of a second."""
-    return ("engine.packing",) if (backend, device) == ("onnxruntime", "cpu") else ()
+    return ("engine.prepared.build",) if (backend, device) == ("onnxruntime", "cpu") else ()
 
 
 def import_backend(backend: str) -> None:
@@ -138,13 +81,13 @@ def load(
     """
     check(backend, precision, device)
     if backend == "mxnet":
-        from engine.backends import mxnet_backend
+        from engine.backends.mxnet import gluon_model
 
-        return mxnet_backend.load(artifact, device=device)
+        return gluon_model.load(artifact, device=device)
     if device == "gpu":
-        from engine.backends import onnx_gpu_backend
+        from engine.backends.onnx import gpu
 
-        return onnx_gpu_backend.load(artifact)
-    from engine.backends import onnx_backend
+        return gpu.load(artifact)
+    from engine.backends.onnx import cpu
 
-    return onnx_backend.load(artifact, precision, cache_dir=cache_dir, run=run)
+    return cpu.load(artifact, precision, cache_dir=cache_dir, run=run)

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import errors
-from engine.errors import ArtifactError, EngineError
+from common import errors
+from common.errors import ArtifactError, EngineError
 from engine.sandbox.messages import receive, send
 
 ROOT = Path(__file__).parents[2]

@@ -21,15 +21,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError
-from engine.logs import log_as_json
-from engine.oom import SCRIPT, expendable
-from engine.sandbox import seccomp
+from common import seccomp
+from common.errors import EngineError
+from common.logs import log_as_json
+from common.oom import SCRIPT, expendable
 from engine.sandbox.messages import receive, send
 
 PRELOADED = (
     *("numpy", "ml_dtypes", "blake3", "sentencepiece", "tokenizers", "zipfile", "pickletools"),
-    *("engine.text_child", "engine.hugging_face_tokenizer"),
+    *("engine.text.child", "engine.text.hugging_face"),
 )
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38

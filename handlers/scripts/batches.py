@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from engine.errors import ArtifactError, EngineError
+from common.errors import ArtifactError, EngineError
 from handlers.scripts.context import ScriptContext, answer_of
 from handlers.scripts.messages import Answer, Request, ScriptError
 

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from engine.errors import ArtifactError
-from engine.json_body import read_json, read_text
+from common.errors import ArtifactError
+from common.json_body import read_json, read_text
 from handlers.choose import Handler, built_in
 from handlers.payload import JSON, TEXT, to_json
 from handlers.scripts import formats

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from engine.errors import EngineError
+from common.errors import EngineError
 from handlers.scripts import hooks
 from handlers.scripts.confinement import Confinement, belong_to
 from handlers.scripts.failures import explained

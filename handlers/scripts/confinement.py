@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.oom import SCRIPT, expendable
+from common.oom import SCRIPT, expendable
 from handlers.scripts import capabilities, landlock, seccomp
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-OURS = ("engine", "handlers", "common")
+OURS = ("common", "engine", "handlers")
 SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt/native", "/opt/nvidia",
     "/proc", "/sys",

@@ -12,7 +12,7 @@ from typing import Any
 
 from mms.context import Context, RequestProcessor
 
-from engine.errors import InvalidRequest
+from common.errors import InvalidRequest
 from handlers.payload import JSON, to_json
 from handlers.scripts.messages import Answer, Request, ScriptError
 

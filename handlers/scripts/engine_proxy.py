@@ -14,11 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineError, EngineUnavailable
+from common.errors import EngineError, EngineUnavailable
 from handlers.scripts.messages import error_of, error_row, receive, send
 
 if TYPE_CHECKING:
-    from engine.client import ModelHandle
+    from engine.http.client import ModelHandle
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def serve(connection: Connection, name: str, model_dir: str) -> None:
 
 
 class EngineModel:
-    """In the script, as `engine.client.ModelHandle`. Thread-safe."""
+    """In the script, as `engine.http.client.ModelHandle`. Thread-safe."""
 
     def __init__(self, connection: Connection) -> None:
         """Loads the model. Raises what the engine raises."""

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 
-from engine.errors import EngineError
+from common.errors import EngineError
 from handlers.scripts.messages import ScriptError, out_of_memory
 
 MAX_REASON = 300

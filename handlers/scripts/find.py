@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ArtifactError
-from engine.model_files import MANIFEST, programs, script_paths
+from common.errors import ArtifactError
+from common.model_files import MANIFEST, programs, script_paths
 
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_EMPTY_BYTES = 65_536  # of licences and the like

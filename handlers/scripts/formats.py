@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.errors import InvalidRequest
+from common.errors import InvalidRequest
 from handlers.scripts.messages import ScriptError
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.errors import EngineError
-from engine.trees import remove
+from common.errors import EngineError
+from common.trees import remove
 from handlers.scripts.confinement import Confinement, OwnUser
 from handlers.scripts.find import Script
 from handlers.scripts.messages import Answer, Request

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from engine import numpy_aliases
+from common import numpy_aliases
 
 
 def install() -> None:

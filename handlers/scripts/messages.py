@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from engine import errors
-from engine.errors import EngineError, cut
+from common import errors
+from common.errors import EngineError, cut
 
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_BODIES = 100_000

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from engine.errors import ArtifactError
+from common.errors import ArtifactError
 
 logger = logging.getLogger(__name__)
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 COMPAT = str(Path(__file__).resolve().parents[1] / "compat")
-OURS = ("engine", "handlers", "serving", "tests", "scripts")
+OURS = ("common", "engine", "handlers", "serving", "tests", "scripts")
 
 
 def set_path(folders: Sequence[str], packages: str | None) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from engine.errors import EngineError
+from common.errors import EngineError
 from handlers.scripts import descendants
 from handlers.scripts.messages import Answer, Request, ScriptError
 from handlers.scripts.process import ScriptProcess

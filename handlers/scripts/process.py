@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from engine.errors import DeadlineExceeded, EngineError, EngineUnavailable
+from common.errors import DeadlineExceeded, EngineError, EngineUnavailable
 from handlers.scripts import descendants, engine_proxy
 from handlers.scripts.confinement import environment
 from handlers.scripts.descendants import has_ended

@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from engine.errors import ArtifactError, DeadlineExceeded
+from common.errors import ArtifactError, DeadlineExceeded
 from handlers.scripts import descendants
 from handlers.scripts.confinement import FOLDERS, Confinement
 from handlers.scripts.find import Script

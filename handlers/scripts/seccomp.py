@@ -12,7 +12,7 @@ import errno
 import platform
 import socket
 
-from engine.sandbox.seccomp import (
+from common.seccomp import (
     ALLOW,
     ARCHITECTURE,
     ARCHITECTURES,

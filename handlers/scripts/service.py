@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from engine.errors import ArtifactError, EngineError, InvalidRequest
+from common.errors import ArtifactError, EngineError, InvalidRequest
 from handlers.scripts.batches import answers_of_batch
 from handlers.scripts.context import ScriptContext, decoded
 from handlers.scripts.messages import Answer, Request, ScriptError

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
-from engine.errors import EngineError
+from common.errors import EngineError
 from handlers.scripts.batches import LoadAndPredict
 from handlers.scripts.messages import Answer, Request
 from handlers.scripts.service import HandlerService, find_handler

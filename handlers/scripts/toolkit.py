@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from engine.errors import ArtifactError, EngineError, InvalidRequest
+from common.errors import ArtifactError, EngineError, InvalidRequest
 from handlers.choose import Handler
 from handlers.payload import JSON
 from handlers.request_id import request_id

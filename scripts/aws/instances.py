@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine.memory import budget_bytes
+from engine.budget import budget_bytes
 from scripts.aws.report import table
 from scripts.lib.problem import Problem
 

@@ -17,7 +17,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from engine.model_files import is_model
+from common.model_files import is_model
 from scripts.aws import locations
 from scripts.aws.account import SHARED, TAG, Account, can_be_dry, key_values, parser
 from scripts.aws.locations import Location

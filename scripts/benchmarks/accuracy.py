@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import backends
-from engine.artifacts import open_artifact
-from engine.backends import BackendModel
-from engine.tokenizers import SentencePieceTokenizer
+from engine.artifacts.open import open_artifact
+from engine.backends.interface import BackendModel
+from engine.text.sentencepiece import SentencePieceTokenizer
 from scripts.benchmarks.worker import Channel
 
 Logits = NDArray[np.float32]

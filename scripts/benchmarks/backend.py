@@ -9,12 +9,13 @@ from importlib import metadata
 import numpy as np
 
 from engine import backends
-from engine.artifacts import open_artifact
+from engine.artifacts.open import open_artifact
+from engine.backends.interface import BackendModel
 from scripts.benchmarks.worker import Channel, Clock, generation
 
 
 def generate(
-    model: backends.BackendModel, prompts: list[list[int]], new_tokens: int, clock: Clock
+    model: BackendModel, prompts: list[list[int]], new_tokens: int, clock: Clock
 ) -> list[list[int]]:
     """Greedy, all prompts in one batch. A clock's step for all prompts, and for each step."""
     made = [[int(model.extend(model.add_row(), np.array(ids)).argmax())] for ids in prompts]

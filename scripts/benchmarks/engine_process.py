@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.client import LOAD_TIMEOUT_S, EngineClient
-from engine.errors import EngineError
+from common.errors import EngineError
+from engine.http.client import LOAD_TIMEOUT_S, EngineClient
 from scripts.benchmarks import page_cache
 from scripts.benchmarks.process import ROOT, BenchmarkError, await_end
 

@@ -2,7 +2,7 @@
 
     python -m scripts.benchmarks.eviction_trace
 
-prints, for `engine.victims` and what else one might do, the share of requests whose model is
+prints, for `common.eviction` and what else one might do, the share of requests whose model is
 loaded (hits) and the seconds of loading for a request, where a fifth of all models fits. Belady's
 optimum knows the future; with models of unlike size or cost it is no optimum any more, but near.
 """
@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from engine.victims import Held, Victims
+from common.eviction import Held, Victims
 
 MODELS, REQUESTS, SEEDS = 100, 6000, 3
 ROOM = 0.2  # of what all models take
@@ -178,7 +178,7 @@ def results(
         policies: dict[str, Policy] = {
             "LRU": LRU(),
             "GDSF": GDSF(all_models),
-            "engine.victims": Ours(),
+            "common.eviction": Ours(),
             "Belady": Belady(asked),
         }
         for name, policy in policies.items():

@@ -21,8 +21,8 @@ from typing import Any
 import requests
 from tqdm import tqdm
 
-from engine.config import GPT2Config
-from engine.errors import EngineError
+from common.errors import EngineError
+from engine.artifacts.config import GPT2Config
 from scripts.benchmarks import engine_process, fetching, machine, random_model, tables
 from scripts.benchmarks.goals import Goal, goals
 from scripts.benchmarks.http_server import HTTPServer

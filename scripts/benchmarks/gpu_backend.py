@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import OutOfMemory
 from engine import backends
-from engine.artifacts import open_artifact
-from engine.backends import BackendModel, onnx_backend
-from engine.errors import OutOfMemory
-from engine.tokenizers import SentencePieceTokenizer
+from engine.artifacts.open import open_artifact
+from engine.backends.interface import BackendModel
+from engine.backends.onnx import cpu
+from engine.text.sentencepiece import SentencePieceTokenizer
 from scripts.benchmarks import accuracy
 from scripts.benchmarks.backend import generate
 from scripts.benchmarks.worker import Channel, Clock, generation
@@ -41,16 +42,16 @@ class Checked:
             precision = backends.precisions(self.backend, "gpu")[0]
             return backends.load(artifact, self.backend, precision, device="gpu")
         if self.backend == "mxnet":
-            from engine.backends.mxnet_backend import MXNetModel
-            from engine.mxnet_compat import mx
+            from common.mxnet_compat import mx
+            from engine.backends.mxnet.gluon_model import MXNetModel
 
             return MXNetModel(artifact, mx.cpu())
-        from engine.backends import onnx_gpu_backend
+        from engine.backends.onnx import gpu
 
-        return onnx_gpu_backend.load(artifact, self._provider())
+        return gpu.load(artifact, self._provider())
 
     def _provider(self) -> Any:
-        from engine.backends.onnx_device import CPU, CUDA
+        from engine.backends.onnx.device import CPU, CUDA
 
         return CUDA if self.device == "gpu" else replace(CPU, limit_bytes=CPU_LIMIT_BYTES)
 
@@ -91,7 +92,7 @@ class Checked:
         """Against fp32 on the CPU."""
         artifact = open_artifact(folder)
         tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
-        exact, ours = onnx_backend.load(artifact, "fp32"), self.open(folder)
+        exact, ours = cpu.load(artifact, "fp32"), self.open(folder)
         try:
             return accuracy.compare_models(exact, ours, tokenizer, prompts, new_tokens)
         finally:
@@ -160,15 +161,15 @@ class Checked:
         return ballast
 
     def _onnx_allocator(self) -> Callable[[int], Any]:
-        from engine.backends.onnx_device import buffers
+        from engine.backends.onnx.device import buffers
 
         held = buffers(self._provider(), 1)
         seed = np.zeros((1, 1, 1, 64), dtype=np.float32)
         return lambda size: held.grow(seed, (1, 1, size // 256, 64))
 
     def _mxnet_allocator(self) -> Callable[[int], Any]:
-        from engine.backends.mxnet_backend import out_of_memory
-        from engine.mxnet_compat import mx
+        from common.mxnet_compat import mx
+        from engine.backends.mxnet.gluon_model import out_of_memory
 
         def allocate(size: int) -> Any:
             with out_of_memory(mx.gpu(0), f"{size} bytes"):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.config import GPT2Config
+from engine.artifacts.config import GPT2Config
 from scripts.benchmarks import random_model
 from scripts.benchmarks.process import ROOT, BenchmarkError, Process
 

@@ -11,9 +11,9 @@ import sys
 
 import sentencepiece
 
-from engine.artifacts import open_artifact
-from engine.models.gpt2_mxnet import GPT2
-from engine.mxnet_compat import mx
+from common.mxnet_compat import mx
+from engine.artifacts.open import open_artifact
+from engine.backends.mxnet.gpt2 import GPT2
 from scripts.benchmarks.worker import Channel, Clock, generation
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import requests
 from tqdm import tqdm
 
-from engine.config import GPT2Config
-from engine.errors import EngineError
+from common.errors import EngineError
+from engine.artifacts.config import GPT2Config
 from scripts.benchmarks import engine_process, machine, peers, random_model
 from scripts.benchmarks.contenders import CONTENDERS, Contender
 from scripts.benchmarks.http_server import HTTPServer

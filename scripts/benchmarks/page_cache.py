@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.page_cache import present
+from engine.backends.page_cache import present
 
 
 def drop(files: Iterable[Path]) -> float:

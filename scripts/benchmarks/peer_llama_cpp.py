@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from engine import artifacts
-from engine.artifacts import Artifact, open_artifact
+from engine.artifacts import artifact as artifacts
+from engine.artifacts.artifact import Artifact
+from engine.artifacts.open import open_artifact
 from scripts.benchmarks.worker import Channel, Clock, generation
 
 BLOCKS = {

@@ -14,8 +14,9 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from engine import artifacts
-from engine.artifacts import Artifact, open_artifact
+from engine.artifacts import artifact as artifacts
+from engine.artifacts.artifact import Artifact
+from engine.artifacts.open import open_artifact
 from scripts.benchmarks.worker import Channel, Clock, generation
 
 # Names there -> here; Conv1D's weights are [in, out].

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.artifacts import Artifact
-from engine.backends.onnx_backend import OnnxModel
-from engine.frames import Frame
-from engine.prepared import prepared
+from engine.artifacts.artifact import Artifact
+from engine.backends.onnx.cpu import OnnxModel
+from engine.backends.onnx.frames import Frame
+from engine.prepared.cache import prepared
 
 STEPS = 40
 WARM_UP = 5

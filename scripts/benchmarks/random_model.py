@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from sentencepiece import sentencepiece_model_pb2
 from tqdm import tqdm
 
-from engine.artifacts import EMBEDDING, POSITIONS, shapes
-from engine.config import GPT2Config
+from engine.artifacts.artifact import EMBEDDING, POSITIONS, shapes
+from engine.artifacts.config import GPT2Config
 from scripts.lib.params_writer import write_params
 
 FORMAT = 1  # raise it when what is written changes
@@ -97,7 +97,7 @@ def _turned(name: str, w: NDArray[np.float32], turn: int) -> NDArray[np.float32]
 
 
 def random_weights(config: GPT2Config, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Each parameter under its name in `engine.artifacts`, Dense weights [out, in].
+    """Each parameter under its name in `engine.artifacts.artifact`, Dense weights [out, in].
 
     The special pieces' embeddings are zero, so their logits are never the highest: no text ends
     early, and none holds a piece that cannot be written.

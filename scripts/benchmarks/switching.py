@@ -21,12 +21,13 @@ from typing import Any
 import requests
 from tqdm import tqdm
 
-from engine import prepared
-from engine.client import EngineClient
-from engine.config import GPT2Config
-from engine.errors import EngineError
-from engine.memory import MIB, budget_bytes
-from engine.victims import Held
+from common.errors import EngineError
+from common.eviction import Held
+from common.memory import MIB
+from engine.artifacts.config import GPT2Config
+from engine.budget import budget_bytes
+from engine.http.client import EngineClient
+from engine.prepared import cache as prepared
 from scripts.benchmarks import (
     engine_process,
     eviction_trace,
@@ -505,7 +506,7 @@ def hits(rounds: list[Results], room: int) -> dict[str, float]:
     policies: dict[str, eviction_trace.Policy] = {
         "LRU": eviction_trace.LRU(),
         "GDSF": eviction_trace.GDSF(models),
-        "engine.victims": eviction_trace.Ours(),
+        "common.eviction": eviction_trace.Ours(),
         "Belady": eviction_trace.Belady(trace),
     }
     for name, policy in policies.items():

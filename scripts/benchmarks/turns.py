@@ -6,9 +6,9 @@ import sys
 import time
 from typing import Any
 
-from engine.answer import WaitingAnswer
-from engine.engine import Engine
-from engine.parameters import Parameters
+from common.parameters import Parameters
+from engine.http.answer import WaitingAnswer
+from engine.registry import Engine
 from engine.settings import Settings
 from scripts.benchmarks.worker import Channel
 

@@ -13,18 +13,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import backends, hugging_face
-from engine.artifacts import CONFIG_FILE, EMBEDDING, OUTPUT, Artifact, open_artifact
-from engine.cache_folder import NAME as PREPARED
-from engine.chat_template import FILE as CHAT_FILE
-from engine.chat_template import find_chat_template
-from engine.config import GPT2Config
-from engine.errors import EngineError
-from engine.generation import FILE as GENERATION_FILE
-from engine.generation import HUGGING_FACE_FILE
-from engine.manifest import Manifests
-from engine.prepared import prepared
-from engine.prompts import Prompts
+from common.errors import EngineError
+from engine import backends
+from engine.artifacts import hugging_face
+from engine.artifacts.artifact import CONFIG_FILE, EMBEDDING, OUTPUT, Artifact
+from engine.artifacts.config import GPT2Config
+from engine.artifacts.generation_config import FILE as GENERATION_FILE
+from engine.artifacts.generation_config import HUGGING_FACE_FILE
+from engine.artifacts.open import open_artifact
+from engine.prepared.cache import prepared
+from engine.prepared.folder import NAME as PREPARED
+from engine.prepared.manifest import Manifests
+from engine.text.chat_template import FILE as CHAT_FILE
+from engine.text.chat_template import find_chat_template
+from engine.text.prompts import Prompts
 from scripts.lib import spiece_to_tokenizer
 from scripts.lib.params_writer import write_params
 from scripts.lib.portable_onnx import write_onnx

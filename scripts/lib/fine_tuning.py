@@ -26,16 +26,17 @@ import numpy as np
 import sentencepiece
 from tqdm import tqdm
 
-from engine.artifacts import OUTPUT, Artifact, open_artifact
-from engine.config import GPT2Config
-from engine.errors import ArtifactError
-from engine.models.gpt2_mxnet import GPT2
-from engine.mxnet_compat import mx
-from engine.tensor_index import Weights
+from common.errors import ArtifactError
+from common.mxnet_compat import mx
+from engine.artifacts.artifact import OUTPUT, Artifact
+from engine.artifacts.config import GPT2Config
+from engine.artifacts.open import open_artifact
+from engine.artifacts.tensor_index import Weights
+from engine.backends.mxnet.gpt2 import GPT2
 from scripts.lib.documents import Documents, read_documents
 from scripts.lib.problem import Problem
 
-# GluonNLP imports MXNet itself, so it comes after engine.mxnet_compat.
+# GluonNLP imports MXNet itself, so it comes after common.mxnet_compat.
 import gluonnlp  # isort: skip
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from engine.artifacts import open_artifact
-from engine.errors import EngineError
-from engine.manifest import content_of
-from engine.prompts import Prompts
+from common.errors import EngineError
+from engine.artifacts.open import open_artifact
+from engine.prepared.manifest import content_of
+from engine.text.prompts import Prompts
 from handlers.choose import choose
 from scripts.lib.problem import Problem
 from serving.settings import Settings

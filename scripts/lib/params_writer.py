@@ -1,4 +1,4 @@
-"""Writes MXNet's `.params` files; `engine.params_file` has the format."""
+"""Writes MXNet's `.params` files; `engine.artifacts.read_params` has the format."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from engine import artifacts
-from engine.config import GPT2Config
-from engine.tensor_index import Weights
+from engine.artifacts import artifact
+from engine.artifacts.config import GPT2Config
+from engine.artifacts.tensor_index import Weights
 from scripts.lib.problem import Problem
 
 OPSET, IR_VERSION = 17, 9  # what runtimes of 2023 read, too
@@ -64,18 +64,18 @@ class _Graph:
 
     def build(self) -> Any:
         c = self.config
-        table = self._weight(artifacts.EMBEDDING)
+        table = self._weight(artifact.EMBEDDING)
         positions, mask = self._positions_and_mask()
         x = self._op("Gather", [table, "input_ids"])  # (B, T, C)
-        x = self._op("Add", [x, self._op("Gather", [self._weight(artifacts.POSITIONS), positions])])
+        x = self._op("Add", [x, self._op("Gather", [self._weight(artifact.POSITIONS), positions])])
         for i in range(c.num_layers):
-            h = self._norm(x, artifacts.ATTENTION_NORM.format(i))
+            h = self._norm(x, artifact.ATTENTION_NORM.format(i))
             x = self._op("Add", [x, self._attention(h, mask, i)])
-            h = self._norm(x, artifacts.FFN_NORM.format(i))
-            h = self._gelu(self._dense(h, artifacts.FFN_HIDDEN.format(i)))
-            x = self._op("Add", [x, self._dense(h, artifacts.FFN_OUT.format(i))])
-        x = self._norm(x, artifacts.FINAL_NORM)
-        head = table if c.tie_word_embeddings else self._weight(artifacts.OUTPUT)
+            h = self._norm(x, artifact.FFN_NORM.format(i))
+            h = self._gelu(self._dense(h, artifact.FFN_HIDDEN.format(i)))
+            x = self._op("Add", [x, self._dense(h, artifact.FFN_OUT.format(i))])
+        x = self._norm(x, artifact.FINAL_NORM)
+        head = table if c.tie_word_embeddings else self._weight(artifact.OUTPUT)
         self._op("MatMul", [x, self._op("Transpose", [head], perm=[1, 0])], "logits")
         return self._model()
 
@@ -101,7 +101,7 @@ class _Graph:
 
     def _attention(self, x: str, mask: str, i: int) -> str:  # (B, T, C) -> (B, T, C)
         c = self.config
-        qkv = self._dense(x, artifacts.QKV.format(i))
+        qkv = self._dense(x, artifact.QKV.format(i))
         split = [f"q_{i}", f"k_{i}", f"v_{i}"]
         self._nodes.append(helper.make_node("Split", [qkv], split, axis=-1))
         heads = self._ints([0, 0, c.num_heads, c.head_size])
@@ -118,7 +118,7 @@ class _Graph:
         attention = self._op("Softmax", [self._op("Add", [scores, mask])], axis=-1)
         y = self._op("Transpose", [self._op("MatMul", [attention, v])], perm=[0, 2, 1, 3])
         y = self._op("Reshape", [y, self._ints([0, 0, c.units])])
-        return self._dense(y, artifacts.ATTENTION_OUT.format(i))
+        return self._dense(y, artifact.ATTENTION_OUT.format(i))
 
     def _gelu(self, x: str) -> str:
         f = self._float

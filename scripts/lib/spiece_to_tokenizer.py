@@ -18,8 +18,8 @@ from tokenizers import (
     processors,
 )
 
-from engine.hugging_face_tokenizer import HuggingFaceTokenizer
-from engine.tokenizers import SPACE, SentencePieceTokenizer
+from engine.text.hugging_face import HuggingFaceTokenizer
+from engine.text.sentencepiece import SPACE, SentencePieceTokenizer
 from scripts.lib.problem import Problem
 
 BPE = 2  # of sentencepiece's model types

@@ -17,9 +17,9 @@ from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from engine.async_client import AsyncEngineClient
-from engine.errors import EngineError, InvalidRequest
-from engine.json_body import read_json
+from common.errors import EngineError, InvalidRequest
+from common.json_body import read_json
+from engine.http.async_client import AsyncEngineClient
 from serving.admission import Admission
 from serving.api.encoding import Decoder
 from serving.api.metrics import Metrics

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from engine.errors import EngineError
+from common.errors import EngineError
 from serving import openapi
 from serving.api.common import TARGET_MODEL, Gateway, check_token, header_text
 from serving.api.event_stream import EVENT_STREAM, payload_part

@@ -16,7 +16,7 @@ from anyio import CancelScope
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from engine.errors import EngineError, EngineUnavailable
+from common.errors import EngineError, EngineUnavailable
 from serving.api.common import (
     CUSTOM_ATTRIBUTES,
     TARGET_MODEL,

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from engine.errors import EngineError
+from common.errors import EngineError
 from serving import model_settings
 from serving.api.common import Gateway, check_origin, check_token, read_json_object
 from serving.errors import BadRequest, ServingError

@@ -22,7 +22,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from engine.histogram import SECONDS
+from common.histogram import SECONDS
 
 LABELS = ("model",)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -21,7 +21,7 @@ from anyio import CancelScope
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import DeadlineExceeded, EngineError, EngineUnavailable, ModelNotFound
+from common.errors import DeadlineExceeded, EngineError, EngineUnavailable, ModelNotFound
 from handlers.payload import GenerateRequest, NotAcceptable, parse
 from serving.api.common import Gateway
 from serving.errors import ServingError, Timeout
@@ -105,7 +105,7 @@ async def begin(
     resources: AsyncExitStack,
     kind: str = "inputs",
 ) -> tuple[AsyncIterator[Item], Item]:
-    """The first token, and those behind it; `kind` as in `engine.async_client`."""
+    """The first token, and those behind it; `kind` as in `engine.http.async_client`."""
 
     async def stream() -> tuple[AsyncIterator[Item], Item]:
         left_s = max(end - time.monotonic(), 0.001)

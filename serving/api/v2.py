@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from engine.errors import EngineError
+from common.errors import EngineError
 from serving.api.common import Gateway, check_token, error_response
 from serving.api.invoke import Check, describe, invoke
 from serving.api.v2_generate import generate

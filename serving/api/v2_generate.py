@@ -23,8 +23,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import DeadlineExceeded, EngineError
-from engine.parameters import Parameters
+from common.errors import DeadlineExceeded, EngineError
+from common.parameters import Parameters
 from serving.api.common import Gateway
 from serving.api.invoke import Check, engine_model
 from serving.api.stream import EVENTS, Item, TokenStream, begin, while_restored

@@ -18,8 +18,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from engine.errors import InvalidRequest
-from engine.json_body import read_json
+from common.errors import InvalidRequest
+from common.json_body import read_json
 from serving.api.common import Gateway, check_origin, check_token, read_body
 from serving.errors import BadRequest
 from serving.model import Model, State

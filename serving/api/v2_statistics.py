@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from engine.errors import EngineError
+from common.errors import EngineError
 from serving.api.common import Gateway
 from serving.api.metrics import Tally
 from serving.model import Model

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine.errors import EngineError
+from common.errors import EngineError
 from serving.api.common import Gateway
 from serving.errors import ServingError, Unavailable
 from serving.model import Model

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from engine.errors import EngineError
+from common.errors import EngineError
 from serving.errors import LoadCancelled, ServingError
 from serving.model import Model, State
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.trees import remove
+from common.trees import remove
 from serving.errors import (
     ArchiveError,
     ArtifactChanged,

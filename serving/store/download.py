@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from engine.trees import remove
+from common.trees import remove
 from serving.errors import ArchiveError, StoreUnavailable
 from serving.store.disk import full_disk_is_an_error_of_ours
 from serving.store.stored import Remote, StoredFile, public_url

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from engine.model_files import is_model, model_folders, parents
+from common.model_files import is_model, model_folders, parents
 from serving.names import SUFFIXES, archive_spellings, is_clean, normal_name, spellings
 
 

@@ -87,7 +87,7 @@ def test_another_command_is_run_as_it_is(image: str) -> None:
 
 def test_what_was_left_out_is_not_missed(image: str) -> None:
     assert "No broken requirements" in inside(image, "pip", "check")
-    inside(image, "python", "-W", "ignore", "-c", "import engine.mxnet_compat" + OPEN_ALL)
+    inside(image, "python", "-W", "ignore", "-c", "import common.mxnet_compat" + OPEN_ALL)
     out = inside(image, "bash", "-c", "command -v gcc javac docker; java -version")
     assert out.startswith("openjdk version")
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import requests
 
-from engine.client import EngineClient
+from engine.http.client import EngineClient
 from tests.e2e.server import Server, eventually
 from tests.engine.models import make_artifact
 

@@ -59,8 +59,8 @@ def test_the_pages_show_the_same_commands_and_answers() -> None:
 
 
 def test_a_template_of_the_page_is_one_that_the_server_reads(tmp_path: Path) -> None:
-    from engine.artifacts import open_artifact
-    from engine.prompts import Prompts
+    from engine.artifacts.open import open_artifact
+    from engine.text.prompts import Prompts
     from tests.engine.hugging_face import make_hugging_face
     from tests.engine.models import make_artifact
 

@@ -19,7 +19,7 @@ import pytest
 import requests
 import sentencepiece
 
-from engine.mxnet_compat import mx
+from common.mxnet_compat import mx
 from tests.e2e.console import session
 from tests.e2e.server import REPOSITORY, Server, eventually
 from tests.e2e.stores import SHORT, error, packed, small, text

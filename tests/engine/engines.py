@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.artifacts import EMBEDDING, OUTPUT, open_artifact
-from engine.engine import Engine
-from engine.errors import EngineError
-from engine.models.gpt2_mxnet import GPT2
-from engine.mxnet_compat import mx
-from engine.parameters import Parameters
-from engine.params_file import read_params
+from common.errors import EngineError
+from common.mxnet_compat import mx
+from common.parameters import Parameters
+from engine.artifacts.artifact import EMBEDDING, OUTPUT
+from engine.artifacts.open import open_artifact
+from engine.artifacts.read_params import read_params
+from engine.backends.mxnet.gpt2 import GPT2
+from engine.registry import Engine
 from engine.sequence import Sequence, Token
 from tests.engine.models import make_artifact, write_params
 from tests.engine.sentences import SENTENCES

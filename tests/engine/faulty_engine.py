@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from engine import manifest
 from engine.__main__ import main
+from engine.prepared import manifest
 from tests.engine.sandbox import targets
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from tokenizers import (
     trainers,
 )
 
-from engine.artifacts import EMBEDDING, OUTPUT, POSITIONS, shapes
-from engine.config import GPT2Config
-from engine.hugging_face import names
+from engine.artifacts.artifact import EMBEDDING, OUTPUT, POSITIONS, shapes
+from engine.artifacts.config import GPT2Config
+from engine.artifacts.hugging_face import names
 from scripts.lib.safetensors_writer import write_safetensors
 from tests.engine.sentences import SENTENCES
 

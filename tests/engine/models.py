@@ -14,8 +14,8 @@ import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
 
-from engine.artifacts import EMBEDDING, OUTPUT, shapes
-from engine.config import GPT2Config
+from engine.artifacts.artifact import EMBEDDING, OUTPUT, shapes
+from engine.artifacts.config import GPT2Config
 from tests.engine.sentences import SENTENCES
 
 SYMBOLS = ["<usr>", "<sys>", "<unused0>", "<unused1>"]
@@ -73,7 +73,7 @@ def random_weights(config: GPT2Config, seed: int) -> dict[str, NDArray[np.float3
 
 
 def write_params(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Writes what `mx.nd.save` would; the format is that of `engine.params_file`."""
+    """Writes what `mx.nd.save` would; the format is that of `engine.artifacts.read_params`."""
     codes = {"float32": 0, "float64": 1, "float16": 2}
     with path.open("wb") as file:
         file.write(struct.pack("<QQQ", 0x112, 0, len(arrays)))

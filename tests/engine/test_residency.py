@@ -12,15 +12,15 @@ from typing import Any, cast
 
 import pytest
 
+from common.errors import ArtifactError, Cancelled, EngineError, OutOfMemory
+from common.memory import Memory
 from engine import residency
-from engine.config import GPT2Config
-from engine.container import Memory
-from engine.engine import Engine, Model
-from engine.errors import ArtifactError, Cancelled, EngineError, OutOfMemory
-from engine.memory import Budget
+from engine.artifacts.config import GPT2Config
+from engine.budget import Budget
 from engine.model import Place
-from engine.reading import Reading
+from engine.registry import Engine, Model
 from engine.residency import Residency
+from engine.sandbox.reading import Reading
 from engine.scheduler import Batch
 from engine.settings import Settings
 from tests.engine.engines import WAIT_S, Request, make_talkative, settle, until

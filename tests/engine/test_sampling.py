@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.parameters import Parameters
+from common.parameters import Parameters
 from engine.sampling import FEW, Sampler, top_indices
 
 VOCAB = 3000

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.artifacts import open_artifact
-from engine.backends import mxnet_backend
-from engine.errors import DeadlineExceeded, EngineError, OutOfMemory
-from engine.memory import Budget
-from engine.parameters import Parameters
+from common.errors import DeadlineExceeded, EngineError, OutOfMemory
+from common.parameters import Parameters
+from engine.artifacts.open import open_artifact
+from engine.backends.mxnet import gluon_model
+from engine.budget import Budget
 from engine.scheduler import Batch, Chunk
 from engine.sequence import Sequence, State, Token
 from tests.engine.models import make_artifact
@@ -27,7 +27,7 @@ class Bench:
     """A batch on a real small model, stepped by hand."""
 
     def __init__(self, path: Path, max_rows: int = 4, budget_tokens: int = 100_000) -> None:
-        self.model = mxnet_backend.load(open_artifact(path))
+        self.model = gluon_model.load(open_artifact(path))
         self.token_bytes = self.model.config.kv_bytes_per_token
         self.budget = Budget(budget_tokens * self.token_bytes)
         self.batch = Batch(max_rows, self.budget, CHUNK)

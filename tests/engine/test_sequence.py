@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.answer_text import AnswerText
-from engine.errors import DeadlineExceeded, EngineError
-from engine.parameters import Parameters
+from common.errors import DeadlineExceeded, EngineError
+from common.parameters import Parameters
 from engine.sequence import TOGETHER, Sequence, State, Token
-from engine.tokenizers import PieceDetokenizer
+from engine.text.answer_text import AnswerText
+from engine.text.sentencepiece import PieceDetokenizer
 
 EOS = 0
 

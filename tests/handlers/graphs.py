@@ -141,7 +141,7 @@ def _norm(x: Array) -> Array:
 def classifier(folder: Path, seed: int = 0, *, size: int = 16, classes: int = 5) -> Any:
     """An image classifier as `Module.save_checkpoint` and SageMaker leave it; returns a function
     that computes it by a direct bind: images (n, 3, size, size) -> probabilities (n, classes)."""
-    from engine.mxnet_compat import mx
+    from common.mxnet_compat import mx
 
     x = mx.sym.Variable("data")
     for i, filters in enumerate((4, 8)):
@@ -158,7 +158,7 @@ def save_checkpoint(
     folder: Path, symbol: Any, shapes: dict[str, tuple[int, ...]], seed: int = 0
 ) -> Any:
     """Random weights for `symbol`; returns a function that computes it by a direct bind."""
-    from engine.mxnet_compat import mx
+    from common.mxnet_compat import mx
 
     rng = np.random.default_rng(seed)
     arguments, _, states = symbol.infer_shape(**shapes)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.mxnet_compat import mx
+from common.mxnet_compat import mx
 from handlers.scripts.module import COMPAT
 from tests.engine.engines import uncached_model
 from tests.engine.models import make_artifact

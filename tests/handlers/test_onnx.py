@@ -13,8 +13,8 @@ import psutil
 import pytest
 from onnx import TensorProto, helper
 
-from engine.container import Memory
-from engine.errors import ArtifactError, DeadlineExceeded, InvalidRequest, NeverFits, OutOfMemory
+from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest, NeverFits, OutOfMemory
+from common.memory import Memory
 from handlers import onnx_model, room
 from handlers.choose import choose
 from handlers.payload import JSON

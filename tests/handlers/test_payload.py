@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from engine.errors import EngineError, InvalidRequest
+from common.errors import EngineError, InvalidRequest
 from handlers import text_v2
 from handlers.payload import (
     Form,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import ArtifactError, DeadlineExceeded, InvalidRequest
-from engine.mxnet_compat import mx
+from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest
+from common.mxnet_compat import mx
 from handlers import symbol, symbol_module
 from handlers.choose import choose
 from handlers.payload import JSON, UnsupportedMediaType

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import EngineError, InvalidRequest
+from common.errors import EngineError, InvalidRequest
 from handlers import tensor_model, tensors, v2
 from handlers.names import client_name
 from handlers.payload import JSON, NotAcceptable, UnsupportedMediaType, accepted

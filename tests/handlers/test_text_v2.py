@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InvalidRequest
+from common.errors import InvalidRequest
 from handlers import text_v2
 from handlers.v2_binary import BINARY, HEADER_SIZE
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.parameters import Parameters
 from engine import backends
-from engine.artifacts import open_artifact
-from engine.backends import BackendModel
-from engine.parameters import Parameters
+from engine.artifacts.open import open_artifact
+from engine.backends.interface import BackendModel
 from engine.sampling import Sampler
 from tests.engine.models import write_params
 from tests.oracle.weights import Case

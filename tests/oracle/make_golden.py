@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from engine.artifacts import (
+from engine.artifacts.artifact import (
     ATTENTION_NORM,
     ATTENTION_OUT,
     EMBEDDING,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import GPT2Config
+from engine.artifacts.config import GPT2Config
 from tests.engine.hugging_face import TINY, their_weights
 
 FILE = Path(__file__).parents[1] / "engine" / "pytorch_model.bin"

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.mxnet_compat import mx
 from engine.backends import BACKENDS
-from engine.models.gpt2_mxnet import GPT2
-from engine.mxnet_compat import mx
+from engine.backends.mxnet.gpt2 import GPT2
 from tests.oracle.comparison import TOLERANCE, Golden, agrees_with_oracle, load
 from tests.oracle.weights import CASES, Case
 
@@ -46,7 +46,7 @@ def test_the_uncached_model_gives_the_logits_of_the_oracle(case: Case, golden: G
 def test_a_backend_gives_the_logits_and_the_continuation_of_the_oracle(
     case: Case, golden: Golden, backend: str, tmp_path: Path
 ) -> None:
-    if backend == "onnxruntime" and not importlib.util.find_spec("engine.backends.onnx_backend"):
+    if backend == "onnxruntime" and not importlib.util.find_spec("engine.backends.onnx.cpu"):
         pytest.skip("the onnxruntime backend is not there")
     model = load(case, tmp_path, backend)
     try:

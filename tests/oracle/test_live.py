@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.artifacts.config import GPT2Config
 from engine.backends import BACKENDS
-from engine.config import GPT2Config
 from tests.oracle.comparison import agrees_with_oracle, load
 from tests.oracle.weights import Case, write_cases
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.artifacts import EMBEDDING, POSITIONS, shapes
-from engine.config import GPT2Config
+from engine.artifacts.artifact import EMBEDDING, POSITIONS, shapes
+from engine.artifacts.config import GPT2Config
 
 # Standard deviations that make logits of some units, and attention that looks around.
 LOGITS_STD = 3.0
@@ -37,7 +37,7 @@ class Case:
         return rng.integers(0, self.config.vocab_size, self.prompt_length)
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Each parameter under its name in `engine.artifacts`, Dense weights [out, in]."""
+        """Each parameter under its name in `engine.artifacts.artifact`, Dense weights [out, in]."""
         rng = np.random.Generator(np.random.PCG64([self.seed, 0]))
         for name, shape in shapes(self.config):
             w = rng.standard_normal(shape, dtype=np.float32)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from engine.artifacts import open_artifact
+from engine.artifacts.open import open_artifact
 from scripts.benchmarks import gateway, goals, random_model, switching, switching_clients, tables
 
 ROOT = Path(__file__).resolve().parents[2]

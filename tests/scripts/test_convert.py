@@ -14,18 +14,19 @@ import onnx
 import onnxruntime
 import pytest
 
-from engine.artifacts import EMBEDDING, OUTPUT, open_artifact
-from engine.engine import Engine
-from engine.params_file import read_params
-from engine.prompts import Prompts
+from engine.artifacts.artifact import EMBEDDING, OUTPUT
+from engine.artifacts.open import open_artifact
+from engine.artifacts.read_params import read_params
+from engine.registry import Engine
 from engine.settings import Settings
+from engine.text.prompts import Prompts
 from scripts.lib import spiece_to_tokenizer
 from scripts.lib.problem import Problem
+from tests.engine.artifacts.test_hugging_face import TORCH_FILE
 from tests.engine.engines import Request, make_talkative, uncached_model
 from tests.engine.hugging_face import TINY, make_hugging_face, write_json
 from tests.engine.models import make_artifact, spiece
 from tests.engine.sentences import SENTENCES
-from tests.engine.test_hugging_face import TORCH_FILE
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "model_store" / "corpus" / "sowol.txt"
@@ -140,7 +141,7 @@ ONNX_MODELS: dict[str, dict[str, Any]] = {
 def test_a_portable_graph_gives_the_logits_of_every_token(
     tmp_path: Path, model: str, past: bool
 ) -> None:
-    from engine.mxnet_compat import mx
+    from common.mxnet_compat import mx
 
     source = make_hugging_face(tmp_path / "m", **ONNX_MODELS[model])
     target = tmp_path / "이름"
@@ -170,7 +171,7 @@ def test_a_portable_graph_gives_the_logits_of_every_token(
 
 
 def test_a_portable_graph_goes_on_from_its_past(tmp_path: Path) -> None:
-    from engine.mxnet_compat import mx
+    from common.mxnet_compat import mx
 
     source = make_hugging_face(tmp_path / "m")
     convert(source, tmp_path / "out", "--to", "onnx", "--past")

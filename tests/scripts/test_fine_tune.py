@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from engine.artifacts import Artifact, open_artifact
-from engine.backends import BackendModel, mxnet_backend
+from engine.artifacts.artifact import Artifact
+from engine.artifacts.open import open_artifact
+from engine.backends.interface import BackendModel
+from engine.backends.mxnet import gluon_model
 from scripts.lib.documents import read_documents
 from scripts.lib.fine_tuning import open_base, train_tokenizer
 from scripts.lib.problem import Problem
@@ -172,7 +174,7 @@ class Demo:
 
     def __init__(self, name: str, folder: Path) -> None:
         artifact = unpack(STORE / f"{name}.tar.gz", folder / name)
-        self.model: BackendModel = mxnet_backend.load(artifact)
+        self.model: BackendModel = gluon_model.load(artifact)
         self.tokenizer = sentencepiece.SentencePieceProcessor(
             model_file=str(artifact.tokenizer_file)
         )

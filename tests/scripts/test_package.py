@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.artifacts import open_artifact
+from engine.artifacts.open import open_artifact
 from scripts.lib.packaging import check, upload, write_archive
 from scripts.lib.problem import Problem
 from tests.engine.hugging_face import make_hugging_face, write_json

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.trees import remove
+from common.trees import remove
 
 DEPTH = 1500
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from engine.errors import NeverFits, OutOfMemory
+from common.errors import NeverFits, OutOfMemory
 from serving.console.journal import Journal
 from serving.errors import ModelNotInStore
 from serving.model import Model

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ArtifactError
+from common.errors import ArtifactError
 from serving.console.journal import KEPT
 from serving.console.routes import INDEX, PAGE, TYPES
 from tests.serving.fakes import Parts

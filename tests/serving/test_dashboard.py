@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from engine.histogram import Histogram
+from common.histogram import Histogram
 from serving.api.metrics import Metrics
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "kogpt2.json"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from engine.trees import remove
+from common.trees import remove
 from serving.store.disk import size_bytes, walk
 
 

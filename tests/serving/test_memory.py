@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.container import Memory, container_memory
-from engine.memory import MIB
+from common.memory import MIB, Memory, container_memory
 from serving.errors import NoRoom
 from serving.memory import check_room
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import OutOfMemory
+from common.errors import OutOfMemory
 from serving.errors import Unavailable, WorkerFailed
 from serving.model import Model
 from serving.model_settings import ModelSettings

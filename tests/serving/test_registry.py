@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ArtifactError
+from common.errors import ArtifactError
 from serving.errors import BadRequest, Conflict, LoadCancelled, ModelNotFound, Timeout, WorkerLost
 from serving.model import Model, State
 from serving.model_settings import ModelSettings

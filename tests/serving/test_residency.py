@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.errors import NeverFits, OutOfMemory
+from common.errors import NeverFits, OutOfMemory
 from serving.errors import DiskFull, LoadCancelled, NoRoom, Unavailable
 from serving.model_settings import ModelSettings
 from serving.store import StoredModel

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.errors import OutOfMemory
+from common.errors import OutOfMemory
 from serving.errors import BadRequest, DiskFull, Unavailable, WorkerLost
 from serving.mms_client import Answer, MMSClient
 from serving.model import Model

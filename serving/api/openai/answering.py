@@ -12,7 +12,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import DeadlineExceeded, EngineError
+from common.errors import DeadlineExceeded, EngineError
 from serving.api.common import Gateway
 from serving.api.invoke import engine_model
 from serving.api.openai.answers import Answer, Choices

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.parameters import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
+from common.parameters import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
 from serving.api.openai import fields
 from serving.api.openai.errors import Refused
 

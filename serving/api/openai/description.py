@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.parameters import MAX_LOGPROBS, MAX_SEQUENCES, MAX_STOPS
+from common.parameters import MAX_LOGPROBS, MAX_SEQUENCES, MAX_STOPS
 from serving.api.openai.asked import DEFAULT_TOKENS
 
 TAG = "OpenAI"

@@ -9,7 +9,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import EngineError, PromptTooLong
+from common.errors import EngineError, PromptTooLong
 from serving.api.common import error_response
 from serving.errors import BadRequest, NotOfTheEngine, ServingError
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from engine.parameters import MAX_BIAS, MAX_BIASES, MAX_STOP_CHARACTERS, MAX_STOPS
+from common.parameters import MAX_BIAS, MAX_BIASES, MAX_STOP_CHARACTERS, MAX_STOPS
 from serving.api.openai.errors import Refused
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InvalidRequest, PromptTooLong
+from common.errors import InvalidRequest, PromptTooLong
 
 
 def echo(value: Any) -> Any:
@@ -133,8 +133,8 @@ def write(path: str, size: int) -> int:
 
 
 def read(path: str) -> dict[str, Any]:
-    """As `engine.manifest.read`, but a file `fault` in the folder says what goes wrong in it."""
-    from engine import manifest
+    """As `manifest.read`, but a file `fault` in the folder says what goes wrong in it."""
+    from engine.prepared import manifest
 
     fault = Path(path, "fault")
     if fault.exists():

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.errors import ArtifactError, InvalidRequest, PromptTooLong
+from common.errors import ArtifactError, InvalidRequest, PromptTooLong
 from engine.sandbox import Limits, Sandbox, run
 from tests.engine.engines import until
 from tests.engine.sandbox import targets

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError
+from common.errors import EngineError
 from handlers.scripts.find import Script
 from handlers.scripts.messages import Answer, Part, Request
 from handlers.scripts.styles import service_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InvalidRequest
+from common.errors import InvalidRequest
 from handlers import kogpt2
 from handlers.scripts.engine_proxy import EngineModel, serve
 
@@ -20,7 +20,7 @@ WIDE_S = 20
 
 
 class Handle:
-    """In place of `engine.client.ModelHandle`."""
+    """In place of `engine.http.client.ModelHandle`."""
 
     def __init__(self) -> None:
         self.model = {"name": "시"}

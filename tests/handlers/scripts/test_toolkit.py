@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import EngineError, InvalidRequest
+from common.errors import EngineError, InvalidRequest
 from handlers.choose import choose
 from handlers.scripts.handler import ScriptHandler
 from tests.handlers.graphs import classifier

@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pytest
 
-from engine.errors import EngineError, EngineUnavailable, Overloaded
+from common.errors import EngineError, EngineUnavailable, Overloaded
 from serving import openapi
 from serving.api.openai.asked import CHAT, COMPLETION, NOT_DONE
 from serving.api.openai.errors import Refused

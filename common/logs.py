@@ -1,0 +1,44 @@
+"""Logs as one JSON object a line on stdout."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from common.errors import cut
+
+
+class JsonFormatter(logging.Formatter):
+    """`{"time", "level", "process", "message"}` and what is passed as `extra={"fields": {...}}`.
+
+    Texts are cut: no line is longer than some kilobytes, tracebacks aside.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        created = time.gmtime(record.created)
+        entry: dict[str, Any] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', created)}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        entry = {k: cut(v) if isinstance(v, str) else v for k, v in entry.items()}
+        if record.exc_info:
+            lines = self.formatException(record.exc_info).split("\n")
+            entry["traceback"] = "\n".join(cut(line) for line in lines)
+        text = json.dumps(entry, ensure_ascii=False)
+        return text.encode("utf-8", "backslashreplace").decode()  # names need not be UTF-8
+
+
+def log_as_json(process: str, level: int = logging.INFO) -> None:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(JsonFormatter(process))
+    logging.basicConfig(level=level, handlers=[handler], force=True)

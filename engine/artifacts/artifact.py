@@ -1,0 +1,193 @@
+"""A model's folder: what is in it, and its weights under one set of names.
+
+The names are those of KoGPT2 v1, Dense weights [out, in], whatever the folder holds:
+`engine.artifacts.v1` reads v1's `.params`, `.hugging_face` directories of transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import ArtifactError
+from engine.artifacts.config import ACTIVATIONS, GPT2Config
+from engine.artifacts.files import open_file
+from engine.artifacts.generation_config import Generation
+from engine.artifacts.tensor_index import Index, Weights, map_index
+
+EMBEDDING = "_embed.weight"
+POSITIONS = "_pos_embed.weight"
+OUTPUT = "_logits_proj.weight"
+QKV = "_self_attention_layers.{}._multi_head_qkv_proj"
+ATTENTION_OUT = "_self_attention_layers.{}._out_proj"
+FFN_HIDDEN = "_ffn_layers.{}._hidden_map"
+FFN_OUT = "_ffn_layers.{}._out_map"
+ATTENTION_NORM = "_attn_ln.{}"
+FFN_NORM = "_ffn_ln.{}"
+FINAL_NORM = "_final_ln"
+
+DTYPES = ("float32", "float16", "bfloat16")
+CONFIG_FILE = "config.json"
+MIN_EPSILON = 1e-12
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A checked model folder: where its weights lie, and what it says of itself.
+
+    content: the hash of the weights, once they have been read through (`engine.prepared.manifest`)
+    """
+
+    path: Path
+    config: GPT2Config
+    index: Index
+    tokenizer_file: Path  # `*.spiece` or `tokenizer.json`
+    generation: Generation = field(default_factory=Generation)
+    content: str = ""
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        """Mapped from disk, not read. Raises `ArtifactError` if the files have changed."""
+        return map_index(self.path, self.index)
+
+    @property
+    def weight_files(self) -> tuple[Path, ...]:
+        return tuple(self.path / name for name in sorted({t.file for t in self.index.values()}))
+
+    @property
+    def fp32_bytes(self) -> int:
+        return 4 * self.config.num_parameters
+
+
+def shapes(config: GPT2Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every parameter of a model with its shape; a tied output projection is not among them."""
+    c = config
+    yield EMBEDDING, (c.vocab_size, c.units)
+    yield POSITIONS, (c.max_length, c.units)
+    for i in range(c.num_layers):
+        for name, out, wide in (
+            (QKV, 3 * c.units, c.units),
+            (ATTENTION_OUT, c.units, c.units),
+            (FFN_HIDDEN, c.hidden_size, c.units),
+            (FFN_OUT, c.units, c.hidden_size),
+        ):
+            yield f"{name.format(i)}.weight", (out, wide)
+            yield f"{name.format(i)}.bias", (out,)
+        for name in (ATTENTION_NORM, FFN_NORM):
+            yield f"{name.format(i)}.gamma", (c.units,)
+            yield f"{name.format(i)}.beta", (c.units,)
+    yield f"{FINAL_NORM}.gamma", (c.units,)
+    yield f"{FINAL_NORM}.beta", (c.units,)
+    if not c.tie_word_embeddings:
+        yield OUTPUT, (c.vocab_size, c.units)
+
+
+def list_files(folder: Path) -> str:
+    return ", ".join(sorted(p.name for p in folder.iterdir())[:20]) or "nothing"
+
+
+def check_plain(path: Path) -> Path:
+    """Itself. Raises `ArtifactError` unless it is a file that can be read."""
+    with open_file(path):
+        return path
+
+
+class ConfigFile:
+    """What a `config.json` says, each thing under one of several names."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        return next((self._given[n] for n in names if self._given.get(n) is not None), default)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default=default)
+        if not isinstance(value, bool):
+            raise ArtifactError(f"{CONFIG_FILE}: {name} is {value!r}, must be true or false")
+        return value
+
+    def heads(self, units: int, default: int) -> int:
+        value = self.get("num_heads", "n_head", default=default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1 or units % value:
+            raise ArtifactError(
+                f"{CONFIG_FILE}: num_heads is {value!r}, must divide the {units} units"
+            )
+        return value
+
+    def activation(self, default: str, aliases: Mapping[str, str]) -> str:
+        value = self.get("activation", "activation_function", default=default)
+        found = aliases.get(value, value) if isinstance(value, str) else value
+        if found not in ACTIVATIONS:
+            raise ArtifactError(
+                f"{CONFIG_FILE}: activation is {value!r}, must be one of {', '.join(ACTIVATIONS)}"
+            )
+        return str(found)
+
+    def layer_norm_eps(self) -> float:
+        value = self.get("layer_norm_eps", "layer_norm_epsilon", default=1e-5)
+        # Below, it is nothing beside a variance in fp32.
+        if not isinstance(value, float) or not MIN_EPSILON <= value < 1:
+            raise ArtifactError(
+                f"{CONFIG_FILE}: layer_norm_eps is {value!r}, must be at least {MIN_EPSILON} and"
+                " below 1"
+            )
+        return value
+
+    def must_agree(self, config: GPT2Config, file: str) -> None:
+        """The sizes that it names are those of the weights in `file`."""
+        for field_name, names in {
+            "vocab_size": ("vocab_size",),
+            "units": ("units", "n_embd"),
+            "num_layers": ("num_layers", "n_layer"),
+            "max_length": ("max_length", "n_positions"),
+            "hidden_size": ("hidden_size", "n_inner"),
+        }.items():
+            found = getattr(config, field_name)
+            said = self.get(*names, default=found)
+            if said != found:
+                raise ArtifactError(
+                    f"{CONFIG_FILE} says {names[0]} {said!r}, but {file} has {found}"
+                )
+
+
+def sizes(weights: Index, file: str) -> dict[str, Any]:
+    """The sizes of a `GPT2Config` that weights under our names have."""
+    for name in (EMBEDDING, POSITIONS, FFN_HIDDEN.format(0) + ".weight"):
+        if name not in weights or weights[name].ndim != 2 or not weights[name].size:
+            raise ArtifactError(f"{file} has no matrix {name}")
+    vocab_size, units = weights[EMBEDDING].shape
+    return {
+        "vocab_size": vocab_size,
+        "units": units,
+        "num_layers": _count_layers(weights),
+        "hidden_size": weights[FFN_HIDDEN.format(0) + ".weight"].shape[0],
+        "max_length": weights[POSITIONS].shape[0],
+    }
+
+
+def _count_layers(weights: Index) -> int:
+    """One more than the highest layer that any parameter belongs to, so that none is left out."""
+    blocks = (QKV, ATTENTION_OUT, FFN_HIDDEN, FFN_OUT, ATTENTION_NORM, FFN_NORM)
+    pattern = re.compile("|".join(re.escape(b).replace(r"\{\}", r"(\d{1,4})") for b in blocks))
+    found = (pattern.match(name) for name in weights)
+    return 1 + max(int(m[m.lastindex or 0]) for m in found if m)
+
+
+def check_weights(weights: Index, config: GPT2Config, file: str) -> None:
+    """Each parameter is there in its shape, as floats. Others are left out of `weights`."""
+    expected = dict(shapes(config))
+    for name, shape in expected.items():
+        if name not in weights:
+            raise ArtifactError(f"{file} lacks {name}")
+        if weights[name].shape != shape:
+            raise ArtifactError(f"{file}: {name} is {weights[name].shape}, must be {shape}")
+        if weights[name].dtype not in DTYPES:
+            allowed = "float16, bfloat16 or float32"
+            raise ArtifactError(f"{file}: {name} is {weights[name].dtype}, must be {allowed}")
+    for name in set(weights) - set(expected):
+        del weights[name]

@@ -1,0 +1,87 @@
+"""Opens the files of an artifact, which may be anything: only plain files, of bounded length."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import ArtifactError, OutOfMemory
+
+MAX_JSON_BYTES = 16 << 20
+# Half of a pair, as JSON writes it: no character, and no UTF-8. The whole pair is matched first.
+SURROGATE = re.compile(
+    rb"\\\\|\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|(\\ud[89a-f][0-9a-f]{2})", re.IGNORECASE
+)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """For reading. Raises `FileNotFoundError`, and `ArtifactError` for what is no plain file: a
+    pipe would be waited for."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ArtifactError(f"{path.name} is no plain file, but must be")
+        return open(str(path), "rb", opener=_without_waiting)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ArtifactError(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def map_file(path: Path, advice: int = mmap.MADV_NORMAL) -> NDArray[np.uint8]:
+    """A file's bytes, mapped. Raises `ArtifactError`, and `OutOfMemory` where there is no room."""
+    try:
+        with open_file(path) as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return np.empty(0, dtype=np.uint8)
+            data = np.memmap(file, np.uint8, "r")
+    except FileNotFoundError:
+        raise ArtifactError(f"there is no {path.name}") from None
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise OutOfMemory(f"there is no memory to map {path.name}") from error
+        raise ArtifactError(f"{path.name} cannot be read: {error.strerror}") from None
+    if advice != mmap.MADV_NORMAL:
+        data._mmap.madvise(advice)  # type: ignore[attr-defined]
+    return data
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a file, nothing if there is no file. Raises `ArtifactError`."""
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_JSON_BYTES:
+                raise ArtifactError(f"{path.name} is longer than {MAX_JSON_BYTES >> 20} MiB")
+            content = file.read(size)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ArtifactError(f"{path.name} cannot be read: {error.strerror}") from None
+    return parse_json(content, path.name)
+
+
+def parse_json(content: bytes, file: str) -> dict[str, Any]:
+    """An object. Raises `ArtifactError` that names `file`."""
+    half = next((m[1] for m in SURROGATE.finditer(content) if m[1]), None)
+    if half is not None:
+        raise ArtifactError(f"{file} holds {half.decode()}, half of a pair and no character")
+    try:
+        value = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{file} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{file} must be a JSON object")
+    return value

@@ -1,0 +1,245 @@
+"""How a fine-tune wants to be asked: `generation.json`, and transformers' `generation_config.json`.
+
+    {
+      "template": "<usr>{text}<unused1>{sentiment}<sys>",
+      "defaults": {"sentiment": "0"},
+      "parameters": {"max_new_tokens": 40, "stop": ["\\n"]},
+      "stop_tokens": ["</s>"],
+      "strip": [" "]
+    }
+
+All of it may be left out. What a request says comes first, then `generation.json`, then
+`generation_config.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import ArtifactError, InvalidRequest
+from common.parameters import Parameters
+from engine.artifacts.files import read_json
+
+FILE = "generation.json"
+HUGGING_FACE_FILE = "generation_config.json"
+# About the answer as a whole, so a request's own.
+ONLY_IN_REQUESTS = (
+    *("num_return_sequences", "return_full_text", "logprobs", "seed"),
+    "decoder_input_details",
+)
+MAX_STRIPS = 16
+MAX_STRIP_CHARACTERS = 64
+# Fields of generation_config.json that change the text and that nothing here does, with the values
+# that change nothing.
+NOT_DONE: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "penalty_alpha": (0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "bad_words_ids": ([],),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "typical_p": (1,),
+    "min_p": (0,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "sequence_bias": ({},),
+    "guidance_scale": (1,),
+}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a template: text, or the name of the field that stands there."""
+
+    text: str
+    is_field: bool = False
+
+
+@dataclass(frozen=True)
+class Template:
+    """A prompt with places for a request's fields; `defaults` are theirs where it gives none."""
+
+    parts: tuple[Part, ...]
+    defaults: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> list[str]:
+        """In their order, each once."""
+        return list(dict.fromkeys(part.text for part in self.parts if part.is_field))
+
+    def fill(self, inputs: str | Mapping[str, str]) -> list[Part]:
+        """The parts with each field's text in its place, still marked as a field.
+
+        A text alone is the first field's that has no default. Raises `InvalidRequest`.
+        """
+        open_fields = [name for name in self.fields if name not in self.defaults]
+        if isinstance(inputs, str):
+            if not open_fields:
+                raise InvalidRequest(
+                    f"inputs must be an object of fields; known are {', '.join(self.fields)}"
+                )
+            inputs = {open_fields[0]: inputs}
+        for name in inputs:
+            if name not in self.fields:
+                known = ", ".join(self.fields)
+                raise InvalidRequest(f"inputs.{name} is not known; known are {known}")
+        values = {**self.defaults, **inputs}
+        for name in self.fields:
+            if name not in values:
+                raise InvalidRequest(f"inputs.{name} is missing, must be text")
+        if not any(value.strip() for value in inputs.values()):
+            raise InvalidRequest("inputs is empty, must be text")
+        return [Part(values[p.text], True) if p.is_field else p for p in self.parts]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What an artifact says of prompts and answers.
+
+    parameters: defaults of a request's parameters
+    stop_tokens: tokens at which an answer ends, beside the end token
+    end_ids: the end token's ids; None: what the tokenizer says
+    strip: texts that are cut from both ends of an answer, as often as they stand there
+    """
+
+    template: Template | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    stop_tokens: tuple[str, ...] = ()
+    strip: tuple[str, ...] = ()
+    end_ids: tuple[int, ...] | None = None
+
+    def over(self, other: Generation) -> Generation:
+        """This one, and where it says nothing, the other."""
+        parameters = {**other.parameters, **self.parameters}
+        return dataclasses.replace(self, parameters=parameters, end_ids=other.end_ids)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Generation:
+        """What `to_json` gave. Raises `KeyError`, `TypeError` for anything else."""
+        template, end_ids = said["template"], said["end_ids"]
+        return cls(
+            template
+            and Template(tuple(Part(**part) for part in template["parts"]), template["defaults"]),
+            dict(said["parameters"]),
+            tuple(said["stop_tokens"]),
+            tuple(said["strip"]),
+            None if end_ids is None else tuple(end_ids),
+        )
+
+
+def read_generation(folder: Path) -> Generation:
+    """`generation.json`, if there is one. Raises `ArtifactError` naming the field."""
+    given = read_json(folder / FILE)
+    known = ("template", "defaults", "parameters", "stop_tokens", "strip")
+    for name in given:
+        if name not in known:
+            raise ArtifactError(f"{FILE}: {name} is not known; known are {', '.join(known)}")
+    template = _template(given)
+    parameters = given.get("parameters") or {}
+    for name in ONLY_IN_REQUESTS:
+        if isinstance(parameters, dict) and name in parameters:
+            raise ArtifactError(f"{FILE}: parameters.{name} can only be in a request")
+    try:
+        Parameters.parse(parameters)
+    except InvalidRequest as error:
+        raise ArtifactError(f"{FILE}: {error.message}") from None
+    strip = _texts(given, "strip")
+    if len(strip) > MAX_STRIPS or any(len(text) > MAX_STRIP_CHARACTERS for text in strip):
+        raise ArtifactError(
+            f"{FILE}: strip may hold {MAX_STRIPS} texts of {MAX_STRIP_CHARACTERS} characters each"
+        )
+    return Generation(template, parameters, _texts(given, "stop_tokens"), strip)
+
+
+def _texts(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = given.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
+        raise ArtifactError(f"{FILE}: {name} must be a list of texts")
+    return tuple(value)
+
+
+def _template(given: Mapping[str, Any]) -> Template | None:
+    text, defaults = given.get("template"), given.get("defaults", {})
+    if not isinstance(defaults, dict) or not all(isinstance(v, str) for v in defaults.values()):
+        raise ArtifactError(f"{FILE}: defaults must be an object of texts, one a field")
+    if text is None:
+        if defaults:
+            raise ArtifactError(f"{FILE}: defaults are of a template's fields; there is none")
+        return None
+    if not isinstance(text, str):
+        raise ArtifactError(f"{FILE}: template must be text")
+    parts: list[Part] = []
+    try:
+        for literal, name, spec, conversion in string.Formatter().parse(text):
+            if literal:
+                parts.append(Part(literal))
+            if name is not None:
+                if not name.isidentifier() or spec or conversion:
+                    raise ValueError(f"{{{name}}} is no field")
+                parts.append(Part(name, True))
+    except ValueError as error:
+        raise ArtifactError(
+            f"{FILE}: template: {error}; a field is a name in braces, such as {{text}}, and a"
+            " brace itself is written twice"
+        ) from None
+    template = Template(tuple(parts), defaults)
+    if not template.fields:
+        raise ArtifactError(f"{FILE}: template has no field, such as {{text}}")
+    for name in defaults:
+        if name not in template.fields:
+            raise ArtifactError(f"{FILE}: defaults.{name} is no field of the template")
+    return template
+
+
+def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generation:
+    """The defaults that `generate` of transformers would take: from `generation_config.json`, or
+    from `config.json` where that is not there. Raises `ArtifactError`.
+
+    Left out, with a line in the log: what changes the text and is not done here, such as beams.
+    """
+    path = folder / HUGGING_FACE_FILE
+    given, file = read_json(path), path.name
+    if not path.exists():
+        given, file = {"eos_token_id": config.get("eos_token_id")}, "config.json"
+    for name, harmless in NOT_DONE.items():
+        if given.get(name) is not None and given[name] not in harmless:
+            logger.warning("%s: %s is not done here and is left out", file, name)
+    names = ["max_new_tokens", "repetition_penalty"]
+    if given.get("do_sample"):
+        names += ["do_sample", "temperature", "top_k", "top_p"]
+    parameters: dict[str, Any] = {name: given[name] for name in names if name in given}
+    if given.get("stop_strings"):
+        parameters["stop"] = given["stop_strings"]
+    parameters = {name: value for name, value in parameters.items() if value is not None}
+    try:
+        Parameters.parse(parameters)
+    except InvalidRequest as error:
+        message = error.message.replace("parameters.", "")
+        raise ArtifactError(f"{file}: {message}") from None
+    return Generation(parameters=parameters, end_ids=_end_ids(given.get("eos_token_id"), file))
+
+
+def _end_ids(value: Any, file: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(i) is int for i in ids):
+        raise ArtifactError(f"{file}: eos_token_id is {value!r}, must be an id or a list of ids")
+    return tuple(ids)

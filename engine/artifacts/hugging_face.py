@@ -1,0 +1,255 @@
+"""Directories as transformers' `save_pretrained` writes them: KoGPT2 v2 and any other GPT-2.
+
+Weights come from `model.safetensors` or `pytorch_model.bin`, whole or in shards, and stay mapped:
+a Conv1D matrix [in, out] is seen transposed, not copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.errors import ArtifactError
+from common.model_files import PARAMS, WEIGHT_FILES
+from engine.artifacts.artifact import (
+    ATTENTION_NORM,
+    ATTENTION_OUT,
+    CONFIG_FILE,
+    EMBEDDING,
+    FFN_HIDDEN,
+    FFN_NORM,
+    FFN_OUT,
+    FINAL_NORM,
+    OUTPUT,
+    POSITIONS,
+    QKV,
+    Artifact,
+    ConfigFile,
+    check_plain,
+    check_weights,
+    list_files,
+    sizes,
+)
+from engine.artifacts.config import GPT2Config
+from engine.artifacts.files import read_json
+from engine.artifacts.generation_config import Generation, read_generation_config
+from engine.artifacts.tensor_index import Index, check_count
+
+TOKENIZER_FILE = "tokenizer.json"
+ADAPTER_FILE = "adapter_config.json"
+ACTIVATION_ALIASES = {
+    "gelu_python": "gelu",
+    "gelu_fast": "gelu_new",
+    "gelu_accurate": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+    "gelu_python_tanh": "gelu_new",
+}
+ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model", "GPT2DoubleHeadsModel")
+# What would change the computation, with the one value that does not.
+UNSUPPORTED = {
+    "add_cross_attention": False,
+    "quantization_config": None,
+    "is_encoder_decoder": False,
+}
+
+BLOCK = {
+    ATTENTION_NORM: "ln_1",
+    QKV: "attn.c_attn",
+    ATTENTION_OUT: "attn.c_proj",
+    FFN_NORM: "ln_2",
+    FFN_HIDDEN: "mlp.c_fc",
+    FFN_OUT: "mlp.c_proj",
+}
+NORM = {"gamma": "weight", "beta": "bias"}
+NORMS = (ATTENTION_NORM, FFN_NORM)
+HEAD = "lm_head.weight"
+TRUNK = "transformer."
+# Masks that older versions saved beside the weights.
+BUFFERS = (".attn.bias", ".attn.masked_bias")
+
+
+def is_in(folder: Path) -> bool:
+    """Whether this is such a directory. Raises `ArtifactError` for a mixture, or an adapter."""
+    names = {path.name for path in folder.iterdir()}
+    theirs = any(name in names or f"{name}.index.json" in names for name in WEIGHT_FILES)
+    ours = any(name.endswith(PARAMS) for name in names)
+    if theirs and ours:
+        raise ArtifactError(
+            f"{folder.name} holds both a v1 model (*.params) and one of Hugging Face's; it must"
+            f" hold one (found: {list_files(folder)})"
+        )
+    if ADAPTER_FILE in names and not theirs:
+        raise ArtifactError(
+            f"{folder.name} holds an adapter ({ADAPTER_FILE}), not a whole model: merge it into its"
+            " base first (peft: merge_and_unload, then save_pretrained)"
+        )
+    if not ours and not theirs and not any(name.endswith(".spiece") for name in names):
+        raise ArtifactError(
+            f"{folder.name} holds no model: neither *.params and *.spiece (KoGPT2 v1) nor"
+            f" {CONFIG_FILE}, {WEIGHT_FILES[0]} and {TOKENIZER_FILE} (Hugging Face)"
+            f" (found: {list_files(folder)})"
+        )
+    return theirs
+
+
+def names(config: GPT2Config) -> Iterator[tuple[str, str, bool]]:
+    """Of each parameter our name, theirs, and whether theirs is transposed ([in, out])."""
+    yield EMBEDDING, f"{TRUNK}wte.weight", False
+    yield POSITIONS, f"{TRUNK}wpe.weight", False
+    for i in range(config.num_layers):
+        for ours, theirs in BLOCK.items():
+            name = f"{TRUNK}h.{i}.{theirs}"
+            if ours in NORMS:
+                for kind, their_kind in NORM.items():
+                    yield f"{ours.format(i)}.{kind}", f"{name}.{their_kind}", False
+            else:
+                yield f"{ours.format(i)}.weight", f"{name}.weight", True
+                yield f"{ours.format(i)}.bias", f"{name}.bias", False
+    for kind, their_kind in NORM.items():
+        yield f"{FINAL_NORM}.{kind}", f"{TRUNK}ln_f.{their_kind}", False
+    if not config.tie_word_embeddings:
+        yield OUTPUT, HEAD, False
+
+
+def read(folder: Path, generation: Generation) -> Artifact:
+    """Checks the directory. Raises `ArtifactError` that says what is missing or does not fit."""
+    for needed in (CONFIG_FILE, TOKENIZER_FILE):
+        if not (folder / needed).is_file():
+            raise ArtifactError(
+                f"{folder.name} holds no {needed} beside its weights"
+                + _tokenizer_advice(folder) * (needed == TOKENIZER_FILE)
+                + f" (found: {list_files(folder)})"
+            )
+    said = read_json(folder / CONFIG_FILE)
+    _refuse_unsupported(said)
+    given, untied = ConfigFile(said), said.get("tie_word_embeddings") is False
+    weights, file = _read_weights(folder)
+    canonical = _canonical(weights, untied, file)
+    found = sizes(canonical, file)
+    config = GPT2Config(
+        **found,
+        num_heads=given.heads(found["units"], 12),
+        activation=given.activation("gelu_new", ACTIVATION_ALIASES),
+        layer_norm_eps=given.layer_norm_eps(),
+        tie_word_embeddings=not untied,
+        scale_attn_weights=given.flag("scale_attn_weights", True),
+        scale_attn_by_inverse_layer_idx=given.flag("scale_attn_by_inverse_layer_idx", False),
+    )
+    # reorder_and_upcast_attn only says in what precision to compute: here it is always fp32.
+    given.must_agree(config, file)
+    check_weights(canonical, config, file)
+    defaults = read_generation_config(folder, said)
+    tokenizer_file = check_plain(folder / TOKENIZER_FILE)
+    return Artifact(folder, config, canonical, tokenizer_file, generation.over(defaults))
+
+
+def _tokenizer_advice(folder: Path) -> str:
+    if not (folder / "vocab.json").exists():
+        return ""
+    return "; vocab.json alone does not say how text is cut: save the tokenizer with use_fast=True"
+
+
+def _refuse_unsupported(said: dict[str, Any]) -> None:
+    kind = said.get("model_type", "gpt2")
+    if kind != "gpt2":
+        raise ArtifactError(f"{CONFIG_FILE}: model_type is {kind!r}, must be 'gpt2'")
+    architectures = said.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ArtifactError(
+            f"{CONFIG_FILE}: architectures is {architectures!r}, must be a list of names"
+        )
+    for architecture in architectures:
+        if architecture not in ARCHITECTURES:
+            raise ArtifactError(
+                f"{CONFIG_FILE}: architectures has {architecture!r}, which makes no text;"
+                f" must be {ARCHITECTURES[0]}"
+            )
+    for name, harmless in UNSUPPORTED.items():
+        if said.get(name, harmless) not in (harmless, None):
+            raise ArtifactError(f"{CONFIG_FILE}: {name} {said[name]!r} is not supported")
+    if said.get("pruned_heads"):
+        raise ArtifactError(f"{CONFIG_FILE}: pruned_heads are not supported")
+
+
+def _read_weights(folder: Path) -> tuple[Index, str]:
+    """All tensors under their own names, and the (first) file that they are in."""
+    from engine.artifacts.read_safetensors import index_safetensors
+    from engine.artifacts.read_torch import index_torch
+
+    for name, index_file in zip(WEIGHT_FILES, (index_safetensors, index_torch), strict=True):
+        if (folder / name).exists():
+            return index_file(folder / name), name
+        index = folder / f"{name}.index.json"
+        if not index.exists():
+            continue
+        files = _shards(index)
+        weights: Index = {}
+        for file in files:
+            weights |= index_file(file)
+            check_count(len(weights), index.name)
+        missing = set(read_json(index)["weight_map"]) - set(weights)
+        if missing:
+            raise ArtifactError(f"{index.name} names {min(missing)}, which no shard holds")
+        return weights, files[0].name
+    raise AssertionError("is_in has found one")
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    """The files that an index names, which must lie beside it."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ArtifactError(f"{index.name} has no weight_map")
+    files = []
+    for name in sorted({str(place) for place in places.values()}):
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise ArtifactError(f"{index.name} names {name}, which is not beside it")
+        files.append(index.parent / name)
+    return tuple(files)
+
+
+def _canonical(weights: Index, untied: bool, file: str) -> Index:
+    """Our names, without the prefix that wrappers put in front, Conv1D matrices transposed."""
+    wte, wpe = "wte.weight", "wpe.weight"
+    prefixes = [n.removesuffix(wpe) for n in weights if n.endswith(wpe)]
+    fitting = [prefix for prefix in prefixes if prefix + wte in weights]
+    if not fitting:
+        keys = ", ".join(list(weights)[:3]) or "none"
+        raise ArtifactError(f"{file} has no {wte} beside a {wpe}: it is not a GPT-2 (keys: {keys})")
+    prefix = min(fitting, key=len)
+    canonical = {EMBEDDING: weights[prefix + wte], POSITIONS: weights[prefix + wpe]}
+    blocks = {theirs: ours for ours, theirs in BLOCK.items()}
+    for name, value in weights.items():
+        own = name.removeprefix(prefix)
+        if not name.startswith(prefix) or own in (wte, wpe) or own.endswith(BUFFERS):
+            continue
+        found = _our_name(own, blocks)
+        if found is None:
+            if prefix or own.startswith("h."):
+                raise ArtifactError(f"{file} holds {name}, which is not part of a GPT-2")
+            continue  # beside a bare GPT2Model, such as its head
+        canonical[found] = value.T if found.endswith(".weight") and value.ndim == 2 else value
+    if untied:
+        head = prefix.removesuffix(TRUNK) + HEAD
+        if head not in weights:
+            raise ArtifactError(
+                f"{file} lacks {head}, and {CONFIG_FILE} says tie_word_embeddings false"
+            )
+        canonical[OUTPUT] = weights[head]
+    return canonical
+
+
+def _our_name(theirs: str, blocks: dict[str, str]) -> str | None:
+    """`h.0.attn.c_attn.weight` -> our name of it."""
+    block, _, kind = theirs.rpartition(".")
+    kinds = {their_kind: kind for kind, their_kind in NORM.items()}
+    if block == "ln_f":
+        return f"{FINAL_NORM}.{kinds[kind]}" if kind in kinds else None
+    h, _, rest = block.partition(".")
+    layer, _, part = rest.partition(".")
+    ours = blocks.get(part)
+    if h != "h" or ours is None or kind not in kinds:
+        return None
+    if not layer.isdecimal() or len(layer) > 4:  # as many as `sizes` can count
+        return None
+    return f"{ours.format(int(layer))}.{kinds[kind] if ours in NORMS else kind}"

@@ -1,0 +1,258 @@
+"""Reads the weights in `pytorch_model.bin` without torch, the arrays mapped from the file.
+
+`torch.save` writes a zip archive: `data.pkl`, a pickle of the names and shapes, and one stored file
+for the numbers of each tensor. A pickle is a program that may call anything; here only the opcodes
+that build names, numbers and tensors are understood, and nothing is ever imported or called:
+whatever else a file asks for is refused by its name.
+Formats: https://docs.python.org/3/library/pickletools.html, torch/csrc/jit/serialization.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.errors import ArtifactError
+from engine.artifacts.files import map_file, open_file
+from engine.artifacts.tensor_index import (
+    DTYPES,
+    MAX_DIMENSIONS,
+    Index,
+    Tensor,
+    Weights,
+    check_count,
+    check_name,
+    map_index,
+)
+
+MAX_PICKLE_BYTES = 64 << 20
+MAX_GLOBAL = 200  # characters of a class's or function's name
+STORAGES = {
+    "torch DoubleStorage": "float64",
+    "torch FloatStorage": "float32",
+    "torch HalfStorage": "float16",
+    "torch BFloat16Storage": "bfloat16",
+    "torch LongStorage": "int64",
+    "torch IntStorage": "int32",
+    "torch ShortStorage": "int16",
+    "torch CharStorage": "int8",
+    "torch ByteStorage": "uint8",
+    "torch BoolStorage": "bool",
+}
+
+
+class _Global(NamedTuple):
+    name: str  # "module name"
+
+
+class _Storage(NamedTuple):
+    """Numbers one after the other, `length` of them from byte `begin` of the file."""
+
+    file: str
+    begin: int
+    dtype: str
+    length: int
+
+
+def read_torch(path: Path) -> Weights:
+    """Name -> array of a state_dict that `torch.save` wrote (torch 1.6 or later).
+
+    Raises `ArtifactError` for anything else, for example a whole pickled model.
+    """
+    return map_index(path.parent, index_torch(path))
+
+
+def index_torch(path: Path) -> Index:
+    """Where each tensor is. Raises `ArtifactError`."""
+    try:
+        with open_file(path) as file:
+            if not zipfile.is_zipfile(file):
+                raise ArtifactError(
+                    f"{path.name} is not what torch.save writes since torch 1.6: save it again, as"
+                    " model.safetensors (save_pretrained) if possible"
+                )
+            with zipfile.ZipFile(file) as archive:
+                folder, entries, pickle = _unzip(path.name, archive)
+    except OSError as error:
+        raise ArtifactError(f"{path.name} cannot be read: {error.strerror or error}") from None
+    except (
+        zipfile.BadZipFile,
+        NotImplementedError,
+        EOFError,
+        RuntimeError,  # a password
+        ValueError,
+        struct.error,
+        zlib.error,
+    ) as error:
+        raise ArtifactError(f"{path.name} is damaged: {error}") from None
+    data = map_file(path)
+    try:
+        found = _run(path.name, pickle, _Storages(path.name, data, folder, entries))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error):
+        raise ArtifactError(f"{path.name} is damaged: its pickle makes no sense") from None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ArtifactError(f"{path.name} holds no state_dict, which is a dict of named tensors")
+    check_count(len(found), path.name)
+    return {
+        check_name(name, path.name): tensor.check(name, len(data))
+        for name, tensor in found.items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+def _unzip(file: str, archive: zipfile.ZipFile) -> tuple[str, dict[str, zipfile.ZipInfo], bytes]:
+    """The folder that all is in, the entries by name, and the pickle."""
+    entries = {entry.filename: entry for entry in archive.infolist()}
+    pickles = [name for name in entries if name.rpartition("/")[2] == "data.pkl"]
+    if len(pickles) != 1 or entries[pickles[0]].file_size > MAX_PICKLE_BYTES:
+        raise ArtifactError(f"{file} is not what torch.save writes: no data.pkl")
+    folder = pickles[0].removesuffix("data.pkl")
+    order = entries.get(folder + "byteorder")
+    if order is not None and (order.file_size > 10 or archive.read(order) != b"little"):
+        raise ArtifactError(f"{file} was written on a big-endian machine")
+    return folder, entries, archive.read(pickles[0])
+
+
+class _Storages:
+    """The numbers of each tensor, by the key that the pickle has for them."""
+
+    def __init__(self, file: str, data: Any, folder: str, entries: dict[str, Any]) -> None:
+        self._file, self._data, self._folder, self._entries = file, data, folder, entries
+
+    def get(self, description: Any) -> _Storage:
+        """('storage', its class, key, device, count)."""
+        _, kind, key, _, count = description
+        if not isinstance(kind, _Global) or kind.name not in STORAGES:
+            raise ArtifactError(f"{self._file} holds numbers of an unknown type ({kind})")
+        dtype = STORAGES[kind.name]
+        entry = self._entries[f"{self._folder}data/{key}"]
+        # The entry's own header says how long its name and its padding are.
+        header = self._data[entry.header_offset : entry.header_offset + 30].tobytes()
+        name_bytes, extra_bytes = struct.unpack("<26xHH", header)
+        begin = entry.header_offset + 30 + name_bytes + extra_bytes
+        if type(count) is not int or count < 0 or entry.compress_type != zipfile.ZIP_STORED:
+            raise ArtifactError(f"{self._file} is damaged: its tensors are packed")
+        end = begin + count * DTYPES[dtype].itemsize
+        if end > min(len(self._data), begin + entry.file_size):
+            raise ArtifactError(f"{self._file} is cut short")
+        return _Storage(self._file, begin, dtype, count)
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Tensor:
+    """A view of a storage. Strides are in numbers, and may be in any order."""
+    if not isinstance(storage, _Storage) or not isinstance(shape, tuple):
+        raise ValueError("no storage")
+    if not isinstance(strides, tuple) or len(shape) != len(strides):
+        raise ValueError("no strides")
+    if len(shape) > MAX_DIMENSIONS:
+        raise ArtifactError(
+            f"{storage.file}: a tensor has {len(shape)} dimensions, at most {MAX_DIMENSIONS} can be"
+        )
+    if not all(type(n) is int and n >= 0 for n in (offset, *shape, *strides)):
+        raise ValueError("no natural numbers")
+    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if all(shape) and last >= storage.length:
+        raise ValueError("beyond the storage")
+    size = DTYPES[storage.dtype].itemsize
+    begin = storage.begin + offset * size
+    return Tensor(storage.file, begin, storage.dtype, shape, tuple(s * size for s in strides))
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "collections OrderedDict": lambda: {},
+    "torch._utils _rebuild_tensor_v2": _tensor,
+    "torch._utils _rebuild_parameter": lambda data, *rest: data,
+}
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+}
+_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "INT", "LONG"}
+_VALUES |= {"BINUNICODE", "SHORT_BINUNICODE", "UNICODE", "BINUNICODE8"}
+_GETS, _PUTS = {"BINGET", "LONG_BINGET", "GET"}, {"BINPUT", "LONG_BINPUT", "PUT"}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+def _run(file: str, pickle: bytes, storages: _Storages) -> Any:
+    """The value that the pickle builds."""
+    stack: list[Any] = []
+    marks: list[int] = []  # how high the stack was
+    memo: dict[int, Any] = {}
+
+    def pop_to_mark() -> list[Any]:
+        at = marks.pop()
+        values = stack[at:]
+        del stack[at:]
+        return values
+
+    def named(name: str) -> _Global:
+        if len(name) > MAX_GLOBAL:
+            raise ValueError("no name")
+        return _Global(name)
+
+    argument: Any
+    for opcode, argument, _ in pickletools.genops(pickle):
+        name = opcode.name
+        if name in _CONSTANTS:
+            stack.append(_CONSTANTS[name]())
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name in _VALUES:
+            stack.append(argument)
+        elif name in _PUTS:
+            memo[int(argument)] = stack[-1]
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in _GETS:
+            stack.append(memo[int(argument)])
+        elif name in _TUPLES:
+            count = _TUPLES[name]
+            stack[-count:] = [tuple(stack[-count:])]
+        elif name == "TUPLE":
+            stack.append(tuple(pop_to_mark()))
+        elif name == "GLOBAL":
+            stack.append(named(argument))
+        elif name == "STACK_GLOBAL":
+            of, what = stack[-2:]
+            if max(len(of), len(what)) > MAX_GLOBAL:
+                raise ValueError("no name")
+            stack[-2:] = [named(f"{of} {what}")]
+        elif name == "BINPERSID":
+            stack.append(storages.get(stack.pop()))
+        elif name == "REDUCE":
+            arguments, function = stack.pop(), stack.pop()
+            if not isinstance(function, _Global) or function.name not in _CALLS:
+                what = getattr(function, "name", "what is no function").replace(" ", ".")
+                raise ArtifactError(
+                    f"{file} would call {what}: only plain weights are read, a state_dict as"
+                    " save_pretrained writes it"
+                )
+            stack.append(_CALLS[function.name](*arguments))
+        elif name == "SETITEM":
+            value, key = stack.pop(), stack.pop()
+            stack[-1][key] = value
+        elif name == "SETITEMS":
+            values = pop_to_mark()
+            stack[-1].update(zip(values[::2], values[1::2], strict=True))
+        elif name == "APPEND":
+            value = stack.pop()
+            stack[-1].append(value)
+        elif name == "APPENDS":
+            values = pop_to_mark()
+            stack[-1].extend(values)
+        elif name == "BUILD":
+            stack.pop()  # attributes of the state_dict itself, such as _metadata
+        elif name == "STOP":
+            return stack.pop()
+        elif name not in ("PROTO", "FRAME"):
+            raise ArtifactError(f"{file}: its pickle holds {name}, which no state_dict needs")
+    raise ArtifactError(f"{file} is cut short")

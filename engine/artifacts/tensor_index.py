@@ -1,0 +1,131 @@
+"""Where the tensors of a model's files lie: what readers of foreign files give, before any array.
+
+An index is checked in one place, against the length of the file and against what numpy can take,
+and only then mapped. So it does not matter who made it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import ArtifactError
+from engine.artifacts.files import map_file
+
+Weights = dict[str, NDArray[Any]]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float64": np.dtype("<f8"),
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "int64": np.dtype("<i8"),
+    "int32": np.dtype("<i4"),
+    "int16": np.dtype("<i2"),
+    "int8": np.dtype("i1"),
+    "uint8": np.dtype("u1"),
+    "bool": np.dtype("?"),
+}
+MAX_DIMENSIONS = 32  # numpy's own
+MAX_NUMBERS = 1 << 48
+MAX_TENSORS = 20_000
+MAX_NAME = 1000
+
+
+class Tensor(NamedTuple):
+    """A view of a file's bytes. `offset` and `strides` in bytes."""
+
+    file: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * DTYPES[self.dtype].itemsize
+
+    @property
+    def T(self) -> Tensor:
+        return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
+
+    def check(self, name: str, file_bytes: int) -> Tensor:
+        """Itself, if it lies inside of a file of this length. Raises `ArtifactError`."""
+        if self.dtype not in DTYPES:
+            raise ArtifactError(f"{self.file}: {name} is of the unknown type {self.dtype}")
+        if self.ndim > MAX_DIMENSIONS:
+            raise ArtifactError(
+                f"{self.file}: {name} has {self.ndim} dimensions, at most {MAX_DIMENSIONS} can be"
+            )
+        numbers = (self.offset, *self.shape, *self.strides)
+        if len(self.strides) != self.ndim or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ArtifactError(f"{self.file}: {name} has no possible shape (damaged)")
+        if math.prod(max(n, 1) for n in self.shape) > MAX_NUMBERS:
+            raise ArtifactError(f"{self.file}: {name} has no possible shape (damaged)")
+        if not self.size:
+            return self
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        if self.offset + last + DTYPES[self.dtype].itemsize > file_bytes:
+            raise ArtifactError(f"{self.file} is cut short: {name} is not all there")
+        if self.nbytes > file_bytes:
+            raise ArtifactError(f"{self.file}: {name} has more numbers than the file")
+        return self
+
+
+Index = dict[str, Tensor]
+
+
+def contiguous(file: str, offset: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """One whose numbers lie one after the other, the last dimension's next to each other."""
+    strides, step = [], DTYPES[dtype].itemsize
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return Tensor(file, offset, dtype, shape, tuple(reversed(strides)))
+
+
+def check_name(name: str, file: str) -> str:
+    """Itself. Raises `ArtifactError` for one that is too long or no text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ArtifactError(f"{file}: the name of a tensor is no text: {name!a}") from None
+    if len(name) > MAX_NAME:
+        raise ArtifactError(f"{file}: the name of a tensor has {len(name)} characters")
+    return name
+
+
+def check_count(count: int, file: str) -> None:
+    if count > MAX_TENSORS:
+        raise ArtifactError(f"{file} holds {count} tensors, at most {MAX_TENSORS} can be")
+
+
+def map_index(folder: Path, index: Mapping[str, Tensor]) -> Weights:
+    """The arrays, mapped from files in `folder`, read-only. Raises `ArtifactError`."""
+    data: dict[str, NDArray[np.uint8]] = {}
+    weights: Weights = {}
+    for name, tensor in index.items():
+        if tensor.file not in data:
+            data[tensor.file] = map_file(folder / tensor.file)
+        mapped = data[tensor.file]
+        tensor.check(name, len(mapped))
+        dtype = DTYPES[tensor.dtype]
+        if tensor.size:
+            weights[name] = np.ndarray(tensor.shape, dtype, mapped, tensor.offset, tensor.strides)
+        else:
+            weights[name] = np.empty(tensor.shape, dtype)
+    return weights

@@ -1,0 +1,79 @@
+"""KoGPT2 v1's artifacts: `*.params` as Gluon's `save_parameters` writes it, and `*.spiece`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.errors import ArtifactError
+from engine.artifacts.artifact import (
+    CONFIG_FILE,
+    EMBEDDING,
+    OUTPUT,
+    POSITIONS,
+    Artifact,
+    ConfigFile,
+    check_plain,
+    check_weights,
+    list_files,
+    sizes,
+)
+from engine.artifacts.config import GPT2Config
+from engine.artifacts.files import read_json
+from engine.artifacts.generation_config import Generation
+from engine.artifacts.read_params import index_params
+from engine.artifacts.tensor_index import Index
+
+DEFAULT_HEAD_SIZE = 64
+
+
+def read(folder: Path, generation: Generation) -> Artifact:
+    """`*.params`, `*.spiece` and optionally `config.json`. Raises `ArtifactError`."""
+    params_file, spiece_file = _only(folder, "*.params"), _only(folder, "*.spiece")
+    file = params_file.name
+    weights = _canonical(index_params(params_file), file)
+    config = _config(weights, ConfigFile(read_json(folder / CONFIG_FILE)), file)
+    # v1 files carry the tied output projection a second time.
+    if OUTPUT in weights and weights[OUTPUT].shape != weights[EMBEDDING].shape:
+        raise ArtifactError(
+            f"{file}: {OUTPUT} does not have the shape of the embedding it is tied to"
+        )
+    check_weights(weights, config, file)
+    return Artifact(folder, config, weights, check_plain(spiece_file), generation)
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    found = sorted(folder.glob(pattern))
+    if len(found) != 1:
+        count = "no" if not found else f"{len(found)}"
+        raise ArtifactError(
+            f"{folder.name} holds {count} {pattern} files, must hold exactly one"
+            f" (found: {list_files(folder)})"
+        )
+    return found[0]
+
+
+def _canonical(weights: Index, file: str) -> Index:
+    """Strips the prefix that all keys share (a fine-tune saved from a wrapper block)."""
+    prefixes = [n.removesuffix(POSITIONS) for n in weights if n.endswith(POSITIONS)]
+    fitting = [prefix for prefix in prefixes if prefix + EMBEDDING in weights]
+    if not fitting:
+        keys = ", ".join(list(weights)[:3]) or "none"
+        raise ArtifactError(
+            f"{file} has no {EMBEDDING} beside a {POSITIONS}: it is not a KoGPT2 model"
+            f" (keys: {keys}, ...)"
+        )
+    prefix = min(fitting, key=len)
+    return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+
+
+def _config(weights: Index, given: ConfigFile, file: str) -> GPT2Config:
+    """Sizes from the parameters; what they cannot say (heads, activation) from config.json."""
+    found = sizes(weights, file)
+    config = GPT2Config(
+        **found,
+        num_heads=given.heads(found["units"], max(found["units"] // DEFAULT_HEAD_SIZE, 1)),
+        activation=given.activation("gelu", {}),
+        layer_norm_eps=given.layer_norm_eps(),
+    )
+    given.must_agree(config, file)
+    return config

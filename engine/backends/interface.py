@@ -1,0 +1,64 @@
+"""The small interface behind which each backend runs one model.
+
+A backend computes; it knows nothing of requests, sampling or fairness. The rows of a running batch
+are 0..rows-1 without holes. Rows may have different lengths. All calls for one model come from one
+thread, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.artifacts.config import GPT2Config
+from engine.backends.page_cache import Span
+
+Ids = NDArray[np.int64]
+Logits = NDArray[np.float32]
+
+
+class BackendModel(Protocol):
+    """One loaded model and the K/V cache of its running batch."""
+
+    config: GPT2Config
+    weight_bytes: int  # resident bytes of the weights
+    kv_bytes_per_token: int  # of the cache
+    max_rows: int
+    mapped: list[Span]  # its weights, where they are mapped files; empty where they are its memory
+
+    def add_row(self) -> int:
+        """Opens an empty row behind the last one; returns its index."""
+
+    def extend(self, row: int, ids: Ids) -> Logits:
+        """Prefill: appends `ids` (T,) to one row; returns the logits (V,) after the last."""
+
+    def decode(self, ids: Ids) -> Logits:
+        """Appends ids[i] to row i for the first B = len(ids) rows; returns their logits (B, V).
+
+        The array may be reused by the next call. Rows from B on are left as they are.
+        """
+
+    def move_row(self, source: int, target: int) -> None:
+        """Row `target` becomes what row `source` is."""
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """An empty row `target` becomes what the first `length` tokens of row `source` are."""
+
+    def remove_last_row(self) -> None:
+        """Closes the last row and gives back its memory."""
+
+    def length(self, row: int) -> int:
+        """How many tokens the row's cache holds."""
+
+    def kv_bytes_for(self, lengths: Sequence[int]) -> int:
+        """What the cache will take once the rows that are open now have grown to `lengths`."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Resident bytes of keys and values."""
+
+    def close(self) -> None:
+        """Frees everything; the model cannot be used afterwards."""

@@ -1,0 +1,139 @@
+"""Runs a model with MXNet on a CPU or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from common.errors import InvalidRequest, OutOfMemory
+from common.memory import is_out_of_memory
+from common.mxnet_compat import CPU_WORKERS, mx
+from engine.artifacts.artifact import Artifact
+from engine.backends import nvidia
+from engine.backends.interface import Ids, Logits
+from engine.backends.mxnet.gpt2 import GPT2, KVCache
+from engine.backends.mxnet.rows import row_counts
+from engine.backends.page_cache import Span
+
+MAX_ROWS = 32  # on a GPU
+
+
+class MXNetModel:
+    """A `BackendModel` on `engine.backends.mxnet.gpt2`."""
+
+    def __init__(self, artifact: Artifact, ctx: mx.Context, shards: int = 0) -> None:
+        """`shards` side by side, see `GPT2.shard`; 0: the weights as they are, as a GPU wants."""
+        self.config = artifact.config
+        self.mapped: list[Span] = []
+        self.weight_bytes = artifact.fp32_bytes
+        self.kv_bytes_per_token = artifact.config.kv_bytes_per_token
+        self.max_rows = row_counts()[-1] if ctx.device_type == "cpu" else MAX_ROWS
+        self._ctx = ctx
+        self._model = GPT2(artifact.config)
+        try:
+            self._fill(artifact, shards)
+        except BaseException:
+            self._model.free()
+            ctx.empty_cache()
+            raise
+        self._cache = KVCache(artifact.config, ctx, self._model.num_shards)
+
+    def _fill(self, artifact: Artifact, shards: int) -> None:
+        self._model.collect_params().setattr("grad_req", "null")  # no room for gradients
+        for name, parameter in self._model._collect_params_with_prefix().items():
+            if name in artifact.weights:  # the tied projection is the embedding itself
+                parameter.initialize(mx.init.Zero(), ctx=self._ctx)
+                weight = mx.nd.array(artifact.weights[name], dtype="float32", ctx=self._ctx)
+                parameter.set_data(weight)
+        if shards:
+            self._model.shard(shards)
+        for array in self._model.arrays():  # now, not at the first request, it fails if it does
+            array.wait_to_read()
+
+    def add_row(self) -> int:
+        return self._cache.add_row()
+
+    def extend(self, row: int, ids: Ids) -> Logits:
+        logits: Logits = self._run(row, row + 1, ids[None, :])[0]
+        return logits
+
+    def decode(self, ids: Ids) -> Logits:
+        return self._run(0, len(ids), ids[:, None])
+
+    def _run(self, begin: int, end: int, ids: Ids) -> Logits:
+        self._cache.select(begin, end)
+        with out_of_memory(self._ctx, f"{ids.size} more tokens"):
+            logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache, True)
+            result: Logits = logits.asnumpy()
+        return result
+
+    def move_row(self, source: int, target: int) -> None:
+        with out_of_memory(self._ctx, "moving a row"):
+            self._cache.move_row(source, target)
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        with out_of_memory(self._ctx, "copying a row"):
+            self._cache.copy_row(source, target, length)
+
+    def remove_last_row(self) -> None:
+        self._cache.remove_last_row()
+
+    def length(self, row: int) -> int:
+        return self._cache.lengths[row]
+
+    def kv_bytes_for(self, lengths: Sequence[int]) -> int:
+        return self._cache.num_bytes_for(lengths)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._cache.num_bytes
+
+    def close(self) -> None:
+        self._model.free()
+        del self._model, self._cache
+        self._ctx.empty_cache()  # MXNet keeps a GPU's freed memory, for itself
+
+
+def _shards(heads: int, cores: int) -> int:
+    """As many as there are cores, but so that each has the same number of heads."""
+    return max(n for n in range(1, min(heads, cores) + 1) if heads % n == 0)
+
+
+@contextmanager
+def out_of_memory(ctx: mx.Context, what: str) -> Iterator[None]:
+    """Turns MXNet's allocation failures into `OutOfMemory`.
+
+    Operators run later, on MXNet's threads; what fails there is raised by whoever waits for the
+    result, so waiting belongs inside.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        raise OutOfMemory(f"{ctx} has no room for {what}") from error
+    except mx.MXNetError as error:
+        if not is_out_of_memory(str(error)):
+            raise
+        raise OutOfMemory(f"{ctx} has no room for {what}") from error
+
+
+def _first_gpu() -> mx.Context:
+    """Raises `InvalidRequest` that says what is missing."""
+    if not mx.runtime.Features().is_enabled("CUDA"):
+        raise InvalidRequest(
+            f"the mxnet {mx.__version__} that is installed cannot use a GPU: pip uninstall mxnet,"
+            f" then pip install mxnet-cu117=={mx.__version__}"
+        )
+    nvidia.memory_bytes()
+    return mx.gpu(0)
+
+
+def load(artifact: Artifact, *, device: str = "cpu") -> MXNetModel:
+    """Loads the weights onto `device`, `cpu` or `gpu`.
+
+    Raises `OutOfMemory`, and `InvalidRequest` where there is no GPU or no MXNet that can use it.
+    """
+    on_cpu = device == "cpu"
+    ctx = mx.cpu() if on_cpu else _first_gpu()
+    shards = _shards(artifact.config.num_heads, CPU_WORKERS) if on_cpu else 0
+    with out_of_memory(ctx, f"{artifact.fp32_bytes} bytes of weights"):
+        return MXNetModel(artifact, ctx, shards)

@@ -1,0 +1,1 @@
+"""onnxruntime, on a CPU or a GPU: the fast one."""

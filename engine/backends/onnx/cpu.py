@@ -1,0 +1,225 @@
+"""Runs a model with onnxruntime on the CPU: fp32, or int8 weights with int8 arithmetic."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from common import onnx_session
+from common.errors import InvalidRequest, OutOfMemory, PromptTooLong
+from common.memory import return_freed_memory
+from engine.artifacts.artifact import Artifact
+from engine.artifacts.config import GPT2Config
+from engine.backends.interface import Ids, Logits
+from engine.backends.onnx import frames
+from engine.backends.onnx.frames import Frame
+from engine.prepared.cache import Prepared, prepared
+from engine.prepared.manifest import Run, directly
+
+MAX_ROWS = 32
+PAGE = mmap.PAGESIZE
+MAP_NORESERVE = 0x4000  # Linux; in Python's mmap from 3.13 on
+
+to_ort = onnxruntime.OrtValue.ortvalue_from_numpy  # no copy, as long as the array is contiguous
+
+
+class OnnxModel:
+    """A `BackendModel` on a graph of `engine.backends.onnx.graph`."""
+
+    max_rows = MAX_ROWS
+
+    def __init__(self, config: GPT2Config, found: Prepared, frame: Frame | None = None) -> None:
+        """`frame`: one that is not to be had from those that are kept."""
+        self.config = config
+        self.weight_bytes = found.weight_bytes
+        self.kv_bytes_per_token = config.kv_bytes_per_token
+        self._embedding, self._positions = found.embedding, found.positions
+        self._frame = frame or frames.take(found.frame, found.pieces)
+        self.mapped = self._frame.windows if self._frame.can_show_another else []
+        self._session = self._frame.session
+        past = [i for i in self._session.get_inputs() if i.name.startswith("past_")]
+        self._kv_names = [i.name.removeprefix("past_") for i in past]
+        _, heads, _, head_size = past[0].shape
+        self._cache = KVCache(len(past), heads, head_size, config.max_length)
+        # What a decode step reads and writes, always in the same place.
+        self._x = np.zeros((MAX_ROWS, 1, config.units), dtype=np.float32)
+        self._last = np.zeros(MAX_ROWS, dtype=np.int32)
+        self._total = np.zeros(1, dtype=np.int32)
+        self._logits = np.zeros((MAX_ROWS, config.vocab_size), dtype=np.float32)
+        self._bindings: dict[int, Any] = {}
+
+    def add_row(self) -> int:
+        return self._cache.add_row()
+
+    def extend(self, row: int, ids: Ids) -> Logits:
+        """Any number of ids after any number of cached ones: exact, since the row is alone."""
+        begin = self._cache.lengths[row]
+        end = begin + len(ids)
+        check_ids(self.config, ids, end)
+        last, total = np.array([end - 1], dtype=np.int32), np.array([end], dtype=np.int32)
+        logits = np.empty((1, self.config.vocab_size), dtype=np.float32)
+        with onnx_session.out_of_memory(f"{len(ids)} more tokens"):
+            x = self._embedding[ids]  # (T, C)
+            x += self._positions[begin:end]
+            binding = self._bind(row, row + 1, x[None], last, total, logits)
+            self._session.run_with_iobinding(binding)
+        self._cache.lengths[row] = end
+        first: Logits = logits[0]
+        return first
+
+    def decode(self, ids: Ids) -> Logits:
+        rows = len(ids)
+        lengths = np.array(self._cache.lengths[:rows], dtype=np.int32)
+        check_ids(self.config, ids, int(lengths.max()) + 1)
+        np.add(self._embedding[ids], self._positions[lengths], out=self._x[:rows, 0])
+        self._last[:rows] = lengths
+        self._total[0] = lengths.max() + 1
+        if rows not in self._bindings:
+            x, last, logits = self._x[:rows], self._last[:rows], self._logits[:rows]
+            self._bindings[rows] = self._bind(0, rows, x, last, self._total, logits)
+        with onnx_session.out_of_memory(f"a step of {rows} rows"):
+            self._session.run_with_iobinding(self._bindings[rows])
+        for row in range(rows):
+            self._cache.lengths[row] += 1
+        return self._logits[:rows]
+
+    def move_row(self, source: int, target: int) -> None:
+        self._cache.move_row(source, target)
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        self._cache.copy_row(source, target, length)
+
+    def remove_last_row(self) -> None:
+        self._cache.remove_last_row()
+
+    def length(self, row: int) -> int:
+        return self._cache.lengths[row]
+
+    def kv_bytes_for(self, lengths: Sequence[int]) -> int:
+        return sum(lengths) * self.kv_bytes_per_token
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._cache.num_bytes
+
+    def close(self) -> None:
+        del self._bindings, self._session, self._cache, self._embedding, self._positions
+        frames.give_back(self._frame)
+        del self._frame
+        return_freed_memory()
+
+    def _bind(
+        self,
+        begin: int,
+        end: int,
+        x: NDArray[np.float32],
+        last: NDArray[np.int32],
+        total: NDArray[np.int32],
+        logits: Logits,
+    ) -> Any:
+        binding = self._session.io_binding()
+        binding.bind_ortvalue_input("x", to_ort(x))
+        binding.bind_ortvalue_input("seqlens_k", to_ort(last))
+        binding.bind_ortvalue_input("total", to_ort(total))
+        binding.bind_ortvalue_output("logits", to_ort(logits))
+        for i, name in enumerate(self._kv_names):
+            value = to_ort(self._cache.array[i, begin:end])
+            binding.bind_ortvalue_input(f"past_{name}", value)
+            binding.bind_ortvalue_output(f"present_{name}", value)
+        return binding
+
+
+def check_ids(config: GPT2Config, ids: Ids, end: int) -> None:
+    """Raises unless the model has these ids, and room for a row of `end` tokens."""
+    if end > config.max_length:
+        raise PromptTooLong(f"{end} tokens do not fit the {config.max_length} of the model")
+    # numpy would take a negative id from the end of the table.
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        raise InvalidRequest(f"token ids must be from 0 to {config.vocab_size - 1}")
+
+
+class KVCache:
+    """Keys and values of all rows in one anonymous mapping that takes memory where it is written.
+
+    `array` is (buffers, rows, heads, capacity, head size) with a key and a value buffer for each
+    layer. One head of one row is a whole number of pages.
+    """
+
+    def __init__(self, buffers: int, heads: int, head_size: int, max_length: int) -> None:
+        self.lengths: list[int] = []
+        self._token_bytes = 4 * head_size
+        whole_pages = PAGE // np.gcd(PAGE, self._token_bytes)  # tokens
+        capacity = -(-max_length // whole_pages) * whole_pages
+        shape = (buffers, MAX_ROWS, heads, int(capacity), head_size)
+        self._row_bytes = heads * int(capacity) * self._token_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        try:
+            self._memory = mmap.mmap(-1, buffers * MAX_ROWS * self._row_bytes, flags=flags)
+        except OSError as error:
+            raise OutOfMemory("there is no address space for keys and values") from error
+        # A huge page would hold 2 MiB for a first token, 288 times over in the full-size model.
+        with suppress(OSError):  # a kernel that has none
+            self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+        self.array: NDArray[np.float32] = np.frombuffer(self._memory, np.float32).reshape(shape)
+
+    @property
+    def num_bytes(self) -> int:
+        buffers, _, heads = self.array.shape[:3]
+        return buffers * heads * sum(map(self._head_bytes, self.lengths))
+
+    def add_row(self) -> int:
+        if len(self.lengths) == MAX_ROWS:
+            raise OutOfMemory(f"all {MAX_ROWS} rows of the batch are taken")
+        self.lengths.append(0)
+        return len(self.lengths) - 1
+
+    def move_row(self, source: int, target: int) -> None:
+        """Row `target` becomes what row `source` is, and takes no more memory than that."""
+        if source == target:
+            return
+        # Onto the pages that are there: to fault in new ones takes ten times as long as copying.
+        length, before = self.lengths[source], self.lengths[target]
+        self.copy_row(source, target, length)
+        kept, had = self._head_bytes(length), self._head_bytes(before)
+        if kept < had:
+            head_bytes = self._row_bytes // self.array.shape[2]
+            for row_begin in self._row_begins(target):
+                for begin in range(row_begin, row_begin + self._row_bytes, head_bytes):
+                    self._memory.madvise(mmap.MADV_DONTNEED, begin + kept, had - kept)
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        self.array[:, target, :, :length] = self.array[:, source, :, :length]
+        self.lengths[target] = length
+
+    def remove_last_row(self) -> None:
+        self.lengths.pop()
+        for begin in self._row_begins(len(self.lengths)):
+            self._memory.madvise(mmap.MADV_DONTNEED, begin, self._row_bytes)
+
+    def _row_begins(self, row: int) -> Iterator[int]:
+        """Where a row begins in each buffer, in bytes."""
+        for buffer in range(len(self.array)):
+            yield (buffer * MAX_ROWS + row) * self._row_bytes
+
+    def _head_bytes(self, length: int) -> int:
+        """Bytes of the pages that one head of `length` tokens touches."""
+        return -(-length * self._token_bytes // PAGE) * PAGE
+
+
+def load(
+    artifact: Artifact, precision: str, *, cache_dir: Path | None = None, run: Run = directly
+) -> OnnxModel:
+    """Loads a model, `precision` `fp32` or `int8`, from the cache of prepared models.
+
+    The cache (see `engine.prepared.cache`) is `cache_dir` or a folder in the artifact's own; `run`
+    builds what is not in it. Raises `OutOfMemory`, `ArtifactError`.
+    """
+    with prepared(artifact, precision, cache_dir, run) as found:
+        return OnnxModel(artifact.config, found)

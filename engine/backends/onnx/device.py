@@ -1,0 +1,221 @@
+"""What the K/V cache and the weights need of a device, by onnxruntime alone, without CUDA's API.
+
+Memory on a device is had as the output of a session and named by its address, and copied by graphs
+of one kind of operator. So the same code runs on the CPU provider.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from common import onnx_session
+from common.errors import InvalidRequest, OutOfMemory
+from engine.backends import nvidia
+
+SAME_AS_REQUESTED = 1  # of `arena_extend_strategy`: the other rounds up to a power of two
+# A free piece is cut when this much of it would be left over.
+MAX_DEAD_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One device of an execution provider. `limit_bytes` bounds all that sessions take there beside
+    their weights; 0: nothing does."""
+
+    name: str
+    device: str  # as IOBinding calls it
+    memory: str  # as OrtMemoryInfo calls it
+    arena: str  # as `memory.enable_memory_arena_shrinkage` calls it
+    limit_bytes: int = 0
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Those of the execution provider, for what it takes beside the shared arena."""
+        if self.device == "cpu":
+            return {}
+        return {"device_id": "0", "arena_extend_strategy": "kSameAsRequested"}
+
+
+CUDA = Provider("CUDAExecutionProvider", "cuda", "Cuda", "gpu:0")
+CPU = Provider("CPUExecutionProvider", "cpu", "Cpu", "cpu:0")  # to test what runs on the other
+
+
+def check(provider: Provider) -> None:
+    """Raises `InvalidRequest` that says what to install where the provider cannot work."""
+    version = onnxruntime.__version__
+    if provider.name not in onnxruntime.get_available_providers():
+        raise InvalidRequest(
+            f"the onnxruntime {version} that is installed cannot use a GPU: pip uninstall"
+            f" onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]=={version}'"
+        )
+    if provider.device != "cpu":
+        nvidia.memory_bytes()
+
+
+_preparing = threading.Lock()
+_prepared: set[Provider] = set()
+
+
+def _prepare(provider: Provider) -> None:
+    """Once: one arena for all sessions, so that what one does not use the others can have."""
+    with _preparing:
+        if provider not in _prepared:
+            check(provider)
+            _register_arena(provider)
+            _prepared.add(provider)
+
+
+def _register_arena(provider: Provider) -> None:
+    if provider.device != "cpu":
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):  # it prints what it did not find
+            onnxruntime.preload_dlls()  # from NVIDIA's wheels
+        logger.info("CUDA's libraries: %s", said.getvalue() or "found")
+    arena, default = (
+        onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR,
+        onnxruntime.OrtMemType.DEFAULT,
+    )
+    info = onnxruntime.OrtMemoryInfo(provider.memory, arena, 0, default)
+    settings = {
+        "max_mem": provider.limit_bytes,
+        "arena_extend_strategy": SAME_AS_REQUESTED,
+        "max_dead_bytes_per_chunk": MAX_DEAD_BYTES,
+    }
+    try:
+        onnxruntime.create_and_register_allocator_v2(
+            provider.name, info, provider.options, onnxruntime.OrtArenaCfg(settings)
+        )
+    except RuntimeError as error:  # the provider's library does not find CUDA's
+        raise _unusable(provider) from error
+
+
+def open_session(graph: bytes, provider: Provider, weights: Mapping[str, Any]) -> Any:
+    """Opens a graph. `weights` are OrtValues for its external initializers; on the CPU they are
+    used where they are, so the caller has to keep them. Raises `OutOfMemory`, `InvalidRequest`."""
+    _prepare(provider)
+    options = onnx_session.session_options()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    # Weights not from the arena, so that they go back to the device when the session ends.
+    options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+    options.add_external_initializers(list(weights), list(weights.values()))
+    providers = [(provider.name, provider.options)]
+    with onnx_session.out_of_memory("the model"):
+        session = onnxruntime.InferenceSession(graph, options, providers=providers)
+    if session.get_providers()[0] != provider.name:  # onnxruntime would go on without
+        raise _unusable(provider)
+    return session
+
+
+def _unusable(provider: Provider) -> InvalidRequest:
+    version, cuda = onnxruntime.__version__, getattr(onnxruntime, "cuda_version", "")
+    return InvalidRequest(
+        f"onnxruntime's {provider.name} does not start: it needs CUDA {cuda}, cuDNN 9 and a driver"
+        f" for them; pip install 'onnxruntime-gpu[cuda,cudnn]=={version}' brings the first two"
+    )
+
+
+class Buffers:
+    """Makes, grows and copies buffers on a device: arrays of 4-byte elements, zero where new.
+
+    onnxruntime's CPU has no fp16 for all of this, so two fp16 are moved as one float: bit for bit.
+    """
+
+    def __init__(self, provider: Provider, count: int) -> None:
+        self.provider, self.count = provider, count
+        F, I64, info = TensorProto.FLOAT, TensorProto.INT64, helper.make_tensor_value_info
+        dims = ["A", "B", "C", "D"]
+        pad = helper.make_node("Pad", ["x", "pads"], ["y"])
+        self._pad = self._open(
+            [pad],
+            [info("x", F, dims), info("pads", I64, [2 * len(dims)])],
+            [info("y", F, [f"{d}2" for d in dims])],
+        )
+        pairs = [(f"x{i}", f"y{i}") for i in range(count)]
+        self._copy = self._open(
+            [helper.make_node("Identity", [x], [y]) for x, y in pairs],
+            [info(x, F, [f"N{i}"]) for i, (x, _) in enumerate(pairs)],
+            [info(y, F, [f"N{i}"]) for i, (_, y) in enumerate(pairs)],
+        )
+
+    def _open(self, nodes: list[Any], inputs: list[Any], outputs: list[Any]) -> Any:
+        graph = helper.make_graph(nodes, "buffers", inputs, outputs)
+        opset = helper.make_opsetid("", 17)
+        model = helper.make_model(graph, opset_imports=[opset], ir_version=9)
+        return open_session(model.SerializeToString(), self.provider, {})
+
+    def grow(self, old: Any, shape: Sequence[int]) -> Any:
+        """A buffer of `shape` (4 dimensions) with the content of `old` in its first corner.
+
+        `old` is an OrtValue on the device, or a numpy array. Raises `OutOfMemory`.
+        """
+        pads = np.array([*[0] * len(shape), *np.subtract(shape, _shape(old))], dtype=np.int64)
+        return self.with_room(lambda: self._padded(old, pads))
+
+    def with_room(self, call: Callable[[], T]) -> T:
+        """What `call` returns. It is tried again, once, where the arena had only free pieces that
+        are too small each: given back, the device makes one of them."""
+        try:
+            return call()
+        except OutOfMemory:
+            self.trim()
+            return call()
+
+    def _padded(self, old: Any, pads: NDArray[np.int64], options: Any = None) -> Any:
+        binding = self._pad.io_binding()
+        if isinstance(old, np.ndarray):
+            binding.bind_cpu_input("x", old)
+        else:
+            binding.bind_ortvalue_input("x", old)
+        binding.bind_cpu_input("pads", pads)
+        binding.bind_output("y", self.provider.device, 0)
+        with onnx_session.out_of_memory("keys and values"):
+            self._pad.run_with_iobinding(binding, options)
+        binding.clear_binding_inputs()  # an output keeps its binding, which would keep the old one
+        return binding.get_outputs()[0]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], count: int) -> None:
+        """Copies `count` elements from each address to another; they must not overlap."""
+        binding = self._copy.io_binding()
+        for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+            place = (self.provider.device, 0, np.float32, [count])
+            binding.bind_input(f"x{i}", *place, source)
+            binding.bind_output(f"y{i}", *place, target)
+        with onnx_session.out_of_memory("keys and values"):
+            self._copy.run_with_iobinding(binding)
+
+    def trim(self) -> None:
+        """Gives what the arena does not use back to the device."""
+        options = onnxruntime.RunOptions()
+        options.add_run_config_entry("memory.enable_memory_arena_shrinkage", self.provider.arena)
+        small = np.zeros((1, 1, 1, 1), dtype=np.float32)
+        try:
+            self._padded(small, np.zeros(8, dtype=np.int64), options)
+        except (OutOfMemory, RuntimeError) as error:
+            logger.warning("the device's memory stays with the arena: %s", error)
+
+
+def _shape(value: Any) -> Sequence[int]:
+    found: Sequence[int] = value.shape if isinstance(value, np.ndarray) else value.shape()
+    return found
+
+
+@functools.cache
+def buffers(provider: Provider, count: int) -> Buffers:
+    """For models with so many buffers; they share it, for a session on a GPU is not small."""
+    return Buffers(provider, count)

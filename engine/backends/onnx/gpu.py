@@ -1,0 +1,238 @@
+"""Runs a model with onnxruntime on a GPU: fp16 weights, products, keys and values.
+
+It has not run on a GPU yet. The tests run all of it on the CPU provider, which computes the same
+graph, most of it in fp32 between roundings to fp16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common import onnx_session
+from common.errors import OutOfMemory
+from common.memory import return_freed_memory
+from engine.artifacts.artifact import Artifact
+from engine.artifacts.config import GPT2Config
+from engine.backends.interface import Ids, Logits
+from engine.backends.kv_capacity import grown
+from engine.backends.onnx.cpu import MAX_ROWS, check_ids, to_ort
+from engine.backends.onnx.device import CUDA, Buffers, Provider, buffers, open_session
+from engine.backends.onnx.graph import GPT2Graph, kv_names, padded_head_size
+from engine.backends.page_cache import Span
+
+ITEM_BYTES = 2  # fp16
+
+
+class OnnxGpuModel:
+    """A `BackendModel` on the fp16 graph of `engine.backends.onnx.graph`."""
+
+    max_rows = MAX_ROWS
+
+    def __init__(self, artifact: Artifact, provider: Provider = CUDA) -> None:
+        self.config = artifact.config
+        graph = GPT2Graph(artifact.config, artifact.weights, "fp16")
+        self.mapped: list[Span] = []
+        self.weight_bytes = sum(part.num_bytes for part in graph.parts)
+        weights = {name: to_ort(tensor) for name, tensor in graph.external.items()}
+        self._session = open_session(graph.model.SerializeToString(), provider, weights)
+        self._weights = weights if provider.device == "cpu" else {}  # a GPU has its own copy now
+        self._device = provider.device
+        self._kv_names = list(kv_names(artifact.config, ""))
+        self._cache = KVCache(artifact.config, buffers(provider, len(self._kv_names)))
+        self.kv_bytes_per_token = self._cache.token_bytes
+        # Where a step's logits go, always the same place, on the CPU.
+        self._logits = np.zeros((MAX_ROWS, artifact.config.vocab_size), dtype=np.float32)
+        self._bindings: dict[int, Any] = {}  # of the first rows' buffers, until these move
+
+    def add_row(self) -> int:
+        return self._cache.add_row()
+
+    def extend(self, row: int, ids: Ids) -> Logits:
+        """Any number of ids after any number of cached ones: exact, since the row is alone."""
+        begin = self._cache.lengths[row]
+        end = begin + len(ids)
+        check_ids(self.config, ids, end)
+        self._grow(end)
+        logits = np.empty((1, self.config.vocab_size), dtype=np.float32)
+        binding = self._bind(row, row + 1, logits)
+        self._run(binding, ids[None], np.arange(begin, end)[None])
+        self._cache.lengths[row] = end
+        first: Logits = logits[0]
+        return first
+
+    def decode(self, ids: Ids) -> Logits:
+        rows = len(ids)
+        lengths = np.array(self._cache.lengths[:rows])
+        end = int(lengths.max()) + 1
+        check_ids(self.config, ids, end)
+        self._grow(end)
+        if rows not in self._bindings:
+            self._bindings[rows] = self._bind(0, rows, self._logits[:rows])
+        self._run(self._bindings[rows], ids[:, None], lengths[:, None])
+        for row in range(rows):
+            self._cache.lengths[row] += 1
+        return self._logits[:rows]
+
+    def move_row(self, source: int, target: int) -> None:
+        if self._cache.lengths[source]:
+            self._grow(self._cache.lengths[source])
+        self._cache.move_row(source, target)
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        self.move_row(source, target)
+        self._cache.lengths[target] = length
+
+    def remove_last_row(self) -> None:
+        self._cache.remove_last_row()
+        if not self._cache.lengths:
+            self._bindings.clear()
+
+    def length(self, row: int) -> int:
+        return self._cache.lengths[row]
+
+    def kv_bytes_for(self, lengths: Sequence[int]) -> int:
+        return self._cache.num_bytes_for(lengths)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._cache.num_bytes
+
+    def close(self) -> None:
+        moved = self._cache.moved
+        del self._bindings, self._session, self._weights, self._cache
+        moved.trim()
+        return_freed_memory()
+
+    def _grow(self, length: int) -> None:
+        if not self._cache.holds(length):
+            self._bindings.clear()
+            self._cache.grow(length)
+
+    def _run(self, binding: Any, ids: Ids, positions: Ids) -> None:
+        """ids, positions (B, T). What is bound here is copied to the device now."""
+        total = np.array([positions.max() + 1], dtype=np.int32)
+        tokens, places = (np.ascontiguousarray(a, dtype=np.int32) for a in (ids, positions))
+
+        def run() -> None:
+            with onnx_session.out_of_memory(f"{ids.size} more tokens"):
+                binding.bind_cpu_input("ids", tokens)
+                binding.bind_cpu_input("positions", places)
+                binding.bind_cpu_input("total", total)
+                self._session.run_with_iobinding(binding)
+
+        # Once more does no harm: it writes the same keys and values to the same places.
+        self._cache.moved.with_room(run)
+
+    def _bind(self, begin: int, end: int, logits: Logits) -> Any:
+        binding = self._session.io_binding()
+        binding.bind_ortvalue_output("logits", to_ort(logits))
+        for name, buffer in zip(self._kv_names, self._cache.buffers, strict=True):
+            shape = [end - begin, *buffer.row_shape]
+            place = (self._device, 0, np.float16, shape, buffer.address(begin))
+            binding.bind_input(f"past{name}", *place)
+            binding.bind_output(f"present{name}", *place)
+        return binding
+
+
+@dataclass
+class Buffer:
+    """Keys or values of one layer, (rows, heads, capacity, head size), on the device."""
+
+    value: Any  # an OrtValue
+    shape: tuple[int, int, int, int]
+
+    @property
+    def row_shape(self) -> tuple[int, int, int]:
+        return self.shape[1:]
+
+    @property
+    def row_items(self) -> int:
+        return int(np.prod(self.row_shape))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape[0] * self.row_items * ITEM_BYTES
+
+    def address(self, row: int) -> int:
+        address: int = self.value.data_ptr() + row * self.row_items * ITEM_BYTES
+        return address
+
+
+class KVCache:
+    """Keys and values of all rows, a key and a value buffer for each layer.
+
+    They grow as `engine.backends.kv_capacity` says, one after the other: the memory for both sizes
+    is needed for one of them at a time.
+    """
+
+    def __init__(self, config: GPT2Config, moved: Buffers) -> None:
+        self.lengths: list[int] = []
+        self.moved = moved
+        self.buffers: list[Buffer] = []
+        self._max_length = config.max_length
+        self._heads, self._head_size = config.num_heads, padded_head_size(config)
+        self.token_bytes = moved.count * self._heads * self._head_size * ITEM_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.num_bytes for buffer in self.buffers)
+
+    def num_bytes_for(self, lengths: Sequence[int]) -> int:
+        if not lengths:
+            return 0
+        rows, capacity = self._shape_for(len(lengths), max(lengths))
+        return rows * capacity * self.token_bytes
+
+    def _shape_for(self, rows: int, length: int) -> tuple[int, int]:
+        # They are of one shape, unless one could not grow after another had.
+        largest = max(((b.shape[0], b.shape[2]) for b in self.buffers), default=(0, 0))
+        return grown(largest, rows, length, self._max_length)
+
+    def add_row(self) -> int:
+        if len(self.lengths) == MAX_ROWS:
+            raise OutOfMemory(f"all {MAX_ROWS} rows of the batch are taken")
+        self.lengths.append(0)
+        return len(self.lengths) - 1
+
+    def holds(self, length: int) -> bool:
+        """Whether all rows have buffers of `length` tokens."""
+        rows = len(self.lengths)
+        held = (rows <= b.shape[0] and length <= b.shape[2] for b in self.buffers)
+        return bool(self.buffers) and all(held)
+
+    def grow(self, length: int) -> None:
+        """Raises `OutOfMemory`; what the rows hold is as before then."""
+        rows, capacity = self._shape_for(len(self.lengths), length)
+        shape = (rows, self._heads, capacity, self._head_size)
+        as_floats = (*shape[:3], self._head_size // 2)
+        if not self.buffers:
+            empty = np.zeros((1, self._heads, 1, self._head_size // 2), dtype=np.float32)
+            count = self.moved.count
+            self.buffers = [Buffer(self.moved.grow(empty, as_floats), shape) for _ in range(count)]
+        for i, buffer in enumerate(self.buffers):
+            if buffer.shape != shape:
+                self.buffers[i] = Buffer(self.moved.grow(buffer.value, as_floats), shape)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Row `target` becomes what row `source` is."""
+        if source == target:
+            return
+        self.lengths[target] = self.lengths[source]
+        if self.lengths[source]:
+            sources, targets = ([b.address(row) for b in self.buffers] for row in (source, target))
+            self.moved.copy(sources, targets, self.buffers[0].row_items // 2)
+
+    def remove_last_row(self) -> None:
+        self.lengths.pop()
+        if not self.lengths:
+            self.buffers = []
+
+
+def load(artifact: Artifact, provider: Provider = CUDA) -> OnnxGpuModel:
+    """Raises `OutOfMemory`, `ArtifactError` for weights that fp16 cannot hold, and
+    `InvalidRequest` where there is no GPU or no onnxruntime that can use it."""
+    return OnnxGpuModel(artifact, provider)

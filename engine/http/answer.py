@@ -1,0 +1,115 @@
+"""Collects the tokens of one request into its answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from common.errors import EngineError
+from engine.sampling import TokenLogprobs
+from engine.sequence import Token
+
+
+class Answer:
+    """Pass `emit` to `Engine.submit`; `done` is called once, on the engine's thread."""
+
+    def __init__(self, parameters_count: int, done: Callable[[], None]) -> None:
+        self._texts = [""] * parameters_count
+        self._tokens: list[list[Token]] = [[] for _ in range(parameters_count)]
+        self._left = parameters_count
+        self._done = done
+        self._started = time.monotonic()
+        self._first_token_at: float | None = None
+        self.error: EngineError | None = None
+
+    def emit(self, item: Token | EngineError) -> None:
+        if self._left <= 0:
+            return
+        if isinstance(item, EngineError):
+            self.error = item
+            self._left = 0
+        else:
+            if self._first_token_at is None:
+                self._first_token_at = time.monotonic()
+            self._tokens[item.index].append(item)
+            self._texts[item.index] += item.text
+            self._left -= item.finish_reason is not None
+        if self._left == 0:
+            self._finished = time.monotonic()
+            self._done()
+
+    @property
+    def entries(self) -> int:
+        """How many log-probabilities the result holds."""
+        return sum(len(token.shown) for tokens in self._tokens for token in tokens)
+
+    def result(self) -> dict[str, Any]:
+        """`{"completions": [{"text", "tokens", "finish_reason", "logprobs"?}], "seconds", ...}`.
+
+        Raises the error that ended the request.
+        """
+        if self.error is not None:
+            raise self.error
+        assert self._first_token_at is not None
+        completions = []
+        for text, tokens in zip(self._texts, self._tokens, strict=True):
+            completion: dict[str, Any] = {
+                "text": text,
+                "tokens": len(tokens),
+                "finish_reason": tokens[-1].finish_reason,
+            }
+            details = [token_details(token) for token in tokens]
+            if tokens[0].logprobs is not None:
+                completion["logprobs"] = [found["logprobs"] for found in details]
+            if tokens[0].prefill:
+                completion["prefill"] = details[0]["prefill"]
+            completions.append(completion)
+        return {
+            "completions": completions,
+            "seconds": round(self._finished - self._started, 6),
+            "time_to_first_token_s": round(self._first_token_at - self._started, 6),
+        }
+
+
+def token_details(token: Token) -> dict[str, Any]:
+    """`logprobs` where they were asked for, `prefill` with an answer's first token: each
+    `{"token", "text", "logprob"?, "top"?: [{"token", "text", "logprob"}]}`, with `bytes` where a
+    token is only a part of a character."""
+    shown = token.shown
+    pieces = iter(token.pieces if len(token.pieces) == len(shown) else [b""] * len(shown))
+
+    def body(token_id: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
+        said: dict[str, Any] = {"token": token_id, **_piece_body(next(pieces))}
+        if logprobs is not None:
+            said["logprob"] = round(logprobs.chosen, 6)
+            said["top"] = [
+                {"token": i, **_piece_body(next(pieces)), "logprob": round(p, 6)}
+                for i, p in logprobs.top
+            ]
+        return said
+
+    found: dict[str, Any] = {}
+    if token.prefill:
+        found["prefill"] = [body(*one) for one in token.prefill]
+    if token.logprobs is not None:
+        found["logprobs"] = body(token.id, token.logprobs)
+    return found
+
+
+def _piece_body(piece: bytes) -> dict[str, Any]:
+    text = piece.decode("utf-8", "replace")
+    return {"text": text} if text.encode() == piece else {"text": text, "bytes": list(piece)}
+
+
+class WaitingAnswer(Answer):
+    """An `Answer` that a thread can wait for."""
+
+    def __init__(self, parameters_count: int) -> None:
+        self._event = threading.Event()
+        super().__init__(parameters_count, self._event.set)
+
+    def wait(self) -> dict[str, Any]:
+        self._event.wait()
+        return self.result()

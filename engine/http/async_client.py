@@ -1,0 +1,167 @@
+"""The asynchronous client of the engine process, for the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+from yarl import URL
+
+from common.errors import EngineError, EngineUnavailable, OutOfMemory
+from engine.http.client import GRACE_S, LOAD_TIMEOUT_S, error_of
+
+CHECK_TIMEOUT_S = 10.0
+
+
+class AsyncEngineClient:
+    """Use as `async with`. Every call raises the engine's errors, or `EngineUnavailable`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> AsyncEngineClient:
+        self._session = aiohttp.ClientSession(
+            base_url="http://engine", connector=aiohttp.UnixConnector(self._path, limit=0)
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def load(
+        self, name: str, model_dir: str, backend: str | None = None, precision: str | None = None
+    ) -> dict[str, Any]:
+        """Loads a model that stays until `unload`; returns what the engine says of it."""
+        body = {"name": name, "model_dir": model_dir, "backend": backend, "precision": precision}
+        loaded: dict[str, Any] = await self._call("POST", "/models", body, LOAD_TIMEOUT_S)
+        return loaded
+
+    async def check(
+        self,
+        name: str,
+        model_dir: str,
+        backend: str | None = None,
+        precision: str | None = None,
+        promised: Mapping[str, int] | None = None,
+    ) -> int:
+        """What the weights will take, in bytes, if they fit beside what is `promised`: bytes, by
+        the names of models that will be loaded.
+
+        Raises what `load` would for want of room, or for an artifact that is none.
+        """
+        body = {"name": name, "model_dir": model_dir, "backend": backend, "precision": precision}
+        asked = {**body, "promised": dict(promised or {})}
+        room = await self._call("POST", "/room", asked, CHECK_TIMEOUT_S)
+        needed = int(room["weight_bytes"])
+        if "missing_bytes" in room:
+            missing = room["missing_bytes"]
+            raise OutOfMemory(room["message"], missing_bytes=missing, needed_bytes=needed)
+        return needed
+
+    async def unload(self, name: str) -> None:
+        """Returns once the memory is free again."""
+        await self._call("DELETE", _url(name), None, LOAD_TIMEOUT_S)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The names of those that are loaded, and what each holds of the budget."""
+        found: list[dict[str, Any]] = (await self._call("GET", "/models", None, 10.0))["models"]
+        return found
+
+    async def statistics(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        found: dict[str, Any] = await self._call("GET", "/statistics", None, timeout_s)
+        return found
+
+    async def is_healthy(self, timeout_s: float = 2.0) -> bool:
+        try:
+            await self._call("GET", "/health", None, timeout_s)
+        except EngineError:
+            return False
+        return True
+
+    async def generate(
+        self,
+        name: str,
+        inputs: Any,
+        parameters: Mapping[str, Any],
+        timeout_s: float = 60.0,
+        kind: str = "inputs",
+    ) -> dict[str, Any]:
+        """The whole answer. `inputs` are what `engine.http.server` knows by this name: "inputs",
+        "prompt" or "messages". A caller that is cancelled frees the request's place in the batch.
+        """
+        body = {kind: inputs, "parameters": parameters, "timeout_s": timeout_s}
+        url = _url(name, "/generate")
+        answer: dict[str, Any] = await self._call("POST", url, body, timeout_s + GRACE_S)
+        return answer
+
+    async def cancel(self, request_id: str) -> None:
+        """Frees the place of the request that a worker sent under this id, now or later."""
+        await self._call("DELETE", f"/requests/{request_id}", None, 10.0)
+
+    async def stream(
+        self,
+        name: str,
+        inputs: Any,
+        parameters: Mapping[str, Any],
+        timeout_s: float = 60.0,
+        kind: str = "inputs",
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Each token as it is made: `{"index", "token", "text", "logprobs"?, "finish_reason"?}`,
+        a sequence's last one with `prompt_tokens`.
+
+        Leaving the loop frees the request's place in the batch. `kind` as for `generate`.
+        """
+        assert self._session is not None
+        body = {kind: inputs, "parameters": parameters, "timeout_s": timeout_s, "stream": True}
+        timeout = aiohttp.ClientTimeout(total=timeout_s + GRACE_S)
+        try:
+            async with self._session.post(
+                _url(name, "/generate"), json=body, timeout=timeout
+            ) as response:
+                if response.status >= 400:
+                    retry_after = response.headers.get("Retry-After")
+                    raise error_of(response.status, await response.read(), retry_after)
+                finished = False
+                async for line in response.content:
+                    item = json.loads(line)
+                    if "error" in item:
+                        status = item["error"]["code"]
+                        raise error_of(status, json.dumps(item["error"]).encode(), None)
+                    finished = "finish_reason" in item
+                    yield item
+                if not finished:
+                    raise EngineUnavailable("the engine ended in the middle of the answer")
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
+
+    async def _call(
+        self, method: str, url: str | URL, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> Any:
+        assert self._session is not None
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(method, url, json=body, timeout=timeout) as response:
+                content = await response.read()
+                if response.status >= 400:
+                    raise error_of(response.status, content, response.headers.get("Retry-After"))
+                return json.loads(content) if content else None
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
+        except ValueError as error:
+            raise EngineUnavailable("the engine's answer is not JSON", retry_after_s=1) from error
+
+
+def _url(name: str, action: str = "") -> URL:
+    return URL(f"/models/{quote(name, safe='')}{action}", encoded=True)

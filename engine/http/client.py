@@ -1,0 +1,260 @@
+"""The synchronous client of the engine process, for workers. Standard library only.
+
+A worker's model is a `ModelHandle`: it survives a restart of the engine by loading its model again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+from common import errors
+from common.errors import EngineError, EngineUnavailable, ModelNotFound
+
+LOAD_TIMEOUT_S = 300.0
+# Longer than the supervisor needs to start the engine again.
+RECONNECT_S = 15.0
+# How much later than the request's own deadline a silent engine is given up.
+GRACE_S = 5.0
+
+
+class _Connection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("engine", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def error_of(status: int, body: bytes, retry_after: str | None) -> EngineError:
+    """The engine's error answer as the exception that it was there."""
+    try:
+        said = json.loads(body)
+        kind = getattr(errors, said["type"], EngineError)
+        message = said["message"]
+    except (ValueError, KeyError, TypeError):
+        kind, message = EngineError, f"the engine answered {status}"
+    if not (isinstance(kind, type) and issubclass(kind, EngineError)):
+        kind = EngineError
+    return kind(message, retry_after_s=float(retry_after) if retry_after else None)
+
+
+class Uses:
+    """The connections on which somebody waits for a model, so that all can be given up at once."""
+
+    def __init__(self) -> None:
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self.ended = False
+
+    @contextlib.contextmanager
+    def of(self, connection: http.client.HTTPConnection) -> Iterator[None]:
+        """While a request is on this connection. Raises `ModelNotFound` after `end`."""
+        if connection.sock is None:
+            connection.connect()
+        used = connection.sock
+        with self._lock:
+            if self.ended:
+                raise ModelNotFound("the model is unloaded")
+            self._sockets.add(used)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sockets.discard(used)
+
+    def end(self) -> None:
+        """The engine sees each of them go, and computes for nobody."""
+        with self._lock:
+            self.ended = True
+            for used in self._sockets:
+                with contextlib.suppress(OSError):
+                    used.shutdown(socket.SHUT_RDWR)
+
+
+class EngineClient:
+    """One per process; a connection per thread is kept open."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._local = threading.local()
+
+    def request(
+        self,
+        method: str,
+        url: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float = 60.0,
+        uses: Uses | None = None,
+    ) -> Any:
+        """The parsed answer. Raises the engine's error, or `EngineUnavailable`."""
+        connection: Any = getattr(self._local, "connection", None)
+        payload = None if body is None else json.dumps(body).encode()
+        for fresh in (connection is None, True):
+            if fresh:
+                self.close()
+                connection = self._local.connection = _Connection(self._path, timeout_s)
+            try:
+                if connection.sock is not None:
+                    connection.sock.settimeout(timeout_s)
+                with uses.of(connection) if uses else contextlib.nullcontext():
+                    connection.request(method, url, payload, {"Content-Type": "application/json"})
+                    response = connection.getresponse()
+                    content = response.read()
+            except TimeoutError as error:
+                self.close()
+                message = f"the engine did not answer within {timeout_s:.0f} s"
+                raise EngineUnavailable(message) from error
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                if not fresh and isinstance(error, _IDLE_CLOSED):
+                    continue  # the kept connection had been closed while it was idle
+                raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
+            if response.status >= 400:
+                raise error_of(response.status, content, response.headers.get("Retry-After"))
+            return json.loads(content) if content else None
+        raise EngineUnavailable("the engine is not there", retry_after_s=1)
+
+    def close(self) -> None:
+        connection = getattr(self._local, "connection", None)
+        if connection is not None:
+            connection.close()
+            self._local.connection = None
+
+    def lease(
+        self,
+        name: str,
+        model_dir: str,
+        backend: str | None = None,
+        precision: str | None = None,
+        max_rows: int | None = None,
+        timeout_s: float = LOAD_TIMEOUT_S,
+    ) -> Lease:
+        """Loads a model that stays loaded while the lease is open (or this process lives)."""
+        connection = _Connection(self._path, timeout_s)
+        body = {"name": name, "model_dir": model_dir, "lease": True}
+        body |= {"backend": backend, "precision": precision, "max_rows": max_rows}
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/models", json.dumps(body).encode(), headers)
+            response = connection.getresponse()
+            content = response.read() if response.status >= 400 else response.readline()
+            if not content:
+                raise http.client.HTTPException("the engine went away")
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
+        if response.status >= 400:
+            connection.close()
+            raise error_of(response.status, content, response.headers.get("Retry-After"))
+        return Lease(connection, response, json.loads(content))
+
+
+# What a kept connection answers when the engine had closed it before this request.
+_IDLE_CLOSED = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
+
+
+class Lease:
+    """An open load. `model` is what the engine says of the model."""
+
+    def __init__(
+        self,
+        connection: http.client.HTTPConnection,
+        response: http.client.HTTPResponse,
+        model: dict[str, Any],
+    ) -> None:
+        self._connection, self._response = connection, response
+        self.model = model
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._response.close()
+            self._connection.close()
+
+
+class ModelHandle:
+    """A loaded model, seen from a worker. Thread-safe."""
+
+    def __init__(self, client: EngineClient, name: str, model_dir: str, **options: Any) -> None:
+        """Loads the model. Raises what the engine raises, `EngineUnavailable` included."""
+        self._client, self._name, self._model_dir = client, name, model_dir
+        self._options = options
+        self._lock = threading.Lock()
+        self._uses = Uses()
+        self._lease = client.lease(name, model_dir, **options)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return self._lease.model
+
+    def generate(
+        self,
+        inputs: str | Mapping[str, str],
+        parameters: Mapping[str, Any],
+        timeout_s: float = 60.0,
+        request_id: str | None = None,
+    ) -> dict[str, Any]:
+        """The engine's answer, see `engine.http.answer.Answer.result`.
+
+        If the engine has been restarted the model is loaded again; a request that was under way is
+        sent once more. By `request_id` others may cancel it (`AsyncEngineClient.cancel`). Raises
+        the engine's errors; `EngineUnavailable` when it does not come back.
+        """
+        lease = self._lease
+        deadline = time.monotonic() + timeout_s
+        body = {"inputs": inputs, "parameters": parameters}
+        if request_id:
+            body["request_id"] = request_id
+        try:
+            return self._send(body, timeout_s)
+        except (EngineUnavailable, ModelNotFound):
+            if time.monotonic() >= deadline:
+                raise
+        self._renew(lease, min(deadline, time.monotonic() + RECONNECT_S))
+        return self._send(body, max(deadline - time.monotonic(), 0.1))
+
+    def _send(self, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        body = {**body, "timeout_s": timeout_s}
+        url = f"/models/{quote(self._name, safe='')}/generate"
+        limit_s = timeout_s + GRACE_S
+        answer: dict[str, Any] = self._client.request("POST", url, body, limit_s, self._uses)
+        return answer
+
+    def _renew(self, old: Lease, deadline: float) -> None:
+        """Loads the model again, once for all threads that lost it."""
+        with self._lock:
+            if self._uses.ended:
+                raise ModelNotFound(f"model {self._name} is not loaded")
+            if self._lease is not old:
+                return
+            while True:
+                try:
+                    left = max(deadline - time.monotonic(), 0.1)
+                    lease = self._client.lease(
+                        self._name, self._model_dir, **self._options, timeout_s=left
+                    )
+                    break
+                except EngineUnavailable:
+                    if time.monotonic() >= deadline:
+                        raise
+                    time.sleep(0.1)
+            self._lease.close()
+            self._lease = lease
+
+    def close(self) -> None:
+        """Gives the model up, and with it whatever waits for it."""
+        self._uses.end()
+        with self._lock:
+            self._lease.close()

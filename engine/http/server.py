@@ -1,0 +1,419 @@
+"""The engine's face: HTTP on a unix socket.
+
+    POST   /models                  {"name", "model_dir", "backend"?, "precision"?, "max_rows"?,
+                                     "lease"?}
+    GET    /models                  their names and what each holds of the budget
+    DELETE /models/{name}
+    POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?,
+                                     "request_id"?}; inputs are a text, or an object with the
+                                     fields of the model's template. In their place: "prompt", a
+                                     text or ids that no template is for, or "messages" of a chat,
+                                     `{"role", "content"}`
+    DELETE /requests/{request_id}   for one who knows that nobody waits any more
+    POST   /room                    {"name", "model_dir", "backend"?, "precision"?, "promised"?}:
+                                    whether a load would find room now beside those that are
+                                    promised, bytes by name: `weight_bytes`, and if it would not,
+                                    `missing_bytes` and a `message`
+    GET    /health                  503 where no step gets on, see `engine.step_loop`
+    GET    /statistics              all that is counted, of each model too
+
+Try it with `curl --unix-socket $ENGINE_SOCKET http://engine/statistics`. Errors are
+`{"code", "type", "message"}`; a stream is NDJSON, one token a line, and ends with a line that has
+`finish_reason` or, after an error, `error`.
+
+With `"lease": true` the answer to a load stays open, and the model stays loaded while any such
+answer does: a worker that dies, however it dies, leaves no model behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import stat
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from common.errors import Cancelled, EngineError, InvalidRequest, NeverFits, OutOfMemory
+from common.json_body import read_json
+from common.parameters import Parameters
+from engine import backends, sandbox
+from engine.http import leases
+from engine.http.answer import Answer, token_details
+from engine.registry import Engine
+from engine.sandbox.reading import Reading
+from engine.sequence import Token
+from engine.settings import Settings
+from engine.text.prompts import Chat, Inputs, Raw
+
+logger = logging.getLogger(__name__)
+
+MAX_TIMEOUT_S = 3600.0
+CANCELLED_KEPT = 1000
+# What takes milliseconds to read or to write is not done on the event loop.
+LARGE_BYTES = 64 << 10
+LARGE_ENTRIES = 500  # log-probabilities of an answer
+T = TypeVar("T")
+
+
+class EngineApp:
+    """The routes over one `Engine`."""
+
+    def __init__(self, engine: Engine, lease_grace_s: float = leases.GRACE_S) -> None:
+        self._engine = engine
+        self.stopping = asyncio.Event()
+        self._leases = leases.Leases(engine, self.stopping, lease_grace_s)
+        self._running: dict[str, set[asyncio.Event]] = {}  # by request id
+        # A request may still be on its way when it is cancelled.
+        self._cancelled: deque[str] = deque(maxlen=CANCELLED_KEPT)
+        self.asgi = Starlette(
+            routes=[
+                Route("/models", self._load, methods=["POST"]),
+                Route("/models", self._list, methods=["GET"]),
+                Route("/models/{name:path}/generate", self._generate, methods=["POST"]),
+                Route("/models/{name:path}", self._unload, methods=["DELETE"]),
+                Route("/requests/{id}", self._cancel, methods=["DELETE"]),
+                Route("/room", self._room, methods=["POST"]),
+                Route("/health", self._health, methods=["GET"]),
+                Route("/statistics", self._statistics, methods=["GET"]),
+            ],
+            exception_handlers={EngineError: _error_response},
+        )
+
+    # Models
+
+    async def _load(self, request: Request) -> Response:
+        body = await _json_object(request)
+        name, model_dir = _text(body, "name"), _text(body, "model_dir")
+        backend, precision = body.get("backend"), body.get("precision")
+        max_rows = body.get("max_rows")
+        if max_rows is not None and (type(max_rows) is not int or max_rows < 1):
+            raise InvalidRequest("max_rows must be an integer of at least 1")
+        lease = bool(body.get("lease"))
+        if lease:
+            self._leases.take(name)
+        try:
+            model = await self._unless_gone(
+                request,
+                lambda reading: self._engine.load(
+                    name, model_dir, backend, precision, max_rows, reading
+                ),
+            )
+            loaded = self._engine.describe(model)
+        except BaseException:
+            if lease:
+                self._leases.release(name)
+            raise
+        if not lease:
+            return JSONResponse(loaded)
+
+        async def hold() -> AsyncIterator[str]:
+            yield _line(loaded)
+            await self.stopping.wait()
+
+        return _NdjsonStream(hold(), lambda: self._leases.release(name))
+
+    async def _unless_gone(self, request: Request, work: Callable[[Reading], T]) -> T:
+        """What `work` returns, on a thread; given up if the client goes or the engine stops."""
+        reading = Reading()
+        working = asyncio.ensure_future(run_in_threadpool(work, reading))
+        ends: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(_disconnected(request.receive)),
+            asyncio.ensure_future(self.stopping.wait()),
+        ]
+        try:
+            await asyncio.wait([working, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                reading.give_up()
+            return await working
+        finally:
+            for end in ends:
+                end.cancel()
+
+    async def _room(self, request: Request) -> Response:
+        body = await _json_object(request)
+        name, model_dir = _text(body, "name"), _text(body, "model_dir")
+        backend, precision = body.get("backend"), body.get("precision")
+        promised = body.get("promised") or {}
+        if not isinstance(promised, dict) or not all(type(n) is int for n in promised.values()):
+            raise InvalidRequest("promised must be an object of integers")
+        try:
+            needed = await self._unless_gone(
+                request,
+                lambda reading: self._engine.check(
+                    name, model_dir, backend, precision, reading, promised
+                ),
+            )
+        except NeverFits:
+            raise
+        except OutOfMemory as error:
+            missing = {"missing_bytes": error.missing_bytes, "message": error.message}
+            return JSONResponse({"weight_bytes": error.needed_bytes, **missing})
+        return JSONResponse({"weight_bytes": needed})
+
+    async def _list(self, request: Request) -> Response:
+        return JSONResponse({"models": self._engine.held()})
+
+    async def _unload(self, request: Request) -> Response:
+        await run_in_threadpool(self._engine.unload, request.path_params["name"])
+        return Response(status_code=204)
+
+    async def _health(self, request: Request) -> Response:
+        health = self._engine.health()
+        return JSONResponse(health, status_code=200 if health["status"] == "ok" else 503)
+
+    async def _statistics(self, request: Request) -> Response:
+        return await run_in_threadpool(lambda: JSONResponse(self._engine.statistics()))
+
+    # Generation
+
+    async def _generate(self, request: Request) -> Response:
+        body = await _json_object(request)
+        name, inputs = request.path_params["name"], _inputs(body)
+        parameters = self._engine.parameters(name, body.get("parameters"))
+        timeout_s = body.get("timeout_s")
+        if timeout_s is not None and (
+            not isinstance(timeout_s, int | float)
+            or isinstance(timeout_s, bool)
+            or not 0 < timeout_s <= MAX_TIMEOUT_S
+        ):
+            raise InvalidRequest(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:.0f}")
+        stream = body.get("stream", False)
+        if not isinstance(stream, bool):
+            raise InvalidRequest("stream must be true or false")
+        if stream:
+            return await self._stream(name, inputs, parameters, timeout_s)
+        request_id = _text(body, "request_id") if "request_id" in body else ""
+        if request_id in self._cancelled:
+            raise Cancelled("the request was cancelled")
+        loop = asyncio.get_running_loop()
+        finished: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not finished.done():
+                finished.set_result(None)
+
+        def done() -> None:
+            loop.call_soon_threadsafe(wake)
+
+        answer = Answer(parameters.num_return_sequences, done)
+        sequences = await asyncio.wrap_future(
+            self._engine.submit_soon(name, inputs, parameters, answer.emit, timeout_s, stream=False)
+        )
+        cancelled = asyncio.Event()
+        self._running.setdefault(request_id, set()).add(cancelled)
+        gone = asyncio.ensure_future(_disconnected(request.receive))
+        called_off = asyncio.ensure_future(cancelled.wait())
+        try:
+            ends: list[asyncio.Future[Any]] = [finished, gone, called_off]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            called_off.cancel()
+            self._running[request_id].discard(cancelled)
+            if not self._running[request_id]:
+                del self._running[request_id]
+            if not finished.done() or answer.error is not None:
+                self._engine.cancel(sequences)
+        if not finished.done():
+            raise Cancelled("the request was cancelled")
+
+        def build() -> Response:
+            return JSONResponse({"prompt_tokens": len(sequences[0].prompt), **answer.result()})
+
+        return await run_in_threadpool(build) if answer.entries > LARGE_ENTRIES else build()
+
+    async def _cancel(self, request: Request) -> Response:
+        request_id = request.path_params["id"]
+        self._cancelled.append(request_id)
+        for cancelled in self._running.get(request_id, ()):
+            cancelled.set()
+        return Response(status_code=204)
+
+    async def _stream(
+        self, name: str, inputs: Inputs, parameters: Parameters, timeout_s: float | None
+    ) -> Response:
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Token | EngineError] = asyncio.Queue()
+
+        def emit(item: Token | EngineError) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, item)
+
+        sequences = await asyncio.wrap_future(
+            self._engine.submit_soon(name, inputs, parameters, emit, timeout_s)
+        )
+
+        async def lines() -> AsyncIterator[str]:
+            left = len(sequences)
+            while left:
+                item = await queue.get()
+                if isinstance(item, EngineError):
+                    yield _line({"error": item.to_body()})
+                    return
+                body = _token_body(item)
+                if item.finish_reason is not None:
+                    left -= 1
+                    body["prompt_tokens"] = len(sequences[0].prompt)
+                yield _line(body)
+
+        return _NdjsonStream(lines(), lambda: self._engine.cancel(sequences))
+
+
+class _NdjsonStream(StreamingResponse):
+    """A stream that ends when its client goes, and calls `closed` however it ends."""
+
+    def __init__(self, lines: AsyncIterator[str], closed: Callable[[], None]) -> None:
+        super().__init__(lines, media_type="application/x-ndjson")
+        self._closed = closed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = asyncio.ensure_future(self.stream_response(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait([body, gone], return_when=asyncio.FIRST_COMPLETED)
+            if body.done():
+                await body
+        finally:
+            body.cancel()
+            gone.cancel()
+            self._closed()
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def _token_body(token: Token) -> dict[str, Any]:
+    body: dict[str, Any] = {"index": token.index, "token": token.id, "text": token.text}
+    body |= token_details(token)
+    if token.finish_reason is not None:
+        body["finish_reason"] = token.finish_reason
+    return body
+
+
+async def _json_object(request: Request) -> dict[str, Any]:
+    content = await request.body()
+    large = len(content) > LARGE_BYTES
+    body = await run_in_threadpool(read_json, content) if large else read_json(content)
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return body
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise InvalidRequest(f"{name} must be text that is not empty, without NUL")
+    return value
+
+
+def _inputs(body: dict[str, Any]) -> Inputs:
+    """What is to be continued. Raises `InvalidRequest`."""
+    if "prompt" in body:
+        return _raw(body["prompt"])
+    if "messages" in body:
+        return _chat(body["messages"])
+    fields = body.get("inputs")
+    if not isinstance(fields, dict):
+        return _text(body, "inputs")
+    for name, value in fields.items():
+        if not isinstance(value, str) or "\0" in value:
+            raise InvalidRequest(f"inputs.{name} must be text without NUL")
+    return fields
+
+
+def _raw(prompt: Any) -> Raw:
+    """A text, or its ids."""
+    if isinstance(prompt, list) and all(type(i) is int and i >= 0 for i in prompt):
+        return Raw(prompt)
+    if not isinstance(prompt, str) or "\0" in prompt:
+        raise InvalidRequest("prompt must be text without NUL, or a list of token ids")
+    return Raw(prompt)
+
+
+def _chat(messages: Any) -> Chat:
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest("messages must be a list that is not empty")
+    for i, message in enumerate(messages):
+        if not (
+            isinstance(message, dict)
+            and {"role", "content"} <= set(message)
+            and all(isinstance(v, str) and "\0" not in v for v in message.values())
+        ):
+            raise InvalidRequest(f"messages.{i} must have a role and content, texts without NUL")
+    return Chat(messages)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EngineError)
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = f"{error.retry_after_s:.0f}"
+    return JSONResponse(error.to_body(), status_code=error.status, headers=headers)
+
+
+def listen(path: str) -> socket.socket:
+    """Binds a unix socket that only this user can reach, in place of a stale one."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(path)
+    finally:
+        os.umask(before)
+    listener.listen(512)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, app: EngineApp) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self._app.stopping.set()
+        self.should_exit = True  # uvicorn's own would raise the signal again and skip engine.close
+
+
+def serve(settings: Settings) -> None:
+    """Runs until SIGTERM or SIGINT; requests in flight are finished, at most for 25 s."""
+    sandbox.prepare(*backends.preloaded(settings.backend, settings.device))
+    engine = Engine(settings)
+
+    async def main() -> None:
+        app = EngineApp(engine)
+        config = uvicorn.Config(
+            app.asgi,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=25,
+        )
+        await _Server(config, app).serve(sockets=[listener])
+        await asyncio.to_thread(engine.close)  # its thread calls into the loop to the end
+
+    listener = listen(settings.socket)
+    logger.info("the engine listens on %s (%s)", settings.socket, settings.backend)
+    uvloop.run(main())

@@ -1,0 +1,1 @@
+"""Models prepared for onnxruntime, kept on the disk."""

@@ -1,0 +1,225 @@
+"""What an artifact was found to hold, so that it is read once, and not by the engine.
+
+A sandbox opens the artifact, checks it, reads its weights through, and answers with a manifest:
+configuration, generation settings, and where each tensor lies. It is kept, in memory and as
+`<path hash>.source.json` beside the prepared models, and holds as long as the names, sizes, times
+and inodes of the artifact's files do. The engine checks it again before it maps anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import ArtifactError
+from engine.artifacts.artifact import Artifact, check_weights
+from engine.artifacts.config import GPT2Config
+from engine.artifacts.generation_config import Generation
+from engine.artifacts.open import open_artifact
+from engine.artifacts.tensor_index import Tensor
+from engine.prepared.files import hash_of
+from engine.prepared.folder import SOURCE, cache_folder, read_object, write_object
+from engine.sandbox import MIB, Limits
+
+FORMAT = 2
+MAX_FILES = 1000
+KEPT = 256
+THREADS = 2
+CHUNK_NUMBERS = 1 << 18
+# To read an artifact: parsing takes some of each, reading the weights through the rest.
+READ_MIB = 512
+READ_CPU_S = 20
+READ_BYTES_PER_CPU_S = 25 * MIB
+NICENESS = 5
+
+Stamps = list[list[Any]]
+
+
+class Run(Protocol):
+    """Calls a function, perhaps elsewhere: arguments and value are JSON."""
+
+    def __call__(self, target: Any, *arguments: Any, what: str, limits: Limits) -> Any: ...
+
+
+def directly(target: Any, *arguments: Any, what: str, limits: Limits) -> Any:
+    """In this process, for tools that read their own user's files."""
+    return target(*arguments)
+
+
+class Manifests:
+    """Opens artifacts, each once as long as it does not change. Thread-safe."""
+
+    def __init__(self, cache_dir: Path | None = None) -> None:
+        self._cache_dir = cache_dir
+        self._known: OrderedDict[Path, tuple[Stamps, dict[str, Any]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def open(self, path: Path, run: Run = directly) -> Artifact:
+        """As `open_artifact`, and its weights are known to be finite. Raises `ArtifactError`."""
+        path = path.resolve()
+        stamps = stamps_of(path)
+        with self._lock:
+            known = self._known.get(path)
+        if known is None or known[0] != stamps:
+            manifest = self._kept(path, stamps) or self._read(path, stamps, run)
+        else:
+            manifest = known[1]
+        artifact = from_manifest(path, manifest)
+        with self._lock:
+            self._known[path] = (stamps, manifest)
+            self._known.move_to_end(path)
+            while len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return artifact
+
+    def _file(self, path: Path) -> Path | None:
+        folder = cache_folder(path, self._cache_dir)
+        return folder and folder / (hash_of(str(path)) + SOURCE)
+
+    def _kept(self, path: Path, stamps: Stamps) -> dict[str, Any] | None:
+        """From an earlier process, if it is about these files and not damaged."""
+        file = self._file(path)
+        kept = {} if file is None else read_object(file)
+        if kept.get("format") != FORMAT or kept.get("files") != stamps:
+            return None
+        manifest = kept.get("artifact")
+        try:
+            from_manifest(path, manifest)
+        except ArtifactError:
+            return None
+        return manifest
+
+    def _read(self, path: Path, stamps: Stamps, run: Run) -> dict[str, Any]:
+        limits = Limits(
+            memory_mib=READ_MIB,
+            cpu_s=READ_CPU_S + sum(size for _, size, *_ in stamps) // READ_BYTES_PER_CPU_S,
+            niceness=NICENESS,
+        )
+        manifest: dict[str, Any] = run(read, str(path), what=path.name, limits=limits)
+        file = self._file(path)
+        if file is not None and stamps_of(path) == stamps:
+            said = {"format": FORMAT, "path": str(path), "files": stamps, "artifact": manifest}
+            with suppress(OSError):  # then it is read again after a restart
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_object(file, said)
+        return manifest
+
+
+def stamps_of(path: Path) -> Stamps:
+    """What changes when a file of the artifact does. Folders in it are not the engine's."""
+    found: Stamps = []
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if len(found) == MAX_FILES:
+                    raise ArtifactError(f"{path.name} holds more than {MAX_FILES} files")
+                status = entry.stat(follow_symlinks=os.path.exists(entry.path))
+                if not stat.S_ISDIR(status.st_mode):
+                    found.append([entry.name, status.st_size, status.st_mtime_ns, status.st_ino])
+    except (FileNotFoundError, NotADirectoryError):
+        raise ArtifactError(f"there is no model folder {path}") from None
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}") from None
+    return sorted(found)
+
+
+# In the sandbox
+
+
+def read(path: str) -> dict[str, Any]:
+    """The manifest of the artifact in `path`. Raises `ArtifactError`."""
+    artifact = open_artifact(path)
+    return to_manifest(dataclasses.replace(artifact, content=content_of(artifact)))
+
+
+def content_of(artifact: Artifact) -> str:
+    """The hash of the weights, which are all read. Raises `ArtifactError` for one that is NaN or
+    infinite, with which a model makes no text."""
+    file_bytes = sum(file.stat().st_size for file in artifact.weight_files)
+    if sum(tensor.nbytes for tensor in artifact.index.values()) > file_bytes:
+        raise ArtifactError(f"{artifact.weight_files[0].name}: its tensors overlap")
+    weights, names = artifact.weights, sorted(artifact.index)
+
+    def digest(name: str) -> str:
+        try:
+            return hash_of(_finite_pieces(weights[name]))
+        except FloatingPointError:
+            file = artifact.index[name].file
+            raise ArtifactError(f"{file}: {name} holds NaN or infinity") from None
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        parts = [
+            [name, weights[name].dtype.str, weights[name].shape, found]
+            for name, found in zip(names, pool.map(digest, names), strict=True)
+        ]
+    return hash_of(json.dumps(parts))
+
+
+def _finite_pieces(weight: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
+    """Its bytes, row after row. Raises `FloatingPointError`."""
+    rows = max(CHUNK_NUMBERS // max(weight[:1].size, 1), 1)
+    for begin in range(0, len(weight), rows):
+        piece = np.ascontiguousarray(weight[begin : begin + rows])
+        if not np.isfinite(piece).all():
+            raise FloatingPointError
+        yield piece.reshape(-1).view(np.uint8)
+
+
+def to_manifest(artifact: Artifact) -> dict[str, Any]:
+    """As JSON has it."""
+    return {
+        "config": dataclasses.asdict(artifact.config),
+        "index": {name: list(tensor) for name, tensor in artifact.index.items()},
+        "tokenizer": artifact.tokenizer_file.name,
+        "generation": artifact.generation.to_json(),
+        "content": artifact.content,
+    }
+
+
+# In the engine
+
+
+def from_manifest(path: Path, said: Any) -> Artifact:
+    """The artifact, if what is said of it fits itself and the files there. Raises `ArtifactError`.
+
+    What is not checked, because nothing depends on it: whether it is what the files say.
+    """
+    try:
+        config = GPT2Config(**said["config"])
+        for name, kind in get_type_hints(GPT2Config).items():
+            value = getattr(config, name)
+            if type(value) is not kind or (kind is int and value < 1):
+                raise ValueError(name)
+        if config.units % config.num_heads:
+            raise ValueError("num_heads")
+        index = {
+            str(name): Tensor(_plain(file), offset, dtype, tuple(shape), tuple(strides))
+            for name, (file, offset, dtype, shape, strides) in said["index"].items()
+        }
+        sizes = {file: (path / file).stat().st_size for file in {t.file for t in index.values()}}
+        check_weights(index, config, path.name)
+        for name, tensor in index.items():
+            tensor.check(name, sizes[tensor.file])
+        tokenizer_file = path / _plain(said["tokenizer"])
+        generation = Generation.from_json(said["generation"])
+        return Artifact(path, config, index, tokenizer_file, generation, str(said["content"]))
+    except (KeyError, TypeError, ValueError, AttributeError, OSError):
+        raise ArtifactError(f"{path.name} changed while it was read") from None
+
+
+def _plain(name: Any) -> str:
+    if not isinstance(name, str) or Path(name).name != name:
+        raise ValueError(name)
+    return name

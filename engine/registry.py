@@ -1,0 +1,392 @@
+"""The engine: holds all models, and queues what is asked of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from common.errors import (
+    ArtifactError,
+    Cancelled,
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    ModelAlreadyLoaded,
+    ModelNotFound,
+    Overloaded,
+)
+from common.memory import MIB, return_freed_memory
+from common.parameters import Parameters
+from engine import backends
+from engine.artifacts.artifact import Artifact
+from engine.backends.interface import BackendModel
+from engine.budget import Budget
+from engine.model import Model
+from engine.prepared.manifest import Manifests, Run, Stamps, stamps_of
+from engine.prepared.prune import prune
+from engine.residency import Residency
+from engine.sandbox.reading import Reading
+from engine.scheduler import PREFILL_CHUNK, Batch
+from engine.sequence import Sequence, Token
+from engine.settings import Settings
+from engine.statistics import Statistics
+from engine.step_loop import Loop
+from engine.text.process import Texts
+from engine.text.prompts import Inputs
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Thread-safe. `close` ends the thread and frees every model."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self.settings = settings or Settings()
+        self.budget = Budget(self.settings.budget_bytes, self.settings.overcommit)
+        self._cache_dir = Path(self.settings.cache_dir) if self.settings.cache_dir else None
+        self._manifests = Manifests(self._cache_dir)
+        self._models: dict[str, Model] = {}
+        self._loading: dict[str, Future[Model]] = {}
+        self._chunk = PREFILL_CHUNK[self.settings.device]
+        self._changed = threading.Condition()  # guards what is loaded, where it is, what waits
+        self._residency = Residency(self._changed, self._models, self.budget)
+        self._loop = Loop(
+            self._changed, self._models, self._chunk, self._lose, self._residency.advance
+        )
+        self._closed = False
+
+    # Models
+
+    def load(
+        self,
+        name: str,
+        model_dir: str,
+        backend: str | None = None,
+        precision: str | None = None,
+        max_rows: int | None = None,
+        reading: Reading | None = None,
+    ) -> Model:
+        """Loads the model in `model_dir`. Of several loads of one name at once, one does the work.
+
+        At most `max_rows` sequences share a step, ENGINE_MAX_ROWS where it is not given. Whoever
+        gives up `reading` ends it, with `Cancelled`; another load then takes over. Raises
+        `ArtifactError`, `OutOfMemory`, `InvalidRequest`; `ModelAlreadyLoaded` if the name stands
+        for another folder, backend or precision. A failed load leaves nothing behind.
+        """
+        backend, precision = self._resolve(backend, precision)
+        wanted = (Path(model_dir).resolve(), backend, precision)
+        reading = reading or Reading()
+        while True:
+            reading.check()
+            with self._changed:
+                future = self._loading.get(name)
+                if name in self._models:
+                    return self._same(self._models[name], wanted)
+                if future is None:
+                    future = self._loading[name] = Future()
+                    break
+            try:
+                return self._same(future.result(), wanted)
+            except Cancelled:
+                continue  # it was given up by whoever did the work
+        try:
+            model = self._load(name, *wanted, max_rows or self.settings.max_rows, reading)
+        except BaseException as error:
+            with self._changed:
+                del self._loading[name]
+            future.set_exception(error)
+            raise
+        with self._changed:
+            self._models[name] = model
+            del self._loading[name]
+        future.set_result(model)
+        logger.info("loaded %s from %s in %.2f s", name, model.path, model.load_s)
+        return model
+
+    def check(
+        self,
+        name: str,
+        model_dir: str,
+        backend: str | None = None,
+        precision: str | None = None,
+        reading: Reading | None = None,
+        promised: Mapping[str, int] | None = None,
+    ) -> int:
+        """What the weights of the model in `model_dir` will take, in bytes, if they may come now
+        beside those that are `promised`: bytes, by the names of models whose loads are to come.
+
+        What it reads, a load need not read again. Raises what `load` would for want of room or for
+        an artifact that is none.
+        """
+        config = self._manifests.open(Path(model_dir), (reading or Reading()).run).config
+        backend, precision = self._resolve(backend, precision)
+        needed = backends.weight_bytes(config, backend, precision)
+        with self._changed:
+            known = self._models.keys() | self._loading.keys()
+        to_come = sum(size for other, size in (promised or {}).items() if other not in known)
+        self.budget.check(needed, backends.row_bytes(config, precision), name, to_come)
+        return needed
+
+    def _resolve(self, backend: str | None, precision: str | None) -> tuple[str, str]:
+        """With the defaults for what is not given. Raises `InvalidRequest`."""
+        backend = backend or self.settings.backend
+        default = self.settings.precision if backend == self.settings.backend else ""
+        known = backends.precisions(backend, self.settings.device)
+        precision = precision or default or known[0]
+        backends.check(backend, precision, self.settings.device)
+        return backend, precision
+
+    @staticmethod
+    def _same(model: Model, wanted: tuple[Path, str, str]) -> Model:
+        if (model.path, model.backend, model.precision) != wanted:
+            raise ModelAlreadyLoaded(
+                f"{model.name} is loaded already, from {model.path}"
+                f" ({model.backend}, {model.precision}); unload it first"
+            )
+        return model
+
+    def _load(
+        self,
+        name: str,
+        path: Path,
+        backend: str,
+        precision: str,
+        max_rows: int,
+        reading: Reading,
+    ) -> Model:
+        started = time.monotonic()
+        stamps = stamps_of(path)
+        artifact = self._manifests.open(path, reading.run)
+        needed = backends.weight_bytes(artifact.config, backend, precision)
+        row = backends.row_bytes(artifact.config, precision)
+        self.budget.declare(needed, row, name)
+        model = texts = None
+        statistics = Statistics()
+        try:
+            texts = Texts(artifact, statistics, self.settings.max_queue)
+            model = Model(
+                name=name,
+                path=path,
+                backend=backend,
+                precision=precision,
+                config=artifact.config,
+                open=self._opener(artifact, stamps, backend, precision),
+                texts=texts,
+                batch=Batch(max_rows, self.budget, self._chunk),
+                reserved_bytes=needed,
+                statistics=statistics,
+            )
+            self._residency.enter(model, reading)
+            if self._cache_dir is not None:
+                prune(self._cache_dir, self.settings.cache_max_mib * MIB)
+        except BaseException:
+            if model is not None:
+                self._residency.release(model)
+            if texts is not None:
+                texts.close(ModelNotFound(f"{name} was not loaded"))
+            self.budget.withdraw(needed, row)
+            return_freed_memory()
+            raise
+        model.load_s = time.monotonic() - started
+        return model
+
+    def _opener(
+        self, artifact: Artifact, stamps: Stamps, backend: str, precision: str
+    ) -> Callable[[Run], BackendModel]:
+        """What opens the artifact, as often as it is called. It raises `ArtifactError` where it has
+        to read the artifact's files and they are not those of `stamps` any more."""
+
+        def check() -> None:
+            if stamps_of(artifact.path) != stamps:
+                raise ArtifactError(f"{artifact.path.name} has changed since it was loaded")
+
+        def load(run: Run) -> BackendModel:
+            def checked(*arguments: Any, **options: Any) -> Any:
+                check()
+                return run(*arguments, **options)
+
+            if backend == "mxnet" or self.settings.device == "gpu":
+                check()
+            return backends.load(
+                dataclasses.replace(artifact),  # what it maps goes with it
+                backend,
+                precision,
+                device=self.settings.device,
+                cache_dir=self._cache_dir,
+                run=checked,
+            )
+
+        return load
+
+    def unload(self, name: str, unless: Callable[[], bool] = lambda: False) -> None:
+        """Frees a model and gives its memory back; its running requests fail with 404.
+
+        `unless` is asked while nobody can load or find the model: it stays if that says so.
+
+        Raises `ModelNotFound`.
+        """
+        with self._changed:
+            model = self._find(name)
+            if unless():
+                return
+            del self._models[name]
+        self._residency.leave(model)
+        self._loop.call(lambda: self._free(model, ModelNotFound(f"{name} was unloaded")))
+        logger.info("unloaded %s", name)
+
+    def _lose(self, model: Model) -> None:
+        """After a fault in its batch: whoever asks next loads it anew."""
+        with self._changed:
+            if self._models.get(model.name) is model:
+                del self._models[model.name]
+        try:
+            self._free(model, EngineError(f"a step of {model.name} failed"))
+        except Exception:
+            logger.exception("%s could not be freed", model.name)
+
+    def _free(self, model: Model, reason: EngineError) -> None:
+        for sequence in model.batch.clear():
+            sequence.fail(reason)
+        model.texts.close(reason)
+        try:
+            self._residency.release(model)
+        finally:
+            self.budget.withdraw(model.reserved_bytes, model.row_bytes)
+            return_freed_memory()
+
+    def _find(self, name: str) -> Model:
+        if name not in self._models:
+            raise ModelNotFound(f"model {name} is not loaded")
+        return self._models[name]
+
+    def describe(self, model: Model) -> dict[str, Any]:
+        """Raises `ModelNotFound` if it was unloaded meanwhile."""
+        with self._changed:
+            if self._models.get(model.name) is not model:
+                raise ModelNotFound(f"model {model.name} is not loaded")
+            return model.describe()
+
+    def models(self) -> list[dict[str, Any]]:
+        with self._changed:  # none of them is freed before it is done
+            return [model.describe() for model in self._models.values()]
+
+    def held(self) -> list[dict[str, Any]]:
+        with self._changed:
+            return [model.held() for model in self._models.values()]
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "budget_bytes": self.budget.total_bytes,
+            "weight_bytes": self.budget.weight_bytes,
+            "kv_bytes": self.budget.kv_bytes,
+            "heated": self._residency.heated,
+            "pid": os.getpid(),
+            "models": self.models(),
+        }
+
+    # Requests
+
+    def parameters(self, name: str, given: Any) -> Parameters:
+        """A request's parameters over the model's own. Raises `ModelNotFound`, `InvalidRequest`."""
+        return self._find(name).texts.parameters(given)
+
+    def submit(self, name: str, *arguments: Any, **options: Any) -> list[Sequence]:
+        """As `submit_soon`, and waits for it."""
+        return self.submit_soon(name, *arguments, **options).result()
+
+    def submit_soon(
+        self,
+        name: str,
+        inputs: Inputs,
+        parameters: Parameters,
+        emit: Callable[[Token | EngineError], None],
+        timeout_s: float | None = None,
+        stream: bool = True,
+    ) -> Future[list[Sequence]]:
+        """Queues a prompt, a text or the fields of the model's template, once it is cut into
+        tokens, which the model's text process does.
+
+        `emit` is called on a thread of the model's and must not block; without `stream` some
+        tokens come together.
+
+        Raises `ModelNotFound`, `Overloaded`; the future raises those, `InvalidRequest`,
+        `PromptTooLong`, and what `Texts.encode` does.
+        """
+        model = self._find(name)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def submit() -> list[Sequence]:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"the prompt was not begun within {timeout_s:.1f} s")
+            ids = model.texts.encode(inputs)
+            sequences = [
+                Sequence(
+                    prompt=ids,
+                    parameters=parameters,
+                    max_length=model.config.max_length,
+                    stop_ids=model.texts.stop_ids,
+                    emit=emit,
+                    index=i,
+                    eager=stream,
+                    deadline=deadline,
+                )
+                for i in range(parameters.num_return_sequences)
+            ]
+            self._queue(model, sequences)
+            return sequences
+
+        self._residency.use(model)
+        try:
+            future = model.texts.soon(submit)
+        except BaseException:
+            self._residency.unuse(model)
+            raise
+        future.add_done_callback(lambda _: self._residency.unuse(model))
+        return future
+
+    def _queue(self, model: Model, sequences: list[Sequence]) -> None:
+        with self._changed:
+            self._loop.check()
+            if self._closed or self._models.get(model.name) is not model:
+                raise ModelNotFound(f"model {model.name} is not loaded")
+            waiting = len(model.batch.waiting)
+            if len(sequences) > self.settings.max_queue:
+                raise InvalidRequest(
+                    "parameters.num_return_sequences is above the queue's length,"
+                    f" {self.settings.max_queue}"
+                )
+            if waiting + len(sequences) > self.settings.max_queue:
+                pace = model.statistics.seconds_per_request / model.batch.max_rows
+                raise Overloaded(
+                    f"{waiting} requests wait for {model.name} already",
+                    retry_after_s=max(1.0, round(waiting * pace)),
+                )
+            model.statistics.requests += 1
+            model.statistics.prompt_tokens += len(sequences[0].prompt)
+            model.batch.waiting.extend(sequences)
+            self._residency.want(model)
+            self._changed.notify_all()
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """Frees the places of a request whose client has gone, at the next step."""
+        for sequence in sequences:
+            sequence.cancelled = True
+
+    def health(self) -> dict[str, Any]:
+        """Whether its thread lives and gets on, see `Loop.health`."""
+        return self._loop.health()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+        for name in list(self._models):
+            self.unload(name)
+        self._loop.close()
+        self._residency.close()

@@ -1,0 +1,47 @@
+"""The text of one answer in the making: what of it is sure, and whether a stop string ends it."""
+
+from __future__ import annotations
+
+from engine.text.sentencepiece import Detokenizer
+from engine.text.trimming import Stripper
+
+
+class AnswerText:
+    """From an answer's ids, one after the other, the pieces of its text."""
+
+    def __init__(
+        self, detokenizer: Detokenizer, stops: tuple[str, ...], strip: tuple[str, ...]
+    ) -> None:
+        self._detokenizer, self._stops = detokenizer, stops
+        self._stripper = Stripper(strip)
+        self._held = ""  # text that may be the beginning of a stop string
+
+    def write(self, token: int, end: str | None = None) -> tuple[str, bool]:
+        """The text that is sure now, and whether a stop string has ended the answer.
+
+        `end`: "stop" for a token that ends the answer and is no text of it, "length" for the last
+        one that it may have.
+        """
+        if end == "stop":
+            return self._stripper.finish(self._held + self._detokenizer.flush()), False
+        text = self._held + self._detokenizer.feed(token)
+        at, keep = _find_stop(text, self._stops)
+        if at is None and end == "length":
+            text += self._detokenizer.flush()
+            at, _ = _find_stop(text, self._stops)
+        if at is not None or end == "length":
+            return self._stripper.finish(text[:at]), at is not None
+        self._held = text[len(text) - keep :]
+        return self._stripper.feed(text[: len(text) - keep]), False
+
+
+def _find_stop(text: str, stops: tuple[str, ...]) -> tuple[int | None, int]:
+    """Where the first stop string begins, and how many last characters may begin one."""
+    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    if found:
+        return min(found), 0
+    longest = max((len(stop) for stop in stops), default=0)
+    for keep in range(min(longest - 1, len(text)), 0, -1):
+        if any(stop.startswith(text[-keep:]) for stop in stops):
+            return None, keep
+    return None, 0

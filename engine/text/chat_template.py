@@ -1,0 +1,128 @@
+"""A model's chat template: Jinja, from `chat_template.jinja` or `tokenizer_config.json`, as
+transformers' `apply_chat_template` runs it.
+
+Foreign code: it belongs into a model's text process, where one that never ends is ended. Jinja's
+sandbox keeps it from Python's objects.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from common.errors import InvalidRequest
+from engine.artifacts.files import MAX_JSON_BYTES, open_file, read_json
+
+FILE = "chat_template.jinja"
+CONFIG = "tokenizer_config.json"
+DEFAULT = "default"
+
+Message = Mapping[str, str]
+
+
+class Refused(TemplateError):
+    """What a template says with `raise_exception`."""
+
+
+class Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it
+    is what it encloses."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """`special_tokens` are variables of the template, such as `bos_token`. Raises `InvalidRequest`
+    for one that is no template."""
+
+    def __init__(self, source: str, file: str, special_tokens: Mapping[str, str]) -> None:
+        self._file, self._special_tokens = file, special_tokens
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _now
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            message = f"line {error.lineno}: {error.message}"
+            raise InvalidRequest(f"this model's {file} is no chat template: {message}") from None
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt, up to where the assistant answers. Raises `InvalidRequest`, whatever the
+        template raises."""
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except Refused as error:
+            raise InvalidRequest(f"messages: the model's chat template says: {error}") from None
+        except MemoryError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise InvalidRequest(f"this model's {self._file} failed: {reason}") from None
+
+
+def find_chat_template(folder: Path) -> tuple[str, str] | None:
+    """A template's source and the file that it is in. Raises `ArtifactError`, `InvalidRequest`."""
+    try:
+        with open_file(folder / FILE) as file:
+            size = min(os.fstat(file.fileno()).st_size, MAX_JSON_BYTES)
+            return file.read(size).decode("utf-8"), FILE
+    except FileNotFoundError:
+        pass
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"this model's {FILE} is not UTF-8") from None
+    said = read_json(folder / CONFIG).get("chat_template")
+    if isinstance(said, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in said if _is_object(entry)}
+        said = named.get(DEFAULT)
+    return (said, CONFIG) if isinstance(said, str) else None
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes what HTML would."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _refuse(message: Any) -> NoReturn:
+    raise Refused(str(message))
+
+
+def _now(format: str) -> str:
+    return datetime.now().strftime(format)

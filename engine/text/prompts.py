@@ -1,0 +1,169 @@
+"""A model's way with text: from a request's inputs to ids, and where and how an answer ends."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ArtifactError, EngineError, InvalidRequest, PromptTooLong
+from common.parameters import Parameters
+from engine.artifacts.artifact import Artifact
+from engine.artifacts.generation_config import FILE, Part
+from engine.text.sentencepiece import Detokenizer, SentencePieceTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from engine.text.chat_template import ChatTemplate
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A text or its ids, to be continued as they are, whatever template the model has."""
+
+    prompt: str | list[int]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages `{"role", "content"}`, for the model's chat template."""
+
+    messages: list[dict[str, str]]
+
+
+Inputs = str | Mapping[str, str] | Raw | Chat
+# Real text has two to six characters a token, and a run of spaces or unknown characters may be one
+# token. What is far beyond either is not cut only to be counted: megabytes take seconds.
+CHARACTERS_PER_TOKEN = 64
+ADVICE = (
+    "add chat_template.jinja to its folder, or chat_template to tokenizer_config.json, as"
+    " transformers' apply_chat_template takes it"
+)
+
+
+class Prompts:
+    """The artifact's tokenizer, template and defaults. Raises `ArtifactError` that says what does
+    not fit."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        self._vocab_size, self._max_length = artifact.config.vocab_size, artifact.config.max_length
+        self._generation = artifact.generation
+        self._folder = artifact.tokenizer_file.parent
+        self.tokenizer = _open_tokenizer(artifact)
+        if self.tokenizer.vocab_size > self._vocab_size:
+            raise ArtifactError(
+                f"{artifact.tokenizer_file.name} has {self.tokenizer.vocab_size} pieces,"
+                f" but the model's vocabulary has {self._vocab_size}"
+            )
+        ends = self._generation.end_ids
+        if ends is None:
+            ends = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
+        self.stop_ids = frozenset(ends) | {self._stop_id(t) for t in self._generation.stop_tokens}
+        self.strip = self._generation.strip
+        if self._generation.template is not None:  # that it can be tokenized at all
+            try:
+                self.encode(dict.fromkeys(self._generation.template.fields, "가"))
+            except EngineError as error:
+                raise ArtifactError(f"{FILE}: template: {error.message}") from None
+
+    def _stop_id(self, token: str) -> int:
+        found = self.tokenizer.token_id(token)
+        if found is None:
+            raise ArtifactError(f"{FILE}: stop_tokens: the tokenizer has no token {token}")
+        return found
+
+    def parameters(self, given: Any) -> Parameters:
+        """A request's, and the model's own where it gives none. Raises `InvalidRequest`."""
+        return Parameters.parse(given, self._generation.parameters)
+
+    def encode(self, inputs: str | Mapping[str, str]) -> list[int]:
+        """Raises `InvalidRequest`, and `PromptTooLong` for what fills the context."""
+        if not inputs:
+            raise InvalidRequest("inputs is empty, must be text")
+        texts = [inputs] if isinstance(inputs, str) else list(inputs.values())
+        self._check_length("inputs", texts)
+        return self._checked("inputs", self._encode(inputs))
+
+    def encode_raw(self, prompt: str | list[int]) -> list[int]:
+        """The same of a text or ids without the template."""
+        if isinstance(prompt, str):
+            self._check_length("prompt", [prompt])
+            prompt = self.tokenizer.encode(prompt)
+        return self._checked("prompt", prompt)
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """The same of messages in the model's chat template; where it has none, of one message of
+        the user's in its other template."""
+        texts = [message["content"] for message in messages]
+        self._check_length("messages", texts)
+        chat, template = self._chat_template, self._generation.template
+        if chat is not None:
+            for text in texts:
+                self.tokenizer.check_plain(text)
+            prompt = chat.render(messages)
+            self._check_length("messages", [prompt])
+            return self._checked("messages", self.tokenizer.encode_parts([Part(prompt)]))
+        if template is None:
+            raise InvalidRequest(f"the model has no chat template: {ADVICE}")
+        if [message["role"] for message in messages] != ["user"]:
+            raise InvalidRequest(
+                f"messages: the model's template ({FILE}) takes one message of the user's and"
+                f" nothing else. For more: {ADVICE}"
+            )
+        return self._checked("messages", self._encode(texts[0]))
+
+    @functools.cached_property
+    def _chat_template(self) -> ChatTemplate | None:
+        from engine.text import chat_template  # Jinja is only for models that chat
+
+        found = chat_template.find_chat_template(self._folder)
+        if found is None:
+            return None
+        return chat_template.ChatTemplate(*found, self.tokenizer.special_tokens)
+
+    def _check_length(self, name: str, texts: list[str]) -> None:
+        length = sum(map(len, texts))
+        most = self._max_length * CHARACTERS_PER_TOKEN
+        if length > most:
+            raise PromptTooLong(
+                f"{name} has {length} characters, more than the {most} that are cut into tokens"
+                f" for this model's context of {self._max_length} tokens"
+            )
+
+    def _checked(self, name: str, ids: list[int]) -> list[int]:
+        if len(ids) >= self._max_length:
+            raise PromptTooLong(
+                f"{name} has {len(ids)} tokens, at most {self._max_length - 1} fit into the model's"
+                " context"
+            )
+        if not ids:
+            raise InvalidRequest(
+                f"{name} holds nothing that this model's tokenizer makes tokens of"
+            )
+        if max(ids) >= self._vocab_size:
+            raise InvalidRequest(
+                f"{name} makes the token {max(ids)}, but the model's vocabulary ends at"
+                f" {self._vocab_size - 1}"
+            )
+        return ids
+
+    def _encode(self, inputs: str | Mapping[str, str]) -> list[int]:
+        template = self._generation.template
+        if template is not None:
+            return self.tokenizer.encode_parts(template.fill(inputs))
+        if not isinstance(inputs, str):
+            raise InvalidRequest(
+                f"inputs must be text: the model brings no template with fields ({FILE})"
+            )
+        return self.tokenizer.encode(inputs)
+
+    def detokenizer(self, prompt: list[int]) -> Detokenizer:
+        return self.tokenizer.detokenizer(prompt)
+
+
+def _open_tokenizer(artifact: Artifact) -> Tokenizer:
+    if artifact.tokenizer_file.suffix == ".spiece":
+        return SentencePieceTokenizer(artifact.tokenizer_file)
+    from engine.text.hugging_face import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer(artifact.tokenizer_file)

@@ -1,0 +1,33 @@
+"""onnxruntime reports nothing: where it does, it keeps an id of the machine in the home folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import REPOSITORY
+
+# Any of these would keep it quiet, too.
+QUIET = ("ORT_DISABLE_TELEMETRY", "ORT_RUNNING_UNIT_TESTS", "CI")
+
+
+@pytest.mark.parametrize("module", ["common.onnx_session", "scripts.lib.converting"])
+def test_onnxruntime_reports_nothing(tmp_path: Path, module: str) -> None:
+    kept = {k: v for k, v in os.environ.items() if k not in QUIET and not k.startswith("XDG_")}
+    code = f"import {module}, onnxruntime, os; print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env={**kept, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "1\n"
+    assert not list(tmp_path.rglob("*deviceid*"))

@@ -1,0 +1,179 @@
+"""Generation parameters are checked one by one; errors name the field and what is right."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequest
+from common.parameters import Parameters
+
+
+def refused(given: Any) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        Parameters.parse(given)
+    return caught.value.message
+
+
+@pytest.mark.parametrize("given", [None, {}, {f.name: None for f in fields(Parameters)}])
+def test_what_is_not_given_or_null_has_its_default(given: Any) -> None:
+    assert Parameters.parse(given) == Parameters()
+
+
+def test_every_field_can_be_given() -> None:
+    given: dict[str, Any] = {
+        "max_new_tokens": 5,
+        "stop": ["끝", "\n"],
+        "do_sample": True,
+        "temperature": 0.5,
+        "top_k": 10,
+        "top_p": 0.9,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": -2,
+        "presence_penalty": 0.5,
+        "logit_bias": {"3": -100, "17": 2.5},
+        "seed": 7,
+        "num_return_sequences": 2,
+        "logprobs": 3,
+        "return_full_text": True,
+        "decoder_input_details": True,
+    }
+    pairs = ((3, -100.0), (17, 2.5))
+    expected = Parameters(**{**given, "stop": ("끝", "\n"), "logit_bias": pairs})
+    assert Parameters.parse(given) == expected
+    assert set(given) == {f.name for f in fields(Parameters)}
+
+
+@pytest.mark.parametrize("given", [[], "greedy", 1, True, 0.5])
+def test_parameters_that_are_no_object_are_refused(given: Any) -> None:
+    assert "parameters must be a JSON object" in refused(given)
+
+
+def test_an_unknown_field_is_named_beside_the_known_ones() -> None:
+    message = refused({"max_tokens": 3})
+    assert "parameters.max_tokens is not known" in message
+    assert "max_new_tokens" in message
+
+
+def test_an_unknown_field_is_refused_even_if_it_is_null() -> None:
+    assert "parameters.온도" in refused({"온도": None})
+
+
+INTEGERS = ("max_new_tokens", "top_k", "seed", "num_return_sequences", "logprobs")
+NUMBERS = ("temperature", "top_p", "repetition_penalty")
+BOOLEANS = ("do_sample", "return_full_text", "decoder_input_details")
+
+
+@pytest.mark.parametrize("field", INTEGERS)
+@pytest.mark.parametrize("value", ["3", 3.0, 0.5, True, False, [3], {}, float("nan")])
+def test_an_integer_field_takes_integers_only(field: str, value: Any) -> None:
+    assert f"parameters.{field} must be an integer" in refused({field: value})
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+@pytest.mark.parametrize("value", ["1", True, False, [1], {}])
+def test_a_number_field_takes_numbers_only(field: str, value: Any) -> None:
+    assert f"parameters.{field} must be a number" in refused({field: value})
+
+
+@pytest.mark.parametrize("field", BOOLEANS)
+@pytest.mark.parametrize("value", [0, 1, "true", [], {}])
+def test_a_boolean_field_takes_booleans_only(field: str, value: Any) -> None:
+    assert f"parameters.{field} must be true or false" in refused({field: value})
+
+
+@pytest.mark.parametrize("value", [1, True, {}, [1], ["a", None], [["a"]]])
+def test_stop_takes_texts_only(value: Any) -> None:
+    assert "parameters.stop must be a string or a list of strings" in refused({"stop": value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("max_new_tokens", -1),
+        ("max_new_tokens", 1_000_001),
+        ("top_k", -1),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("num_return_sequences", 0),
+        ("num_return_sequences", 17),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        *((field, value) for field in NUMBERS for value in (0, 0.0, -0.5, 1e9, 10**400)),
+        *((field, float(value)) for field in NUMBERS for value in ("nan", "inf", "-inf")),
+        ("top_p", 1.0001),
+        *((f"{kind}_penalty", v) for kind in ("frequency", "presence") for v in (-2.1, 2.1)),
+        ("frequency_penalty", float("nan")),
+        ("logit_bias", {str(i): 0 for i in range(1025)}),
+        ("logit_bias", {"가": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", "a" * 257),
+        ("stop", ["a"] * 17),
+    ],
+)
+def test_a_value_out_of_range_is_refused(field: str, value: Any) -> None:
+    assert f"parameters.{field} " in refused({field: value})
+
+
+@pytest.mark.parametrize("value", [101, -100.5, "1", None, True, float("nan")])
+def test_a_bias_is_a_number_from_minus_to_plus_100(value: Any) -> None:
+    assert "parameters.logit_bias.7 must be" in refused({"logit_bias": {"7": value}})
+
+
+def test_biases_are_an_object() -> None:
+    assert "parameters.logit_bias must be an object" in refused({"logit_bias": [[7, 1]]})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_new_tokens", 1),
+        ("presence_penalty", -2),
+        ("frequency_penalty", 2),
+        ("top_k", 0),
+        ("top_p", 1),
+        ("temperature", 100),
+        ("seed", 0),
+        ("seed", 2**63 - 1),
+        ("logprobs", 0),
+        ("logprobs", 20),
+        ("stop", ("가" * 256,)),
+        ("stop", ()),
+    ],
+)
+def test_the_ends_of_a_range_belong_to_it(field: str, value: Any) -> None:
+    given = list(value) if isinstance(value, tuple) else value
+    assert getattr(Parameters.parse({field: given}), field) == value
+
+
+def test_one_stop_may_come_without_a_list() -> None:
+    assert Parameters.parse({"stop": "끝"}).stop == ("끝",)
+
+
+@pytest.mark.parametrize(
+    ("given", "sampled"),
+    [
+        ({}, False),
+        ({"repetition_penalty": 1.5, "logprobs": 1}, False),
+        ({"temperature": 0.7}, True),
+        ({"top_k": 5}, True),
+        ({"top_p": 0.9}, True),
+        ({"seed": 1}, True),
+        ({"seed": 1, "do_sample": False}, False),
+        ({"do_sample": True}, True),
+    ],
+)
+def test_sampling_parameters_imply_sampling(given: Any, sampled: bool) -> None:
+    assert Parameters.parse(given).do_sample is sampled
+
+
+def test_several_greedy_answers_are_refused_since_they_would_be_equal() -> None:
+    message = refused({"num_return_sequences": 2})
+    assert "parameters.num_return_sequences" in message
+    assert "do_sample" in message
+    assert Parameters.parse({"num_return_sequences": 2, "seed": 1}).num_return_sequences == 2

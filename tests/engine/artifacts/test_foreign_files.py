@@ -1,0 +1,361 @@
+"""Whatever is in a model's files: a reader gives its tensors or an `ArtifactError`, and takes no
+more memory than the file is long allows.
+
+Each reader is called 2,000 times, with damaged copies of real files and with hostile ones made
+from the parts of the format.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.errors import ArtifactError
+from engine.artifacts.files import SURROGATE
+from engine.artifacts.open import open_artifact
+from engine.artifacts.read_params import index_params
+from engine.artifacts.read_safetensors import index_safetensors
+from engine.artifacts.read_torch import index_torch
+from engine.artifacts.tensor_index import Index, map_index
+from engine.prepared.manifest import from_manifest, read
+from tests.engine.artifacts.torch_files import (
+    Saved,
+    number,
+    numbers,
+    state_dict,
+    tensor,
+    text,
+    write,
+)
+from tests.engine.hugging_face import make_hugging_face
+from tests.engine.models import make_artifact, write_params
+
+pytestmark = pytest.mark.slow
+
+CASES = settings(
+    max_examples=2000,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
+)
+# Python's objects for what a file of some bytes says.
+FREE_BYTES, TIMES_BYTES = 4 << 20, 500
+
+# Numbers at which sizes, signs and products overflow.
+EDGES = st.sampled_from(
+    [
+        0,
+        1,
+        2,
+        3,
+        7,
+        32,
+        33,
+        200,
+        255,
+        *(b + d for e in (8, 31, 32, 62, 63) for b in (1 << e,) for d in (-1, 0, 1)),
+    ]
+)
+NATURALS = st.one_of(EDGES, st.integers(0, 40))
+INTEGERS = st.one_of(NATURALS, NATURALS.map(lambda n: -n))
+NAMES = st.one_of(
+    st.sampled_from(["a", "가", "", "arg:a", "h.0.ln_1.weight", "\ud800", "x" * 2000]), st.text()
+)
+EDITS = st.lists(
+    st.tuples(st.integers(0, 1 << 16), st.integers(0, 4), st.binary(max_size=9)), max_size=8
+)
+
+
+def damaged(content: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
+    """Bytes flipped, written over, put in, taken out, and the end cut off."""
+    data = bytearray(content)
+    for place, kind, new in edits:
+        at = place % (len(data) + 1)
+        if kind == 0:
+            data[at : at + 1] = bytes(b ^ (1 << place % 8) for b in data[at : at + 1])
+        elif kind == 1:
+            data[at : at + len(new)] = new
+        elif kind == 2:
+            data[at:at] = new
+        elif kind == 3:
+            del data[at : at + len(new)]
+        elif place % 4 == 0:
+            del data[at:]
+    return bytes(data)
+
+
+@contextmanager
+def bounded(length: int) -> Iterator[None]:
+    """Fails if more memory is taken inside than a file of this length may cost."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < FREE_BYTES + TIMES_BYTES * length
+
+
+def try_index(index_file: Callable[[Path], Index], path: Path) -> None:
+    """What it finds can be mapped and read; or it is refused, in words that can be sent."""
+    with bounded(path.stat().st_size):
+        try:
+            index = index_file(path)
+            for array in map_index(path.parent, index).values():
+                assert len(array.tobytes()) <= path.stat().st_size
+        except ArtifactError as error:
+            error.message.encode("utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture(scope="module")
+def params(folder: Path) -> bytes:
+    arrays = {"_embed.weight": np.ones((4, 3), np.float32), "층.0": np.zeros(5, np.float16)}
+    write_params(folder / "real.params", arrays)
+    return (folder / "real.params").read_bytes()
+
+
+ARRAYS = st.tuples(
+    st.sampled_from([0xF993FAC9, 0xF993FACA, 0xF993FAC8, 0]),
+    st.integers(-1, 2),
+    st.lists(INTEGERS, max_size=34),
+    st.integers(-1, 8),
+    st.binary(max_size=40),
+)
+
+
+def params_of(arrays: list[Any], names: list[str], counts: tuple[int, int]) -> bytes:
+    content = struct.pack("<QQQ", 0x112, 0, (len(arrays) + counts[0]) % 2**64)
+    for magic, storage, shape, code, data in arrays:
+        content += struct.pack("<IiI", magic, storage, len(shape))
+        content += b"".join(struct.pack("<q", (n + 2**63) % 2**64 - 2**63) for n in shape)
+        content += struct.pack("<iii", 1, 0, code) + data
+    content += struct.pack("<Q", (len(names) + counts[1]) % 2**64)
+    for name in names:
+        encoded = name.encode("utf-8", "surrogatepass")
+        content += struct.pack("<Q", len(encoded)) + encoded
+    return content
+
+
+@CASES
+@given(
+    edits=EDITS,
+    made=st.tuples(
+        st.lists(ARRAYS, max_size=3),
+        st.lists(NAMES, max_size=3),
+        st.tuples(st.one_of(st.just(0), EDGES), st.one_of(st.just(0), EDGES)),
+    ),
+    real=st.booleans(),
+)
+def test_params(
+    folder: Path, params: bytes, edits: list[Any], made: tuple[Any, Any, Any], real: bool
+) -> None:
+    path = folder / "any.params"
+    path.write_bytes(damaged(params, edits) if real else params_of(*made))
+    try_index(index_params, path)
+
+
+JSONS = st.recursive(
+    st.one_of(st.none(), st.booleans(), INTEGERS, st.floats(), NAMES),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(NAMES, inner, max_size=4)),
+    max_leaves=12,
+)
+ENTRIES = st.one_of(
+    JSONS,
+    st.fixed_dictionaries(
+        {
+            "dtype": st.one_of(st.sampled_from(["F32", "BF16", "F64", "U8", "F8"]), JSONS),
+            "shape": st.one_of(st.lists(INTEGERS, max_size=40), JSONS),
+            "data_offsets": st.one_of(st.lists(NATURALS, min_size=2, max_size=2), JSONS),
+        }
+    ),
+)
+
+
+@CASES
+@given(
+    edits=EDITS,
+    header=st.dictionaries(NAMES, ENTRIES, max_size=4),
+    length=st.one_of(st.none(), EDGES),
+    data=st.binary(max_size=64),
+    real=st.booleans(),
+)
+def test_safetensors(
+    folder: Path, edits: list[Any], header: Any, length: int | None, data: bytes, real: bool
+) -> None:
+    if real:
+        header = {"가": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+    encoded = json.dumps(header).encode()
+    content = (len(encoded) if length is None or real else length % 2**64).to_bytes(8, "little")
+    content += encoded + bytes(16) + data
+    path = folder / "any.safetensors"
+    path.write_bytes(damaged(content, edits) if real else content)
+    try_index(index_safetensors, path)
+
+
+REAL_TORCH = Path(__file__).with_name("pytorch_model.bin")
+SAVED = st.builds(
+    Saved,
+    shape=st.lists(INTEGERS, max_size=40),
+    strides=st.lists(INTEGERS, max_size=40),
+    offset=INTEGERS,
+    count=INTEGERS,
+    key=st.sampled_from(["0", "1", "../0", ""]),
+    kind=st.sampled_from(["FloatStorage", "BFloat16Storage", "ByteStorage", "Size"]),
+)
+SQUARE = st.integers(0, 33).map(lambda n: Saved([1] * n, [1] * n))
+OPCODES = st.one_of(
+    st.sampled_from(
+        [
+            *(bytes([code]) for code in b"(tus}])aeRQb02N\x94\x93\x88.cP\x85\x87"),
+            *(b"h\x00", b"q\x00", b"j\xff\xff\xff\x7f", b"r\xff\xff\xff\x7f"),
+            *(b"\x96" + b"\xff" * 8, b"\x8e" + b"\x7f" * 8, b"\x95" + b"\xff" * 8),
+            *(b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n"),
+            *(b"cos\nsystem\n", b"I" + b"9" * 5000 + b"\n", b"X\xff\xff\xff\x7f"),
+        ]
+    ),
+    NAMES.map(text),
+    INTEGERS.map(number),
+    st.lists(NATURALS, max_size=4).map(numbers),
+    SAVED.map(tensor),
+    SQUARE.map(tensor),
+    st.binary(max_size=4),
+)
+
+
+@CASES
+@given(
+    edits=EDITS,
+    saved=st.dictionaries(NAMES, st.one_of(SAVED, SQUARE), max_size=3),
+    opcodes=st.lists(OPCODES, max_size=20),
+    how=st.sampled_from(["state_dict", "opcodes", "pickle", "archive"]),
+)
+def test_torch(folder: Path, edits: Any, saved: Any, opcodes: list[bytes], how: str) -> None:
+    path = folder / "any.bin"
+    if how == "archive":
+        path.write_bytes(damaged(REAL_TORCH.read_bytes(), edits))
+    else:
+        pickled = {
+            "state_dict": lambda: state_dict(saved),
+            "opcodes": lambda: b"\x80\x02" + b"".join(opcodes) + b".",
+            "pickle": lambda: damaged(_real_pickle(), edits),
+        }[how]()
+        write(path, pickled)
+    try_index(index_torch, path)
+
+
+def _real_pickle() -> bytes:
+    with zipfile.ZipFile(REAL_TORCH) as archive:
+        return archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl")))
+
+
+def spoilt(said: dict[str, Any], more: dict[str, Any], edits: list[Any], real: bool) -> bytes:
+    content = json.dumps({**said, **more}).encode()
+    return damaged(content, edits) if real else content
+
+
+def try_artifact(path: Path, file: str) -> None:
+    """It is opened, and what was found is what the engine takes; or it is refused."""
+    with bounded((path / file).stat().st_size):
+        try:
+            open_artifact(path)
+        except ArtifactError as error:
+            error.message.encode("utf-8")
+            return
+    from_manifest(path, json.loads(json.dumps(read(str(path)))))
+
+
+CONFIG = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_head": 2,
+    "n_embd": 16,
+    "n_layer": 1,
+    "activation_function": "gelu",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+    "scale_attn_weights": True,
+    "eos_token_id": 1,
+    "pruned_heads": {},
+    "quantization_config": None,
+}
+
+
+@pytest.fixture(scope="module")
+def v2(folder: Path) -> Path:
+    return make_hugging_face(folder / "v2", layers=1, units=16, vocab=440, max_length=8)
+
+
+@CASES
+@given(
+    more=st.dictionaries(st.one_of(st.sampled_from(sorted(CONFIG)), NAMES), JSONS, max_size=4),
+    edits=EDITS,
+    real=st.booleans(),
+)
+def test_config_json(v2: Path, more: dict[str, Any], edits: list[Any], real: bool) -> None:
+    (v2 / "config.json").write_bytes(spoilt(CONFIG, more, edits, real))
+    try_artifact(v2, "config.json")
+
+
+GENERATION = {
+    "template": "<usr>{text}<sys>",
+    "defaults": {"text": "가"},
+    "parameters": {"max_new_tokens": 4, "stop": ["\n"], "temperature": 0.5},
+    "stop_tokens": ["</s>"],
+    "strip": [" "],
+}
+TEMPLATES = st.lists(
+    st.sampled_from(["{", "}", "{text}", "{text!r}", "{text:>9}", "{0}", "{a.b}", "{{", "가"])
+).map("".join)
+
+
+@pytest.fixture(scope="module")
+def v1(folder: Path) -> Path:
+    return make_artifact(folder / "v1", layers=1, units=16, heads=2, vocab=200, max_length=8)
+
+
+@CASES
+@given(
+    more=st.dictionaries(
+        st.one_of(st.sampled_from(sorted(GENERATION)), NAMES),
+        st.one_of(JSONS, TEMPLATES, st.dictionaries(NAMES, JSONS, max_size=3)),
+        max_size=4,
+    ),
+    edits=EDITS,
+    real=st.booleans(),
+)
+def test_generation_json(v1: Path, more: dict[str, Any], edits: list[Any], real: bool) -> None:
+    (v1 / "generation.json").write_bytes(spoilt(GENERATION, more, edits, real))
+    try_artifact(v1, "generation.json")
+
+
+@CASES
+@given(st.lists(st.sampled_from(["\\", "\\\\", "\\ud800", "\\uDC00", "\\u", "d800", "가", '\\"'])))
+def test_half_characters_are_found_where_json_finds_them(parts: list[str]) -> None:
+    content = f'{{"a": "{"".join(parts)}"}}'
+    try:
+        value = json.loads(content)["a"]
+    except ValueError:
+        return
+    half = any(0xD800 <= ord(c) <= 0xDFFF for c in value)
+    assert any(m[1] for m in SURROGATE.finditer(content.encode())) == half

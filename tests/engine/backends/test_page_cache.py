@@ -1,0 +1,83 @@
+"""Mapped files are brought into memory before somebody computes with them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.backends import page_cache
+from engine.backends.page_cache import PAGE, Span, let_go, read_in
+
+PAGES = 1000
+LENGTH = PAGES * PAGE - 7
+
+
+@pytest.fixture
+def span(tmp_path: Path) -> Iterator[Span]:
+    """A mapped file of which nothing is in memory; skips where the folder itself is memory."""
+    path = tmp_path / "가중치.bin"
+    path.write_bytes(os.urandom(LENGTH))
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+    if not missing((mapped.ctypes.data, LENGTH)):
+        pytest.skip("a folder in memory")
+    yield mapped.ctypes.data, LENGTH
+    del mapped  # it was mapped until now
+
+
+def missing(span: Span) -> int:
+    return sum(length for _, length in page_cache._missing(*span))
+
+
+def resident(span: Span) -> int:
+    """Bytes of it that count as this process's."""
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            if line.startswith(f"{span[0]:x}-"):
+                return next(int(s.split()[1]) << 10 for s in smaps if s.startswith("Rss:"))
+    raise AssertionError("it is not mapped")
+
+
+def test_what_is_not_in_memory_is_read_once(span: Span) -> None:
+    assert missing(span) == read_in([span]) == LENGTH
+    assert missing(span) == read_in([span]) == 0
+
+
+def test_what_was_let_go_stays_in_memory_and_is_nobodys(span: Span) -> None:
+    read_in([span])
+    assert resident(span) == PAGES * PAGE
+    let_go([span])
+    assert (resident(span), missing(span)) == (0, 0)
+    assert read_in([span]) == 0
+    assert resident(span) == PAGES * PAGE
+
+
+def test_only_the_parts_are_waited_for(span: Span) -> None:
+    begin, _ = span
+    parts = [(begin + 100 * PAGE, 10 * PAGE), (begin + 900 * PAGE, 100 * PAGE - 7)]
+    assert read_in(parts) == 110 * PAGE - 7
+    assert [missing(part) for part in parts] == [0, 0]
+
+
+def test_it_works_without_the_newest_kernel(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_cache, "MADV_POPULATE_READ", 9999)
+    assert read_in([span]) == LENGTH
+    assert missing(span) == 0
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    """As when somebody cut it short: a step that touched it would end the engine."""
+    path = tmp_path / "cut"
+    path.write_bytes(bytes(2 * PAGE))
+    with path.open("rb+") as file:
+        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+        file.truncate(PAGE)
+        with pytest.raises(OSError, match=r"Bad address|Input/output error"):
+            read_in([(mapped.ctypes.data, 2 * PAGE)])

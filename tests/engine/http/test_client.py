@@ -1,0 +1,231 @@
+"""The workers' client: a handle outlives the engine's process, and never waits for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from common.errors import (
+    ArtifactError,
+    DeadlineExceeded,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    PromptTooLong,
+)
+from engine.http.client import EngineClient, ModelHandle
+from engine.http.leases import GRACE_S
+from tests.engine.engines import EngineProcess, engine_process, make_talkative, until
+
+NAME = "시/소월 #1?"
+PROMPT = "오늘은 날씨가"
+FEW = {"max_new_tokens": 5}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_talkative(tmp_path_factory.mktemp("models") / "모델", max_length=4096)
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """Of the backend that starts soon, as tests end it."""
+    fast = {"ENGINE_BACKEND": "onnxruntime", "ENGINE_PRECISION": "fp32"}
+    with engine_process(tmp_path_factory.mktemp("client"), **fast) as found:
+        yield found
+
+
+@pytest.fixture
+def engine(process: EngineProcess) -> EngineProcess:
+    """The engine, started again where a test ended it."""
+    if process.process.poll() is not None:
+        process.start()
+    return process
+
+
+@pytest.fixture
+def client(engine: EngineProcess) -> Iterator[EngineClient]:
+    made = EngineClient(str(engine.socket))
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may take its time to come back."""
+    monkeypatch.setattr("engine.http.client.RECONNECT_S", 60.0)
+
+
+@pytest.fixture
+def handle(client: EngineClient, model_dir: Path) -> Iterator[ModelHandle]:
+    made = ModelHandle(client, NAME, str(model_dir))
+    yield made
+    made.close()
+
+
+def text(handle: ModelHandle, **options: float) -> str:
+    found: str = handle.generate(PROMPT, FEW, **options)["completions"][0]["text"]
+    return found
+
+
+def in_a_thread(handle: ModelHandle) -> str:
+    """As `text`; closes the thread's connection."""
+    try:
+        return text(handle)
+    finally:
+        handle._client.close()
+
+
+def test_a_handle_loads_its_model_and_generates(handle: ModelHandle, model_dir: Path) -> None:
+    assert (handle.model["name"], handle.model["model_dir"]) == (NAME, str(model_dir))
+    answer = handle.generate(PROMPT, {"max_new_tokens": 7, "seed": 1, "num_return_sequences": 2})
+    assert [c["tokens"] for c in answer["completions"]] == [7, 7]
+
+
+def test_the_errors_of_the_engine_are_raised_as_they_were_there(
+    client: EngineClient, handle: ModelHandle, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"parameters\.온도"):
+        handle.generate(PROMPT, {"온도": 1})
+    with pytest.raises(PromptTooLong):
+        handle.generate("물 " * 5000, {})
+    with pytest.raises(DeadlineExceeded):
+        handle.generate(PROMPT, {"max_new_tokens": 100_000}, timeout_s=0.2)
+    with pytest.raises(ModelNotFound):
+        client.request("DELETE", "/models/none")
+    with pytest.raises(ArtifactError, match=r"\*\.params"):
+        ModelHandle(client, "empty", str(tmp_path))
+
+
+def test_a_connection_is_used_again(client: EngineClient) -> None:
+    client.request("GET", "/health")
+    first = client._local.connection.sock
+    client.request("GET", "/health")
+    assert client._local.connection.sock is first
+
+
+def test_threads_do_not_share_connections(handle: ModelHandle) -> None:
+    expected = text(handle)
+    together = threading.Barrier(8)
+
+    def ask(_: int) -> str:
+        together.wait(10)
+        return in_a_thread(handle)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == [expected] * 8
+
+
+def test_a_handle_that_is_closed_gives_its_model_back(
+    engine: EngineProcess, client: EngineClient, model_dir: Path
+) -> None:
+    handle = ModelHandle(client, "short-lived", str(model_dir))
+    assert engine.statistics("short-lived")
+    handle.close()
+    until(lambda: not engine.statistics("short-lived"), timeout_s=GRACE_S + 2)
+
+
+def test_nobody_computes_for_a_handle_that_is_closed_and_it_loads_nothing_again(
+    engine: EngineProcess, client: EngineClient, model_dir: Path
+) -> None:
+    handle = ModelHandle(client, "given up", str(model_dir))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(handle.generate, PROMPT, {"max_new_tokens": 100_000})
+        until(lambda: (engine.statistics("given up") or {})["running"] == 1)
+        handle.close()
+        assert isinstance(answer.exception(30), ModelNotFound)
+    until(lambda: (engine.statistics("given up") or {"running": 0})["running"] == 0)
+    until(lambda: not engine.statistics("given up"), timeout_s=GRACE_S + 20)
+
+
+def test_a_model_that_was_unloaded_is_loaded_again(
+    engine: EngineProcess, client: EngineClient, handle: ModelHandle
+) -> None:
+    before = text(handle)
+    client.request("DELETE", "/models/%EC%8B%9C%2F%EC%86%8C%EC%9B%94%20%231%3F")
+    assert not engine.statistics(NAME)
+    assert text(handle) == before
+
+
+def test_a_handle_outlives_a_crash_of_the_engine(
+    engine: EngineProcess, handle: ModelHandle
+) -> None:
+    before = text(handle)
+    engine.kill()
+    engine.start()
+    assert text(handle) == before
+    assert engine.statistics(NAME)["requests"] == 1
+
+
+def test_a_request_waits_for_the_engine_to_come_back(
+    engine: EngineProcess, handle: ModelHandle
+) -> None:
+    before = text(handle)
+    engine.kill()
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(in_a_thread, handle) for _ in range(4)]
+        time.sleep(0.3)
+        assert not any(answer.done() for answer in asked)
+        engine.start(wait=False)
+        assert [answer.result(120) for answer in asked] == [before] * 4
+    assert engine.statistics(NAME)["requests"] == 4
+
+
+def test_a_request_under_way_when_the_engine_crashes_is_sent_again(
+    engine: EngineProcess, handle: ModelHandle
+) -> None:
+    long = {"max_new_tokens": 3000}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(handle.generate, PROMPT, long, timeout_s=120)
+        pool.submit(handle._client.close)
+        until(lambda: engine.statistics(NAME)["running"] == 1)
+        engine.kill()
+        engine.start()
+        assert asked.result(120)["completions"][0]["tokens"] == 3000
+
+
+def test_an_engine_that_is_gone_for_good_is_given_up_in_time(
+    engine: EngineProcess, client: EngineClient, handle: ModelHandle, model_dir: Path
+) -> None:
+    text(handle)
+    engine.kill()
+
+    started = time.monotonic()
+    with pytest.raises(EngineUnavailable) as caught:
+        text(handle, timeout_s=1.5)
+    assert time.monotonic() - started > 1.4
+    assert caught.value.retry_after_s == 1
+
+    started = time.monotonic()
+    with pytest.raises(EngineUnavailable):
+        client.request("GET", "/health")
+    with pytest.raises(EngineUnavailable):
+        ModelHandle(client, "other", str(model_dir))
+    assert time.monotonic() - started < 10  # others wait for it for a minute
+
+
+def test_an_engine_that_hangs_is_given_up_in_time(
+    engine: EngineProcess, client: EngineClient
+) -> None:
+    client.request("GET", "/health")
+    engine.process.send_signal(19)  # SIGSTOP
+    try:
+        with pytest.raises(EngineUnavailable, match="did not answer within"):
+            client.request("GET", "/health", timeout_s=0.5)
+    finally:
+        engine.process.send_signal(18)  # SIGCONT
+    assert client.request("GET", "/health")["status"] == "ok"
+
+
+def test_a_connection_that_the_engine_closed_while_it_was_idle_is_opened_again(
+    engine: EngineProcess, client: EngineClient
+) -> None:
+    client.request("GET", "/health")
+    engine.kill()
+    engine.start()
+    assert client.request("GET", "/health")["status"] == "ok"

@@ -1,0 +1,138 @@
+"""How long a leased model stays, with a real engine and no clock."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from common.errors import ModelNotFound
+from engine.http.leases import Leases
+from engine.registry import Engine
+from engine.settings import Settings
+from tests.engine.engines import WAIT_S
+from tests.engine.models import make_artifact
+
+NAME = "소월"
+NEVER_S = 1e6
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_artifact(tmp_path_factory.mktemp("models") / "모델", layers=1))
+
+
+@pytest.fixture
+def engine(model_dir: str) -> Iterator[Engine]:
+    engine = Engine(Settings(memory_mib=64))
+    engine.load(NAME, model_dir)
+    yield engine
+    engine.close()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), WAIT_S))
+
+
+async def finished(leases: Leases) -> None:
+    """Waits for the unloads that were to come."""
+    await asyncio.gather(*leases._unloads.values(), return_exceptions=True)
+
+
+def test_a_model_goes_after_its_last_lease(engine: Engine) -> None:
+    async def test() -> None:
+        leases = Leases(engine, asyncio.Event(), grace_s=0)
+        leases.take(NAME)
+        leases.take(NAME)
+        leases.release(NAME)
+        await finished(leases)
+        assert engine.models()
+        leases.release(NAME)
+        await finished(leases)
+        assert not engine.models()
+        assert not leases._unloads
+
+    run(test)
+
+
+def test_a_new_lease_calls_the_unload_off(engine: Engine) -> None:
+    async def test() -> None:
+        leases = Leases(engine, asyncio.Event(), grace_s=NEVER_S)
+        leases.take(NAME)
+        leases.release(NAME)
+        unload = leases._unloads[NAME]
+        leases.take(NAME)
+        await asyncio.wait([unload])
+        assert unload.cancelled()
+        await asyncio.sleep(0)
+        assert not leases._unloads
+
+    run(test)
+
+
+def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
+    engine: Engine, model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    unload = engine.unload
+
+    def slow(*args: Any, **options: Any) -> None:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        unload(*args, **options)
+
+    monkeypatch.setattr(engine, "unload", slow)
+
+    async def test() -> None:
+        leases = Leases(engine, asyncio.Event(), grace_s=0)
+        leases.take(NAME)
+        leases.release(NAME)
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        leases.take(NAME)
+        model = engine.load(NAME, model_dir)
+        go_on.set()
+        await finished(leases)
+        assert engine.describe(model)["name"] == NAME
+
+    run(test)
+
+
+def test_while_the_engine_stops_its_models_outlive_their_leases(engine: Engine) -> None:
+    async def test() -> None:
+        stopping = asyncio.Event()
+        leases = Leases(engine, stopping, grace_s=0)
+        leases.take(NAME)
+        leases.take("other")
+        leases.release(NAME)  # its worker was told to stop first
+        stopping.set()
+        leases.release("other")
+        await finished(leases)
+        assert engine.models()  # for the requests that are still running
+
+    run(test)
+
+
+def test_statistics_describe_no_model_that_is_being_freed(
+    engine: Engine, model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freeing begins once the engine's lock was had, which those who describe have."""
+    model = engine.load(NAME, model_dir)
+    free_to_go: list[bool] = []
+
+    def kv_bytes(compute: Any) -> int:
+        with ThreadPoolExecutor(1) as pool:
+            free_to_go.append(pool.submit(engine._changed.acquire, blocking=False).result(WAIT_S))
+        return 0
+
+    monkeypatch.setattr(type(model.compute), "kv_bytes", property(kv_bytes))
+    engine.statistics()
+    engine.describe(model)
+    assert free_to_go == [False, False]
+    engine.unload(NAME)
+    with pytest.raises(ModelNotFound):
+        engine.describe(model)
+    assert engine.statistics()["models"] == []

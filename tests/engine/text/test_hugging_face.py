@@ -1,0 +1,229 @@
+"""tokenizer.json is used as transformers would use it; answers come as whole characters."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, processors
+
+from common.errors import ArtifactError, InvalidRequest
+from engine.artifacts.generation_config import Part
+from engine.text.hugging_face import HuggingFaceTokenizer
+from tests.engine.hugging_face import KINDS, MORE, SPECIAL, train_tokenizer, write_json
+from tests.engine.sentences import SENTENCES
+
+PROMPTS = (*SENTENCES, *MORE, "<usr>안녕<sys>", "<s><s>", "a <unused0> b", "xyz<usr>")
+
+
+def saved(path: Path, kind: str = "metaspace", **files: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    train_tokenizer(kind).save(str(path / "tokenizer.json"))
+    for name, content in files.items():
+        write_json(path / f"{name}.json", content)
+    return path / "tokenizer.json"
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(saved(tmp_path / "t", request.param))
+
+
+def library(tokenizer: HuggingFaceTokenizer) -> Tokenizer:
+    return tokenizer._tokenizer
+
+
+def test_ids_are_those_of_the_library(tokenizer: HuggingFaceTokenizer) -> None:
+    for text in PROMPTS:
+        assert tokenizer.encode(text) == library(tokenizer).encode(text).ids
+
+
+def test_what_a_stream_gives_is_what_decoding_all_at_once_gives(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    rng = random.Random(5)  # noqa: S311
+    decode, size = library(tokenizer).decode, library(tokenizer).get_vocab_size()
+    byte_ids = tokenizer._byte_ids
+    for _ in range(600):
+        prompt = tokenizer.encode(rng.choice(PROMPTS))
+        while prompt and prompt[-1] in byte_ids:  # a prompt is text: its characters are whole
+            prompt.pop()
+        new = [rng.randrange(size + 5) for _ in range(rng.randrange(1, 30))]
+        detokenizer = tokenizer.detokenizer(prompt)
+        pieces = [*map(detokenizer.feed, new), detokenizer.flush()]
+        assert "".join(pieces) == decode(prompt + new)[len(decode(prompt)) :], (prompt, new)
+
+
+@pytest.mark.parametrize("text", ["한국어", "👩‍👩‍👧", "漢字 뷁", "🙂"])
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_no_half_character_leaves_a_stream(kind: str, text: str, tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(saved(tmp_path / "t", kind))
+    ids = library(tokenizer).encode(text, add_special_tokens=False).ids
+    detokenizer = tokenizer.detokenizer(tokenizer.encode("가"))
+    pieces = [*map(detokenizer.feed, ids), detokenizer.flush()]
+    assert len(ids) > len(text) / 2
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) == text
+
+
+def test_a_character_cut_short_is_given_at_the_end(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(saved(tmp_path / "t", "byte-level"))
+    *most, _ = tokenizer.encode("\U0001f984")
+    assert most
+    detokenizer = tokenizer.detokenizer([])
+    assert "".join(map(detokenizer.feed, most)) == ""
+    assert "\ufffd" in detokenizer.flush()
+    assert detokenizer.flush() == ""
+
+
+def test_a_space_after_a_special_token_is_not_lost(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(saved(tmp_path / "t"))
+    prompt, new = tokenizer.encode("<usr>안녕<sys>"), tokenizer.encode("날씨가")
+    detokenizer = tokenizer.detokenizer(prompt)
+    assert "".join(map(detokenizer.feed, new)) == " 날씨가"
+
+
+def test_special_tokens_are_silent_and_other_added_ones_are_not(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    detokenizer = tokenizer.detokenizer(tokenizer.encode("가"))
+    assert "".join(detokenizer.feed(i) for i in range(len(SPECIAL))) == ""
+    unused = tokenizer.token_id("<unused0>")
+    assert unused is not None
+    assert "<unused0>" in detokenizer.feed(unused) + detokenizer.flush()
+
+
+def test_settings_of_the_training_run_are_left_out(tmp_path: Path) -> None:
+    path = saved(tmp_path / "t", "byte-level")
+    trained = Tokenizer.from_file(str(path))
+    trained.enable_truncation(3)
+    trained.enable_padding(length=20)
+    trained.model.dropout = 0.9
+    trained.save(str(path))
+    tokenizer = HuggingFaceTokenizer(path)
+    ids = tokenizer.encode(SENTENCES[0])
+    assert ids == train_tokenizer("byte-level").encode(SENTENCES[0]).ids
+    assert all(tokenizer.encode(SENTENCES[0]) == ids for _ in range(10))
+
+
+def test_what_stands_in_front_of_a_prompt_is_said_in_tokenizer_json(tmp_path: Path) -> None:
+    path = saved(tmp_path / "t", tokenizer_config={"add_bos_token": True, "bos_token": "<s>"})
+    assert HuggingFaceTokenizer(path).encode("가")[0] != 0
+    trained = Tokenizer.from_file(str(path))
+    trained.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    trained.save(str(path))
+    assert HuggingFaceTokenizer(path).encode("가")[0] == 0
+
+
+def test_the_end_token_is_named_beside_it(tmp_path: Path) -> None:
+    path = saved(tmp_path / "t")
+    assert HuggingFaceTokenizer(path).eos_id is None
+    saved(tmp_path / "t", special_tokens_map={"eos_token": {"content": "</s>"}})
+    assert HuggingFaceTokenizer(path).eos_id == 1
+    saved(tmp_path / "t", tokenizer_config={"eos_token": "<pad>", "added_tokens_decoder": {}})
+    assert HuggingFaceTokenizer(path).eos_id == 3
+
+
+def test_tokens_named_beside_it_are_added(tmp_path: Path) -> None:
+    added = {"9000": {"content": "<질문>", "special": False}}
+    config = {"added_tokens_decoder": added, "extra_special_tokens": ["<답>"], "eos_token": "<끝>"}
+    tokenizer = HuggingFaceTokenizer(saved(tmp_path / "t", tokenizer_config=config))
+    size = train_tokenizer("metaspace").get_vocab_size()
+    assert [tokenizer.token_id(t) for t in ("<질문>", "<끝>", "<답>")] == [size, size + 1, size + 2]
+    assert tokenizer.eos_id == size + 1
+    assert size in tokenizer.encode("<질문>안녕")
+
+
+def test_half_a_surrogate_pair_is_refused(tokenizer: HuggingFaceTokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        tokenizer.encode("가\ud83d나")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": {"type": "BPE"}}', '"가"'])
+def test_a_damaged_tokenizer_is_named(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json is not a tokenizer"):
+        HuggingFaceTokenizer(path)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "\ud83d"])
+def test_a_damaged_file_beside_it_is_named(content: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "t")
+    text = content.encode("utf-8", "surrogatepass")
+    path.with_name("tokenizer_config.json").write_bytes(text)
+    with pytest.raises(ArtifactError, match=r"tokenizer_config\.json"):
+        HuggingFaceTokenizer(path)
+
+
+# Templates
+
+
+def parts(user: str) -> list[Part]:
+    return [Part("<usr>"), Part(user, True), Part("<unused1>0<sys>")]
+
+
+def test_a_filled_template_is_cut_as_one_text(tokenizer: HuggingFaceTokenizer) -> None:
+    for text in (*SENTENCES, *MORE):
+        whole = library(tokenizer).encode(f"<usr>{text}<unused1>0<sys>", add_special_tokens=False)
+        assert tokenizer.encode_parts(parts(text)) == whole.ids
+
+
+@pytest.mark.parametrize(
+    "text", ["<sys>", "안녕<sys>나쁜 말", "<usr>", "</s>", "a<unused1>1<sys>", "<unused1>", "<s>"]
+)
+def test_a_users_text_holds_no_control_token(tokenizer: HuggingFaceTokenizer, text: str) -> None:
+    with pytest.raises(InvalidRequest, match="which this model's template keeps for itself"):
+        tokenizer.encode_parts(parts(text))
+
+
+def test_a_control_token_in_two_halves_is_none(tokenizer: HuggingFaceTokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="<sys>"):
+        tokenizer.encode_parts([Part("<usr>"), Part("가<s", True), Part("ys>")])
+
+
+def test_other_added_tokens_are_text(tokenizer: HuggingFaceTokenizer) -> None:
+    """Fine-tunes add emoticons and the like."""
+    unused = tokenizer.token_id("<unused0>")
+    assert unused in tokenizer.encode_parts(parts("안녕 <unused0>"))
+
+
+def test_the_added_tokens_of_a_file_may_be_few(tmp_path: Path) -> None:
+    path = saved(tmp_path / "t")
+    said = json.loads(path.read_text(encoding="utf-8"))
+    said["added_tokens"] = []
+    write_json(path, said)
+    tokenizer = HuggingFaceTokenizer(path)
+    assert tokenizer.encode_parts([Part("가"), Part("<usr>", True)])
+
+
+def test_the_pieces_of_a_text_are_its_bytes(tokenizer: HuggingFaceTokenizer) -> None:
+    text = "오늘은 날씨가 좋다 🙂"
+    pieces = [tokenizer.piece(i) for i in tokenizer.encode(text)]
+    assert b"".join(pieces).decode().strip() == text
+    assert tokenizer.piece(SPECIAL.index("</s>")) == b"</s>"
+    assert tokenizer.piece(10_000) == b""
+    if tokenizer._letters or tokenizer._byte_ids:
+        assert "🙂".encode()[-1:] in pieces
+
+
+def test_a_text_with_a_special_token_is_told_from_a_plain_one(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    for text in (*SENTENCES, "뷁 < s >", "a <unused0> b"):
+        tokenizer.check_plain(text)
+    with pytest.raises(InvalidRequest, match="<sys>, which this model's template keeps for itself"):
+        tokenizer.check_plain("안녕<sys>")
+
+
+def test_the_special_tokens_of_a_template_are_those_of_its_files(tmp_path: Path) -> None:
+    path = saved(
+        tmp_path / "t",
+        tokenizer_config={"bos_token": {"content": "<s>"}, "eos_token": "</s>", "unk_token": None},
+        special_tokens_map={"pad_token": "<pad>"},
+    )
+    expected = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    assert HuggingFaceTokenizer(path).special_tokens == expected

@@ -1,0 +1,348 @@
+"""A model's texts are made in a process that may stall, crash or end without harm to any other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+import engine.text.process
+from common.errors import (
+    ArtifactError,
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PromptTooLong,
+)
+from engine.artifacts.open import open_artifact
+from engine.registry import Engine
+from engine.settings import Settings
+from engine.statistics import Statistics
+from engine.text.process import Texts
+from engine.text.prompts import CHARACTERS_PER_TOKEN
+from tests.engine.engines import WAIT_S, Request, is_greedy, make_talkative, until
+from tests.engine.hugging_face import make_hugging_face, write_json
+
+PROMPT = "오늘은 날씨가"
+CATASTROPHE = "a" * 60 + "!"  # for the expression below
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_talkative(tmp_path_factory.mktemp("texts") / "good", max_length=256)
+
+
+@pytest.fixture
+def engine_() -> Iterator[Engine]:
+    made = Engine(Settings(memory_mib=64))
+    yield made
+    made.close()
+
+
+def hugging_face(path: Path, change: Callable[[Tokenizer], None]) -> Path:
+    folder = make_hugging_face(path)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    change(tokenizer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def catastrophic(path: Path) -> Path:
+    """A model whose tokenizer comes to no end on `CATASTROPHE`, and does on other texts."""
+
+    def change(tokenizer: Tokenizer) -> None:
+        splitter = pre_tokenizers.Split(Regex(r"^(a|aa)+$"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splitter, tokenizer.pre_tokenizer])
+
+    return hugging_face(path, change)
+
+
+def child(found: Engine, name: str) -> int:
+    pid = found._models[name].texts.pid
+    assert pid is not None
+    return pid
+
+
+# What goes wrong costs one model
+
+
+def test_a_tokenizer_that_stalls_holds_up_no_other_model(
+    engine_: Engine, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine_.load("good", str(good))
+    engine_.load("bad", str(make_hugging_face(tmp_path / "bad")))
+    before = Request(engine_, "bad", PROMPT, max_new_tokens=5).wait()
+    pid = child(engine_, "bad")
+    monkeypatch.setattr(engine.text.process, "ENCODE_S", 1.0)
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        stalled = pool.submit(Request, engine_, "bad", PROMPT)
+        others = 0
+        while not stalled.done():
+            assert len(Request(engine_, "good", PROMPT, max_new_tokens=5).wait().ids()) == 5
+            others += 1
+        with pytest.raises(DeadlineExceeded, match=r"tokenizer\.json .* took more than 1 s"):
+            stalled.result()
+    assert others > 0
+    until(lambda: not psutil.pid_exists(pid))
+    monkeypatch.undo()
+
+    after = Request(engine_, "bad", PROMPT, max_new_tokens=5).wait()
+
+    assert (after.ids(), after.text()) == (before.ids(), before.text())
+    assert child(engine_, "bad") != pid
+
+
+def test_a_panic_of_a_tokenizer_is_an_error_of_the_text(engine_: Engine, tmp_path: Path) -> None:
+    engine_.load("bad", str(catastrophic(tmp_path / "bad")))
+    before, pid = Request(engine_, "bad", PROMPT, max_new_tokens=5).wait(), child(engine_, "bad")
+    with pytest.raises(InvalidRequest, match="retry-limit"):
+        Request(engine_, "bad", CATASTROPHE)
+    assert Request(engine_, "bad", PROMPT, max_new_tokens=5).wait().ids() == before.ids()
+    assert child(engine_, "bad") == pid
+
+
+def test_a_process_that_dies_ends_the_answers_of_its_model_alone(
+    engine_: Engine, good: Path, tmp_path: Path
+) -> None:
+    other = make_talkative(tmp_path / "other", max_length=256, seed=4)
+    engine_.load("good", str(good))
+    engine_.load("bad", str(other))
+    killed = Request(engine_, "bad", PROMPT, max_new_tokens=240)
+    running = Request(engine_, "good", PROMPT, max_new_tokens=240)
+    until(lambda: bool(killed.tokens))
+    os.kill(child(engine_, "bad"), signal.SIGKILL)
+    assert killed.wait().error is not None
+    assert type(killed.error) is EngineError
+    assert killed.error.message.startswith("the tokenizer's process ended: kogpt2.spiece")
+    assert len(running.wait().ids()) == 240
+    assert is_greedy(good, running.prompt, running.ids())
+    again = Request(engine_, "bad", PROMPT, max_new_tokens=20).wait()
+    assert is_greedy(other, again.prompt, again.ids())
+
+
+def test_an_answer_that_stalls_is_given_up(
+    engine_: Engine, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine_.load("m", str(good))
+    request = Request(engine_, "m", PROMPT, max_new_tokens=240)
+    until(lambda: bool(request.tokens))
+    monkeypatch.setattr(engine.text.process, "WRITE_S", 0.5)
+    os.kill(child(engine_, "m"), signal.SIGSTOP)
+    assert isinstance(request.wait().error, DeadlineExceeded)
+    monkeypatch.undo()
+    until(lambda: engine_.models()[0]["running"] == 0)  # its row is free
+    assert Request(engine_, "m", PROMPT, max_new_tokens=3).wait().error is None
+
+
+def test_the_process_ends_with_its_model_and_with_a_load_that_fails(
+    engine_: Engine, good: Path, tmp_path: Path
+) -> None:
+    engine_.load("m", str(good))
+    pid = child(engine_, "m")
+    assert psutil.pid_exists(pid)
+    engine_.unload("m")
+    until(lambda: not psutil.pid_exists(pid))
+    children = psutil.Process().children(recursive=True)
+    with pytest.raises(EngineError):
+        engine_.load("m", str(good), "mxnet", "int4")
+    until(lambda: len(psutil.Process().children(recursive=True)) <= len(children))
+
+
+def test_requests_under_way_when_a_model_goes_are_told(
+    engine_: Engine, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.text.process, "ENCODE_S", WAIT_S)
+    engine_.load("m", str(good))
+    os.kill(child(engine_, "m"), signal.SIGSTOP)
+    with ThreadPoolExecutor(2) as pool:
+        stalled = pool.submit(Request, engine_, "m", PROMPT)
+        behind = pool.submit(Request, engine_, "m", PROMPT)
+        until(lambda: len(engine_._models["m"].texts._tasks) == 1)
+        engine_.unload("m")
+        for future in (stalled, behind):
+            with pytest.raises(ModelNotFound):
+                future.result(WAIT_S)
+
+
+def test_too_many_prompts_that_wait_to_be_cut_are_refused(good: Path) -> None:
+    found = Texts(open_artifact(good), Statistics(), most_waiting=2)
+    go = threading.Event()
+    held = found.soon(lambda: go.wait(WAIT_S))
+    until(lambda: not found._tasks)
+    waiting = [found.soon(lambda: found.encode(PROMPT)) for _ in range(2)]
+    with pytest.raises(Overloaded, match="2 requests wait"):
+        found.soon(lambda: None)
+    go.set()
+    assert held.result(WAIT_S)
+    assert waiting[0].result(WAIT_S) == waiting[1].result(WAIT_S)
+    found.close(ModelNotFound("closed"))
+
+
+def test_a_stop_string_ends_an_answer_where_it_stands(engine_: Engine, good: Path) -> None:
+    """It is found a step late, or later: what was computed behind it is not told."""
+    engine_.load("m", str(good))
+    whole = Request(engine_, "m", PROMPT, max_new_tokens=200).wait()
+    stop = whole.text()[len(whole.text()) // 3 :][:3]
+    stopped = Request(engine_, "m", PROMPT, max_new_tokens=200, stop=[stop]).wait()
+    first = next(i for i in range(200) if stop in "".join(t.text for t in whole.tokens[: i + 1]))
+    assert stopped.ids() == whole.ids()[: first + 1]
+    assert stopped.text() == whole.text()[: whole.text().find(stop)]
+    assert stopped.finish_reason() == "stop"
+    until(lambda: engine_.models()[0]["running"] == 0)
+    assert engine_.models()[0]["tokens"] == 200 + first + 1
+    assert engine_.budget.kv_bytes == 0
+
+
+# Tokens are counted, not characters
+
+
+@pytest.mark.parametrize(
+    "text", ["😀" * 2000, "漢字" * 1000, " " * 1600 + "가", "\n" * 3000 + "가"]
+)
+def test_a_long_text_of_few_tokens_fits(good: Path, text: str) -> None:
+    found = Texts(open_artifact(good), Statistics(), 9)  # context 256
+    try:
+        assert len(found.soon(lambda: found.encode(text)).result(WAIT_S)) < 256
+    finally:
+        found.close(ModelNotFound("closed"))
+
+
+def test_a_text_of_many_tokens_does_not(good: Path) -> None:
+    found = Texts(open_artifact(good), Statistics(), 9)
+    try:
+        for text, said in [
+            ("물 " * 300, r"inputs has \d+ tokens, at most 255 fit"),
+            (" " * (256 * CHARACTERS_PER_TOKEN + 1), "characters, more than the 16384"),
+        ]:
+            with pytest.raises(PromptTooLong, match=said):
+                found.soon(lambda t=text: found.encode(t)).result(WAIT_S)
+    finally:
+        found.close(ModelNotFound("closed"))
+
+
+# Tokenizers that cannot be used are refused at the load
+
+
+def prepended(tokenizer: Tokenizer) -> None:
+    tokenizer.normalizer = normalizers.Prepend("가 " * 100_000)
+
+
+def doubled(tokenizer: Tokenizer) -> None:
+    twice = normalizers.Replace("a", "aa")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("l", "a")] + [twice] * 28)
+
+
+def explosive_decoder(tokenizer: Tokenizer) -> None:
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", "x" * 30_000_000)])
+
+
+@pytest.mark.parametrize("change", [prepended, doubled, explosive_decoder])
+def test_a_tokenizer_that_takes_too_much_is_refused(
+    tmp_path: Path, change: Callable[[Tokenizer], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.text.process, "LOAD_S", 3.0)
+    artifact = open_artifact(hugging_face(tmp_path / "m", change))
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json"):
+        Texts(artifact, Statistics(), 9)
+
+
+def without_unknown(kind: str) -> dict[str, Any]:
+    vocabulary = {"가": 0, "</s>": 1}
+    return {
+        "WordLevel": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+        "WordPiece": {
+            "type": "WordPiece",
+            "vocab": vocabulary,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+        },
+        "Unigram": {"type": "Unigram", "vocab": [["가", -1.0]], "unk_id": None},
+    }[kind]
+
+
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "[없음]", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [],
+    "special_tokens": {},
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"model": without_unknown(kind)} for kind in ("WordLevel", "WordPiece", "Unigram")),
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
+        {"post_processor": TEMPLATE},
+        {"post_processor": TEMPLATE | {"single": [{"Sequence": {"id": "B", "type_id": 0}}]}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}},
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_raises_or_panics_is_refused_with_a_reason(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    folder = make_hugging_face(tmp_path / "m")
+    path = folder / "tokenizer.json"
+    write_json(path, json.loads(path.read_text(encoding="utf-8")) | changes)
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json (is not a|cannot be used|.*crash)"):
+        Texts(open_artifact(folder), Statistics(), 9)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"added_tokens_decoder": []}, None),
+        ({"added_tokens_decoder": ["<a>"]}, "added_tokens_decoder must be an object"),
+        ({"added_tokens_decoder": "<a>"}, "added_tokens_decoder must be an object"),
+        ({"extra_special_tokens": 5}, "extra_special_tokens must be a list"),
+        ({"additional_special_tokens": "<a>"}, "additional_special_tokens must be a list"),
+        ({"eos_token": "\ud800"}, "half"),
+        ({"added_tokens_decoder": {"7": {"content": "a\ud800"}}}, "half"),
+        ({"added_tokens_decoder": {"9" * 5000: {"content": "a"}}}, None),
+        ({"added_tokens_decoder": {"7": 1, "x": None}, "eos_token": [1]}, None),
+    ],
+)
+def test_settings_beside_a_tokenizer_are_refused_with_a_reason_or_left_out(
+    tmp_path: Path, said: dict[str, Any], reason: str | None
+) -> None:
+    folder = make_hugging_face(tmp_path / "m")
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    if reason is None:
+        Texts(open_artifact(folder), Statistics(), 9).close(ModelNotFound("closed"))
+        return
+    with pytest.raises(ArtifactError, match=reason) as caught:
+        Texts(open_artifact(folder), Statistics(), 9)
+    caught.value.message.encode("utf-8")
+
+
+def test_a_text_that_a_tokenizer_cannot_cut_is_refused_with_a_reason(tmp_path: Path) -> None:
+    def change(tokenizer: Tokenizer) -> None:
+        words = {w: i for i, w in enumerate(["<unk>", "</s>", "가"])}
+        tokenizer.model = models.WordLevel(words, unk_token="<unk>")  # noqa: S106
+
+    found = Texts(open_artifact(hugging_face(tmp_path / "m", change)), Statistics(), 9)
+    try:
+        for text in ("가", "나 다"):
+            assert found.soon(lambda t=text: found.encode(t)).result(WAIT_S)
+        with pytest.raises(InvalidRequest, match="surrogate"):
+            found.soon(lambda: found.encode("가\ud800")).result(WAIT_S)
+    finally:
+        found.close(ModelNotFound("closed"))
