@@ -9,9 +9,9 @@ from typing import Any
 from sagemaker_inference.default_handler_service import DefaultHandlerService
 
 from common.errors import EngineError
+from handlers.model_spec import Slot
 from handlers.payload import JSON, to_json
 from handlers.settings import Settings
-from handlers.slot import Slot
 from handlers.transformer import ModelTransformer
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
-from handlers.connection import Connection, LoadedModel
-from handlers.deferred import deferred
+from handlers.lazy_imports import deferred
+from handlers.mms_connection import Connection, LoadedModel
 from handlers.worker import CONNECTIONS_AT_ONCE, LEFT_ALONE_S, NEVER_CONNECTED_S
 
 # Each request in flight has one, and so has each load.

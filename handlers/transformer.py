@@ -14,12 +14,12 @@ from sagemaker_inference.transformer import Transformer
 
 from common.errors import EngineError
 from engine.http.client import ModelHandle
-from handlers.choose import Handler, choose
+from handlers.dispatch import Handler, choose
+from handlers.model_spec import Slot
 from handlers.payload import JSON, to_json
 from handlers.request_id import request_id
 from handlers.scripts.handler import ScriptHandler
 from handlers.scripts.messages import Answer, Part, Request
-from handlers.slot import Slot
 
 logger = logging.getLogger(__name__)
 

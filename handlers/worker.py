@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 
 from common.oom import WORKER, expendable
-from handlers.connection import Connection, LoadedModel
-from handlers.deferred import deferred
+from handlers.lazy_imports import deferred
+from handlers.mms_connection import Connection, LoadedModel
 from handlers.scripts.output import print_anything
 
 # The worker goes when MMS has closed all connections for this long: the model was unregistered, or

@@ -25,7 +25,7 @@ import requests
 from common.errors import EngineError
 from common.logs import log_as_json
 from engine.http.client import EngineClient
-from handlers.scripts.confinement import missing
+from handlers.scripts.confinement.rules import missing
 from serving import examples, mms, ports
 from serving.device import check_device
 from serving.errors import ServingError, StartError, StillLoading

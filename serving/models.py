@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from common.errors import EngineError, OutOfMemory
-from handlers.scripts.find import manifest_name
+from handlers.scripts.entry_point import manifest_name
 from serving.admission import Line
 from serving.errors import Conflict, LoadCancelled, ModelNotFound, ServingError, Timeout, WorkerLost
 from serving.memory import check_room

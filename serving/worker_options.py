@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from handlers.choose import brings_script, has_handler
+from handlers.dispatch import brings_script, has_handler
 from serving.settings import Settings
 
 BATCHING = ("batch_size", "max_batch_delay")

@@ -17,7 +17,7 @@ from common import errors as engine_errors
 from common.errors import ArtifactError, EngineError, EngineUnavailable, OutOfMemory
 from common.trees import remove
 from engine.http.async_client import AsyncEngineClient
-from handlers.choose import is_hosted
+from handlers.dispatch import is_hosted
 from serving.errors import BadRequest, ServingError, WorkerFailed, WorkerLost
 from serving.mms_client import MMSClient
 from serving.model import Model

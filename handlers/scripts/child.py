@@ -21,7 +21,8 @@ from typing import Any
 
 from common.errors import EngineError
 from handlers.scripts import hooks
-from handlers.scripts.confinement import Confinement, belong_to
+from handlers.scripts.confinement.rules import Confinement, belong_to
+from handlers.scripts.conventions.detect import Service, service_of
 from handlers.scripts.failures import explained
 from handlers.scripts.messages import (
     Answer,
@@ -35,7 +36,6 @@ from handlers.scripts.messages import (
 )
 from handlers.scripts.module import import_script, set_path
 from handlers.scripts.output import print_anything
-from handlers.scripts.styles import Service, service_of
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ CALLS_AT_ONCE = 16
 def serve(connection: Connection, name: str, model_dir: str) -> None:
     """In a thread of the worker, answers what `EngineModel` asks about this one model until the
     script is gone; then the engine may unload it."""
-    from handlers import kogpt2  # no script needs to wait for its imports
+    from handlers.text import kogpt2  # no script needs to wait for its imports
 
     lock = threading.Lock()
     handle: ModelHandle | None = None

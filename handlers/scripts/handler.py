@@ -13,14 +13,14 @@ from pathlib import Path
 
 from common.errors import EngineError
 from common.trees import remove
-from handlers.scripts.confinement import Confinement, OwnUser
-from handlers.scripts.find import Script
+from handlers.model_spec import Slot
+from handlers.scripts.confinement.rules import Confinement, OwnUser
+from handlers.scripts.entry_point import Script
 from handlers.scripts.messages import Answer, Request
 from handlers.scripts.pool import ScriptPool
 from handlers.scripts.process import ScriptProcess
 from handlers.scripts.requirements import PACKAGES, TEMPORARY, install
 from handlers.settings import Settings
-from handlers.slot import Slot
 
 
 class ScriptHandler:

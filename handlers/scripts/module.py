@@ -42,7 +42,7 @@ def _look_for_hidden(folder: Path) -> None:
         logger.warning("%s is hidden by Python's own module of that name", folder / f"{name}.py")
     # The model's modules go before ours, which nothing needs by name from now on.
     for name in names & set(OURS):
-        import handlers.kogpt2  # noqa: F401  the last of ours that is imported late
+        import handlers.text.kogpt2  # noqa: F401  the last of ours that is imported late
 
         for loaded in [m for m in sys.modules if m == name or m.startswith(name + ".")]:
             del sys.modules[loaded]

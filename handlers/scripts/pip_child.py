@@ -15,7 +15,7 @@ import os
 import runpy
 from pathlib import Path
 
-from handlers.scripts.confinement import REPOSITORY, Confinement, belong_to
+from handlers.scripts.confinement.rules import REPOSITORY, Confinement, belong_to
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from common.errors import DeadlineExceeded, EngineError, EngineUnavailable
 from handlers.scripts import descendants, engine_proxy
-from handlers.scripts.confinement import environment
+from handlers.scripts.confinement.rules import environment
 from handlers.scripts.descendants import has_ended
 from handlers.scripts.messages import (
     Answer,

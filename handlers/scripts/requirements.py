@@ -12,11 +12,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from common.errors import ArtifactError, DeadlineExceeded
+from handlers.model_spec import Slot
 from handlers.scripts import descendants
-from handlers.scripts.confinement import FOLDERS, Confinement
-from handlers.scripts.find import Script
+from handlers.scripts.confinement.rules import FOLDERS, Confinement
+from handlers.scripts.entry_point import Script
 from handlers.settings import Settings
-from handlers.slot import Slot
 
 logger = logging.getLogger(__name__)
 

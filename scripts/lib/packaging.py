@@ -17,7 +17,7 @@ from common.errors import EngineError
 from engine.artifacts.open import open_artifact
 from engine.prepared.manifest import content_of
 from engine.text.prompts import Prompts
-from handlers.choose import choose
+from handlers.dispatch import choose
 from scripts.lib.problem import Problem
 from serving.settings import Settings
 from serving.store.rules import MAX_FILES

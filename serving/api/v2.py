@@ -9,8 +9,9 @@ POST /v2/models/{name}/generate, /generate_stream   see `serving.api.v2_generate
 GET  /v2/models/stats                               see `serving.api.v2_statistics`
 POST /v2/repository/...                             see `serving.api.v2_repository`
 
-A worker speaks the protocol itself (`handlers.v2`). Here are its routes, its errors and the header
-that says where the JSON in front of binary tensors ends, which a worker is told by content type.
+A worker speaks the protocol itself (`handlers.tensors.v2`). Here are its routes, its errors and the
+header that says where the JSON in front of binary tensors ends, which a worker is told by content
+type.
 
 https://github.com/kserve/open-inference-protocol
 """

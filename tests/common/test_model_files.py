@@ -9,8 +9,8 @@ import pytest
 from common.errors import ArtifactError
 from common.model_files import is_model, model_folders, script_paths
 from engine.artifacts import hugging_face
-from handlers import tensor_files
-from handlers.scripts.find import find_script
+from handlers.scripts.entry_point import find_script
+from handlers.tensors import files
 
 MODELS = [
     "a.params",
@@ -52,8 +52,8 @@ def test_what_the_store_offers_is_what_can_be_loaded(tmp_path: Path, path: str) 
         (folder / "s.py").touch()
     loadable = (
         find_script(folder, environment={}) is not None
-        or tensor_files.is_symbol(str(folder))
-        or tensor_files.is_graph(str(folder))
+        or files.is_symbol(str(folder))
+        or files.is_graph(str(folder))
         or is_text_model(folder)
     )
     assert is_model([path], environment={}) == loadable == (path in MODELS)

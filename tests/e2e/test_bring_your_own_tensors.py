@@ -23,7 +23,7 @@ from common.mxnet_compat import mx
 from tests.e2e.console import session
 from tests.e2e.server import REPOSITORY, Server, eventually
 from tests.e2e.stores import SHORT, error, packed, small, text
-from tests.handlers.graphs import TinyGPT2, classifier
+from tests.handlers.tensors.graphs import TinyGPT2, classifier
 
 GPT2 = TinyGPT2(vocab=50_000)
 CLASSIFIERS = 2

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import requests
 
-from handlers.scripts import landlock
+from handlers.scripts.confinement import landlock
 from tests.e2e.scripts import script, transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, text

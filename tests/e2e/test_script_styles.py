@@ -21,7 +21,7 @@ import requests
 from tests.e2e.scripts import script, transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, statistics, text
-from tests.handlers.graphs import classifier
+from tests.handlers.tensors.graphs import classifier
 
 JSON = {"Content-Type": "application/json"}
 

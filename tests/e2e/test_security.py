@@ -15,7 +15,7 @@ from onnx import TensorProto
 
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, error, raw, serving, small, text
-from tests.handlers.graphs import identity
+from tests.handlers.tensors.graphs import identity
 
 SECRETS = {
     "MANAGEMENT_TOKEN": "manage-비밀",

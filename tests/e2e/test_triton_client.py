@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import running, serving, slow, small, text
-from tests.handlers.graphs import identity
+from tests.handlers.tensors.graphs import identity
 
 PROMPT = "나는 오늘"
 MANAGE = "manage-me"

@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, small, text
-from tests.handlers.graphs import TinyGPT2, identity
+from tests.handlers.tensors.graphs import TinyGPT2, identity
 
 GPT2 = TinyGPT2()
 IDS = np.array([[3, 14, 15, 9, 2]])

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from handlers.choose import is_hosted
+from handlers.dispatch import is_hosted
 from serving.mms import MMS_HOME
 from tests.e2e.server import REPOSITORY, eventually
 

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from common.errors import EngineError, InvalidRequest
-from handlers import text_v2
 from handlers.payload import (
     Form,
     NotAcceptable,
@@ -15,6 +14,7 @@ from handlers.payload import (
     parse,
     to_json,
 )
+from handlers.text import v2
 
 ANSWER = {
     "completions": [{"text": " 가실 때에는", "tokens": 3, "finish_reason": "stop"}],
@@ -207,7 +207,7 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_stands(body: str) -> None:
 
 
 def test_a_plain_text_may_talk_of_datatypes() -> None:
-    assert text_v2.parse('그 "datatype"은'.encode(), "text/plain") is None
+    assert v2.parse('그 "datatype"은'.encode(), "text/plain") is None
 
 
 def test_both_halves_are_a_character() -> None:

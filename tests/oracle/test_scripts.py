@@ -11,7 +11,7 @@ from pathlib import Path
 import mms
 import pytest
 
-from handlers.scripts.find import find_script
+from handlers.scripts.entry_point import find_script
 from handlers.scripts.messages import Answer, Part, Request
 from handlers.scripts.process import ScriptProcess
 from tests.engine.models import SENTENCES

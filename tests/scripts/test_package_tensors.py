@@ -8,7 +8,7 @@ import pytest
 
 from scripts.lib.packaging import check
 from scripts.lib.problem import Problem
-from tests.handlers.graphs import TinyGPT2, classifier
+from tests.handlers.tensors.graphs import TinyGPT2, classifier
 
 
 def test_what_goes_in_and_out_is_shown(tmp_path: Path) -> None:

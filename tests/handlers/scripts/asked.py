@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import EngineError
-from handlers.scripts.find import Script
+from handlers.scripts.conventions.detect import service_of
+from handlers.scripts.entry_point import Script
 from handlers.scripts.messages import Answer, Part, Request
-from handlers.scripts.styles import service_of
 
 _numbers = itertools.count()
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequest
-from handlers import kogpt2
 from handlers.scripts.engine_proxy import EngineModel, serve
+from handlers.text import kogpt2
 
 WIDE_S = 20
 

@@ -1,0 +1,1 @@
+"""What a model's own program may see and do."""

@@ -1,0 +1,73 @@
+"""Reads MXNet symbol checkpoints: what `Module.save_checkpoint("model", 0)` writes.
+
+model-symbol.json, model-0000.params
+model-shapes.json                       [{"shape": [1, 2], "name": "data"}]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from common.errors import ArtifactError
+from common.model_files import SYMBOL
+from common.mxnet_compat import mx
+from handlers.tensors.files import SHAPES
+
+# Operators that run Python of whoever trained the model, or that take addresses in memory.
+REFUSED_OPERATORS = {"Custom", "_Native", "_NDArray", "_CustomFunction"}
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def data_shapes(folder: Path) -> Shapes:
+    """What `model-shapes.json` says. Raises `ArtifactError`."""
+    try:
+        rows = json.loads((folder / SHAPES).read_text(encoding="utf-8"))
+        shapes = {row["name"]: tuple(row["shape"]) for row in rows}
+        right = bool(shapes) and all(
+            isinstance(name, str) and shape and all(type(n) is int and n > 0 for n in shape)
+            for name, shape in shapes.items()
+        )
+    except (ValueError, KeyError, TypeError, RecursionError):
+        right = False
+    if not right:
+        raise ArtifactError(f'{SHAPES} must be like [{{"shape": [1, 2], "name": "data"}}]')
+    return shapes
+
+
+def load_symbol(folder: Path, shapes: Shapes) -> Any:
+    """The graph, which takes the inputs that `shapes` names. Raises `ArtifactError`."""
+    text = (folder / SYMBOL).read_text(encoding="utf-8", errors="replace")
+    try:
+        operators = {node["op"] for node in json.loads(text)["nodes"]}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ArtifactError(f"{SYMBOL} is not the JSON of an MXNet symbol") from None
+    refused = sorted(operators & REFUSED_OPERATORS)
+    if refused:
+        raise ArtifactError(
+            f"{SYMBOL} has the operator {refused[0]}, which needs code of its own: bring it in"
+            " code/inference.py"
+        )
+    try:
+        symbol = mx.sym.load_json(text)
+    except mx.MXNetError as error:
+        raise ArtifactError(f"{SYMBOL} cannot be loaded: {reason(error)}") from None
+    arguments = symbol.list_arguments()
+    for name in shapes:
+        if name not in arguments:
+            raise ArtifactError(
+                f"{SHAPES} names {name}, but {SYMBOL} takes {', '.join(arguments)[:300]}"
+            )
+    return symbol
+
+
+def reason(error: Exception) -> str:
+    """MXNet's own words in one line, without the stack of C++ functions and its places."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line and not line.startswith(("Stack trace", "[bt]", "File"))]
+    text = (told or ["unknown"])[-1].removeprefix("MXNetError: ")
+    text = re.sub(r"(Error in operator [^:]*: )?\[[\d:]+\] \S+:\d+: ", "", text)
+    return re.sub(r"Check failed: [^:]*(::[^:]*)*: (?=.)", "", text)[:300]

@@ -1,0 +1,145 @@
+"""A model as an ONNX graph, `model.onnx`: tensors in, tensors out.
+
+The file lies in the artifact, in `1/model.onnx` (the highest number counts), or in one folder more,
+as Triton and SageMaker's multi-model archives have it: `name/1/model.onnx`. Weights may lie in
+files beside it. Only onnxruntime's own operators run: libraries of others are never loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.cpus import cpu_count
+from common.errors import ArtifactError, DeadlineExceeded, EngineError, InvalidRequest
+from common.memory import return_freed_memory
+from handlers.names import client_name
+from handlers.tensors.admission import check_room
+from handlers.tensors.codec import Array, TensorSpec, listed
+from handlers.tensors.files import find_graph
+from handlers.tensors.tensor_model import describe, transform_fn
+from handlers.tensors.v2 import Metadata
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # as `handlers.dispatch` wants them
+
+IN_ENGINE = False
+# Resident bytes while a graph is made ready: of its own file twice the size, of weights beside it a
+# copy that suits the processor; and what the library takes.
+FILE_FACTOR, WEIGHTS_FACTOR = 2.0, 1.2
+LIBRARY_BYTES = 64 << 20
+
+DATATYPES = {
+    "bool": "BOOL", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64",
+    "int8": "INT8", "int16": "INT16", "int32": "INT32", "int64": "INT64", "float16": "FP16",
+    "float": "FP32", "double": "FP64", "string": "BYTES",
+}  # fmt: skip
+
+
+def model_fn(model_dir: str, name: str | None = None) -> OnnxModel:
+    """Raises `ArtifactError` with the reason in one sentence, or `OutOfMemory`."""
+    path, version = find_graph(model_dir)
+    own = path.stat().st_size
+    all_files = sum(file.stat().st_size for file in path.parent.rglob("*") if file.is_file())
+    needed = FILE_FACTOR * own + WEIGHTS_FACTOR * (all_files - own) + LIBRARY_BYTES
+    check_room(int(needed), "the model")
+    model = OnnxModel(path, client_name(name or Path(model_dir).name), version)
+    return_freed_memory()  # the file's own bytes
+    return model
+
+
+class OnnxModel:
+    """A session, which several threads may run at the same time."""
+
+    def __init__(self, path: Path, name: str, version: str) -> None:
+        from common import onnx_session
+
+        self._runtime = onnx_session
+        try:
+            self._session = onnx_session.open_graph(path)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise ArtifactError(f"{path.name} cannot be loaded: {_reason(error)}") from None
+        self.metadata = Metadata(
+            name,
+            "onnxruntime_onnx",
+            [_input(given) for given in self._session.get_inputs()],
+            [_spec(o) for o in self._session.get_outputs() if _datatype(o)],
+            version,
+            {o.name: o.type for o in self._session.get_outputs() if not _datatype(o)},
+        )
+        if not self.metadata.outputs:
+            raise ArtifactError(f"{path.name} gives no tensor, but {self.metadata.unserved}")
+        # More at once would only take more memory, not less time.
+        self._turns = threading.BoundedSemaphore(max(2, cpu_count()))
+
+    def run(
+        self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float | None
+    ) -> dict[str, Array]:
+        if not self._turns.acquire(timeout=timeout_s):
+            raise DeadlineExceeded(f"no turn within {timeout_s:g} s")
+        try:
+            with self._ended_after(timeout_s) as options, self._runtime.out_of_memory("the answer"):
+                values = self._session.run(list(outputs), dict(inputs), options)
+        except EngineError:
+            raise
+        except Exception as error:
+            logger.warning("the graph failed: %s", error)
+            if options.terminate:
+                raise DeadlineExceeded(f"no answer within {timeout_s:g} s") from None
+            given = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
+            raise InvalidRequest(
+                f"the model cannot compute with {given}: {_reason(error)}; it takes"
+                f" {listed(self.metadata.inputs)}"
+            ) from None
+        finally:
+            self._turns.release()
+        return dict(zip(outputs, values, strict=True))
+
+    @contextlib.contextmanager
+    def _ended_after(self, timeout_s: float | None) -> Iterator[Any]:
+        """Options of a run that gives up its cores when nobody waits for it any more."""
+        options = self._runtime.run_options()
+        timer = threading.Timer(timeout_s or 0, setattr, (options, "terminate", True))
+        timer.daemon = True
+        if timeout_s is not None:
+            timer.start()
+        try:
+            yield options
+        finally:
+            timer.cancel()
+
+
+def _datatype(value: Any) -> str | None:
+    """Of a `NodeArg`, `tensor(float)`; None for what is no tensor, or of an unknown type."""
+    kind: str = value.type
+    return DATATYPES.get(kind.removeprefix("tensor(").removesuffix(")"))
+
+
+def _spec(value: Any) -> TensorSpec:
+    datatype = _datatype(value)
+    assert datatype is not None
+    return TensorSpec(value.name, datatype, tuple(value.shape))
+
+
+def _input(value: Any) -> TensorSpec:
+    if _datatype(value) is None:
+        raise ArtifactError(
+            f"input {value.name} is {value.type}, but only tensors of"
+            f" {', '.join(DATATYPES)} can be sent"
+        )
+    return _spec(value)
+
+
+def _reason(error: Exception) -> str:
+    """onnxruntime's own words in one line, without its sources' places and our own paths."""
+    text = str(error).split(" : ", 3)[-1].split("Status Message: ")[-1]
+    text = re.sub(r"/onnxruntime_src/\S+ [^)]*\) |Load model from .*? failed: ?", "", text)
+    return " ".join(text.split())[:300].rstrip(".")

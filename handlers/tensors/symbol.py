@@ -1,0 +1,229 @@
+"""MXNet symbol checkpoints, as the SageMaker MXNet serving container serves them without a script.
+
+MXNet's Python side is called by one thread at a time; what it has been told to compute runs on its
+own threads, for several requests side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.cpus import cpu_count
+from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest
+from common.memory import return_freed_memory
+from common.model_files import SYMBOL
+from common.mxnet_compat import mx
+from engine.artifacts.read_params import read_params
+from handlers.names import client_name
+from handlers.tensors import symbol_module
+from handlers.tensors.admission import check_room
+from handlers.tensors.checkpoint import Shapes, data_shapes, load_symbol, reason
+from handlers.tensors.codec import NAMES, Array, TensorSpec
+from handlers.tensors.files import PARAMS, SHAPES, symbol_folder
+from handlers.tensors.tensor_model import describe, transform_fn
+from handlers.tensors.v2 import Metadata
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # as `handlers.dispatch` wants them
+
+IN_ENGINE = False
+FOR_SCRIPTS = symbol_module  # which expect MXNet's own module
+MXNET_BYTES = 200 << 20
+# What a training graph takes beside its data, and what answers do not depend on.
+LABEL = "label"
+
+
+def model_fn(model_dir: str, name: str | None = None) -> SymbolModel:
+    """Raises `ArtifactError` with the reason in one sentence, or `OutOfMemory`."""
+    folder = symbol_folder(model_dir)
+    # The weights as they are, and as the convolutions want them.
+    check_room(2 * (folder / PARAMS).stat().st_size + MXNET_BYTES, "the model")
+    model = SymbolModel(folder, client_name(name or Path(model_dir).name))
+    return_freed_memory()
+    return model
+
+
+class SymbolModel:
+    """A graph and its weights; any number of rows at a time, if the graph can."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._shapes = data_shapes(folder)
+        self._symbol = load_symbol(folder, self._shapes)
+        self._order, self._outputs = self._symbol.list_inputs(), self._symbol.list_outputs()
+        self._labels = [n for n in self._order if n.endswith(LABEL) and n not in self._shapes]
+        given = {*self._shapes, *self._labels}
+        weights = read_params(folder / PARAMS)
+        needed = [n for n in self._order if n not in given]
+        missing = [n for n in needed if n not in weights]
+        if missing:
+            raise ArtifactError(f"{PARAMS} lacks {', '.join(missing)[:300]}")
+        # Some operators' weights have no shape of their own but that of the file's.
+        self._known: Shapes = {}
+        found = self._infer(self._shapes, partial=True)
+        for n in needed:
+            if found[n] and all(found[n]) and tuple(weights[n].shape) != found[n]:
+                raise ArtifactError(
+                    f"{n} has shape {list(weights[n].shape)} in {PARAMS}, must be"
+                    f" {list(found[n])} with the shapes of {SHAPES}"
+                )
+        arguments = self._symbol.list_arguments()
+        self._known = {n: tuple(weights[n].shape) for n in needed if n in arguments}
+        found = self._infer(self._shapes)
+        self._batch = next(iter(self._shapes.values()))[0]
+        rows = [*self._shapes.values(), *(found[n] for n in self._outputs)]
+        # Else it may be that rows are no rows, and a request must have just these shapes.
+        self._batched = all(shape[:1] == (self._batch,) for shape in rows)
+        self._dtypes = self._infer_types({n: weights[n].dtype for n in needed})
+        self._weights = {n: mx.nd.array(weights[n], dtype=weights[n].dtype) for n in needed}
+        mx.nd.waitall()
+        self._graph = mx.nd.CachedOp(self._symbol, [("static_alloc", False)])
+        self._lock = threading.Lock()
+        self._turns = threading.BoundedSemaphore(cpu_count())
+        self.metadata = Metadata(
+            name,
+            "mxnet_symbol",
+            [self._spec(n, shape) for n, shape in self._shapes.items()],
+            [self._spec(n, found[n]) for n in self._outputs],
+        )
+        self._try()
+
+    def _infer_types(self, given: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
+        """Of all inputs and outputs, by name, from the weights'."""
+        try:
+            # Partial: what nothing says is the label's, or float32.
+            found = self._symbol.infer_type_partial(**{n: t.type for n, t in given.items()})
+            arguments, outputs, _ = found
+        except mx.MXNetError as error:
+            raise ArtifactError(f"{SYMBOL} and {PARAMS} do not fit: {reason(error)}") from None
+        names = (*self._symbol.list_arguments(), *self._symbol.list_outputs())
+        types = (*(arguments or ()), *(outputs or ()))
+        return {n: np.dtype(t or np.float32) for n, t in zip(names, types, strict=True)}
+
+    def _infer(self, shapes: Shapes, *, partial: bool = False) -> Shapes:
+        """Of all inputs and outputs, by name; with `partial` what cannot be told is 0.
+
+        Raises `ArtifactError` if the graph cannot compute.
+        """
+        infer = self._symbol.infer_shape_partial if partial else self._symbol.infer_shape
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what cannot be told
+                arguments, outputs, states = infer(**self._known, **shapes)
+        except mx.MXNetError as error:
+            raise ArtifactError(f"{SYMBOL} cannot compute {shapes}: {reason(error)}") from None
+        if arguments is None:
+            raise ArtifactError(f"{SHAPES} must name all inputs, is {list(shapes)}")
+        names = (
+            *self._symbol.list_arguments(),
+            *self._outputs,
+            *self._symbol.list_auxiliary_states(),
+        )
+        return dict(zip(names, (*arguments, *outputs, *states), strict=True))
+
+    def _spec(self, name: str, shape: tuple[int, ...]) -> TensorSpec:
+        dtype = self._dtypes[name]
+        if dtype not in NAMES:
+            raise ArtifactError(f"{name} is of {dtype}, which cannot be sent")
+        if not self._batched:
+            return TensorSpec(name, NAMES[dtype], shape)
+        # As in SageMaker's container, whose MXNet binds a lone input's shape as it comes: a graph
+        # that flattens takes images without their channels.
+        takes = self._takes_rows if [*self._shapes] == [name] else None
+        return TensorSpec(name, NAMES[dtype], ("batch", *shape[1:]), takes)
+
+    def _takes_rows(self, shape: tuple[int, ...]) -> bool:
+        """Whether the graph computes rows of this shape, for a graph of one input."""
+        (name,) = self._shapes
+        row = shape[1:]
+        return any(self._takes(((name, (rows, *row)),)) for rows in (shape[0], self._batch))
+
+    def _try(self) -> None:
+        """What MXNet finds out only when it computes shall not wait for the first request."""
+        zeros = {n: np.zeros(shape, self._dtypes[n]) for n, shape in self._shapes.items()}
+        try:
+            self.run(zeros, [], None)
+        except InvalidRequest as error:
+            raise ArtifactError(error.message) from None
+
+    # Answers
+
+    def run(
+        self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float | None
+    ) -> dict[str, Array]:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        values = self._compute_rows(inputs, end) if self._batched else self._compute(inputs, end)
+        named = dict(zip(self._outputs, values, strict=True))
+        return {name: named[name] for name in outputs}
+
+    def _compute_rows(self, inputs: Mapping[str, Array], end: float | None) -> list[Array]:
+        """All at once, or else as many at a time as the graph takes."""
+        rows = self._rows(inputs)
+        step = rows if self._takes(tuple((n, a.shape) for n, a in inputs.items())) else self._batch
+        pieces = []
+        for start in range(0, rows, step):
+            part = {n: _padded(a[start : start + step], step) for n, a in inputs.items()}
+            pieces.append([a[: rows - start] for a in self._compute(part, end)])
+        return [np.concatenate(p) if len(p) > 1 else p[0] for p in zip(*pieces, strict=True)]
+
+    def _rows(self, inputs: Mapping[str, Array]) -> int:
+        counts = {name: len(array) for name, array in inputs.items()}
+        rows = min(counts.values())
+        if len(set(counts.values())) > 1:
+            raise InvalidRequest(f"the inputs have different numbers of rows: {counts}")
+        if rows == 0:
+            raise InvalidRequest(f"{', '.join(counts)} has no rows, must have at least one")
+        return rows
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 -- a worker has one model, for all its life
+    def _takes(self, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:
+        """Whether the graph computes these rows at once: not one that fixes their number."""
+        rows = shapes[0][1][0]
+        with self._lock:
+            try:
+                found = self._infer(dict(shapes))
+            except ArtifactError:
+                return False
+        return all(found[n][:1] == (rows,) for n in self._outputs)
+
+    def _compute(self, inputs: Mapping[str, Array], end: float | None) -> list[Array]:
+        left_s = None if end is None else end - time.monotonic()
+        late = left_s is not None and left_s <= 0
+        if late or not self._turns.acquire(timeout=left_s):
+            raise DeadlineExceeded("no turn within the time that the answer may take")
+        try:
+            with self._lock:
+                values = self._graph(*self._arguments(inputs))
+                values = values if isinstance(values, list) else [values]
+            for value in values:
+                value.wait_to_read()
+            with self._lock:
+                return [value.asnumpy() for value in values]
+        except mx.MXNetError as error:
+            logger.warning("the graph failed: %s", error)
+            raise InvalidRequest(f"the model cannot compute this: {reason(error)}") from None
+        finally:
+            self._turns.release()
+
+    def _arguments(self, inputs: Mapping[str, Array]) -> list[Any]:
+        given = {n: mx.nd.array(a, dtype=a.dtype) for n, a in inputs.items()}
+        if self._labels:
+            found = self._infer({n: tuple(a.shape) for n, a in inputs.items()})
+            given |= {n: mx.nd.zeros(found[n]) for n in self._labels}
+        return [given[n] if n in given else self._weights[n] for n in self._order]
+
+
+def _padded(rows: Array, count: int) -> Array:
+    """`rows` with zeros behind, for a graph that takes just `count`."""
+    if len(rows) == count:
+        return rows
+    return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])

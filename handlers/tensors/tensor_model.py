@@ -1,0 +1,136 @@
+"""Answers for a model of tensors, whatever computes it.
+
+JSON object of the Open Inference Protocol (`handlers.tensors.v2`)  ->  the same
+JSON, CSV or NPY of the one input                           ->  the one output, by Accept
+JSON {"input": nested lists, ...}                           ->  likewise; several outputs: {...}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from common.errors import EngineError, InvalidRequest
+from handlers.payload import JSON, accepted, media_type
+from handlers.tensors import codec, v2
+from handlers.tensors.codec import Array
+from handlers.v2_binary import BINARY, HEADER_SIZE, split
+
+# MMS ends a worker that answers more than 100 MiB with its headers (serving.mms sets that).
+MAX_ANSWER_BYTES = (100 << 20) - 65_536
+
+
+class AnswerTooLarge(EngineError):
+    """The outputs are larger than what can be sent."""
+
+    status = 413
+
+
+class TensorModel(Protocol):
+    """Safe to use from several threads."""
+
+    metadata: v2.Metadata
+
+    def run(
+        self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float | None
+    ) -> dict[str, Array]:
+        """The outputs of these names. All inputs are there, in the shapes and types of `metadata`.
+
+        Raises `InvalidRequest`, `OutOfMemory`, `DeadlineExceeded`.
+        """
+
+
+def describe(model: TensorModel) -> dict[str, Any]:
+    """As `GET /v2/models/{name}` answers."""
+    return model.metadata.to_dict()
+
+
+def transform_fn(
+    model: TensorModel,
+    body: bytes | bytearray | str,
+    content_type: str | None,
+    accept: str | None,
+    timeout_s: float | None = None,
+) -> tuple[bytes, str]:
+    """The answer's bytes and content type. Raises `EngineError`."""
+    raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
+    kind, parameters = media_type(content_type)
+    if kind == BINARY:
+        header, binary = split(raw, parameters.get(HEADER_SIZE, ""))
+        return _infer(model, codec.parse_json(header), binary, timeout_s)
+    if kind != JSON:
+        return _plain(model, _only_input(model, raw, kind), accept, timeout_s)
+    value = codec.parse_json(raw)
+    if v2.is_request(value):
+        return _infer(model, value, b"", timeout_s)
+    return _plain(model, _inputs(model, value), accept, timeout_s)
+
+
+def _infer(
+    model: TensorModel, value: Any, binary: bytes, timeout_s: float | None
+) -> tuple[bytes, str]:
+    request = v2.parse(value, binary, model.metadata)
+    outputs = model.run(request.inputs, list(request.outputs), timeout_s)
+    _check_size({name: outputs[name] for name, as_bytes in request.outputs.items() if not as_bytes})
+    return _checked(*v2.answer(request, outputs, model.metadata))
+
+
+def _plain(
+    model: TensorModel, inputs: Mapping[str, Array], accept: str | None, timeout_s: float | None
+) -> tuple[bytes, str]:
+    kind = accepted(accept, codec.MEDIA_TYPES)
+    outputs = model.run(inputs, [spec.name for spec in model.metadata.outputs], timeout_s)
+    _check_size(outputs)
+    return _checked(codec.encode(outputs, kind), kind)
+
+
+def _only_input(model: TensorModel, body: bytes, kind: str) -> dict[str, Array]:
+    specs = model.metadata.inputs
+    if len(specs) != 1 and kind in codec.MEDIA_TYPES:
+        raise InvalidRequest(
+            f"{kind} holds one tensor, but the model takes {codec.listed(specs)};"
+            f' {JSON} holds them all: {{"{specs[0].name}": [...], ...}}'
+        )
+    return {specs[0].name: codec.decode(body, kind, specs[0])}
+
+
+def _inputs(model: TensorModel, value: Any) -> dict[str, Array]:
+    """From nested lists, or from an object of them by the inputs' names."""
+    specs = {spec.name: spec for spec in model.metadata.inputs}
+    if not isinstance(value, dict):
+        if len(specs) != 1:
+            raise InvalidRequest(
+                f"the body must be a JSON object of {codec.listed(list(specs.values()))}"
+            )
+        value = {next(iter(specs)): value}
+    if set(value) != set(specs):
+        odd = sorted(set(value) ^ set(specs))
+        raise InvalidRequest(
+            f"{odd[0][:100]} is {'missing' if odd[0] in specs else 'not known'}; the model takes"
+            f" {codec.listed(list(specs.values()))}"
+        )
+    inputs = {}
+    for name, nested in value.items():
+        array = codec.from_values(nested, specs[name])
+        specs[name].check_shape(array.shape)
+        inputs[name] = array
+    return inputs
+
+
+def _check_size(outputs: Mapping[str, Array]) -> None:
+    """Before they are written as text, which takes two bytes a value at least."""
+    if sum(2 * array.size for array in outputs.values()) > MAX_ANSWER_BYTES:
+        _too_large()
+
+
+def _checked(body: bytes, content_type: str) -> tuple[bytes, str]:
+    if len(body) > MAX_ANSWER_BYTES:
+        _too_large()
+    return body, content_type
+
+
+def _too_large() -> None:
+    raise AnswerTooLarge(
+        f"the answer has more than {MAX_ANSWER_BYTES >> 20} MiB: ask for fewer outputs, for binary"
+        " data, or send fewer rows"
+    )

@@ -1,0 +1,1 @@
+"""Models of texts: the built-in handler, whose tokens the engine makes."""

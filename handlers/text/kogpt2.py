@@ -1,0 +1,62 @@
+"""The built-in handler: a KoGPT2 fine-tune, its tokens made by the engine process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from engine.http.client import EngineClient, ModelHandle
+from handlers.names import client_name
+from handlers.payload import JSON, answer_type, format_answer, parse
+from handlers.request_id import request_id
+from handlers.settings import Settings
+from handlers.text import v2
+
+IN_ENGINE = True
+
+
+@functools.cache
+def _settings() -> Settings:
+    return Settings.from_environment()
+
+
+@functools.cache
+def _client() -> EngineClient:
+    return EngineClient(_settings().engine_socket)
+
+
+def model_fn(model_dir: str, name: str | None = None, **options: Any) -> ModelHandle:
+    """Has the engine load the artifact in `model_dir`, under `name` or else under its path.
+
+    `options` are the engine's: `backend`, `precision`, `max_rows`.
+
+    Raises `common.errors.EngineError`: `ArtifactError`, `OutOfMemory`, `EngineUnavailable`.
+    """
+    return ModelHandle(_client(), name or model_dir, model_dir, **options)
+
+
+def describe(model: ModelHandle) -> dict[str, Any]:
+    """As `GET /v2/models/{name}` answers."""
+    return v2.metadata(client_name(model.model["name"]))
+
+
+def transform_fn(
+    model: ModelHandle,
+    body: bytes | bytearray | str,
+    content_type: str | None,
+    accept: str | None,
+    timeout_s: float | None = None,
+) -> tuple[bytes, str]:
+    """Continues the prompt in `body`; see `handlers.payload` for the formats.
+
+    Returns the answer's bytes and content type. Raises `common.errors.EngineError`.
+    """
+    timeout_s = timeout_s or _settings().request_timeout_s
+    asked = v2.parse(body, content_type)
+    if asked is not None:
+        plain, _ = transform_fn(model, asked.body, JSON, JSON, timeout_s)
+        return v2.answer(asked, plain, client_name(model.model["name"]))
+    request = parse(body, content_type)
+    media_type = answer_type(accept, request.form)
+    answer = model.generate(request.inputs, request.parameters, timeout_s, request_id.get())
+    return format_answer(request, answer, media_type)

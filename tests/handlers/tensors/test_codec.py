@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import EngineError, InvalidRequest
+from handlers.names import client_name
+from handlers.payload import JSON, NotAcceptable, UnsupportedMediaType, accepted
+from handlers.tensors import codec, tensor_model, v2
+from handlers.tensors.codec import CSV, NPY, TensorSpec
+from serving import mms
+
+IMAGE = TensorSpec("data", "FP32", ("batch", 2, 3))
+ROWS = TensorSpec("data", "FP32", ("batch", 2))
+IDS = TensorSpec("input_ids", "INT64", ("batch", "sequence"))
+TEXTS = TensorSpec("text", "BYTES", ("batch",))
+VALUES = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+
+
+def npy(array: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("body", "media_type"),
+    [
+        (json.dumps(VALUES.tolist()).encode(), JSON),
+        (json.dumps(VALUES.astype(int).tolist()).encode(), JSON),
+        (b"0,1,2,3,4,5\n6,7,8,9,10,11\n", CSV),
+        (b"0,1,2\r\n3,4,5\r\n\r\n6,7,8\r\n9,10,11", CSV),
+        (b"\xef\xbb\xbf0, 1,2,3,4,5,6,7,8,9,1e1,11.0", CSV),
+        (npy(VALUES), NPY),
+        (npy(VALUES.astype(np.float64)), NPY),
+        (npy(VALUES.astype(">i2")), NPY),
+        (npy(np.asfortranarray(VALUES)), NPY),
+    ],
+)
+def test_the_same_numbers_in_every_form(body: bytes, media_type: str) -> None:
+    array = codec.decode(body, media_type, IMAGE)
+    assert array.dtype == np.float32
+    np.testing.assert_array_equal(array, VALUES)
+
+
+def test_csv_of_tokens_has_a_line_for_each_row() -> None:
+    array = codec.decode(b"1,2,3\n4,5,6", CSV, IDS)
+    assert (array.dtype, array.tolist()) == (np.int64, [[1, 2, 3], [4, 5, 6]])
+    assert codec.decode(b"9007199254740993", CSV, IDS).tolist() == [[9007199254740993]]
+
+
+@pytest.mark.parametrize(
+    ("body", "media_type", "spec", "said"),
+    [
+        (b"[[1, NaN]]", JSON, ROWS, "not JSON"),
+        (b"[[1, 1e999]]", JSON, ROWS, "not JSON"),
+        (b"[[1, 1e300]]", JSON, ROWS, "1e+300, which is no FP32"),
+        (b"[[1, null]]", JSON, ROWS, "no numbers, must be FP32 [batch, 2]"),
+        (b'[[1, "2"]]', JSON, ROWS, "no numbers, must be FP32 [batch, 2]"),
+        (b'[["\xea\xb0\x80", "\xeb\x82\x98"]]', JSON, ROWS, "no numbers"),
+        (b"[[1, 2], [3]]", JSON, ROWS, "rows of different lengths, must be FP32 [batch, 2]"),
+        (b"[1, 2]", JSON, ROWS, "data has shape [2], must be FP32 [batch, 2]"),
+        (b"[[1, 2, 3]]", JSON, ROWS, "data has shape [1, 3], must be FP32 [batch, 2]"),
+        (b"[[true, false]]", JSON, ROWS, "true and false, must be FP32"),
+        (b"[[1.5]]", JSON, IDS, "fractions, must be INT64"),
+        (b"[[18446744073709551615]]", JSON, IDS, "18446744073709551615, which is no INT64"),
+        (b'{"a": 1}', JSON, ROWS, "no numbers"),
+        (b"[" * 100_000, JSON, ROWS, "not JSON"),
+        (b"", JSON, ROWS, "not JSON"),
+        (b"\xff", JSON, ROWS, "not JSON"),
+        (b"", CSV, ROWS, "the body is empty"),
+        (b"1,nan", CSV, ROWS, "line 1, value 2 is 'nan', must be a number"),
+        (b"1,2\n3,", CSV, ROWS, "line 2, value 2 is '', must be a number"),
+        ("1,둘".encode(), CSV, ROWS, "line 1, value 2 is '둘', must be a number"),
+        (b"1,2,3", CSV, ROWS, "3 values, must be a multiple of 2"),
+        (b"1,2.5", CSV, IDS, "'2.5', must be an integer"),
+        (b"1,2\n3", CSV, IDS, "rows of different lengths"),
+        (b"\xff", CSV, ROWS, "not CSV in UTF-8"),
+        (b'"1,2', CSV, ROWS, "not CSV in UTF-8"),
+        (b"\x93NUMPY", NPY, ROWS, "not NPY"),
+        (b"PK\x03\x04" + bytes(100), NPY, ROWS, "not NPY"),
+        (npy(np.zeros((1, 3))), NPY, ROWS, "data has shape [1, 3], must be FP32 [batch, 2]"),
+        (npy(np.zeros((1, 2)))[:-1], NPY, ROWS, "16 bytes, but holds 15"),
+        (npy(np.zeros((1, 2))) + b"x", NPY, ROWS, "16 bytes, but holds 17"),
+        (npy(np.zeros((1, 2), complex)), NPY, ROWS, "must be of numbers"),
+        (npy(np.array([["a", "b"]])), NPY, ROWS, "must be of numbers"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_that_says_what_does(
+    body: bytes, media_type: str, spec: TensorSpec, said: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        codec.decode(body, media_type, spec)
+    assert said in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_npy_is_never_unpickled() -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return pytest.fail, ("it was unpickled",)
+
+    for body in (npy(np.array([Trap()], dtype=object)), pickle.dumps(Trap())):
+        with pytest.raises(InvalidRequest):
+            codec.decode(body, NPY, ROWS)
+
+
+def test_no_more_memory_is_taken_than_was_sent() -> None:
+    header = "{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999, 2), }"
+    body = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header) + 1) + header.encode() + b"\n"
+    with pytest.raises(InvalidRequest, match="799999999992 bytes, but holds 0"):
+        codec.decode(body, NPY, ROWS)
+
+
+def test_other_types_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedMediaType, match="is image/png, must be one of"):
+        codec.decode(b"", "image/png", ROWS)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values"),
+    [
+        ("BOOL", [True, False]),
+        ("INT8", [-128, 127]),
+        ("INT64", [-(2**63), 2**63 - 1]),
+        ("UINT8", [0, 255]),
+        ("UINT64", [0, 2**64 - 1]),
+        ("UINT64", [2**63, 1]),
+        ("FP16", [0.5, -65504.0]),
+        ("FP32", [0.1, 3.4e38]),
+        ("FP64", [0.1, 1e308]),
+        ("BYTES", ["산에는 꽃 피네", ""]),
+    ],
+)
+def test_every_datatype_there_and_back(datatype: str, values: list[Any]) -> None:
+    spec = TensorSpec("x", datatype, (2,))
+    array = codec.from_values(values, spec)
+    assert array.dtype == spec.dtype
+    again = json.loads(codec.encode({"x": array}, JSON))
+    assert codec.from_values(again, spec).tolist() == array.tolist()
+    if datatype not in ("FP16", "FP32"):
+        assert again == values
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values"),
+    [("INT8", [128]), ("UINT8", [-1]), ("BOOL", [2]), ("FP16", [70000.0]), ("BYTES", [1])],
+)
+def test_values_beyond_their_datatype_are_refused(datatype: str, values: list[Any]) -> None:
+    with pytest.raises(InvalidRequest, match=datatype):
+        codec.from_values(values, TensorSpec("x", datatype, (1,)))
+
+
+def test_answers_in_each_form() -> None:
+    array = np.array([[0.1, 2.0], [3.0, 1e-7]], np.float32)
+    assert json.loads(codec.encode({"y": array}, JSON)) == [[0.1, 2.0], [3.0, 1e-7]]
+    assert codec.encode({"y": array}, CSV) == b"0.1,2.0\n3.0,1e-07\n"
+    again = np.load(io.BytesIO(codec.encode({"y": array}, NPY)), allow_pickle=False)
+    np.testing.assert_array_equal(again, array)
+    several = {"y": array, "z": np.array(["가", "a,b"], dtype=object)}
+    assert json.loads(codec.encode(several, JSON))["z"] == ["가", "a,b"]
+    assert codec.encode({"z": several["z"]}, CSV) == '가\n"a,b"\n'.encode()
+    texts = codec.encode({"z": several["z"]}, NPY)
+    assert np.load(io.BytesIO(texts), allow_pickle=False).tolist() == ["가", "a,b"]
+    assert codec.encode({"y": np.float32(3).reshape(())}, CSV) == b"3.0\n"
+    with pytest.raises(NotAcceptable, match="holds one tensor"):
+        codec.encode(several, CSV)
+
+
+def test_nan_and_infinity_are_not_hidden() -> None:
+    answer = codec.encode({"y": np.array([np.nan, -np.inf, 1], np.float32)}, JSON)
+    assert answer == b"[NaN, -Infinity, 1.0]"
+
+
+@pytest.mark.parametrize(
+    ("accept", "media_type"),
+    [
+        (None, JSON),
+        ("*/*", JSON),
+        ("text/csv", CSV),
+        ("text/*;q=0.5", CSV),
+        ("application/x-npy, application/json", JSON),
+        ("Application/X-NPY", NPY),
+    ],
+)
+def test_accept_chooses_the_answer(accept: str | None, media_type: str) -> None:
+    assert accepted(accept, codec.MEDIA_TYPES) == media_type
+
+
+def test_an_accept_that_cannot_be_is_406() -> None:
+    with pytest.raises(NotAcceptable, match="Accept is image/png, can be application/json"):
+        accepted("image/png", codec.MEDIA_TYPES)
+
+
+# The Open Inference Protocol
+
+METADATA = v2.Metadata("m", "test", [IDS], [TensorSpec("y", "FP32", ("batch",))])
+
+
+def request(**more: Any) -> dict[str, Any]:
+    given = {"name": "input_ids", "shape": [1, 2], "datatype": "INT64", "data": [1, 2]}
+    return {"inputs": [{**given, **more}]}
+
+
+@pytest.mark.parametrize("data", [[1, 2], [[1, 2]]])
+def test_data_may_be_flat_or_nested(data: Any) -> None:
+    assert v2.parse(request(data=data), b"", METADATA).inputs["input_ids"].tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([], "the body must be"),
+        ({"inputs": [1]}, "the body must be"),
+        ({"inputs": {}}, "the body must be"),
+        ({**request(), "모름": 1}, "모름 is not known; known are id, parameters, inputs, outputs"),
+        ({**request(), "id": 5}, "id must be a string"),
+        ({**request(), "parameters": [1]}, "parameters must be a JSON object"),
+        ({"inputs": request()["inputs"] * 2}, "input_ids is there twice"),
+        (request(name="x"), "'x' is not known; known are input_ids INT64 [batch, sequence]"),
+        (request(name=5), "5 is not known"),
+        (request(datatype="INT32"), "datatype 'INT32', must be INT64"),
+        (request(datatype=None), "must be INT64"),
+        (request(shape=[2]), "shape [2], must be INT64 [batch, sequence]"),
+        (request(shape=[1, -2]), "must be a list of sizes"),
+        (request(shape="1,2"), "must be a list of sizes"),
+        (request(shape=[1, 3]), "2 values, but shape [1, 3] needs 3"),
+        (request(shape=[2, 1], data=[[1, 2]]), "is [1, 2], but shape is [2, 1]"),
+        (request(shape=[2**40, 2**40]), "2 values, but shape"),
+        (request(data=None), "must be a list, flat or nested"),
+        (request(data=[1, "둘"]), "no numbers"),
+        (request(data=[1, [2]]), "rows of different lengths"),
+        (request(rows=1), "inputs.input_ids.rows is not known"),
+        (request(parameters={"binary_data_size": 16}), "16, but 0 bytes are left"),
+        (request(parameters={"binary_data_size": "x"}), "'x', but 0 bytes are left"),
+        (request(parameters={"shared_memory_region": "r"}), "shared_memory_region"),
+        ({**request(), "outputs": [{"name": "z"}]}, "output z is not known; known are y"),
+        ({**request(), "outputs": ["y"]}, 'must be a list of {"name": ...}'),
+        ({**request(), "outputs": {"name": "y"}}, 'must be a list of {"name": ...}'),
+        (
+            {**request(), "outputs": [{"name": "y", "parameters": {"classification": 3}}]},
+            "classification is not supported",
+        ),
+    ],
+)
+def test_a_wrong_request_is_told_the_field(value: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        v2.parse(value, b"", METADATA)
+    assert said in caught.value.message
+
+
+def test_hints_for_other_servers_are_left_alone() -> None:
+    value = {**request(parameters={"content_type": "np"}), "parameters": {"priority": 1}}
+    assert v2.parse(value, b"", METADATA).outputs == {"y": False}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\0" * 15, "16, but 15 bytes are left"),
+        (b"\0" * 17, "1 bytes follow the last binary tensor"),
+    ],
+)
+def test_binary_data_must_be_just_as_long_as_announced(data: bytes, said: str) -> None:
+    value = request(parameters={"binary_data_size": 16})
+    with pytest.raises(InvalidRequest, match=said):
+        v2.parse(value, data, METADATA)
+
+
+@pytest.mark.parametrize("data", [b"\1\0\0", b"\2\0\0\0a", b"\1\0\0\0\xff", b"\1\0\0\0ab"])
+def test_damaged_binary_texts_are_refused(data: bytes) -> None:
+    metadata = v2.Metadata("m", "test", [TEXTS], [])
+    given = {"name": "text", "shape": [1], "datatype": "BYTES"}
+    value = {"inputs": [{**given, "parameters": {"binary_data_size": len(data)}}]}
+    with pytest.raises(InvalidRequest, match="text"):
+        v2.parse(value, data, metadata)
+
+
+# Around a model
+
+
+class Double:
+    """y = 2 x"""
+
+    metadata = v2.Metadata(
+        "m", "test", [TensorSpec("x", "FP32", ("n",))], [TensorSpec("y", "FP32", ("n",))]
+    )
+
+    def run(self, inputs: Any, outputs: Any, timeout_s: Any) -> Any:
+        return {"y": 2 * inputs["x"]}
+
+
+@pytest.mark.parametrize("body", ["[1, 2]", bytearray(b"[1, 2]"), b'{"x": [1, 2]}'])
+def test_one_tensor_may_be_sent_with_or_without_its_name(body: Any) -> None:
+    for content_type in (None, "", "application/json; charset=utf-8"):
+        answer = tensor_model.transform_fn(Double(), body, content_type, None, None)
+        assert answer == (b"[2.0,4.0]", JSON)
+
+
+def test_a_text_in_another_charset_is_refused() -> None:
+    with pytest.raises(UnsupportedMediaType, match="euc-kr"):
+        tensor_model.transform_fn(Double(), b"1", "text/csv; charset=euc-kr", None, None)
+
+
+def test_an_answer_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tensor_model.MAX_ANSWER_BYTES < mms.MAX_RESPONSE_BYTES  # or MMS would end the worker
+    monkeypatch.setattr(tensor_model, "MAX_ANSWER_BYTES", 100)
+    body = json.dumps([0.123] * 40).encode()
+    for accept in (JSON, CSV, NPY):
+        with pytest.raises(EngineError, match="ask for fewer outputs"):
+            tensor_model.transform_fn(Double(), body, JSON, accept, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("봄#0a1b2c-17", "봄"), ("###0a1b2c-1", "##"), ("a#b", "a#b")],
+)
+def test_a_models_name_is_the_clients_own(given: str, name: str) -> None:
+    assert client_name(given) == name
+
+
+def test_choosing_a_handler_imports_nothing_large() -> None:
+    """Workers of built-in models have 20 MB; numpy alone would double that."""
+    script = (
+        "import sys, handlers.dispatch; handlers.dispatch.choose('.');"
+        "print([m for m in ('numpy', 'orjson', 'mxnet', 'onnxruntime') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"

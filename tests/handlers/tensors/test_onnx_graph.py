@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import psutil
+import pytest
+from onnx import TensorProto, helper
+
+from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest, NeverFits, OutOfMemory
+from common.memory import Memory
+from handlers.dispatch import choose
+from handlers.payload import JSON
+from handlers.tensors import admission, onnx_graph
+from tests.handlers.tensors.graphs import TinyGPT2, identity, save_graph
+
+F, I64 = TensorProto.FLOAT, TensorProto.INT64
+GPT2 = TinyGPT2()
+IDS = np.array([[1, 2, 3], [4, 5, 6]])
+
+
+def ask(model: Any, value: Any, accept: str | None = None) -> Any:
+    body, kind = onnx_graph.transform_fn(model, json.dumps(value).encode(), JSON, accept, 10)
+    return json.loads(body) if kind == JSON else body
+
+
+@pytest.mark.parametrize("place", ["model.onnx", "1/model.onnx", "gpt2/3/model.onnx"])
+def test_a_graph_is_found_and_computes(tmp_path: Path, place: str) -> None:
+    GPT2.save(tmp_path / place)
+    handler: Any = choose(str(tmp_path))
+    assert not handler.IN_ENGINE
+    model = handler.model_fn(str(tmp_path), "봄#012345-1")
+    value = {"input_ids": IDS.tolist(), "attention_mask": np.ones_like(IDS).tolist()}
+    np.testing.assert_allclose(ask(model, value), GPT2.logits(IDS), atol=1e-4)
+    assert handler.describe(model)["versions"] == ["3" if "3" in place else "1"]
+
+
+def test_the_highest_version_counts_and_is_no_text(tmp_path: Path) -> None:
+    for version in ("2", "10", "notes"):
+        identity(tmp_path / version / "model.onnx", F, [1])
+    model = onnx_graph.model_fn(str(tmp_path))
+    assert onnx_graph.describe(model)["versions"] == ["10"]
+
+
+def test_two_models_in_one_artifact_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        identity(tmp_path / name / "1" / "model.onnx", F, [1])
+    with pytest.raises(ArtifactError, match="one model, but this one holds a, b"):
+        onnx_graph.model_fn(str(tmp_path))
+
+
+@pytest.mark.parametrize("companion", ["kogpt2.params", "model.safetensors", "a.spiece"])
+def test_a_graph_beside_other_weights_is_only_a_companion(tmp_path: Path, companion: str) -> None:
+    identity(tmp_path / "model.onnx", F, [1])
+    (tmp_path / companion).touch()
+    assert choose(str(tmp_path)) is not onnx_graph
+
+
+def test_weights_may_lie_in_files_beside_the_graph(tmp_path: Path) -> None:
+    GPT2.save(
+        tmp_path / "model.onnx", save_as_external_data=True, location="w.bin", size_threshold=512
+    )
+    model = onnx_graph.model_fn(str(tmp_path))
+    value = {"input_ids": IDS.tolist(), "attention_mask": np.ones_like(IDS).tolist()}
+    np.testing.assert_allclose(ask(model, value), GPT2.logits(IDS), atol=1e-4)
+    (tmp_path / "w.bin").unlink()
+    with pytest.raises(ArtifactError, match=r"model.onnx cannot be loaded"):
+        onnx_graph.model_fn(str(tmp_path))
+
+
+@pytest.mark.parametrize("location", ["../secret.bin", "/secret.bin", "link.bin"])
+def test_weights_outside_of_the_artifact_are_not_read(tmp_path: Path, location: str) -> None:
+    folder = tmp_path / "artifact"
+    path = identity(folder / "model.onnx", F, [2])
+    (tmp_path / "secret.bin").write_bytes(np.array([1, 2], np.float32).tobytes())
+    (folder / "link.bin").symlink_to(tmp_path / "secret.bin")
+    location = str(tmp_path) + location if location.startswith("/") else location
+    model = onnx.load(str(path))
+    weight = TensorProto(name="w", dims=[2], data_type=F, data_location=TensorProto.EXTERNAL)
+    weight.external_data.add(key="location", value=location)
+    model.graph.initializer.append(weight)
+    model.graph.node.append(helper.make_node("Add", ["x", "w"], ["z"]))
+    model.graph.output.append(helper.make_tensor_value_info("z", F, [2]))
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ArtifactError, match=r"model.onnx cannot be loaded"):
+        onnx_graph.model_fn(str(folder))
+
+
+@pytest.mark.parametrize("damage", [b"", b"no graph", None])
+def test_a_damaged_graph_is_told_in_a_sentence(tmp_path: Path, damage: bytes | None) -> None:
+    path = GPT2.save(tmp_path / "model.onnx")
+    path.write_bytes(path.read_bytes()[:4000] if damage is None else damage)
+    with pytest.raises(ArtifactError, match=r"^model.onnx cannot be loaded: .+") as caught:
+        onnx_graph.model_fn(str(tmp_path))
+    assert "\n" not in caught.value.message
+    assert str(tmp_path) not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        (helper.make_node("Nope", ["x"], ["y"]), "Nope"),
+        (helper.make_node("Mine", ["x"], ["y"], domain="my.ops"), "my.ops"),
+        (helper.make_node("Add", ["x", "absent"], ["y"]), "absent"),
+    ],
+)
+def test_an_operator_or_value_that_is_not_there_is_named(
+    tmp_path: Path, node: Any, said: str
+) -> None:
+    path = save_graph(tmp_path / "model.onnx", [node], [("x", F, [1])], [("y", F, [1])])
+    model = onnx.load(str(path))
+    model.opset_import.append(helper.make_opsetid("my.ops", 1))
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ArtifactError, match=said):
+        onnx_graph.model_fn(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("datatype", "kind", "values"),
+    [
+        ("BOOL", TensorProto.BOOL, [True, False]),
+        ("UINT8", TensorProto.UINT8, [0, 255]),
+        ("INT32", TensorProto.INT32, [-(2**31), 2**31 - 1]),
+        ("UINT64", TensorProto.UINT64, [0, 2**64 - 1]),
+        ("FP16", TensorProto.FLOAT16, [0.5, -2.0]),
+        ("FP32", TensorProto.FLOAT, [0.1, 2.0]),
+        ("FP64", TensorProto.DOUBLE, [0.1, 1e300]),
+        ("BYTES", TensorProto.STRING, ["산에는", "🌸"]),
+    ],
+)
+def test_each_datatype_passes_through(
+    tmp_path: Path, datatype: str, kind: int, values: list[Any]
+) -> None:
+    identity(tmp_path / "model.onnx", kind, ["n"])
+    model = onnx_graph.model_fn(str(tmp_path))
+    given = {"name": "x", "shape": [2], "datatype": datatype, "data": values}
+    answer = ask(model, {"inputs": [given]})["outputs"]
+    assert answer == [{"name": "y", "datatype": datatype, "shape": [2], "data": values}]
+
+
+def test_only_outputs_that_are_asked_for_are_sent_in_that_order(tmp_path: Path) -> None:
+    nodes = [helper.make_node(kind, ["x"], [kind]) for kind in ("Neg", "Abs", "Exp")]
+    outputs = [(kind, F, ["n"]) for kind in ("Neg", "Abs", "Exp")]
+    save_graph(tmp_path / "model.onnx", nodes, [("x", F, ["n"])], outputs)
+    model = onnx_graph.model_fn(str(tmp_path))
+    value = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [-2]}]}
+    value["outputs"] = [{"name": "Abs"}, {"name": "Neg"}]
+    answer = ask(model, value)["outputs"]
+    assert [(o["name"], o["data"]) for o in answer] == [("Abs", [2.0]), ("Neg", [2.0])]
+    assert set(ask(model, {"x": [-2]})) == {"Neg", "Abs", "Exp"}
+
+
+def test_outputs_that_are_no_tensors_are_left_out_and_told(tmp_path: Path) -> None:
+    path = identity(tmp_path / "model.onnx", F, [1])
+    model = onnx.load(str(path))
+    model.graph.node.append(helper.make_node("SequenceConstruct", ["x"], ["s"]))
+    model.graph.output.append(helper.make_tensor_sequence_value_info("s", F, None))
+    path.write_bytes(model.SerializeToString())
+    loaded = onnx_graph.model_fn(str(tmp_path))
+    assert ask(loaded, {"x": [1]}) == [1.0]
+    value = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1]}]}
+    with pytest.raises(InvalidRequest, match=r"output s is no tensor but seq\(tensor\(float\)\)"):
+        ask(loaded, {**value, "outputs": [{"name": "s"}]})
+
+
+def test_inputs_that_do_not_fit_together_are_told_with_what_would(tmp_path: Path) -> None:
+    GPT2.save(tmp_path / "model.onnx")
+    model = onnx_graph.model_fn(str(tmp_path))
+    for ids, mask in (([[1, 2]], [[1, 1, 1]]), ([[1, 99]], [[1, 1]])):
+        with pytest.raises(InvalidRequest, match="it takes input_ids INT64 \\[batch") as caught:
+            ask(model, {"input_ids": ids, "attention_mask": mask})
+        assert "onnxruntime_src" not in caught.value.message
+    with pytest.raises(InvalidRequest, match="attention_mask is missing"):
+        ask(model, {"input_ids": [[1]]})
+    with pytest.raises(InvalidRequest, match="모름 is not known"):
+        ask(model, {"input_ids": [[1]], "attention_mask": [[1]], "모름": 1})
+
+
+def test_an_empty_past_is_a_tensor(tmp_path: Path) -> None:
+    node = helper.make_node("Concat", ["past", "x"], ["y"], axis=1)
+    inputs: Any = [("past", F, ["b", "t", 2]), ("x", F, ["b", 1, 2])]
+    save_graph(tmp_path / "model.onnx", [node], inputs, [("y", F, ["b", "t2", 2])])
+    model = onnx_graph.model_fn(str(tmp_path))
+    past = {"name": "past", "shape": [1, 0, 2], "datatype": "FP32", "data": []}
+    x = {"name": "x", "shape": [1, 1, 2], "datatype": "FP32", "data": [1, 2]}
+    (y,) = ask(model, {"inputs": [past, x]})["outputs"]
+    assert (y["shape"], y["data"]) == ([1, 1, 2], [1.0, 2.0])
+
+
+def counting(path: Path) -> Path:
+    """A graph that counts to `x`, one step after the other."""
+    i64 = helper.make_tensor_value_info
+    one = helper.make_node("Constant", [], ["one"], value_int=1)
+    body = helper.make_graph(
+        [one, helper.make_node("Identity", ["go_on"], ["still"]),
+         helper.make_node("Add", ["n", "one"], ["more"])],
+        "body",
+        [i64("i", I64, []), i64("go_on", TensorProto.BOOL, []), i64("n", I64, [])],
+        [i64("still", TensorProto.BOOL, []), i64("more", I64, [])],
+    )  # fmt: skip
+    nodes = [
+        helper.make_node("Constant", [], ["zero"], value_int=0),
+        helper.make_node("Loop", ["x", "", "zero"], ["y"], body=body),
+    ]
+    return save_graph(path, nodes, [("x", I64, [])], [("y", I64, [])])
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    counting(tmp_path / "model.onnx")
+    model = onnx_graph.model_fn(str(tmp_path))
+    assert ask(model, 1000) == 1000
+    process, body = psutil.Process(), b"9000000000000000000"
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        onnx_graph.transform_fn(model, body, JSON, None, 0.5)
+    assert time.monotonic() - started < 5
+    before = process.cpu_times()
+    time.sleep(0.5)
+    after = process.cpu_times()
+    assert after.user - before.user < 0.25  # the loop does not go on behind our back
+    assert ask(model, 1000) == 1000
+
+
+def test_many_requests_at_once_get_their_own_answers(tmp_path: Path) -> None:
+    GPT2.save(tmp_path / "model.onnx")
+    model = onnx_graph.model_fn(str(tmp_path))
+
+    def one(i: int) -> None:
+        ids = np.array([[i % 40, 3, i % 7]])
+        answer = ask(model, {"input_ids": ids.tolist(), "attention_mask": [[1, 1, 1]]})
+        np.testing.assert_allclose(answer, GPT2.logits(ids), atol=1e-4)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(200)))
+    assert threading.active_count() < 12  # the timers of requests end with them
+
+
+# Memory
+
+
+def test_the_container_and_the_machine_both_limit_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "container_memory", lambda: Memory(1 << 30, 700 << 20))
+    assert admission.available_bytes() == (1024 - 700) << 20
+    monkeypatch.setattr(admission, "container_memory", lambda: None)
+    assert 0 < admission.available_bytes() < psutil.virtual_memory().total
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    GPT2.save(tmp_path / "model" / "model.onnx")
+    monkeypatch.setattr(admission, "container_memory", lambda: Memory(1 << 30, 980 << 20))
+    with pytest.raises(OutOfMemory, match=r"needs about 6\d MiB, .* only 0 are left") as caught:
+        onnx_graph.model_fn(str(tmp_path / "model"))
+    assert not isinstance(caught.value, NeverFits)
+    (tmp_path / "model" / "weights.bin").touch()
+    with (tmp_path / "model" / "weights.bin").open("r+b") as file:
+        file.truncate(1 << 42)  # takes no room on disk
+    with pytest.raises(NeverFits, match="needs about"):
+        onnx_graph.model_fn(str(tmp_path / "model"))

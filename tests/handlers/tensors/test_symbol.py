@@ -1,0 +1,385 @@
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest
+from common.mxnet_compat import mx
+from handlers.dispatch import choose
+from handlers.payload import JSON, UnsupportedMediaType
+from handlers.tensors import symbol, symbol_module
+from handlers.tensors.codec import CSV, NPY
+from tests.handlers.tensors.graphs import classifier, save_checkpoint
+
+SIZE, CLASSES = 16, 5
+
+
+def images(count: int, seed: int = 0) -> Any:
+    values = np.random.default_rng(seed).standard_normal((count, 3, SIZE, SIZE))
+    return values.astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("classifier")
+
+
+@pytest.fixture(scope="module")
+def direct(folder: Path) -> Any:
+    bound = classifier(folder)
+    return lambda x: bound(data=x)[0]
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, direct: Any) -> Any:
+    return symbol.model_fn(str(folder), "봄#012345-1")
+
+
+@pytest.fixture
+def copy(folder: Path, direct: Any, tmp_path: Path) -> Path:
+    """An artifact that a test may break."""
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def ask(model: Any, body: bytes, kind: str = JSON, accept: str | None = None) -> Any:
+    answer, told = symbol.transform_fn(model, body, kind, accept, 30)
+    if told == JSON:
+        return np.array(json.loads(answer))
+    if told == NPY:
+        return np.load(io.BytesIO(answer), allow_pickle=False)
+    return np.loadtxt(io.BytesIO(answer), delimiter=",", ndmin=2)
+
+
+def npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def csv(array: Any) -> bytes:
+    return "\n".join(",".join(map(str, row.ravel().tolist())) for row in array).encode()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_any_number_of_images_is_answered_as_a_direct_bind_does(
+    model: Any, direct: Any, rows: int
+) -> None:
+    x = images(rows)
+    answer = ask(model, json.dumps(x.tolist()).encode())
+    assert answer.shape == (rows, CLASSES)
+    np.testing.assert_allclose(answer, direct(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("accept", [JSON, CSV, NPY])
+@pytest.mark.parametrize(
+    ("encode", "kind"), [(lambda x: json.dumps(x.tolist()).encode(), JSON), (csv, CSV), (npy, NPY)]
+)
+def test_json_csv_and_npy_in_and_out(
+    model: Any, direct: Any, encode: Any, kind: str, accept: str
+) -> None:
+    x = images(2)
+    np.testing.assert_allclose(ask(model, encode(x), kind, accept), direct(x), atol=1e-6)
+
+
+def test_the_open_inference_protocol_works_here_too(model: Any, direct: Any) -> None:
+    x = images(1)
+    given = {"name": "data", "shape": list(x.shape), "datatype": "FP32"}
+    body = json.dumps({"inputs": [{**given, "data": x.ravel().tolist()}]}).encode()
+    answer, _ = symbol.transform_fn(model, body, JSON, None, 30)
+    (output,) = json.loads(answer)["outputs"]
+    assert (output["name"], output["shape"]) == ("softmax_output", [1, CLASSES])
+    np.testing.assert_allclose([output["data"]], direct(x), atol=1e-6)
+    assert symbol.describe(model) == {
+        "name": "봄",
+        "versions": ["1"],
+        "platform": "mxnet_symbol",
+        "inputs": [{"name": "data", "datatype": "FP32", "shape": [-1, 3, SIZE, SIZE]}],
+        "outputs": [{"name": "softmax_output", "datatype": "FP32", "shape": [-1, CLASSES]}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "said"),
+    [
+        (json.dumps(images(1)[0].tolist()).encode(), JSON, "[3, 16, 16], must be FP32 [batch, 3,"),
+        (npy(images(1)[:, :, :8]), NPY, "[1, 3, 8, 16], must be FP32 [batch, 3, 16, 16]"),
+        (npy(images(0)), NPY, "has no rows"),
+        (npy(np.array([[{}]], dtype=object)), NPY, "must be of numbers"),
+        (b"1,2,NaN", CSV, "'NaN', must be a number"),
+        (b"1,2,3", CSV, "must be a multiple of 768"),
+        (b'{"image": [1]}', JSON, "data is missing; the model takes data FP32 [batch, 3, 16, 16]"),
+    ],
+)
+def test_wrong_requests_are_told_what_is_right(
+    model: Any, body: bytes, kind: str, said: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ask(model, body, kind)
+    assert said in caught.value.message
+
+
+def test_many_at_once_get_their_own_answers(model: Any, direct: Any) -> None:
+    batches = [images(1 + seed % 3, seed) for seed in range(60)]
+    wanted = [direct(x) for x in batches]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda x: ask(model, npy(x), NPY, NPY), batches))
+    for answer, expected in zip(answers, wanted, strict=True):
+        np.testing.assert_allclose(answer, expected, atol=1e-6)
+
+
+def test_a_request_does_not_wait_for_a_turn_longer_than_it_may(model: Any) -> None:
+    turns = [model._turns.acquire() for _ in range(model._turns._value)]
+    try:
+        with pytest.raises(DeadlineExceeded):
+            symbol.transform_fn(model, npy(images(1)), NPY, None, 0.1)
+    finally:
+        for _ in turns:
+            model._turns.release()
+    assert len(ask(model, npy(images(1)), NPY)) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 28, 28), (28, 28), (784,), (7, 4, 28)])
+def test_a_graph_that_flattens_takes_any_rank(
+    digits: tuple[Path, Any], rows: int, shape: tuple[int, ...]
+) -> None:
+    folder, bound = digits
+    model, module = symbol.model_fn(str(folder)), symbol_module.model_fn(str(folder))
+    x = np.random.default_rng(0).random((rows, *shape), np.float32)
+    expected = bound(data=x.reshape(rows, 1, 28, 28))[0]
+    body = json.dumps(x.tolist()).encode()
+    np.testing.assert_allclose(ask(model, body), expected, atol=1e-6)
+    given = {"name": "data", "shape": list(x.shape), "datatype": "FP32", "data": x.ravel().tolist()}
+    answer, _ = symbol.transform_fn(model, json.dumps({"inputs": [given]}).encode(), JSON, None, 30)
+    np.testing.assert_allclose(
+        np.reshape(json.loads(answer)["outputs"][0]["data"], expected.shape), expected, atol=1e-6
+    )
+    for _ in range(2):  # the second one, after the module was bound to another shape
+        prediction = symbol_module.predict_fn(
+            symbol_module.input_fn(body, JSON, module), module, 30
+        )
+        np.testing.assert_allclose(prediction.asnumpy(), expected, atol=1e-6)
+        assert module.data_shapes[0].shape == (1, 1, 28, 28)
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (784,), (1, 27, 28), (1, 0, 28), (0, 28, 28), ()])
+def test_what_mxnet_refuses_is_told_with_what_it_takes(
+    digits: tuple[Path, Any], shape: tuple[int, ...]
+) -> None:
+    folder, _ = digits
+    model, module = symbol.model_fn(str(folder)), symbol_module.model_fn(str(folder))
+    body = npy(np.zeros(shape, np.float32))
+    for run in (
+        lambda: symbol.transform_fn(model, body, NPY, None, 30),
+        lambda: symbol_module.input_fn(body, NPY, module),
+    ):
+        with pytest.raises(InvalidRequest, match=r"must be FP32 \[batch, 1, 28, 28\]"):
+            run()
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """MNIST's two layers, as SageMaker's examples have them."""
+    folder = tmp_path_factory.mktemp("digits")
+    x = mx.sym.FullyConnected(mx.sym.Flatten(mx.sym.Variable("data")), num_hidden=8, name="fc1")
+    net = mx.sym.FullyConnected(mx.sym.Activation(x, act_type="relu"), num_hidden=10, name="fc2")
+    return folder, save_checkpoint(folder, net, {"data": (100, 1, 28, 28)})
+
+
+# Other graphs
+
+
+def test_a_graph_that_fixes_its_number_of_rows_gets_just_so_many(tmp_path: Path) -> None:
+    x = mx.sym.reshape(mx.sym.Variable("data"), shape=(2, 6))  # whatever comes
+    net = mx.sym.FullyConnected(x, num_hidden=3, name="fc")
+    bound = save_checkpoint(tmp_path, net, {"data": (2, 2, 3)})
+    model = symbol.model_fn(str(tmp_path))
+    x = np.random.default_rng(0).random((5, 2, 3), np.float32)
+    halves = [bound(data=x[:2])[0], bound(data=x[2:4])[0], bound(data=x[[4, 4]])[0][:1]]
+    answer = ask(model, json.dumps(x.tolist()).encode())
+    np.testing.assert_allclose(answer, np.concatenate(halves), atol=1e-6)
+
+
+def test_inputs_and_outputs_may_be_several(tmp_path: Path) -> None:
+    a, b = mx.sym.Variable("a"), mx.sym.Variable("b")
+    net = mx.sym.Group([a + b, mx.sym.FullyConnected(a, num_hidden=2, name="fc")])
+    bound = save_checkpoint(tmp_path, net, {"a": (1, 3), "b": (1, 3)})
+    model = symbol.model_fn(str(tmp_path))
+    x = {"a": np.ones((2, 3), np.float32), "b": np.full((2, 3), 2, np.float32)}
+    body = json.dumps({name: array.tolist() for name, array in x.items()}).encode()
+    answer = json.loads(symbol.transform_fn(model, body, JSON, None)[0])
+    assert list(answer) == [o["name"] for o in symbol.describe(model)["outputs"]]
+    for found, expected in zip(answer.values(), bound(**x), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    x["b"] = x["b"][:1]
+    body = json.dumps({name: array.tolist() for name, array in x.items()}).encode()
+    with pytest.raises(InvalidRequest, match="different numbers of rows"):
+        symbol.transform_fn(model, body, JSON, None)
+
+
+def test_what_has_no_rows_must_have_the_shape_of_the_file(tmp_path: Path) -> None:
+    net = mx.sym.sum(mx.sym.Variable("data"), axis=0)
+    save_checkpoint(tmp_path, mx.sym.FullyConnected(net, num_hidden=2), {"data": (3, 4, 1)})
+    model = symbol.model_fn(str(tmp_path))
+    assert ask(model, json.dumps(np.ones((3, 4, 1)).tolist()).encode()).shape == (4, 2)
+    with pytest.raises(InvalidRequest, match=r"must be FP32 \[3, 4, 1\]"):
+        ask(model, json.dumps(np.ones((2, 4, 1)).tolist()).encode())
+
+
+def test_half_precision_weights_take_half_precision(tmp_path: Path) -> None:
+    net = mx.sym.broadcast_mul(mx.sym.Variable("data"), mx.sym.Variable("scale"))
+    args = {"scale": 2 * mx.nd.ones((1, 3), dtype="float16")}
+    mx.model.save_checkpoint(str(tmp_path / "model"), 0, net, args, {})
+    (tmp_path / "model-shapes.json").write_text('[{"shape": [1, 3], "name": "data"}]')
+    model = symbol.model_fn(str(tmp_path))
+    assert symbol.describe(model)["inputs"][0]["datatype"] == "FP16"
+    assert ask(model, b"[[1, 2, 3]]").tolist() == [[2.0, 4.0, 6.0]]
+
+
+# Artifacts
+
+
+def test_the_files_may_lie_in_a_folder_named_model(copy: Path, direct: Any, tmp_path: Path) -> None:
+    (tmp_path / "artifact").mkdir()
+    copy.rename(tmp_path / "artifact" / "model")
+    assert choose(str(tmp_path / "artifact")) is symbol
+    model = symbol.model_fn(str(tmp_path / "artifact"))
+    np.testing.assert_allclose(ask(model, npy(images(1)), NPY), direct(images(1)), atol=1e-6)
+
+
+def test_an_exported_kogpt2_keeps_its_tokenizer_and_its_handler(copy: Path) -> None:
+    assert choose(str(copy)) is symbol
+    (copy / "kogpt2.spiece").touch()
+    assert choose(str(copy)) is not symbol
+
+
+def wrong(symbol_json: Any = None, shapes: Any = None, params: bytes | None = None) -> Any:
+    def apply(folder: Path) -> None:
+        for name, value in (("model-symbol.json", symbol_json), ("model-shapes.json", shapes)):
+            if value is not None:
+                text = value if isinstance(value, str) else json.dumps(value)
+                (folder / name).write_text(text, encoding="utf-8")
+        if params is not None:
+            (folder / "model-0000.params").write_bytes(params)
+
+    return apply
+
+
+def graph(op: str, **attributes: str) -> Any:
+    data = {"op": "null", "name": "data", "inputs": []}
+    node = {"op": op, "name": "y", "attrs": attributes, "inputs": [[0, 0, 0]]}
+    return {"nodes": [data, node], "arg_nodes": [0], "heads": [[1, 0, 0]]}
+
+
+def remove(name: str) -> Any:
+    return lambda folder: (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("breaks", "said"),
+    [
+        (remove("model-shapes.json"), 'model-shapes.json missing: .*"shape": \\[1, 2\\]'),
+        (remove("model-0000.params"), "model-0000.params missing"),
+        (wrong(shapes="{"), "model-shapes.json must be like"),
+        (wrong(shapes=[]), "model-shapes.json must be like"),
+        (wrong(shapes=[{"shape": [0, 2], "name": "data"}]), "model-shapes.json must be like"),
+        (wrong(shapes=[{"shape": "1", "name": "data"}]), "model-shapes.json must be like"),
+        (
+            wrong(shapes=[{"shape": [1, 3, 16, 16], "name": "사진"}]),
+            "names 사진, but .* takes data",
+        ),
+        (wrong(shapes=[{"shape": [1, 3, 32, 32], "name": "data"}]), r"fc_weight has shape"),
+        (wrong(shapes=[{"shape": [1, 3], "name": "data"}]), "cannot compute"),
+        (wrong(symbol_json="{"), "not the JSON of an MXNet symbol"),
+        (wrong(symbol_json=[1]), "not the JSON of an MXNet symbol"),
+        (wrong(symbol_json=graph("Nope")), "Operator Nope is not registered"),
+        (wrong(symbol_json=graph("Custom", op_type="mine")), "operator Custom, .*inference.py"),
+        (wrong(symbol_json=graph("_Native", info="0")), "operator _Native"),
+        (wrong(params=b"garbage" * 10), "not an MXNet .params file"),
+        (wrong(params=b""), "too short"),
+    ],
+)
+def test_a_broken_artifact_is_told_in_a_sentence(copy: Path, breaks: Any, said: str) -> None:
+    breaks(copy)
+    with pytest.raises(ArtifactError, match=said) as caught:
+        choose(str(copy)).model_fn(str(copy))
+    assert "\n" not in caught.value.message
+
+
+def test_a_missing_weight_is_named(copy: Path) -> None:
+    saved = mx.nd.load(str(copy / "model-0000.params"))
+    del saved["arg:fc_bias"], saved["aux:bn0_moving_mean"]
+    mx.nd.save(str(copy / "model-0000.params"), saved)
+    with pytest.raises(ArtifactError, match="lacks bn0_moving_mean, fc_bias"):
+        symbol.model_fn(str(copy))
+
+
+# Around scripts that leave functions out
+
+
+@pytest.fixture(scope="module")
+def module(folder: Path, direct: Any) -> Any:
+    return symbol_module.model_fn(str(folder))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("encode", "kind"), [(lambda x: json.dumps(x.tolist()), JSON), (csv, CSV), (npy, NPY)]
+)
+def test_the_default_functions_chain(
+    module: Any, direct: Any, rows: int, encode: Any, kind: str
+) -> None:
+    x = images(rows)
+    given = symbol_module.input_fn(encode(x), kind, module)
+    assert isinstance(given, mx.io.NDArrayIter)  # what a script's own predict_fn gets
+    prediction = symbol_module.predict_fn(given, module, 30)
+    body, told = symbol_module.output_fn(prediction, "application/json")
+    assert told == JSON
+    np.testing.assert_allclose(json.loads(body), direct(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, mx.nd.array])
+def test_a_scripts_own_input_fn_may_give_an_array(module: Any, direct: Any, kind: Any) -> None:
+    prediction = symbol_module.predict_fn(kind(images(4)), module, 30)
+    np.testing.assert_allclose(prediction.asnumpy(), direct(images(4)), atol=1e-6)
+
+
+def test_a_scripts_own_predict_fn_may_forward_by_itself(module: Any, direct: Any) -> None:
+    x = images(1)
+    module.forward(mx.io.DataBatch([mx.nd.array(x)]), is_train=False)
+    output = module.get_outputs()[0]
+    np.testing.assert_allclose(output.asnumpy(), direct(x), atol=1e-6)
+    body, _ = symbol_module.output_fn(output, NPY)
+    np.testing.assert_allclose(np.load(io.BytesIO(body)), direct(x), atol=1e-6)
+
+
+def test_a_module_is_bound_to_one_row_or_as_the_file_says(tmp_path: Path, module: Any) -> None:
+    assert module.data_shapes[0].shape == (1, 3, SIZE, SIZE)
+    x = mx.sym.reshape(mx.sym.Variable("data"), shape=(2, 6))
+    net = mx.sym.FullyConnected(x, num_hidden=3, name="fc")
+    bound = save_checkpoint(tmp_path, net, {"data": (2, 2, 3)})
+    fixed = symbol_module.model_fn(str(tmp_path))
+    assert fixed.data_shapes[0].shape == (2, 2, 3)
+    rows = np.random.default_rng(0).random((3, 2, 3), np.float32)
+    for count in (1, 2):
+        given = symbol_module.input_fn(npy(rows[:count]), NPY, fixed)
+        answer = symbol_module.predict_fn(given, fixed, 30).asnumpy()
+        wanted = bound(data=np.resize(rows[:count], (2, 2, 3)))[0][:count]
+        np.testing.assert_allclose(answer, wanted, atol=1e-6)
+
+
+def test_wrong_requests_and_artifacts_are_told_as_without_a_script(module: Any, copy: Path) -> None:
+    with pytest.raises(InvalidRequest, match="must be FP32"):
+        symbol_module.input_fn("[[1, 2]]", JSON, module)
+    with pytest.raises(UnsupportedMediaType):
+        symbol_module.input_fn(b"", "image/png", module)
+    (copy / "model-0000.params").write_bytes(b"garbage")
+    with pytest.raises(ArtifactError, match="does not hold"):
+        symbol_module.model_fn(str(copy))

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import sys
+from handlers.lazy_imports import deferred
+with deferred("numpy", "scipy", "scipy.sparse"):
+    import handlers.handler_service
+assert "numpy" not in sys.modules and "scipy" not in sys.modules
+from sagemaker_inference import decoder, encoder
+assert decoder.decode("[1, 2]", "application/json").tolist() == [1, 2]
+assert encoder.encode([1, 2], "text/csv") == "1,2\\n".replace(",", "\\n")
+import numpy, scipy.sparse
+assert numpy.array([1]).sum() == 1 and decoder.scipy.sparse.load_npz is scipy.sparse.load_npz
+"""
+
+
+def test_the_toolkit_is_imported_without_numpy_and_still_decodes() -> None:
+    subprocess.run([sys.executable, "-c", CODE], check=True, timeout=60)

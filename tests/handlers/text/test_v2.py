@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequest
+from handlers.text import v2
+from handlers.v2_binary import BINARY, HEADER_SIZE
+
+TEXT = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["나는"]}
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"inputs": [TEXT], **fields}).encode()
+
+
+@pytest.mark.parametrize("plain", ['"datatype" 은?', '{"datatype": ', '"inputs" "datatype"'])
+def test_a_text_that_speaks_of_the_protocol_is_a_text(plain: str) -> None:
+    assert v2.parse(plain.encode(), "text/plain") is None
+
+
+@pytest.mark.parametrize("given", [body(id="\ud800"), body(parameters={"\ud800": 1})])
+def test_half_a_surrogate_pair_is_refused(given: bytes) -> None:
+    kind = f"{BINARY};{HEADER_SIZE}={len(given)}"
+    with pytest.raises(InvalidRequest, match="half a surrogate pair"):
+        v2.parse(given, kind)
+    assert v2.parse(given, "application/json") is None  # `handlers.payload` refuses it
+
+
+def test_an_answer_has_the_requests_id() -> None:
+    asked = v2.parse(body(id="봄", outputs=[{"name": "generated_text"}]), None)
+    assert asked is not None
+    plain = json.dumps({"generated_text": "꽃", "tokens": 1, "finish_reason": "stop"}).encode()
+    answer = json.loads(v2.answer(asked, plain, "시")[0])
+    assert answer == {
+        "model_name": "시",
+        "model_version": "1",
+        "id": "봄",
+        "outputs": [{"name": "generated_text", "datatype": "BYTES", "shape": [1], "data": ["꽃"]}],
+    }
