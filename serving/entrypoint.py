@@ -26,13 +26,14 @@ from common.errors import EngineError
 from common.logs import log_as_json
 from engine.http.client import EngineClient
 from handlers.scripts.confinement.rules import missing
-from serving import examples, mms, ports
-from serving.device import check_device
 from serving.errors import ServingError, StartError, StillLoading
-from serving.privacy import close_to_others, passed
-from serving.processes import Poll
+from serving.mms import launcher
+from serving.process import examples, ports
+from serving.process.device import check_device
+from serving.process.isolation import close_to_others, passed
+from serving.process.supervisor import Child, Progress, Supervisor
+from serving.process.system import Poll
 from serving.settings import REPOSITORY, Settings
-from serving.supervisor import Child, Progress, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def serve(settings: Settings) -> int:
     for lack in missing():
         logger.warning("models' own scripts are not kept apart on this machine: %s", lack)
     with _run_dir(settings) as run_dir:
-        mms.remove_stale_files(run_dir)
+        launcher.remove_stale_files(run_dir)
         secret = secrets.token_urlsafe()
         shared = {"RUN_DIR": str(run_dir), "PROBE_SECRET": secret}
         python = {**os.environ, "PYTHONPATH": str(REPOSITORY), **shared}
@@ -84,11 +85,11 @@ def serve(settings: Settings) -> int:
         engine = {
             **passed(python, settings.worker_variables),
             **shared,
-            "ENGINE_SOCKET": mms.engine_socket(run_dir),
+            "ENGINE_SOCKET": launcher.engine_socket(run_dir),
             "TMPDIR": str(run_dir),
         }
         gateway = {**python, **settings.environment(), **shared}
-        workers = {**mms.environment(settings, run_dir), **shared}
+        workers = {**launcher.environment(settings, run_dir), **shared}
         run = [sys.executable, "-m"]
         is_healthy = functools.partial(_is_healthy, EngineClient(engine["ENGINE_SOCKET"]))
         children = [
@@ -100,7 +101,7 @@ def serve(settings: Settings) -> int:
                 healthy=Poll(is_healthy, False, lambda healthy: HEALTH_S),
             ),
             Child("the workers' host", [*run, "handlers.host"], workers),
-            Child("Multi Model Server", [*run, "serving.mms"], workers),
+            Child("Multi Model Server", [*run, "serving.mms.launcher"], workers),
             Child("the gateway", [*run, "serving.gateway"], gateway, gives_up=2),
         ]
 

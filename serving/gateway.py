@@ -34,13 +34,14 @@ from common.errors import EngineError
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
 from engine.http.async_client import AsyncEngineClient
-from serving import mms, openapi
-from serving.api.common import Gateway, error_response
+from serving.api import openapi
+from serving.api.http_protocol import MAX_HEADER_BYTES, HTTPProtocol
 from serving.api.inference import Inference
 from serving.api.management import Management
 from serving.api.metrics import CONTENT_TYPE, Metrics
 from serving.api.openai.routes import OpenAI
-from serving.api.v2 import V2
+from serving.api.shared import Gateway, error_response
+from serving.api.v2.inference import V2
 from serving.console.journal import Journal
 from serving.console.routes import Console
 from serving.errors import (
@@ -50,20 +51,20 @@ from serving.errors import (
     ServingError,
     StartError,
 )
-from serving.http_protocol import MAX_HEADER_BYTES, HTTPProtocol
-from serving.mms_client import MMSClient
-from serving.model import Model
-from serving.models import Registry
-from serving.on_demand import OnDemand
-from serving.ports import listen
-from serving.privacy import close_to_others
-from serving.recovery import Recovery
-from serving.residency import Residency
-from serving.saved import SavedModels
+from serving.mms import launcher
+from serving.mms.client import MMSClient
+from serving.mms.workers import Workers
+from serving.models.model import Model
+from serving.models.on_demand import OnDemand
+from serving.models.recovery import Recovery
+from serving.models.registry import Registry
+from serving.models.residency import Residency
+from serving.models.snapshot import SavedModels
+from serving.models.startup import start, watch_health
+from serving.process.isolation import close_to_others
+from serving.process.ports import listen
 from serving.settings import Settings
-from serving.startup import start, watch_health
 from serving.store import Cache, Lookups, StoreSettings, open_store
-from serving.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -253,8 +254,8 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
         metrics.observe(event, model, seconds)
         journal.observe(event, model, seconds)
 
-    client = MMSClient(mms.mms_socket(run_dir), secret)
-    async with AsyncEngineClient(mms.engine_socket(run_dir)) as engine:
+    client = MMSClient(launcher.mms_socket(run_dir), secret)
+    async with AsyncEngineClient(launcher.engine_socket(run_dir)) as engine:
         cache, lookups = Cache(stores), Lookups(store, stores)
         workers, saved = Workers(settings, run_dir, client, engine), SavedModels(run_dir)
         registry = Registry(settings, workers, cache, observe, saved.write, journal.changed)

@@ -2,7 +2,7 @@
 
 In this order: what the load request names, a Multi Model Server archive's manifest, what
 `SAGEMAKER_HANDLER` and `SAGEMAKER_PROGRAM` name, `inference.py`; each in `code/` first, then beside
-the model. The gateway has `SAGEMAKER_HANDLER` (serving.worker_options): a worker's is our own.
+the model. The gateway has `SAGEMAKER_HANDLER` (serving.mms.worker_options): a worker's is our own.
 SageMaker's SDK requires an entry point: one that says nothing is none.
 """
 

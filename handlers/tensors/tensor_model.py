@@ -16,7 +16,7 @@ from handlers.tensors import codec, v2
 from handlers.tensors.codec import Array
 from handlers.v2_binary import BINARY, HEADER_SIZE, split
 
-# MMS ends a worker that answers more than 100 MiB with its headers (serving.mms sets that).
+# MMS ends a worker that answers more than 100 MiB with its headers (`serving.mms.launcher`).
 MAX_ANSWER_BYTES = (100 << 20) - 65_536
 
 

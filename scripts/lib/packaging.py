@@ -20,7 +20,7 @@ from engine.text.prompts import Prompts
 from handlers.dispatch import choose
 from scripts.lib.problem import Problem
 from serving.settings import Settings
-from serving.store.rules import MAX_FILES
+from serving.store.archive_limits import MAX_FILES
 
 SUFFIX = ".tar.gz"
 # Weights hardly shrink, and level 6 takes five times as long to find that out.

@@ -19,10 +19,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.errors import EngineError
-from serving import openapi
-from serving.api.common import TARGET_MODEL, Gateway, check_token, header_text
+from serving.api import openapi
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.invoke import invoke
+from serving.api.shared import TARGET_MODEL, Gateway, check_token, header_text
 from serving.api.stream import TokenStream
 from serving.errors import BadRequest, ModelNotFound, ServingError
 from serving.names import normal_name

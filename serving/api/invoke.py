@@ -17,13 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from common.errors import EngineError, EngineUnavailable
-from serving.api.common import (
-    CUSTOM_ATTRIBUTES,
-    TARGET_MODEL,
-    Gateway,
-    header_text,
-    read_body,
-)
+from serving.api.shared import CUSTOM_ATTRIBUTES, TARGET_MODEL, Gateway, header_text, read_body
 from serving.api.stream import open_stream, wanted
 from serving.errors import (
     BadRequest,
@@ -33,7 +27,7 @@ from serving.errors import (
     Unavailable,
     WorkerFailed,
 )
-from serving.mms_client import (
+from serving.mms.client import (
     REQUEST_HEADER,
     TIMEOUT_HEADER,
     WORKER_HEADER,
@@ -41,8 +35,8 @@ from serving.mms_client import (
     Query,
     message_of,
 )
-from serving.model import Model
-from serving.workers import MMS_GRACE_S
+from serving.mms.workers import MMS_GRACE_S
+from serving.models.model import Model
 
 MAX_HEADER_CHARACTERS = 6000  # together; MMS takes 8192
 MAX_QUERY_CHARACTERS = 3000  # MMS takes a first line of 4096

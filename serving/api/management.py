@@ -20,12 +20,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.errors import EngineError
-from serving import model_settings
-from serving.api.common import Gateway, check_origin, check_token, read_json_object
+from serving.api.shared import Gateway, check_origin, check_token, read_json_object
 from serving.errors import BadRequest, ServingError
-from serving.mms import HANDLER
-from serving.model import Model
-from serving.model_settings import ModelSettings
+from serving.mms.launcher import HANDLER
+from serving.models import model_settings
+from serving.models.model import Model
+from serving.models.model_settings import ModelSettings
 from serving.names import model_name
 from serving.store import public_url
 

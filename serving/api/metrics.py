@@ -97,7 +97,7 @@ class Metrics:
         self._seconds.labels(model).observe(seconds)
 
     def observe(self, event: str, model: Any, seconds: float) -> None:
-        """A stage in a model's life; see `serving.models.Registry` and `serving.on_demand`."""
+        """A stage in a model's life; see `serving.models.registry` and `.on_demand`."""
         stage = self._stages[event]
         if event in ("fetched", "loaded"):
             self._labelled.add(model.name)

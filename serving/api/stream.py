@@ -23,10 +23,10 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import DeadlineExceeded, EngineError, EngineUnavailable, ModelNotFound
 from handlers.payload import GenerateRequest, NotAcceptable, parse
-from serving.api.common import Gateway
+from serving.api.shared import Gateway
 from serving.errors import ServingError, Timeout
-from serving.mms_client import TIMEOUT_HEADER
-from serving.model import Model
+from serving.mms.client import TIMEOUT_HEADER
+from serving.models.model import Model
 
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from common.errors import EngineError
-from serving.api.common import Gateway
+from serving.api.shared import Gateway
 from serving.errors import ServingError, Unavailable
-from serving.model import Model
+from serving.models.model import Model
 from serving.store import StoredModel
 
 SAMPLE_S = 1.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from common.errors import EngineError
 from serving.errors import LoadCancelled, ServingError
-from serving.model import Model, State
+from serving.models.model import Model, State
 
 KEPT = 50
 MAX_FAILED = 256

@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from handlers.payload import to_json
-from serving.api.common import Gateway, check_token
+from serving.api.shared import Gateway, check_token
 from serving.api.stream import EVENTS
 from serving.console.feed import Feed
 

@@ -1,10 +1,10 @@
 """Where models come from: stores, and the cache that holds what was fetched."""
 
 from serving.store.cache import Cache, Fetched
+from serving.store.catalog import Store, StoredModel, public_url
 from serving.store.locate import locate, open_store
 from serving.store.lookups import Lookups
 from serving.store.settings import StoreSettings
-from serving.store.stored import Store, StoredModel, public_url
 
 __all__ = [
     "Cache",

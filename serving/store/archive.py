@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import IO, Protocol, cast
 
 from serving.errors import ArchiveError
+from serving.store.archive_limits import Output
+from serving.store.archive_tar import extract_tar
+from serving.store.archive_zip import MAGIC, extract_zip
 from serving.store.disk import full_disk_is_an_error_of_ours
-from serving.store.rules import Output
-from serving.store.tarred import extract_tar
-from serving.store.zipped import MAGIC, extract_zip
 
 
 class Readable(Protocol):

@@ -32,12 +32,12 @@ from serving.errors import (
     StartError,
 )
 from serving.store.archive import Readable, extract
+from serving.store.catalog import Remote, Store, StoredModel, public_url
 from serving.store.disk import full_disk_is_an_error_of_ours, lock, locked, size_bytes
 from serving.store.download import Download, Stopping
 from serving.store.folder import file_version
 from serving.store.locate import open_remote, open_store
 from serving.store.settings import StoreSettings
-from serving.store.stored import Remote, Store, StoredModel, public_url
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from common.trees import remove
 from serving.errors import ArchiveError, StoreUnavailable
+from serving.store.catalog import Remote, StoredFile, public_url
 from serving.store.disk import full_disk_is_an_error_of_ours
-from serving.store.stored import Remote, StoredFile, public_url
 
 RANGE_BYTES = 8 << 20
 CONNECTIONS = 8

@@ -17,7 +17,7 @@ from serving.errors import (
     StoreAccessDenied,
     StoreUnavailable,
 )
-from serving.store.stored import StoredFile
+from serving.store.catalog import StoredFile
 
 DRIVERS = {"abfs": "adlfs", "gs": "gcsfs"}
 DENIED = (401, 403)

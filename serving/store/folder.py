@@ -9,14 +9,8 @@ from pathlib import Path
 
 from serving.errors import ModelNotInStore, StartError, UrlNotAllowed
 from serving.names import archive_spellings, model_name, normal_name, spellings
+from serving.store.catalog import StoredFile, StoredModel, folder_model, holds_model, models_among
 from serving.store.disk import walk
-from serving.store.stored import (
-    StoredFile,
-    StoredModel,
-    folder_model,
-    holds_model,
-    models_among,
-)
 
 
 class FolderStore:

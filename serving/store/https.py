@@ -18,7 +18,7 @@ from serving.errors import (
     UrlNotAllowed,
 )
 from serving.names import normal_name
-from serving.store.stored import StoredFile, StoredModel, public_url
+from serving.store.catalog import StoredFile, StoredModel, public_url
 
 TIMEOUT_S = (3.0, 20.0)  # to connect, to the next byte
 MAX_REDIRECTS = 5

@@ -6,11 +6,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from serving.errors import StartError, UrlNotAllowed
+from serving.store.catalog import Remote, Store, StoredModel, public_url
 from serving.store.drivers import DRIVERS, DriverBucket
 from serving.store.folder import FolderStore, find_path
 from serving.store.objects import ObjectStore
 from serving.store.settings import StoreSettings
-from serving.store.stored import Remote, Store, StoredModel, public_url
 
 OBJECTS = ("s3", *DRIVERS)
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from serving.errors import ModelNotInStore, Unavailable
+from serving.store.catalog import Store, StoredModel
 from serving.store.locate import locate
 from serving.store.settings import StoreSettings
-from serving.store.stored import Store, StoredModel
 
 # A name that the store does not have is not looked up again for so long.
 MISSING_S = 1.0

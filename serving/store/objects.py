@@ -9,14 +9,8 @@ from typing import Protocol
 
 from serving.errors import ArtifactChanged, ModelNotInStore, UrlNotAllowed
 from serving.names import archive_spellings, is_clean, model_name, spellings
-from serving.store.rules import MAX_DEPTH, MAX_FILES
-from serving.store.stored import (
-    StoredFile,
-    StoredModel,
-    folder_model,
-    holds_model,
-    models_among,
-)
+from serving.store.archive_limits import MAX_DEPTH, MAX_FILES
+from serving.store.catalog import StoredFile, StoredModel, folder_model, holds_model, models_among
 
 
 class Bucket(Protocol):

@@ -18,7 +18,7 @@ from serving.errors import (
     StoreAccessDenied,
     StoreUnavailable,
 )
-from serving.store.stored import StoredFile
+from serving.store.catalog import StoredFile
 
 CHUNK_BYTES = 1 << 20
 # No answer within about half a minute, with all attempts, is an error.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.backends import BACKENDS, precisions
-from serving.device import BUILDS
+from serving.process.device import BUILDS
 from tests.e2e.server import REPOSITORY
 
 CHOICES = {"mxnet": {"mxnet"}, "onnxruntime": {"onnxruntime"}, "both": {"mxnet", "onnxruntime"}}

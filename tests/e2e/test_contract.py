@@ -37,7 +37,7 @@ from tests.e2e.stores import (
     text,
 )
 from tests.engine.models import spiece
-from tests.serving.s3 import ENVIRONMENT
+from tests.serving.store.s3 import ENVIRONMENT
 
 SHOWN_NAMES = ["봄 날", "v1.2", "team/봄", "a:b", "100%", "물음표?", "#", "a" * 200]
 

@@ -291,7 +291,7 @@ def own(breakable: Server) -> Server:
     [
         ("-m engine ", slice(0, 1), "the engine was killed by SIGKILL; it is started again"),
         ("ModelServer", slice(0, 1), "Multi Model Server ended"),
-        ("serving.mms", slice(0, 1), "is started again"),
+        ("serving.mms.launcher", slice(0, 1), "is started again"),
         ("handlers.host", slice(0, 1), "is started again"),
         (WORKER, slice(0, 1), ""),
         (WORKER, slice(1, 2), ""),

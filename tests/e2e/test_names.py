@@ -10,7 +10,7 @@ import requests
 
 from tests.e2e.server import Server
 from tests.e2e.stores import error, packed, small
-from tests.serving.s3 import archive
+from tests.serving.store.s3 import archive
 
 NFD = unicodedata.normalize("NFD", "소월")
 

@@ -26,7 +26,7 @@ from tests.e2e.stores import (
     text,
 )
 from tests.e2e.test_metrics import metrics
-from tests.serving.s3 import BUCKET, S3Server, s3_server
+from tests.serving.store.s3 import BUCKET, S3Server, s3_server
 
 NAMES = [f"m{i}" for i in range(6)]
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from handlers.dispatch import is_hosted
-from serving.mms import MMS_HOME
+from serving.mms.launcher import MMS_HOME
 from tests.e2e.server import REPOSITORY, eventually
 
 # A handler service that says what happened to it.

@@ -15,7 +15,7 @@ from tests.e2e.stores import FAST
 from tests.platform.agent import Agent
 from tests.platform.disk import Disk
 from tests.platform.fine_tunes import PREFIX, publish
-from tests.serving.s3 import BUCKET, S3Server, s3_server
+from tests.serving.store.s3 import BUCKET, S3Server, s3_server
 
 ROOM, ROOM_MIB = 6, "11"  # see tests.e2e.stores.SMALL_BYTES
 MODELS = 30

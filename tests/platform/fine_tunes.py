@@ -22,7 +22,7 @@ from tests.platform.agent import Agent
 from tests.platform.disk import Disk
 from tests.platform.endpoint import Endpoint
 from tests.platform.runtime import client_of
-from tests.serving.s3 import BUCKET, S3Server
+from tests.serving.store.s3 import BUCKET, S3Server
 
 PREFIX = "fine-tunes/"
 

@@ -19,7 +19,7 @@ from tests.platform.endpoint import Endpoint
 from tests.platform.fine_tunes import PREFIX, check_container, invoke, invoke_all
 from tests.platform.limits import Limits
 from tests.platform.runtime import client_of
-from tests.serving.s3 import S3Server
+from tests.serving.store.s3 import S3Server
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from tests.platform.agent import Agent
 from tests.platform.disk import Disk
 from tests.platform.endpoint import Endpoint, SingleModel
 from tests.platform.runtime import runtime
-from tests.serving.s3 import BUCKET, s3_server
+from tests.serving.store.s3 import BUCKET, s3_server
 
 NAMES = ("m0", "m1", "시/봄")
 Run = Callable[..., subprocess.CompletedProcess[str]]

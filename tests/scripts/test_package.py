@@ -17,8 +17,8 @@ from scripts.lib.packaging import check, upload, write_archive
 from scripts.lib.problem import Problem
 from tests.engine.hugging_face import make_hugging_face, write_json
 from tests.engine.models import make_artifact
-from tests.serving.archives import unpack
-from tests.serving.s3 import BUCKET, S3Server, s3_server
+from tests.serving.store.archives import unpack
+from tests.serving.store.s3 import BUCKET, S3Server, s3_server
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,12 +13,12 @@ from typing import Any
 from common.errors import NeverFits, OutOfMemory
 from serving.console.journal import Journal
 from serving.errors import ModelNotInStore
-from serving.model import Model
-from serving.models import Registry
-from serving.on_demand import OnDemand
-from serving.recovery import Recovery
-from serving.residency import Residency
-from serving.saved import SavedModels
+from serving.models.model import Model
+from serving.models.on_demand import OnDemand
+from serving.models.recovery import Recovery
+from serving.models.registry import Registry
+from serving.models.residency import Residency
+from serving.models.snapshot import SavedModels
 from serving.settings import Settings
 from serving.store import Fetched, StoredModel
 from tests.serving.virtual_time import REAL_S, VirtualLoop
@@ -31,7 +31,7 @@ def stored(name: str) -> StoredModel:
 
 
 class FakeWorkers:
-    """As `serving.workers.Workers`: what MMS has registered and the engine holds, by id."""
+    """As `serving.mms.workers.Workers`: what MMS has registered and the engine holds, by id."""
 
     def __init__(self, budget: int = 1000) -> None:
         self.turn = asyncio.Semaphore(2)

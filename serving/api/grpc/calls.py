@@ -16,7 +16,7 @@ from urllib.parse import quote
 import grpc
 from starlette.types import ASGIApp
 
-from engine.errors import cut
+from common.errors import cut
 
 logger = logging.getLogger(__name__)
 

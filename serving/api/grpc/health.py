@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 
-from serving.api.common import Gateway
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.messages import message
+from serving.api.shared import Gateway
 from serving.errors import ServingError
 
 HEALTH = "grpc.health.v1.Health"

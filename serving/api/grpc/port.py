@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import grpc
 from starlette.types import ASGIApp
 
-from serving.api.common import Gateway
 from serving.api.grpc.calls import Routes
 from serving.api.grpc.health import Health
 from serving.api.grpc.inference import handlers
 from serving.api.grpc.stream import Streams
+from serving.api.shared import Gateway
 from serving.errors import StartError
 
 HEADROOM_BYTES = 64 << 10  # for what stands around a body's tensors

@@ -16,13 +16,13 @@ from typing import Any
 import anyio
 import orjson
 
-from serving.api.common import Gateway
 from serving.api.grpc.calls import Call, Reply, Routes
 from serving.api.grpc.convert import EMPTY_END, ModelInferResponse, one_text, parameters
 from serving.api.grpc.inference import error_reply, infer, model_path
 from serving.api.grpc.messages import message
+from serving.api.shared import Gateway
 from serving.errors import BadRequest, ServingError
-from serving.model import State
+from serving.models.model import State
 from serving.names import normal_name
 
 ModelStreamInferResponse = message("inference.ModelStreamInferResponse")

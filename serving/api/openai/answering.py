@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import DeadlineExceeded, EngineError
-from serving.api.common import Gateway
 from serving.api.invoke import engine_model
 from serving.api.openai.answers import Answer, Choices
 from serving.api.openai.asked import Asked
 from serving.api.openai.errors import error_body
+from serving.api.shared import Gateway
 from serving.api.stream import EVENTS, TokenStream, begin, while_restored
-from serving.model import Model
+from serving.models.model import Model
 from serving.names import normal_name
 
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import EngineError, PromptTooLong
-from serving.api.common import error_response
+from serving.api.shared import error_response
 from serving.errors import BadRequest, NotOfTheEngine, ServingError
 
 CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}

@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from serving.api.common import Gateway, check_token, read_json_object
 from serving.api.openai import asked
 from serving.api.openai.answering import answer
 from serving.api.openai.errors import UnknownUrl, respond
+from serving.api.shared import Gateway, check_token, read_json_object
 from serving.errors import MethodNotAllowed, ModelNotFound
 
 OWNER = "kogpt2-serving"

@@ -16,7 +16,7 @@ from handlers.names import client_name
 from handlers.payload import JSON, NotAcceptable, UnsupportedMediaType, accepted
 from handlers.tensors import codec, tensor_model, v2
 from handlers.tensors.codec import CSV, NPY, TensorSpec
-from serving import mms
+from serving.mms import launcher
 
 IMAGE = TensorSpec("data", "FP32", ("batch", 2, 3))
 ROWS = TensorSpec("data", "FP32", ("batch", 2))
@@ -311,7 +311,9 @@ def test_a_text_in_another_charset_is_refused() -> None:
 
 
 def test_an_answer_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tensor_model.MAX_ANSWER_BYTES < mms.MAX_RESPONSE_BYTES  # or MMS would end the worker
+    assert (
+        tensor_model.MAX_ANSWER_BYTES < launcher.MAX_RESPONSE_BYTES
+    )  # or MMS would end the worker
     monkeypatch.setattr(tensor_model, "MAX_ANSWER_BYTES", 100)
     body = json.dumps([0.123] * 40).encode()
     for accept in (JSON, CSV, NPY):

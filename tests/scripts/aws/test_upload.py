@@ -16,7 +16,7 @@ from scripts.lib import packaging
 from scripts.lib.problem import Problem
 from tests.engine.models import make_artifact
 from tests.scripts.aws.cloud import BUCKET, MODELS, Cloud
-from tests.serving.s3 import archive
+from tests.serving.store.s3 import archive
 
 
 def model(folder: Path, name: str, weights: bytes = b"1") -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from serving.errors import Unavailable
-from serving.mms_client import Answer
+from serving.mms.client import Answer
 from tests.serving.api.gateways import World, answered, model, settle
 
 PATH = "/predictions/봄"

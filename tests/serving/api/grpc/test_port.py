@@ -10,14 +10,14 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.errors import EngineError, Overloaded
+from common.errors import EngineError, Overloaded
 from serving.api.grpc.health import HEALTH, NOT_SERVING, SERVICE_UNKNOWN, SERVING
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.messages import message, methods
 from serving.api.grpc.port import grpc_port
 from serving.api.grpc.stream import AT_ONCE
 from serving.errors import StartError
-from serving.mms_client import Answer
+from serving.mms.client import Answer
 from tests.e2e.server import free_port
 from tests.serving.api.gateways import World, answered, model
 

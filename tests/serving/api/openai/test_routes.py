@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from common.errors import EngineError, EngineUnavailable, Overloaded
-from serving import openapi
+from serving.api import openapi
 from serving.api.openai.asked import CHAT, COMPLETION, NOT_DONE
 from serving.api.openai.errors import Refused
 from serving.errors import TooManyRequests

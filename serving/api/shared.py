@@ -1,0 +1,206 @@
+"""What all contracts share: the gateway's state, reading requests, writing errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import secrets
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from anyio import CancelScope
+from starlette.convertors import Convertor, register_url_convertor
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from common.errors import EngineError, InvalidRequest
+from common.json_body import read_json
+from engine.http.async_client import AsyncEngineClient
+from serving.api.encoding import Decoder
+from serving.api.metrics import Metrics
+from serving.console.journal import Journal
+from serving.errors import (
+    BadRequest,
+    BodyTooLarge,
+    Forbidden,
+    RequestTimeout,
+    ServingError,
+    StillLoading,
+    Unauthorized,
+    Unavailable,
+    UnsupportedEncoding,
+    UnsupportedMediaType,
+)
+from serving.mms.client import MMSClient
+from serving.models.admission import Admission
+from serving.models.model import Model
+from serving.models.on_demand import OnDemand
+from serving.models.recovery import Recovery
+from serving.models.registry import Registry
+from serving.names import normal_name
+from serving.settings import Settings
+from serving.store import Lookups
+
+logger = logging.getLogger(__name__)
+
+# All bodies together may take as much memory as so many of the largest.
+LARGEST_BODIES = 32
+TARGET_MODEL = "x-amzn-sagemaker-target-model"
+CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
+
+
+class ModelName(Convertor[str]):
+    """`{name:model}` in a route: a model's name, which may have slashes, in its normal form."""
+
+    regex = ".*"
+
+    def convert(self, value: str) -> str:
+        return normal_name(value)
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("model", ModelName())
+
+
+@dataclass
+class Gateway:
+    """Everything the routes need."""
+
+    settings: Settings
+    registry: Registry
+    on_demand: OnDemand
+    recovery: Recovery
+    mms: MMSClient
+    engine: AsyncEngineClient
+    lookups: Lookups
+    metrics: Metrics
+    journal: Journal
+    admission: Admission = field(default_factory=Admission)
+    single_model: str | None = None
+    healthy: bool = False
+    adopted: bool = False  # knows what the gateway before it had loaded
+    started: bool = False  # what is to be there from the start is loaded
+    start_error: str | None = None  # why the one model of a single-model server is not there
+    draining: bool = False
+    requests: int = 0  # being answered
+    body_bytes: int = 0  # of their bodies
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def check_ready(self) -> None:
+        """Raises `Unavailable` while requests are not taken: the same for every route."""
+        if self.draining:
+            raise Unavailable("the server is stopping", retry_after_s=5)
+        if self.start_error is not None:
+            raise Unavailable(f"the model did not load: {self.start_error}")
+        if not self.adopted:
+            raise Unavailable("the server is starting", retry_after_s=1)
+        if not self.started:
+            raise StillLoading("models are being loaded", retry_after_s=1)
+
+    def check_health(self) -> None:
+        """Raises `Unavailable` where a request would not be answered now; one that is there
+        already waits for what is started again."""
+        self.check_ready()
+        if not self.healthy:
+            raise Unavailable("a part of the server is being started again", retry_after_s=1)
+
+    def use(self, name: str) -> AbstractAsyncContextManager[Model]:
+        """A model for one request, loaded first if need be: not where SageMaker decides that."""
+        if self.settings.sagemaker_multi_model:
+            return self.registry.use(name)
+        return self.on_demand.use(name)
+
+
+async def read_body(gateway: Gateway, request: Request) -> bytes:
+    """The body, decompressed. Raises `BodyTooLarge` as soon as it is, `RequestTimeout` if it is
+    not there in time, `Unavailable` if too many are, `UnsupportedEncoding` and `BadRequest`."""
+    settings = gateway.settings
+    limit = settings.max_request_bytes
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
+        raise BodyTooLarge(f"the body has {announced} bytes, at most {limit} are taken")
+    decoder = Decoder(request.headers.get("content-encoding", ""), limit)
+    with CancelScope(deadline=request.state.started + settings.request_timeout_s) as scope:
+        async for piece in request.stream():
+            more = decoder.feed(piece)
+            gateway.body_bytes += more
+            request.state.body_bytes += more
+            if gateway.body_bytes > LARGEST_BODIES * limit:
+                raise Unavailable("too many large bodies are being worked on", retry_after_s=1)
+    if scope.cancelled_caught:
+        raise RequestTimeout(f"the body has {settings.request_timeout_s} s to arrive")
+    return decoder.finish()
+
+
+async def read_json_object(gateway: Gateway, request: Request) -> dict[str, Any]:
+    """A JSON body, `{}` where there is none. Raises `BadRequest` and what `read_body` does."""
+    body = await read_body(gateway, request)
+    if not body.strip():
+        return {}
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise UnsupportedMediaType(
+            f"Content-Type is {kind[:100] or 'missing'}, must be application/json"
+            " (with curl: -H 'Content-Type: application/json')"
+        )
+    try:
+        value = read_json(body)
+    except InvalidRequest as error:
+        raise BadRequest(error.message) from None
+    if not isinstance(value, dict):
+        raise BadRequest("the body must be a JSON object")
+    return value
+
+
+def header_text(value: str) -> str:
+    """A header that may hold a name, as UTF-8; HTTP itself knows Latin-1 only."""
+    try:
+        return value.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return value
+
+
+def check_token(request: Request, *tokens: str) -> None:
+    """Raises `Unauthorized` unless the request carries `Authorization: Bearer <token>` with one of
+    those that are set, if any is."""
+    known = [token for token in tokens if token]
+    if not known:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    sent = given.strip().encode("latin-1")
+    if scheme.lower() != "bearer" or not any(
+        secrets.compare_digest(sent, token.encode()) for token in known
+    ):
+        raise Unauthorized("send the token as Authorization: Bearer <token>")
+
+
+def check_origin(request: Request) -> None:
+    """Raises `Forbidden` for what a page of another site sends, through the browser of somebody
+    who can reach this port: without asking first it may send bodies that are no JSON, or none."""
+    origin = request.headers.get("origin")
+    if origin and urlsplit(origin).netloc != request.headers.get("host", ""):
+        raise Forbidden("pages of other sites load no models here")
+
+
+def error_response(request: Request, error: Exception) -> Response:
+    """An error in MMS's shape. What is not meant for people goes to the log only."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # nobody reads it
+    if not isinstance(error, ServingError | EngineError):
+        logger.error("a request failed", exc_info=error)
+        error = ServingError("an error inside the server; the log has it under the request id")
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = f"{math.ceil(max(error.retry_after_s, 1))}"
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, UnsupportedEncoding):
+        headers["Accept-Encoding"] = "gzip, deflate"
+    text = json.dumps(error.to_body(), ensure_ascii=False).encode("utf-8", "backslashreplace")
+    return Response(text, error.status, headers, media_type="application/json")

@@ -1,0 +1,120 @@
+"""Triton's generate extension: one text in, the generated one out.
+
+POST /v2/models/{name}/generate          {"text_input", "parameters"?, "id"?}
+POST /v2/models/{name}/generate_stream   the same, the text in pieces, as server-sent events
+
+    -> {"id"?, "model_name", "model_version", "text_output"}
+
+Parameters are those of `/predictions`; known, too, are Triton's `max_tokens`, `stream` and
+`exclude_input_in_output`. Each may stand beside `text_input` instead.
+
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_generate.md
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import DeadlineExceeded, EngineError
+from common.parameters import Parameters
+from serving.api.invoke import Check, engine_model
+from serving.api.shared import Gateway
+from serving.api.stream import EVENTS, Item, TokenStream, begin, while_restored
+from serving.api.v2.repository import read_object
+from serving.errors import BadRequest
+
+JSON = "application/json"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """head: of every answer; before: what stands before the text"""
+
+    text: str
+    parameters: dict[str, Any]
+    head: dict[str, Any]
+    before: str = ""
+
+
+def parse(name: str, body: dict[str, Any], stream: bool) -> Asked:
+    """Raises `BadRequest`, `InvalidRequest`."""
+    text, id_ = body.get("text_input"), body.get("id")
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise BadRequest("text_input must be text that is not empty, without NUL")
+    if not isinstance(id_, str | None):
+        raise BadRequest("id must be a string")
+    beside = {k: v for k, v in body.items() if k not in ("id", "text_input", "parameters")}
+    within = body.get("parameters") or {}
+    if not isinstance(within, dict):
+        raise BadRequest("parameters must be an object")
+    parameters = {**beside, **within}
+    if parameters.pop("stream", stream) is not stream:
+        other = "generate" if stream else "generate_stream"
+        raise BadRequest(f"stream is {str(not stream).lower()}: that is what /{other} does")
+    alone = parameters.pop("exclude_input_in_output", True)
+    if not isinstance(alone, bool):
+        raise BadRequest("exclude_input_in_output must be true or false")
+    if "max_tokens" in parameters:
+        parameters.setdefault("max_new_tokens", parameters.pop("max_tokens"))
+    # That answers be drawn may be the model's own default, which the engine knows.
+    checked = Parameters.parse(parameters, {"do_sample": True})
+    if stream and checked.num_return_sequences > 1:
+        raise BadRequest("num_return_sequences above 1 is for /generate: a stream has one text")
+    head = {"model_name": name, "model_version": "1"}
+    before = text if not alone or checked.return_full_text else ""
+    return Asked(text, parameters, head if id_ is None else {"id": id_, **head}, before)
+
+
+async def generate(gateway: Gateway, request: Request, stream: bool, check: Check) -> Response:
+    gateway.check_ready()
+    name = request.state.model = request.path_params["name"]
+    body = await read_object(gateway, request)
+    asked = parse(name, body, stream)
+    async with (
+        AsyncExitStack() as resources,
+        engine_model(gateway, request, name, resources, check) as (model, end),
+    ):
+        await resources.enter_async_context(gateway.admission.place(model.line, end))
+        if stream:
+            given = asked.text, asked.parameters
+            items, first = await begin(gateway, model, *given, end, resources)
+            late = _event(_error(DeadlineExceeded("the answer was not ready in time")))
+            pieces = _events(asked, first, items)
+            return TokenStream(pieces, EVENTS, end, late, resources.pop_all())
+
+        async def ask() -> dict[str, Any]:
+            left_s = max(end - time.monotonic(), 0.001)
+            name = model.engine_name
+            return await gateway.engine.generate(name, asked.text, asked.parameters, left_s)
+
+        answer = await while_restored(gateway, model, end, ask)
+        texts = [asked.before + completion["text"] for completion in answer["completions"]]
+        output = texts[0] if len(texts) == 1 else texts
+        return Response(orjson.dumps({**asked.head, "text_output": output}), media_type=JSON)
+    raise AssertionError("it was returned or raised")
+
+
+async def _events(asked: Asked, first: Item, items: AsyncIterator[Item]) -> AsyncIterator[bytes]:
+    yield _event({**asked.head, "text_output": asked.before + first["text"]})
+    try:
+        async for item in items:
+            if item["text"]:
+                yield _event({**asked.head, "text_output": item["text"]})
+    except EngineError as error:
+        yield _event(_error(error))
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def _error(error: EngineError) -> dict[str, Any]:
+    return {"error": error.message}

@@ -1,0 +1,107 @@
+"""The Open Inference Protocol's model repository: what there is, loading and unloading it.
+
+POST /v2/repository/index                      {"ready"?}
+POST /v2/repository/models/{name}/load
+POST /v2/repository/models/{name}/unload
+
+KServe's agent and Seldon Core's scheduler call these. Where models are loaded on demand, an
+unloaded one comes back with its next request.
+
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from common.errors import InvalidRequest
+from common.json_body import read_json
+from serving.api.shared import Gateway, check_origin, check_token, read_body
+from serving.errors import BadRequest
+from serving.models.model import Model, State
+
+STATES = {
+    State.FETCHING: "LOADING",
+    State.LOADING: "LOADING",
+    State.READY: "READY",
+    State.DRAINING: "UNLOADING",
+}
+
+
+class Repository:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def index(self, request: Request) -> Response:
+        gateway, settings = self._gateway, self._gateway.settings
+        check_token(request, settings.management_token, settings.inference_token)
+        only_ready = (await read_object(gateway, request)).get("ready", False)
+        if not isinstance(only_ready, bool):
+            raise BadRequest("ready must be true or false")
+        found = {model.name: _entry(model) for model in gateway.registry.all()}
+        if not settings.sagemaker_multi_model and not only_ready:
+            for stored in await gateway.lookups.models():
+                unloaded = {"name": stored.name, "state": "UNAVAILABLE", "reason": "unloaded"}
+                found.setdefault(stored.name, unloaded)
+        entries = [found[name] for name in sorted(found)]
+        return JSONResponse([e for e in entries if e["state"] == "READY" or not only_ready])
+
+    async def load(self, request: Request) -> Response:
+        """Loads what the store has under this name; a model that has changed there is loaded
+        anew."""
+        gateway, name = self._gateway, request.path_params["name"]
+        for parameter in await self._managed(request):
+            raise BadRequest(
+                f"parameters.{parameter} is not known here: a model is loaded as it is in the store"
+            )
+        stored, model = await gateway.lookups.find(name), gateway.registry.find(name)
+        if model is not None and model.stored != stored:
+            await gateway.registry.unload(name)
+        if gateway.settings.sagemaker_multi_model:  # SageMaker says what goes for it
+            await gateway.on_demand.preload(name)
+        else:
+            async with gateway.on_demand.use(name):
+                pass
+        return Response()
+
+    async def unload(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        for parameter in await self._managed(request):
+            if parameter != "unload_dependents":  # no model here depends on another
+                raise BadRequest(f"parameters.{parameter} is not known here")
+        await self._gateway.registry.unload(name)
+        return Response()
+
+    async def _managed(self, request: Request) -> Mapping[str, Any]:
+        """The parameters of who may manage models."""
+        check_token(request, self._gateway.settings.management_token)
+        check_origin(request)
+        self._gateway.check_ready()
+        request.state.model = request.path_params["name"]
+        body = await read_object(self._gateway, request)
+        parameters = body.get("parameters") or {}
+        if not isinstance(parameters, dict):
+            raise BadRequest("parameters must be an object")
+        return parameters
+
+
+def _entry(model: Model) -> dict[str, Any]:
+    version = (model.metadata.get("versions") or ["1"])[0]
+    state, reason = STATES[model.state], model.restarts.reason
+    return {"name": model.name, "version": version, "state": state, "reason": reason}
+
+
+async def read_object(gateway: Gateway, request: Request) -> dict[str, Any]:
+    """A JSON body, of whatever content type, as the protocol's clients name none."""
+    body = await read_body(gateway, request)
+    try:
+        value = read_json(body) if body.strip() else {}
+    except InvalidRequest as error:
+        raise BadRequest(error.message) from None
+    if not isinstance(value, dict):
+        raise BadRequest("the body must be a JSON object")
+    return value

@@ -1,0 +1,74 @@
+"""Triton's statistics extension, as far as it is counted here.
+
+GET /v2/models/stats, /v2/models/{name}[/versions/{version}]/stats
+
+Requests are counted by the gateway, steps and the time until a prompt is begun by the engine. What
+lies between that and the answer is `compute_infer`; copies of tensors are not timed apart.
+
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from common.errors import EngineError
+from serving.api.metrics import Tally
+from serving.api.shared import Gateway
+from serving.models.model import Model
+
+Stat = dict[str, int]
+
+
+async def statistics(gateway: Gateway, models: list[Model]) -> dict[str, Any]:
+    of_engine: dict[str, Any] = {}
+    with contextlib.suppress(EngineError):
+        told = (await gateway.engine.statistics(timeout_s=2))["models"]
+        of_engine = {model["name"]: model for model in told}
+    tallies = gateway.metrics.tallies
+    return {
+        "model_stats": [
+            _model_stat(model, tallies.get(model.name, Tally()), of_engine.get(model.engine_name))
+            for model in models
+        ]
+    }
+
+
+def _model_stat(model: Model, tally: Tally, engine: dict[str, Any] | None) -> dict[str, Any]:
+    success, fail = _stat(*tally.good), _stat(*tally.bad)
+    queue = _stat(0, 0.0)
+    if engine is not None:
+        waits = engine["queue_s"]
+        queue = _stat(waits["buckets"][-1][1], waits["sum"])
+    infer = {"count": success["count"], "ns": max(success["ns"] - queue["ns"], 0)}
+    return {
+        "name": model.name,
+        "version": (model.metadata.get("versions") or ["1"])[0],
+        "last_inference": tally.last_ms,
+        "inference_count": success["count"],
+        "execution_count": success["count"] if engine is None else engine["steps"],
+        "inference_stats": {
+            "success": success,
+            "fail": fail,
+            "queue": queue,
+            "compute_input": _stat(0, 0.0),
+            "compute_infer": infer,
+            "compute_output": _stat(0, 0.0),
+            "cache_hit": _stat(0, 0.0),
+            "cache_miss": _stat(0, 0.0),
+        },
+        "response_stats": {},
+        "batch_stats": [],
+        "memory_usage": _memory(engine),
+    }
+
+
+def _memory(engine: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if engine is None:
+        return []
+    return [{"type": "CPU", "id": 0, "byte_size": engine["weight_bytes"]}]
+
+
+def _stat(count: int, seconds: float) -> Stat:
+    return {"count": count, "ns": round(seconds * 1e9)}

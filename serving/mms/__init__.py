@@ -1,0 +1,1 @@
+"""Multi Model Server: its process, its client, and the workers that it starts."""

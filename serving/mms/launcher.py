@@ -1,0 +1,163 @@
+"""Starts Multi Model Server through the SageMaker Inference Toolkit, in a process of its own.
+
+`python -m serving.mms.launcher` runs as long as MMS's Java process does. The toolkit looks for that
+process among all of the machine and waits ten minutes for it; here it is looked for in our own
+session, and a Java process that ends at its start is noticed at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import psutil
+from retrying import retry
+
+from common.oom import SERVER, expendable
+from common.trees import remove
+from serving.process.isolation import passed
+from serving.process.json_output import JsonOutput
+from serving.settings import REPOSITORY, Settings
+
+HANDLER = "handlers.handler_service"
+MMS_HOME = REPOSITORY / "handlers" / "mms_home"
+EXIT_NOT_STARTED = 3
+LAUNCHER_S = 5
+# How much longer than a request may take MMS waits for its worker.
+WORKER_GRACE_S = 15
+QUEUE_SIZE = 1000
+# Each model that is being registered holds up one of them, and with it all requests on a share of
+# the connections: half of them where there are as many threads as two cores.
+NETTY_THREADS = 16
+HEADROOM_BYTES = 65_536
+MAX_RESPONSE_BYTES = 104_857_600
+
+# MMS's own log lines as JSON. Its access and metrics logs stay silent; what a worker prints comes
+# from WorkerLifeCycle, whose own chatter is left out.
+LOG_CONFIGURATION = """<?xml version="1.0" encoding="UTF-8"?>
+<Configuration>
+  <Appenders>
+    <Console name="stdout" target="SYSTEM_OUT">
+      <PatternLayout charset="UTF-8" alwaysWriteExceptions="false" pattern='{"time":"%d{yyyy-MM-dd&apos;T&apos;HH:mm:ss.SSS&apos;Z&apos;}{UTC}","level":"%level{lowerCase=true}","process":"mms","thread":"%t","message":"%enc{%m%notEmpty{: %throwable{short.message}}}{JSON}"}%n'/>
+    </Console>
+  </Appenders>
+  <Loggers>
+    <Logger name="io.netty" level="error"/>
+    <Logger name="org.apache" level="off"/>
+    <Logger name="ACCESS_LOG" level="off"/>
+    <Logger name="MMS_METRICS" level="off"/>
+    <Logger name="MODEL_METRICS" level="off"/>
+    <Logger name="com.amazonaws.ml.mms.wlm.WorkerLifeCycle" level="info">
+      <RegexFilter regex=".*(IOStreams\\(\\) threadName|Stopped Scanner|\\[PID\\]|MMS worker started).*" onMatch="DENY" onMismatch="NEUTRAL"/>
+    </Logger>
+    <Logger name="com.amazonaws.ml.mms" level="warn"/>
+    <Root level="warn"><AppenderRef ref="stdout"/></Root>
+  </Loggers>
+</Configuration>
+"""  # noqa: E501
+
+
+def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
+    """The environment of `python -m serving.mms.launcher`, of MMS, and of its workers.
+
+    Of the server's own it has what `serving.process.isolation` passes: a model's code runs there.
+    """
+    kept = passed(os.environ, settings.worker_variables)
+    path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
+    address = f"unix:{mms_socket(run_dir)}"
+    return {
+        **kept,
+        "PATH": path,
+        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(run_dir),
+        "TEMP": str(run_dir),
+        "LOG_LOCATION": str(run_dir),
+        "METRICS_LOCATION": str(run_dir),
+        "RUN_DIR": str(run_dir),
+        "ENGINE_SOCKET": engine_socket(run_dir),
+        "REQUEST_TIMEOUT_S": str(settings.request_timeout_s),
+        "SAGEMAKER_MULTI_MODEL": "true",
+        "SAGEMAKER_HANDLER": HANDLER,
+        "SAGEMAKER_BASE_DIR": str(run_dir / "ml"),
+        "SAGEMAKER_STARTUP_TIMEOUT": str(settings.start_timeout_s),
+        "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": str(settings.request_timeout_s + WORKER_GRACE_S),
+        "SAGEMAKER_MODEL_SERVER_VMARGS": settings.jvm_options,
+        # MMS lets its environment win over the configuration file that the toolkit writes.
+        "MMS_INFERENCE_ADDRESS": address,
+        "MMS_MANAGEMENT_ADDRESS": address,
+        "MMS_DEFAULT_WORKERS_PER_MODEL": str(settings.requests_at_once),
+        "MMS_JOB_QUEUE_SIZE": str(QUEUE_SIZE),
+        "MMS_NUMBER_OF_NETTY_THREADS": str(NETTY_THREADS),
+        "MMS_MAX_REQUEST_SIZE": str(settings.max_request_bytes + HEADROOM_BYTES),
+        "MMS_MAX_RESPONSE_SIZE": str(MAX_RESPONSE_BYTES),
+        "MMS_DECODE_INPUT_REQUEST": "false",
+        "MODEL_SERVER_HOME": str(MMS_HOME),
+    }
+
+
+def mms_socket(run_dir: Path) -> str:
+    return str(run_dir / "mms.sock")
+
+
+def engine_socket(run_dir: Path) -> str:
+    return str(run_dir / "engine.sock")
+
+
+def remove_stale_files(run_dir: Path) -> None:
+    """What a server that was killed left behind; a stale pid file would stop the next start."""
+    patterns = (".model_server.pid", "mms.sock", ".mms.sock.*", "*-stdout", "*-stderr")
+    for pattern in (*patterns, "models.json"):
+        for path in run_dir.glob(pattern):
+            path.unlink(missing_ok=True)
+    remove(run_dir / "slots")
+
+
+def _find_java(output: JsonOutput) -> psutil.Process:
+    """MMS's Java process in our session. Ends this process if there can be none any more."""
+    from sagemaker_inference import model_server
+
+    session = os.getsid(0)
+    for process in psutil.process_iter():
+        try:
+            ours = os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+            if ours and model_server.MMS_NAMESPACE in process.cmdline():
+                return process
+        except (psutil.Error, ProcessLookupError):
+            continue
+    launchers = psutil.Process().children()
+    if all(child.status() == psutil.STATUS_ZOMBIE for child in launchers):
+        print("Multi Model Server's Java process ended while it started", flush=True)
+        output.flush()
+        os._exit(EXIT_NOT_STARTED)
+    raise RuntimeError("Multi Model Server's Java process is not there yet")
+
+
+def _wait_for_java(output: JsonOutput, timeout_s: int) -> psutil.Process:
+    """In place of the toolkit's own loop, which looks once a second."""
+    find = retry(wait_fixed=100, stop_max_delay=timeout_s * 1000)(_find_java)
+    process: psutil.Process = find(output)
+    psutil.wait_procs(psutil.Process().children(), LAUNCHER_S)  # the toolkit does not reap it
+    return process
+
+
+def main() -> None:
+    expendable(SERVER)
+    output = JsonOutput("mms")  # Java and MMS itself print some lines past its log
+    warnings.filterwarnings("ignore", "pkg_resources is deprecated")  # the toolkit uses it
+    from sagemaker_inference import model_server
+
+    run_dir = Path(os.environ["RUN_DIR"])
+    model_server.MMS_CONFIG_FILE = str(run_dir / "mms.properties")
+    log_configuration = run_dir / "log4j2.xml"
+    log_configuration.write_text(LOG_CONFIGURATION, encoding="utf-8")
+    model_server.DEFAULT_MMS_LOG_FILE = str(log_configuration)
+    model_server._retry_retrieve_mms_server_process = functools.partial(_wait_for_java, output)
+    model_server.start_model_server(handler_service=HANDLER)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""The worker of each model: started by Multi Model Server, asked how its load went, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common import errors as engine_errors
+from common.errors import ArtifactError, EngineError, EngineUnavailable, OutOfMemory
+from common.trees import remove
+from engine.http.async_client import AsyncEngineClient
+from handlers.dispatch import is_hosted
+from serving.errors import BadRequest, ServingError, WorkerFailed, WorkerLost
+from serving.mms.client import MMSClient
+from serving.mms.worker_options import worker_options
+from serving.models.model import Model
+from serving.settings import Settings
+from serving.store.disk import full_disk_is_an_error_of_ours
+
+LOADS_AT_ONCE = 2
+# MMS is given this much longer than the request itself has.
+MMS_GRACE_S = 20.0
+# While a worker starts its process is looked for: one that was there has ended if it is not so
+# often; one that was never seen, if it is not for longer than a busy machine takes to start it.
+LOOK_S, LOOKS, LOOKS_UNSEEN = 1.5, 3, 10
+# Of what the engine says of a model: what it holds of the budget.
+ENGINE_PARTS = ("reserved_bytes", "row_bytes", "kv_bytes")
+SOCKETS = Path("/proc/net/unix")
+LISTENING = "00010000"  # __SO_ACCEPTCON in the column of flags
+
+
+class Workers:
+    """One worker a model, each with a slot: the folder that MMS takes for the model's."""
+
+    def __init__(
+        self, settings: Settings, run_dir: Path, mms: MMSClient, engine: AsyncEngineClient
+    ) -> None:
+        self._settings, self._mms, self._engine = settings, mms, engine
+        self._run_dir, self._slots = run_dir, run_dir / "slots"
+        self._slots.mkdir(parents=True, exist_ok=True)
+        self.turn = asyncio.Semaphore(LOADS_AT_ONCE)  # held while one starts
+        # By the engine's name, what each load will take that has asked for room. Whoever asks later
+        # does not get it; the engine knows which of them it has begun.
+        self._promised: dict[str, int] = {}
+
+    async def check(self, model: Model) -> bool:
+        """Raises `OutOfMemory` and what is wrong with a model's settings before a worker is started
+        in vain; says whether it could be known.
+
+        From now on its memory is promised to it: until it has started, or `end` is called.
+        """
+        assert model.fetched is not None
+        path = model.fetched.path
+        asked = model.settings
+        if not is_hosted(path, model.options.get("handler")):  # and need not use the engine
+            if engine := asked.of_engine():
+                raise BadRequest(
+                    f"{' and '.join(engine)} cannot be set for model {model.name}: the engine does"
+                    " not compute it"
+                )
+            return False
+        name, needed = model.engine_name, 0
+        before = dict(itertools.takewhile(lambda row: row[0] != name, self._promised.items()))
+        try:
+            needed = await self._engine.check(
+                model.name, str(path), asked.backend, asked.precision, before
+            )
+        except OutOfMemory as error:
+            needed = error.needed_bytes
+            raise
+        except (ArtifactError, EngineUnavailable):  # its worker knows more
+            return False
+        finally:
+            if needed:
+                self._promised.setdefault(name, needed)
+        return True
+
+    def promised_bytes(self, model: Model) -> int:
+        """What a load that waits for room or has begun will take of the engine's memory."""
+        return self._promised.get(model.engine_name, 0)
+
+    async def start(self, model: Model) -> None:
+        """Registers a fetched model with MMS and asks its worker how the load went.
+
+        Raises that: `EngineError`, `NoRoom`, `WorkerFailed`. Then `end` is due.
+        """
+        assert model.fetched is not None
+        path = model.fetched.path
+        asked = dict(model.options)
+        if model.settings.max_rows is not None:
+            asked.setdefault("initial_workers", model.settings.max_rows)
+        options, handler = worker_options(path, asked, self._settings)
+        slot = self._slots / model.id
+        # MMS puts the folder it is told on the worker's import path, before Python's own modules;
+        # so it is told an empty one, and the worker reads here where the model is.
+        described: dict[str, Any] = {"name": model.name, "engine_name": model.engine_name}
+        described["path"] = str(path)
+        if handler is not None:
+            described["handler"] = handler
+        if engine := model.settings.of_engine():
+            described["engine"] = engine
+        hosted = is_hosted(path, handler)
+        await asyncio.to_thread(_describe, slot, described, hosted)
+        timeout_s = self._settings.load_timeout_s
+        # MMS has one limit for loads and requests; the gateway and the engine keep the requests'.
+        limit_s = max(timeout_s, model.request_timeout_s + MMS_GRACE_S)
+        options["response_timeout"] = int(limit_s)
+        capacity = options["initial_workers"] * options.get("batch_size", 1)
+        if hosted and "initial_workers" not in model.options and model.in_flight < 2:
+            options["initial_workers"] = 1  # each is three threads of MMS's; see `connect`
+        model.connections = options["initial_workers"]
+        await self._register(model.id, slot, options, timeout_s)
+        outcome = await self._mms.probe(model.id, timeout_s)
+        if outcome["status"] != 200:
+            raise _load_error(outcome)
+        self._promised.pop(model.engine_name, None)
+        model.in_engine = bool(outcome["in_engine"])
+        model.residency = "hot" if model.in_engine else ""
+        model.metadata = outcome.get("metadata", {})
+        model.batch_size = options.get("batch_size", 1)
+        model.line.capacity = capacity
+        model.socket = str(self._run_dir / f".mms.sock.{await self._mms.socket_number(model.id)}")
+
+    async def _register(
+        self, id: str, slot: Path, options: Mapping[str, Any], timeout_s: float
+    ) -> None:
+        """Raises `WorkerLost` soon after the worker's process has ended without a word: Multi Model
+        Server waits for it for a minute, and then forgets the model."""
+        registered = asyncio.ensure_future(self._mms.register(id, slot, options, timeout_s))
+        unseen, looks = 0, LOOKS_UNSEEN
+        try:
+            while unseen < looks:
+                await asyncio.wait({registered}, timeout=LOOK_S)
+                if registered.done():
+                    return await registered
+                unseen += 1
+                if await asyncio.to_thread(_has_process, id):
+                    unseen, looks = 0, LOOKS
+        finally:
+            registered.cancel()
+        raise WorkerLost("the model's worker ended as soon as it was started")
+
+    async def forget(self, model: Model) -> None:
+        """Leaves nothing of a worker that was lost, and which has left nothing behind."""
+        self._promised.pop(model.engine_name, None)
+        await asyncio.to_thread(remove, self._slots / model.id)
+
+    async def connect(self, model: Model) -> None:
+        """Has MMS open or close the connections that `model.connections` says.
+
+        One that has a request is not to be closed. Raises `Unavailable`, `Timeout`; then there may
+        be as few as one.
+        """
+        try:
+            await self._mms.scale(model.id, model.connections, model.connections)
+        except ServingError:
+            model.connections = 1
+            raise
+
+    async def end(self, model: Model) -> None:
+        """Leaves no worker, no memory and no slot of a model; each step whatever the others do."""
+        self._promised.pop(model.engine_name, None)
+        with contextlib.suppress(ServingError):
+            await self._mms.unregister(model.id)
+        with contextlib.suppress(EngineError):
+            await self._engine.unload(model.engine_name)
+        await asyncio.to_thread(remove, self._slots / model.id)
+
+    async def unregister(self, id: str) -> None:
+        """Ends a worker and leaves the rest, for one that is started again or belongs to no model.
+
+        Raises `Unavailable`, `Timeout`.
+        """
+        await self._mms.unregister(id)
+
+    async def registered(self) -> set[str]:
+        """The ids of all that MMS has. Raises `ServingError`."""
+        return await self._mms.names()
+
+    async def is_registered(self, id: str) -> bool:
+        """Whether MMS has it. Raises `ServingError`."""
+        return bool(await self._mms.describe(id))
+
+    async def held_by_engine(self) -> dict[str, str]:
+        """By the engine's names of the models that it holds: whether each is hot, warm or parked.
+
+        Raises `EngineError`.
+        """
+        return {model["name"]: model["residency"] for model in await self._engine.models()}
+
+    async def held_bytes(self, models: Iterable[Model], engine_only: bool) -> dict[str, int]:
+        """By id, the memory that each of the loaded `models` holds: in the engine, and unless
+        `engine_only` in its own processes. Raises `EngineError`."""
+        found = Counter({model.id: 0 for model in models})
+        ids = {model.engine_name: model.id for model in models}
+        for held in await self._engine.models():
+            if held["name"] in ids:
+                found[ids[held["name"]]] += sum(held[part] for part in ENGINE_PARTS)
+        if not engine_only:
+            sockets = {model.socket: model.id for model in models}
+            for socket, size in (await asyncio.to_thread(_process_bytes, set(sockets))).items():
+                found[sockets[socket]] += size
+        return found
+
+    @staticmethod
+    def listening() -> set[str]:
+        """The sockets that workers listen on. The kernel closes one when the last process of its
+        worker has ended, however it did, and not before."""
+        return {path for path, listens in _sockets() if listens}
+
+    def remove_unused_sockets(self) -> None:
+        """Removes the socket files of workers that are gone: MMS leaves one a load.
+
+        Whether one is in use is looked up, not tried: a worker takes a connection for MMS's.
+        """
+        files = list(self._run_dir.glob(".mms.sock.*"))
+        if files:
+            used = {path for path, _ in _sockets()}
+            for file in files:
+                if str(file) not in used:
+                    with contextlib.suppress(OSError):
+                        file.unlink()
+
+
+def _sockets() -> list[tuple[str, bool]]:
+    """Every unix socket with a path, and whether it listens."""
+    lines = SOCKETS.read_text(encoding="utf-8", errors="replace").splitlines()
+    columns = (line.split(maxsplit=7) for line in lines[1:])
+    return [(c[7], c[3] == LISTENING) for c in columns if len(c) == 8]
+
+
+def _process_bytes(sockets: set[str]) -> dict[str, int]:
+    """By socket, what the worker that listens there and all that it has started take. What they
+    share counts for each."""
+    found: dict[str, int] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            for socket in sockets & set(process.cmdline()):
+                tree = [process, *process.children(recursive=True)]
+                found[socket] = max(found.get(socket, 0), sum(map(_rss, tree)))
+    return found
+
+
+def _has_process(id: str) -> bool:
+    """Whether there is the process of a worker, which has this among its arguments."""
+    wanted = f"\0{id}\0".encode()
+    for command_line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if wanted in command_line.read_bytes():
+                return True
+    return False
+
+
+def _rss(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(process.memory_info().rss)
+    return 0
+
+
+def _describe(slot: Path, described: Mapping[str, Any], hosted: bool) -> None:
+    """Leaves a slot as it is that says this already: its worker comes back on a full disk, too.
+
+    Raises `DiskFull`.
+    """
+    text, file = json.dumps(described), slot / "model.json"
+    with contextlib.suppress(OSError):
+        if file.read_text(encoding="utf-8") == text:
+            return
+    with full_disk_is_an_error_of_ours(f"the slot of {described['name']} in RUN_DIR"):
+        slot.mkdir(exist_ok=True)
+        if hosted:
+            (slot / "hosted").touch()
+        file.write_text(text, encoding="utf-8")
+
+
+def _load_error(outcome: Mapping[str, Any]) -> Exception:
+    """The worker's reason as an exception, with the engine's own type where it has one."""
+    kind = getattr(engine_errors, str(outcome.get("type")), None)
+    message = str(outcome.get("message", "the model did not load"))
+    if isinstance(kind, type) and issubclass(kind, EngineError):
+        return kind(message)
+    error = WorkerFailed(message)
+    error.status = int(outcome["status"])
+    return error

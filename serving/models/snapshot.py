@@ -1,0 +1,98 @@
+"""What is loaded, written down for a gateway that is started again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from serving.models.admission import Line
+from serving.models.model import Model
+from serving.models.model_settings import ModelSettings
+from serving.store import StoredModel
+
+logger = logging.getLogger(__name__)
+
+
+class SavedModels:
+    """A file in the run folder, replaced at every change."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "models.json"
+        self._written = self._wanted = ""
+        self._rows: dict[str, tuple[tuple[Any, ...], str]] = {}  # by id: what it was made of, text
+        self._failing = False
+
+    def write(self, models: Iterable[Model]) -> None:
+        """What cannot be written, the disk being full, is logged: `retry` tries again."""
+        known, self._rows = self._rows, {}
+        for model in models:  # of hundreds one has changed
+            parts = _parts(model)
+            row = known.get(model.id)
+            if row is None or row[0] != parts:
+                row = parts, json.dumps(_row(model))
+            self._rows[model.id] = row
+        self._wanted = "[" + ", ".join(text for _, text in self._rows.values()) + "]"
+        self.retry()
+
+    def retry(self) -> None:
+        """Writes what was not written yet."""
+        text = self._wanted
+        if text == self._written:
+            return
+        fresh = self._path.with_suffix(".new")
+        try:
+            fresh.write_text(text, encoding="utf-8")
+            fresh.replace(self._path)
+        except OSError as error:
+            if not self._failing:
+                logger.error("the list of loaded models was not written: %s", error)
+            self._failing = True
+        else:
+            self._written, self._failing = text, False
+
+    def read(self) -> list[Model]:
+        """As they were written, not yet fetched; none where no gateway was before."""
+        try:
+            rows = json.loads(self._path.read_text(encoding="utf-8"))
+            return [_model(row) for row in rows]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            logger.error("the list of loaded models cannot be read: %r", error)
+            return []
+
+
+def _parts(model: Model) -> tuple[Any, ...]:
+    """All of a row that changes while a model is loaded."""
+    line = model.line
+    return (
+        model.options, model.settings, model.in_engine, model.socket, model.batch_size,
+        model.load_s, model.metadata, line.capacity, line.max_waiting,
+    )  # fmt: skip
+
+
+def _row(model: Model) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "url": model.url,
+        "id": model.id,
+        "stored": dataclasses.asdict(model.stored.without_secrets()),
+        "options": dict(model.options),
+        "settings": model.settings.said(),
+        "in_engine": model.in_engine,
+        "socket": model.socket,
+        "batch_size": model.batch_size,
+        "load_s": model.load_s,
+        "metadata": model.metadata,
+        "line": {"capacity": model.line.capacity, "max_waiting": model.line.max_waiting},
+    }
+
+
+def _model(row: dict[str, Any]) -> Model:
+    stored, settings = StoredModel(**row["stored"]), ModelSettings(**row["settings"])
+    line = Line(**row["line"])
+    return Model(**{**row, "stored": stored, "settings": settings, "line": line})

@@ -1,0 +1,80 @@
+"""From a gateway that listens to one that is ready: its health, and what is loaded at the start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from common.errors import EngineError
+from serving.api.shared import Gateway
+from serving.errors import Conflict, ServingError
+from serving.names import normal_name
+
+logger = logging.getLogger(__name__)
+
+HEALTH_S = 0.5
+# A new Java process compiles what it runs often: 0.2 s of calls spare the first requests some 2 ms.
+WARM_UP_CALLS = 200
+# Some are being fetched while others start.
+PRELOADS_AT_ONCE = 8
+
+
+async def watch_health(gateway: Gateway) -> None:
+    """Keeps `healthy`: whether a request would work now. `/ping` only reads it."""
+    warm = False
+    while True:
+        try:
+            for _ in range(1 if warm else WARM_UP_CALLS):
+                await gateway.mms.call("GET", "/ping", timeout_s=2)
+            warm = True
+            gateway.healthy = await gateway.engine.is_healthy()
+        except ServingError:
+            gateway.healthy = warm = False
+        await asyncio.sleep(HEALTH_S)
+
+
+async def start(gateway: Gateway) -> None:
+    """Loading begins once MMS and the engine answer."""
+    while not gateway.healthy:
+        await asyncio.sleep(0.05)
+    await gateway.recovery.adopt()
+    gateway.adopted = True
+    await _preload(gateway)
+    gateway.started = True
+
+
+async def _preload(gateway: Gateway) -> None:
+    """Loads what is to be there from the start, each within its LOAD_TIMEOUT_S.
+
+    A model that does not load is logged; only the one of a single-model server is indispensable.
+    """
+    settings = gateway.settings
+    single = Path(settings.base_dir) / "model"
+    if not settings.sagemaker_multi_model and single.is_dir() and any(single.iterdir()):
+        name = gateway.single_model = normal_name(settings.single_model_name)
+        try:
+            stored = await gateway.lookups.locate(str(single))
+            await gateway.registry.load(name, str(single), stored)
+        except Conflict:  # the gateway before this one has loaded it
+            pass
+        except Exception as error:
+            gateway.start_error = _explained(name, error)
+    turn = asyncio.Semaphore(PRELOADS_AT_ONCE)
+
+    async def preload(name: str) -> None:
+        async with turn:
+            try:
+                await gateway.on_demand.preload(normal_name(name))
+            except Exception as error:
+                logger.error("model %s is not preloaded: %s", name, _explained(name, error))
+
+    names = filter(None, (name.strip() for name in settings.preload_models.split(",")))
+    await asyncio.gather(*(preload(name) for name in names))
+
+
+def _explained(name: str, error: Exception) -> str:
+    if isinstance(error, ServingError | EngineError):
+        return error.message
+    logger.error("model %s did not load", name, exc_info=error)
+    return "an error inside the server; the log has it"

@@ -1,0 +1,1 @@
+"""The server's processes: what starts, watches and ends them, and keeps them apart."""

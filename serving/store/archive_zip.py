@@ -1,0 +1,63 @@
+"""Unpacks Multi Model Server's `.mar`, a zip, under the rules of `serving.store.archive_limits`."""
+
+from __future__ import annotations
+
+import stat
+import struct
+import zipfile
+from typing import IO
+
+from serving.errors import ArchiveError
+from serving.store.archive_limits import MAX_FILES, Output
+
+MAGIC = b"PK\x03\x04"
+# zipfile reads the whole list of members at once, whatever size it claims.
+MAX_LIST_BYTES = 4 << 20
+END = b"PK\x05\x06"
+END_BYTES, MAX_COMMENT_BYTES = 22, 65_535
+LOCATOR, LOCATOR_BYTES = b"PK\x06\x07", 20  # of zip64
+
+
+def extract_zip(stream: IO[bytes], output: Output) -> None:
+    """See `serving.store.archive.extract`; `stream` can seek."""
+    _check_list(stream)
+    with zipfile.ZipFile(stream) as archive:
+        members = archive.infolist()
+        output.check(len(members), sum(member.file_size for member in members))
+        for member in members:
+            _unpack(archive, member, output)
+        output.finish()
+
+
+def _check_list(stream: IO[bytes]) -> None:
+    """Refuses a list of members that would take much memory, before zipfile reads it."""
+    size = stream.seek(0, 2)
+    start = max(size - END_BYTES - MAX_COMMENT_BYTES - LOCATOR_BYTES, 0)
+    stream.seek(start)
+    tail = b""
+    while len(tail) < size - start and (data := stream.read(size - start - len(tail))):
+        tail += data
+    at = tail.rfind(END)
+    if at < 0 or len(tail) - at < END_BYTES:
+        raise ArchiveError("it has no end, so it is cut off or no zip")
+    if LOCATOR in tail[:at][-LOCATOR_BYTES:]:
+        raise ArchiveError("it is a zip64, for more than 4 GiB; use a .tar.gz for such a model")
+    count, list_bytes = struct.unpack("<HI", tail[at + 10 : at + 16])
+    if count > MAX_FILES or list_bytes > MAX_LIST_BYTES:
+        raise ArchiveError(f"it has more than {MAX_FILES} files, or too long names")
+
+
+def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, output: Output) -> None:
+    name = member.orig_filename  # not cut at a zero byte
+    mode = member.external_attr >> 16
+    if name.endswith("/"):  # ZipInfo.is_dir fails without a name
+        output.add_folder(name)
+        return
+    if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
+        raise ArchiveError(f"{name!r} is no file or folder")
+    if member.flag_bits & 1:
+        raise ArchiveError(f"{name!r} is encrypted")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ArchiveError(f"{name!r} is packed in a way that is not known here")
+    with archive.open(member) as source:
+        output.add_file(name, source, member.file_size, bool(mode & 0o100))

@@ -1,0 +1,368 @@
+"""What goes over the wire of the public ports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import re
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from serving.api.http_protocol import HTTPProtocol
+
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
+BODY = '{"inputs": "나 보기가 역겨워"}'.encode()
+CHUNKED = b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in (BODY[:7], BODY[7:])) + b"0\r\n\r\n"
+
+
+class Served:
+    """A small application behind the protocol, on a port of its own."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.gone, self.go_on = threading.Event(), threading.Event()
+        self.begun = threading.Event()
+        routes = [
+            Route("/echo", self._echo, methods=["POST", "GET"]),
+            Route("/refuse", self._refuse, methods=["POST"]),
+            Route("/stream", self._stream),
+            Route("/wait", self._wait, methods=["POST", "GET"]),
+        ]
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                Starlette(routes=routes),
+                http=type("Limited", (HTTPProtocol,), limits),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                loop="uvloop",
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._thread = threading.Thread(target=self._server.run, args=([self.listener],))
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.go_on.set()
+        self._server.should_exit = True
+        self._thread.join(20)
+
+    @staticmethod
+    async def _echo(request: Request) -> Response:
+        return Response(await request.body(), headers={"x-trailer": str("x-t" in request.headers)})
+
+    @staticmethod
+    async def _refuse(request: Request) -> Response:
+        return JSONResponse({"code": 413}, 413)
+
+    @staticmethod
+    async def _stream(request: Request) -> Response:
+        return StreamingResponse(iter([b"a" * 10, b"b" * 10]))
+
+    async def _wait(self, request: Request) -> Response:
+        await request.body()
+        self.begun.set()
+        answered = asyncio.ensure_future(asyncio.to_thread(self.go_on.wait, 30))
+        disconnected = asyncio.ensure_future(request.receive())
+        await asyncio.wait({answered, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if disconnected.done():
+            self.gone.set()
+            self.go_on.set()
+        return Response(b"done")
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+    def ask(self, *pieces: bytes) -> bytes:
+        """All that comes back until the server closes."""
+        with self.connect() as client:
+            for piece in pieces:
+                client.sendall(piece)
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return read_all(client)
+
+
+def read_all(client: socket.socket) -> bytes:
+    answer = b""
+    while piece := client.recv(65_536):
+        answer += piece
+    return answer
+
+
+@contextlib.contextmanager
+def serve(**limits: Any) -> Iterator[Served]:
+    served = Served(**limits)
+    try:
+        yield served
+    finally:
+        served.stop()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serve() as running:
+        yield running
+
+
+def post(path: str, headers: bytes = b"", length: int | None = len(BODY)) -> bytes:
+    framing = b"Transfer-Encoding: chunked" if length is None else b"Content-Length: %d" % length
+    return b"POST %s HTTP/1.1\r\nHost: a\r\n%s%s\r\n\r\n" % (path.encode(), headers, framing)
+
+
+LAST = b"GET /echo HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("size", [1, 3, 50, 10_000], ids=lambda size: f"{size}-bytes-at-once")
+@pytest.mark.parametrize("length", [len(BODY), None], ids=["length", "chunked"])
+def test_a_request_that_offers_http2_is_answered_in_http1_with_its_body(
+    served: Served, length: int | None, size: int
+) -> None:
+    one = post("/echo", OFFER, length) + (CHUNKED if length is None else BODY)
+    sent = one + one + b"GET /echo HTTP/1.1\r\nHost: a\r\n" + OFFER + b"\r\n" + LAST
+    answer = served.ask(*(sent[i : i + size] for i in range(0, len(sent), size)))
+    assert answer.count(b"HTTP/1.1 200") == 4
+    assert answer.count(BODY) == 2
+    assert answer.count(b"content-length: 0") == 2
+
+
+def test_another_protocols_offer_is_ignored_too(served: Served) -> None:
+    offer = b"Connection: close, Upgrade\r\nUpgrade: websocket\r\n"
+    assert served.ask(post("/echo", offer), BODY).endswith(BODY)
+
+
+def test_a_body_that_is_none_after_an_offer_is_refused(served: Served) -> None:
+    assert b"400 Bad Request" in served.ask(post("/echo", OFFER, None), b"nonsense\r\n")
+
+
+def test_curl_may_offer_http2(served: Served, tmp_path: Path) -> None:
+    curl = shutil.which("curl")
+    if (
+        curl is None
+        or "HTTP2" not in subprocess.run([curl, "-V"], capture_output=True).stdout.decode()
+    ):
+        pytest.skip("no curl with HTTP/2")
+    big = tmp_path / "body"
+    big.write_bytes(BODY * 10_000)
+    url = f"http://127.0.0.1:{served.port}/echo"
+    for more in ([], ["-H", "Transfer-Encoding: chunked"], ["-H", "Expect: 100-continue"]):
+        command = [curl, "-s", "--http2", "--data-binary", f"@{big}", *more, url, url]
+        done = subprocess.run(command, capture_output=True, timeout=30, check=True)
+        assert done.stdout == BODY * 20_000
+
+
+JAVA = """
+import java.net.URI;
+import java.net.http.*;
+import java.nio.charset.StandardCharsets;
+
+public class Call {
+    public static void main(String[] arguments) throws Exception {
+        HttpClient client = HttpClient.newHttpClient();
+        for (int i = 0; i < 3; i++) {
+            HttpRequest request = HttpRequest.newBuilder(URI.create(arguments[0]))
+                .POST(HttpRequest.BodyPublishers.ofString(arguments[1].repeat(1 + i * 5000)))
+                .build();
+            HttpResponse<String> answer =
+                client.send(request, HttpResponse.BodyHandlers.ofString(StandardCharsets.UTF_8));
+            System.out.println(answer.statusCode() + " " + answer.version() + " "
+                + answer.body().getBytes(StandardCharsets.UTF_8).length);
+        }
+    }
+}
+"""
+
+
+def test_javas_own_client_can_call(served: Served, tmp_path: Path) -> None:
+    if shutil.which("javac") is None:
+        pytest.skip("a single source file needs a JDK; here is a JRE or none")
+    source = tmp_path / "Call.java"
+    source.write_text(JAVA)
+    command = ["java", "-Dfile.encoding=UTF-8", "-Dsun.jnu.encoding=UTF-8", str(source)]
+    command += [f"http://127.0.0.1:{served.port}/echo", "inputs"]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    sizes = [6 * (1 + i * 5000) for i in range(3)]
+    assert done.stdout.decode().split("\n")[:3] == [f"200 HTTP_1_1 {s}" for s in sizes], done.stderr
+
+
+# The end of a connection
+
+
+@pytest.mark.parametrize("attempt", range(18))
+def test_an_answer_before_the_body_reaches_a_client_that_sends_it_all(
+    served: Served, attempt: int
+) -> None:
+    client = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+    headers = {"Connection": "close"} if attempt % 2 else {}
+    client.request("POST", "/refuse", b"x" * (7_000_000 + attempt * 100_000), headers)
+    answer = client.getresponse()
+    assert (answer.status, json.loads(answer.read())) == (413, {"code": 413})
+    client.close()
+
+
+def test_a_client_that_never_stops_sending_is_cut_off() -> None:
+    with serve(linger_bytes=1_000_000) as served, served.connect() as client:
+        client.sendall(post("/refuse", length=10**12))
+        with pytest.raises(OSError, match=r"reset|pipe"):  # noqa: PT012
+            for _ in range(10_000):
+                client.sendall(b"x" * 65_536)
+    with serve(linger_s=0.2) as served, served.connect() as client:
+        client.sendall(post("/refuse", length=10**12))
+        assert b" 413 " in read_all(client)  # and its end, though nothing more is sent
+
+
+def test_who_waits_to_be_told_to_continue_sends_its_next_request_elsewhere(served: Served) -> None:
+    answer = served.ask(post("/refuse", b"Expect: 100-continue\r\n"))
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"connection: close" in answer
+
+
+def test_a_client_that_has_closed_its_sending_half_gets_its_answer(served: Served) -> None:
+    with served.connect() as client:
+        client.sendall(post("/wait") + BODY)
+        client.shutdown(socket.SHUT_WR)
+        assert served.begun.wait(20)
+        assert not served.gone.wait(1)
+        served.go_on.set()
+        answer = read_all(client)
+    assert answer.startswith(
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK"
+    )  # asked whether it is there
+    assert answer.endswith(b"done")
+    with served.connect() as client:
+        client.sendall(post("/echo") + BODY)
+        client.shutdown(socket.SHUT_WR)
+        answer = read_all(client)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert answer.endswith(BODY)
+
+
+def test_a_client_that_has_gone_is_noticed(served: Served) -> None:
+    with served.connect() as client:
+        client.sendall(post("/wait") + BODY)
+        assert served.begun.wait(20)
+    assert served.gone.wait(20)
+
+
+def test_a_client_that_ends_in_the_middle_of_its_body_is_gone(served: Served) -> None:
+    with served.connect() as client:
+        client.sendall(post("/echo") + BODY[:5])
+        client.shutdown(socket.SHUT_WR)
+        assert read_all(client) == b""
+
+
+def test_http_1_0_gets_no_chunks(served: Served) -> None:
+    answer = served.ask(b"GET /stream HTTP/1.0\r\n\r\n")
+    assert b"transfer-encoding" not in answer
+    assert answer.endswith(b"\r\n\r\n" + b"a" * 10 + b"b" * 10)
+    assert b"content-length: 0" in served.ask(b"GET /echo HTTP/1.0\r\n\r\n")
+    assert b"transfer-encoding: chunked" in served.ask(LAST.replace(b"/echo", b"/stream"))
+
+
+# Limits
+
+
+def told(answer: bytes) -> tuple[int, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    assert re.search(rb"x-request-id: [0-9a-f-]{36}", head)
+    said = json.loads(body)
+    assert set(said) == {"code", "type", "message"}
+    return int(head.split()[1]), said["type"]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        (b"GET /echo HTTP/1.1\r\nX-A: ", b"a"),
+        (b"GET /", b"a"),
+        (b"", b"\r\n"),
+        (b"GET /echo HTTP/1.1\r\n", b"X-A: b\r\n"),
+        (post("/echo", length=None) + b"1;", b"a"),
+        (post("/echo", length=None) + b"1\r\na\r\n0\r\nX-T: ", b"a"),
+        (post("/echo", length=None) + b"1\r\na\r\n0\r\n", b"X-T: b\r\n"),
+    ],
+    ids=["header", "path", "empty-lines", "headers", "chunk", "trailer", "trailers"],
+)
+def test_what_the_parser_would_keep_is_bounded(
+    served: Served, request_: tuple[bytes, bytes]
+) -> None:
+    beginning, endless = request_
+    with served.connect() as client:
+        client.sendall(beginning)
+        with contextlib.suppress(OSError):
+            for _ in range(40):
+                client.sendall(endless * (10_000 // len(endless)))
+        client.shutdown(socket.SHUT_WR)
+        assert told(read_all(client)) == (431, "RequestHeaderFieldsTooLargeException")
+
+
+def test_trailers_are_no_headers(served: Served) -> None:
+    close = b"Connection: close\r\n"
+    answer = served.ask(post("/echo", close, None) + CHUNKED[:-2] + b"X-T: 1\r\n\r\n")
+    assert answer.endswith(BODY)
+    assert b"x-trailer: False" in answer
+
+
+def test_what_is_not_http_is_told_so(served: Served) -> None:
+    for sent in (b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"):
+        assert told(served.ask(sent)) == (400, "BadRequestException")
+
+
+def test_garbage_behind_a_request_does_not_cost_its_answer(served: Served) -> None:
+    with served.connect() as client:
+        client.sendall(post("/wait") + BODY + b"\x16\x03\x01 garbage\r\n\r\n")
+        assert served.begun.wait(20)
+        served.go_on.set()
+        assert read_all(client).endswith(b"done")
+
+
+def test_a_head_has_a_time_to_arrive() -> None:
+    with serve(head_s=0.2) as served:
+        assert served.ask() == b""
+        assert told(served.ask(b"GET /ec")) == (408, "RequestTimeoutException")
+        with served.connect() as client:  # also after a first request
+            client.sendall(b"GET /echo HTTP/1.1\r\nHost: a\r\n\r\nGE")
+            assert b"HTTP/1.1 408" in read_all(client)
+
+
+def test_of_too_many_connections_the_one_that_waited_longest_goes() -> None:
+    with (
+        serve(max_connections=3) as served,
+        served.connect() as busy,
+        served.connect() as slow,
+        served.connect() as slower,
+    ):
+        busy.sendall(post("/wait") + BODY)
+        assert served.begun.wait(20)
+        slow.sendall(b"GET /echo HTTP/1.1\r\nX")
+        assert served.ask(LAST).startswith(b"HTTP/1.1 200")
+        assert read_all(slow) == b""
+        slower.sendall(LAST)
+        assert read_all(slower).startswith(b"HTTP/1.1 200")
+        served.go_on.set()
+        assert b"done" in busy.recv(65_536)
+
+
+def test_where_all_connections_are_busy_one_more_is_told_to_come_back() -> None:
+    with serve(max_connections=1) as served, served.connect() as busy:
+        busy.sendall(post("/wait") + BODY)
+        assert served.begun.wait(20)
+        with served.connect() as client:
+            answer = read_all(client)
+        assert told(answer) == (503, "ServiceUnavailableException")
+        assert b"retry-after: 1\r\n" in answer

@@ -1,0 +1,226 @@
+"""A model's worker, with a Multi Model Server and an engine that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import OutOfMemory
+from serving.errors import BadRequest, DiskFull, Unavailable, WorkerLost
+from serving.mms.client import Answer, MMSClient
+from serving.mms.workers import Workers
+from serving.models.model import Model
+from serving.models.model_settings import ModelSettings
+from serving.settings import Settings
+from serving.store import Fetched
+from tests.serving.fakes import stored
+from tests.serving.virtual_time import run
+
+
+class FakeMMS:
+    """Knows what it was told, by id."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, Path] = {}
+        self.connections: list[int] = []
+        self.hangs = False
+
+    async def register(self, id: str, slot: Path, options: Any, timeout_s: float) -> None:
+        self.slots[id] = slot
+        if self.hangs:
+            await asyncio.Event().wait()
+        self.connections.append(options["initial_workers"])
+
+    async def probe(self, id: str, timeout_s: float) -> dict[str, Any]:
+        return {"status": 200, "in_engine": True}
+
+    async def unregister(self, id: str) -> None:
+        pass
+
+    async def socket_number(self, id: str) -> str:
+        return "9000"
+
+
+class FakeEngine:
+    def __init__(self) -> None:
+        self.checked: list[tuple[Any, ...]] = []
+        self.fits = False
+
+    async def check(self, *asked: Any) -> int:
+        self.checked.append(asked)
+        if self.fits:
+            return 100
+        raise OutOfMemory("no room", missing_bytes=7, needed_bytes=100)
+
+    async def unload(self, name: str) -> None:
+        pass
+
+    async def models(self) -> list[dict[str, Any]]:
+        held = {"reserved_bytes": 60, "row_bytes": 10, "kv_bytes": 5}
+        return [{"name": name, **held} for name in ("a#1", "else#9")]
+
+
+class Parts:
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.mms, self.engine = FakeMMS(), FakeEngine()
+        mms: Any = self.mms
+        engine: Any = self.engine
+        self.workers = Workers(Settings(), folder, mms, engine)
+        options = {"response_timeout": 60}
+        self.model = Model("a", "a", "1", stored("a"), options, ModelSettings(**settings))
+        (folder / "a").mkdir()
+        self.model.fetched = Fetched(folder / "a", hit=True)
+
+
+def test_a_worker_is_told_what_the_engine_is_to_do(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, backend="mxnet", max_rows=3, queue=4)
+        await parts.workers.start(parts.model)
+        told = json.loads((parts.mms.slots["1"] / "model.json").read_text())
+        assert told["engine"] == {"backend": "mxnet", "max_rows": 3}
+        with pytest.raises(OutOfMemory):
+            await parts.workers.check(parts.model)
+        ((*_, backend, precision, _),) = parts.engine.checked
+        assert (backend, precision) == ("mxnet", None)
+
+    run(test)
+
+
+def test_room_is_promised_in_the_order_in_which_it_was_asked_for(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        first = parts.model
+        later = dataclasses.replace(first, name="봄", id="2")
+
+        async def promised(model: Model) -> dict[str, int]:
+            with contextlib.suppress(OutOfMemory):
+                await parts.workers.check(model)
+            found: dict[str, int] = parts.engine.checked[-1][-1]
+            return found
+
+        assert await promised(first) == {}
+        assert await promised(later) == {"a#1": 100}
+        assert await promised(first) == {}
+        parts.engine.fits = True
+        assert await promised(first) == {}
+        assert await promised(later) == {"a#1": 100}  # which has yet to be loaded
+        await parts.workers.start(first)
+        assert await promised(later) == {}
+        assert parts.workers.promised_bytes(later) == 100
+        await parts.workers.end(later)
+        assert await promised(first) == {}
+
+    run(test)
+
+
+def test_a_worker_begins_with_one_connection_unless_requests_wait_for_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        await parts.workers.start(parts.model)
+        assert parts.model.line.capacity == 16
+        parts.model.in_flight = 2
+        await parts.workers.start(parts.model)
+        assert parts.mms.connections == [1, 16]
+
+    run(test)
+
+
+def test_what_is_the_engines_cannot_be_set_for_a_model_that_it_does_not_hold(
+    tmp_path: Path,
+) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, precision="int8")
+        (tmp_path / "a" / "inference.py").write_text("def model_fn(model_dir): ...")
+        with pytest.raises(BadRequest, match="precision cannot be set for model a"):
+            await parts.workers.check(parts.model)
+
+    run(test)
+
+
+def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        parts.mms.hangs = True
+        parts.model.id = f"봄-{os.getpid()}-1"
+        with pytest.raises(WorkerLost):
+            await parts.workers.start(parts.model)
+        assert asyncio.get_running_loop().time() < 20
+        await parts.workers.forget(parts.model)
+        assert not list((tmp_path / "slots").iterdir())
+
+        parts.model.id = f"봄-{os.getpid()}-2"
+        command = [sys.executable, "-c", "input()", "--model-name", parts.model.id]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+            starting = asyncio.create_task(parts.workers.start(parts.model))
+            await asyncio.sleep(20)  # it has as long as it needs
+            assert not starting.done()
+            process.kill()
+        with pytest.raises(WorkerLost):
+            await starting
+
+    run(test)
+
+
+def test_a_worker_comes_back_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> int:
+        raise OSError(28, os.strerror(28))
+
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        await parts.workers.start(parts.model)
+        monkeypatch.setattr(Path, "write_text", full)
+        await parts.workers.start(parts.model)
+        parts.model.id = "2"  # another one cannot be started, and says why
+        with pytest.raises(DiskFull, match="RUN_DIR"):
+            await parts.workers.start(parts.model)
+
+    run(test)
+
+
+def test_what_a_model_holds_is_its_weights_and_caches_and_its_processes(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        assert await parts.workers.held_bytes([parts.model], True) == {"1": 75}
+        sleeper = await asyncio.create_subprocess_exec(
+            "python3", "-c", "print(flush=True); input()", str(tmp_path / ".mms.sock.9000"),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            assert sleeper.stdout is not None
+            await sleeper.stdout.readline()
+            parts.model.socket = str(tmp_path / ".mms.sock.9000")
+            held = await parts.workers.held_bytes([parts.model], False)
+            assert held["1"] > 1 << 20
+        finally:
+            await sleeper.communicate(b"\n")
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"models": 3}', b'{"models": [{}]}'])
+def test_a_list_that_is_none_is_no_answer(body: bytes) -> None:
+    class Client(MMSClient):
+        def __init__(self) -> None:
+            pass
+
+        async def call(self, *_: Any, **__: Any) -> Answer:
+            headers: Any = {}
+            return Answer(200, headers, body)
+
+    async def test() -> None:
+        with pytest.raises(Unavailable):
+            await Client().names()
+        assert await Client().describe("a") in ({}, {"models": 3}, {"models": [{}]})
+
+    run(test)

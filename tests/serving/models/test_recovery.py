@@ -1,0 +1,275 @@
+"""Models whose workers, engine or gateway have gone, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import OutOfMemory
+from serving.errors import Unavailable, WorkerFailed
+from serving.models.model import Model
+from serving.models.model_settings import ModelSettings
+from tests.serving.fakes import START_S, Parts
+from tests.serving.virtual_time import run
+
+
+@contextlib.asynccontextmanager
+async def watched(parts: Parts) -> AsyncIterator[None]:
+    watch = asyncio.create_task(parts.recovery.watch())
+    try:
+        yield
+    finally:
+        assert not watch.done(), "it has given up"
+        watch.cancel()
+
+
+async def until_restoring(model: Model) -> None:
+    while not model.restoring:
+        await asyncio.sleep(0.01)
+
+
+def test_a_lost_worker_comes_back(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        model = await parts.load("a")
+        async with watched(parts):
+            parts.workers.kill(model)
+            await asyncio.sleep(3)
+            assert model.id in parts.workers.running
+            assert parts.workers.starts["a"] == 2
+
+    run(test)
+
+
+def test_a_model_that_the_engine_lost_comes_back(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        await parts.load("a")
+        async with watched(parts):
+            parts.workers.in_engine.clear()
+            await asyncio.sleep(6)
+            assert len(parts.workers.in_engine) == 1
+
+    run(test)
+
+
+def test_where_the_engine_has_a_models_weights_is_known(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        model = await parts.load("봄")
+        async with watched(parts):
+            parts.workers.residency = "parked"
+            await asyncio.sleep(2)
+            assert model.residency == "parked"
+            parts.workers.in_engine.clear()
+            await asyncio.sleep(2)
+            assert model.residency == ""
+
+    run(test)
+
+
+def test_an_answer_that_makes_no_sense_ends_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        model = await parts.load("a")
+        async with watched(parts):
+            parts.workers.listing = Unavailable("Multi Model Server listed its models with ?")
+            await asyncio.sleep(3)
+            parts.workers.kill(model)
+            parts.workers.listing = None
+            await asyncio.sleep(3)
+            assert model.id in parts.workers.running
+
+    run(test)
+
+
+def test_an_unexpected_error_is_not_swallowed(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        parts.workers.listing = KeyError("models")
+        with pytest.raises(KeyError):
+            await parts.recovery.watch()
+
+    run(test)
+
+
+def test_a_model_that_cannot_come_back_backs_off_and_says_so(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        model = await parts.load("a")
+        parts.workers.errors["a"] = [WorkerFailed("the script fails") for _ in range(100)]
+        times = []
+        async with watched(parts):
+            parts.workers.kill(model)
+            for _ in range(10):
+                await until_restoring(model)
+                times.append(asyncio.get_running_loop().time())
+                await model.change()
+            waits = [b - a - START_S for a, b in itertools.pairwise(times)]
+            for wait_s, least_s in zip(waits, (1, 2, 4, 8, 16, 32, 60, 60, 60), strict=True):
+                assert least_s - 0.02 <= wait_s <= least_s + 2  # it looks once a second
+            assert model.restarts.reason == "the script fails"
+            assert not parts.workers.turn.locked()
+            # Others are loaded and restarted meanwhile.
+            other = await parts.load("b")
+            parts.workers.kill(other)
+            await asyncio.sleep(3)
+            assert other.id in parts.workers.running
+            with pytest.raises(Unavailable) as refused:  # at once, and truly
+                await parts.recovery.wait_for(model, 60)
+            assert 2 < (refused.value.retry_after_s or 0) <= 60
+            parts.workers.errors.clear()
+            await asyncio.sleep(65)
+            assert model.id in parts.workers.running
+            assert not model.restarts.reason
+
+    run(test)
+
+
+def test_a_worker_that_dies_again_and_again_backs_off_too(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        model = await parts.load("a")
+        async with watched(parts):
+            for _ in range(300):
+                if model.id in parts.workers.running and not model.restoring:
+                    parts.workers.kill(model)
+                await asyncio.sleep(1)
+            assert parts.workers.starts["a"] < 12
+            await asyncio.sleep(200)  # and is forgiven when it stays
+            starts = parts.workers.starts["a"]
+            parts.workers.kill(model)
+            await asyncio.sleep(3)
+            assert parts.workers.starts["a"] == starts + 1
+
+    run(test)
+
+
+def test_a_restart_while_mms_is_away_is_not_the_models_fault(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        model = await parts.load("a")
+        parts.workers.errors["a"] = [Unavailable("being started") for _ in range(5)]
+        async with watched(parts):
+            parts.workers.kill(model)
+            await asyncio.sleep(1)
+            await parts.recovery.wait_for(model, 60)  # a request is answered after all
+            assert model.id in parts.workers.running
+
+    run(test)
+
+
+def test_what_was_seen_before_a_worker_was_started_again_does_not_end_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        first = await parts.load("a")
+        async with watched(parts):
+            parts.workers.kill(first)
+            parts.workers.slow = asyncio.Event()  # a listing that lacks it, and takes its time
+            await asyncio.sleep(2)
+            loaded = await parts.load("b")
+            parts.workers.running[first.id] = first
+            first.starts += 1  # back, in another way
+            parts.workers.slow.set()
+            await asyncio.sleep(0.5)
+            assert not first.restoring
+            assert not loaded.restoring
+            await asyncio.sleep(5)
+        assert (parts.workers.starts["a"], parts.workers.starts["b"]) == (1, 1)
+
+    run(test)
+
+
+def test_a_gateway_that_dies_twice_finds_its_models_healthy(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        model = await parts.load("a", settings=ModelSettings(pinned=True, queue=3))
+        async with watched(parts):
+            parts.workers.kill(model)
+            await asyncio.sleep(3)
+        second = Parts(tmp_path)
+        second.workers.running = parts.workers.running
+        second.workers.in_engine = parts.workers.in_engine
+        await second.recovery.adopt()
+        assert second.registry.get("a").settings == ModelSettings(pinned=True, queue=3)
+        async with watched(second):
+            await asyncio.sleep(10)
+        assert second.workers.unregistered == []
+        assert second.workers.starts["a"] == 0
+
+    run(test)
+
+
+def test_workers_that_belong_to_no_model_are_ended(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        model = await parts.load("a")
+        parts.workers.running["stranger"] = model
+        async with watched(parts):
+            await asyncio.sleep(2)
+        assert parts.workers.unregistered == ["stranger"]
+
+    run(test)
+
+
+def test_an_unload_ends_a_restart_that_hangs(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        model = await parts.load("a")
+        async with watched(parts):
+            parts.workers.hung.add("a")
+            parts.workers.kill(model)
+            await until_restoring(model)
+            before = asyncio.get_running_loop().time()
+            await parts.registry.unload("a")
+            assert asyncio.get_running_loop().time() == before
+            assert (parts.registry.all(), parts.workers.running) == ([], {})
+            await parts.load("b")  # no slot is held
+            await parts.load("c")
+
+    run(test)
+
+
+def test_a_restart_that_hangs_ends_at_the_loads_limit(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, load_timeout_s=30)
+        model = await parts.load("a")
+        async with watched(parts):
+            parts.workers.hung.add("a")
+            parts.workers.kill(model)
+            await until_restoring(model)
+            await asyncio.sleep(31)
+            assert not model.restoring
+            assert "in time" in model.restarts.reason
+
+    run(test)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_model_whose_room_others_have_taken_is_unloaded(tmp_path: Path, pinned: bool) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        model = await parts.load("a", settings=ModelSettings(pinned=pinned))
+        parts.workers.errors["a"] = [OutOfMemory("no room")]
+        async with watched(parts):
+            parts.workers.kill(model)
+            await asyncio.sleep(10)
+            assert parts.loaded() == (["a"] if pinned else [])
+
+    run(test)
+
+
+def test_a_list_of_models_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        for text in ("{", "7", "[1]", '[{"stored": {}}]', '[{"name": "a"}]'):
+            (tmp_path / "models.json").write_text(text)
+            await parts.recovery.adopt()
+        assert parts.registry.all() == []
+
+    run(test)

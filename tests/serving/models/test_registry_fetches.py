@@ -1,0 +1,56 @@
+"""Fetches that hang: with a cache that waits until it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+from serving.models.registry import FETCHES_AT_ONCE, Registry
+from serving.settings import Settings
+from serving.store import Fetched, StoredModel
+
+STORED = StoredModel("소월", "s3://models/소월.tar.gz", "1", 1, "archive")
+
+
+class HangingCache:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.asked, self.answers = threading.Semaphore(0), threading.Event()
+        self.most = self.now = self.released = 0
+        self._lock = threading.Lock()
+
+    def acquire(self, stored: StoredModel, given_up: threading.Event) -> Fetched:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        self.asked.release()
+        assert self.answers.wait(60)
+        with self._lock:
+            self.now -= 1
+        return Fetched(self._folder, hit=True)
+
+    def release(self, path: Path, *, discard: bool = False) -> None:
+        with self._lock:
+            self.released += 1
+
+
+def test_fetches_that_hang_hold_up_nothing_else(tmp_path: Path) -> None:
+    cache = HangingCache(tmp_path)
+    registry = Registry(Settings(), cast(Any, None), cast(Any, cache))
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(registry.manifest_name(STORED)) for _ in range(60)]
+        for _ in range(FETCHES_AT_ONCE):
+            assert await asyncio.to_thread(cache.asked.acquire, True, 30)
+        # What unloads and recovery use is free.
+        assert await asyncio.gather(*(asyncio.to_thread(int, "1") for _ in range(60))) == [1] * 60
+        tasks[0].cancel()  # its thread goes on, and what it brings is given back
+        cache.answers.set()
+        assert await asyncio.gather(*tasks[1:]) == [None] * 59
+        while cache.released < 60:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert cache.most == FETCHES_AT_ONCE

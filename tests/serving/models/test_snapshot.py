@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from serving.errors import ServingError
+from serving.models.model import LOAD_S, Model
+from serving.models.snapshot import SavedModels
+from serving.store import Cache, StoredModel, public_url
+from tests.serving.store.s3 import settings
+
+SECRET = "X-Amz-Signature=0123abcd"  # noqa: S105
+URL = f"https://user:0123abcd@models.example/%EC%8B%9C.tar.gz?{SECRET}#0123abcd"
+
+
+def model(stored: StoredModel) -> Model:
+    return Model("시", public_url(stored.url), "a-1", stored, {"response_timeout": 60})
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (URL, "https://models.example/%EC%8B%9C.tar.gz"),
+        ("http://[::1", "http://[::1"),
+        ("ftp://a:b@host?c", "ftp://host"),
+        ("s3://bucket/what?.tar.gz", "s3://bucket/what?.tar.gz"),
+        ("팀/what?", "팀/what?"),
+        ("/opt/ml/model", "/opt/ml/model"),
+    ],
+)
+def test_an_address_is_shown_without_its_keys(url: str, shown: str) -> None:
+    assert public_url(url) == shown
+
+
+def test_a_url_with_a_key_is_not_written_and_its_model_is_found_in_the_cache(
+    tmp_path: Path,
+) -> None:
+    stored = StoredModel("시", URL, "v1", 10, "archive")
+    saved = SavedModels(tmp_path)
+    saved.write([model(stored)])
+    for path in tmp_path.iterdir():
+        assert b"0123abcd" not in path.read_bytes()
+    (restored,) = saved.read()
+    cache = Cache(settings(tmp_path / "cache"))
+    with pytest.raises(ServingError) as raised:  # it is not there yet, and cannot be fetched
+        cache.acquire(restored.stored)
+    assert "0123abcd" not in raised.value.message
+    (tmp_path / "cache" / "models" / stored.key).mkdir()
+    assert cache.acquire(restored.stored).path == cache.acquire(stored).path
+
+
+def test_what_changes_of_one_of_many_models_is_written(tmp_path: Path) -> None:
+    saved = SavedModels(tmp_path)
+    models = [model(StoredModel("시", f"/봄/{i}", "v1", 10, "folder")) for i in range(3)]
+    for number, changed in enumerate(models):
+        changed.id = f"a-{number}"
+    saved.write(models)
+    models[1].line.capacity = 7
+    models[2].socket, models[2].load_s = "/run/9001", 2.5
+    saved.write(models)
+    assert [(m.line.capacity, m.socket, m.load_s) for m in saved.read()] == [
+        (1, "", LOAD_S),
+        (7, "", LOAD_S),
+        (1, "/run/9001", 2.5),
+    ]
+    saved.write(models[1:])
+    assert [m.url for m in saved.read()] == ["/봄/1", "/봄/2"]
+
+
+def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+    saved, in_the_way = SavedModels(tmp_path), tmp_path / "models.new"
+    in_the_way.mkdir()
+    saved.write([model(StoredModel("시", "/봄", "v1", 10, "folder"))])
+    assert saved.read() == []
+    in_the_way.rmdir()
+    saved.retry()
+    assert [m.name for m in saved.read()] == ["시"]

@@ -1,0 +1,279 @@
+"""Whatever bytes come as an archive: unpacked within its bounds, or refused with a reason.
+
+2,000 archives of each kind, about ten seconds of computing each: made of what tar and zip can say,
+or real ones of a model, with some bytes changed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import shutil
+import stat
+import struct
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from serving.errors import ArchiveError
+from serving.store.archive import extract
+from serving.store.archive_limits import MAX_DEPTH, OWN_FOLDER
+
+CASES = settings(
+    max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+MAX_BYTES = 100_000
+MAX_CALLS = 50_000  # of Python and C; what is right takes some thousands
+
+NAMES = st.one_of(
+    st.sampled_from(
+        ["a.params", "모델/가.params", "code/inference.py", "x" * 99, "a/" * 40 + "f", "한" * 90,
+         "../out", "/out", "a/../../out", "a//b", "./a", ".", "..", "", "/", "b\\c", "a\nb",
+         f"{OWN_FOLDER}/x"]
+    ),
+    st.text(st.sampled_from("ab/.한\0\ud800 "), max_size=12),
+)  # fmt: skip
+SIZES = st.sampled_from([0, 1, 5, 511, 512, 513, 70_000, MAX_BYTES, 1 << 33, -1, -512, 1 << 62])
+NUMBERS = st.one_of(SIZES.map(str), st.sampled_from(["", "x", "1_0", " 5", "9" * 40, "0x10"]))
+MODES = st.sampled_from([0, 0o100755, 0o120777, 0o40755, 0o10644])
+# Of a member in a zip's list, place and bytes: flags, packing, packed and plain size, extra, start.
+FIELDS = st.sampled_from([(8, 2), (10, 2), (20, 4), (24, 4), (30, 2), (42, 4)])
+KEYS = st.sampled_from(
+    ["path", "linkpath", "size", "comment", "hdrcharset", "GNU.sparse.map", "GNU.sparse.major", ""]
+)
+
+
+def encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+@st.composite
+def pax(draw: st.DrawFn) -> bytes:
+    """Records of an extended header, some with a wrong length."""
+    found = b""
+    for _ in range(draw(st.integers(0, 3))):
+        key = draw(KEYS)
+        value = draw(NUMBERS if key == "size" else NAMES)
+        rest = b" " + key.encode() + b"=" + encoded(value) + b"\n"
+        length = len(rest) + len(str(len(rest) + 2))
+        wrong = draw(st.sampled_from([0, 0, 0, 0, 1, -1, 1000, -length]))
+        found += str(length + wrong).encode() + rest
+    return found
+
+
+@st.composite
+def header(draw: st.DrawFn) -> bytes:
+    """One block and what follows it, which need not be what it says."""
+    kind = draw(st.sampled_from([b"0"] * 4 + [bytes([k]) for k in b"\x005 12367LKxgXSDVMz"]))
+    data = draw(pax()) if kind in b"xgX" else draw(st.binary(max_size=20))
+    if kind in b"LK":
+        data = encoded(draw(NAMES)) + b"\0"
+    size = len(data) if draw(st.integers(0, 3)) else draw(SIZES)
+    digits = (
+        b"%011o\0" % size if 0 <= size < 8**11 else b"\xff" + size.to_bytes(11, "big", signed=True)
+    )
+    block = bytearray(512)
+    for at, width, value in (
+        (0, 100, encoded(draw(NAMES))),
+        (100, 8, b"0000755\0"),
+        (124, 12, digits),
+        (156, 1, kind),
+        (157, 100, encoded(draw(NAMES))),
+        (257, 8, draw(st.sampled_from([b"ustar\x0000", b"ustar  \0", b""]))),
+        (345, 155, draw(st.sampled_from([b"", "앞".encode(), b"../..", b"/"]))),
+    ):
+        block[at : at + width] = value[:width].ljust(width, b"\0")
+    block[148:156] = b" " * 8
+    total = sum(block) if draw(st.integers(0, 9)) else 1
+    block[148:156] = b"%06o\0 " % total
+    return bytes(block) + data + bytes(-len(data) % 512)
+
+
+def damaged(draw: st.DrawFn, data: bytes) -> bytes:
+    """With some bytes changed, or cut off."""
+    found = bytearray(data)
+    for _ in range(draw(st.integers(0, 4))):
+        if found:
+            found[draw(st.integers(0, len(found) - 1))] = draw(st.integers(0, 255))
+    return bytes(
+        found[: draw(st.integers(0, len(found)))] if draw(st.integers(0, 9)) == 0 else found
+    )
+
+
+def real(pack: Callable[[dict[str, bytes]], bytes]) -> bytes:
+    files = {
+        "모델.params": bytes(range(256)) * 3,
+        "code/inference.py": b"def model_fn(folder):\n    return folder\n",
+        "긴이름/" * 20 + "config.json": b"{}",
+        "MAR-INF/MANIFEST.json": b'{"model": {"handler": "inference"}}',
+    }
+    return pack(files)
+
+
+def pack_tar(files: dict[str, bytes], format: int) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=format) as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+        link = tarfile.TarInfo("같은.params")
+        link.type, link.linkname = tarfile.SYMTYPE, "모델.params"
+        tar.addfile(link)
+    return packed.getvalue()
+
+
+def pack_zip(files: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return packed.getvalue()
+
+
+REAL_TARS = [
+    real(lambda files, format=format: pack_tar(files, format))  # type: ignore[misc]
+    for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)
+]
+REAL_ZIP = real(pack_zip)
+
+
+@st.composite
+def tars(draw: st.DrawFn) -> bytes:
+    if draw(st.booleans()):
+        plain = b"".join(draw(st.lists(header(), max_size=8)))
+        plain += bytes(draw(st.sampled_from([0, 512, 1024, 10240])))
+    else:
+        plain = draw(st.sampled_from(REAL_TARS))
+    packed = gzip.compress(damaged(draw, plain), 1, mtime=0)
+    return damaged(draw, packed) if draw(st.integers(0, 3)) == 0 else packed
+
+
+@st.composite
+def zips(draw: st.DrawFn) -> bytes:
+    if draw(st.integers(0, 2)) == 0:
+        return damaged(draw, REAL_ZIP)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name in draw(st.lists(NAMES, min_size=1, max_size=6)):
+            info = zipfile.ZipInfo("x" if "\ud800" in name else name or "x")
+            info.external_attr = (
+                draw(st.sampled_from([0, 0o100755, 0o120777, 0o40755, 0o10644])) << 16
+            )
+            info.compress_type = draw(st.sampled_from([0, 8, 8, 12, 14]))
+            archive.writestr(info, draw(st.sampled_from([b"", b"abc", bytes(5000)])))
+    data = bytearray(packed.getvalue())
+    at = data.find(b"PK\x01\x02")  # the list of members: fields with other values
+    while at >= 0:
+        if draw(st.integers(0, 3)) == 0:
+            offset, width = draw(
+                st.sampled_from([(8, 2), (10, 2), (20, 4), (24, 4), (30, 2), (42, 4)])
+            )
+            value = draw(st.sampled_from([0, 1, 8, 99, 5000, 0x0800, 0xFFFF, 0xFFFFFFFE]))
+            data[at + offset : at + offset + width] = struct.pack("<I", value)[:width]
+        at = data.find(b"PK\x01\x02", at + 1)
+    return damaged(draw, bytes(data))
+
+
+class CountedStream(io.BytesIO):
+    """Counts the bytes that are read of it."""
+
+    count = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self.count += len(data)
+        return data
+
+
+def calls(work: Callable[[], None]) -> int:
+    """How many calls `work` makes."""
+    count = 0
+
+    def seen(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def unpack(packed: bytes, folder: Path) -> bool:
+    """Whether it was taken. What is there then, or after a refusal, is within the bounds."""
+    stream, reserved = CountedStream(packed), 0
+    refused: list[ArchiveError] = []
+
+    def reserve(size: int) -> None:
+        nonlocal reserved
+        assert 0 <= size <= MAX_BYTES
+        reserved += size
+
+    def work() -> None:
+        try:
+            extract(stream, folder / "m", "모델.tar.gz", MAX_BYTES, reserve)
+        except ArchiveError as error:
+            refused.append(error)
+
+    assert calls(work) < MAX_CALLS
+    assert stream.count <= 10 * len(packed) + 200_000
+    assert reserved <= MAX_BYTES
+    assert [path.name for path in folder.iterdir()] == ["m"]
+    check(folder / "m")
+    assert not any(str(folder) in error.message for error in refused)
+    return not refused
+
+
+def check(folder: Path) -> None:
+    size = 0
+    for parent, folders, names in os.walk(folder):
+        assert OWN_FOLDER not in (*folders, *names)
+        assert len(Path(parent).relative_to(folder).parts) < MAX_DEPTH
+        for name in names:
+            found = os.lstat(os.path.join(parent, name))
+            assert stat.S_ISREG(found.st_mode)
+            size += found.st_size // found.st_nlink
+    assert size <= MAX_BYTES
+
+
+def within_bounds(packed: bytes) -> bool:
+    folder = Path(tempfile.mkdtemp(prefix="archive-"))
+    try:
+        (folder / "m").mkdir()
+        return unpack(packed, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@CASES
+@given(tars())
+def test_any_tar_is_unpacked_within_bounds_or_refused(packed: bytes) -> None:
+    within_bounds(packed)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@CASES
+@given(zips())
+def test_any_zip_is_unpacked_within_bounds_or_refused(packed: bytes) -> None:
+    within_bounds(packed)
+
+
+@pytest.mark.parametrize("packed", [*map(gzip.compress, REAL_TARS), REAL_ZIP])
+def test_the_real_ones_are_taken(packed: bytes) -> None:
+    assert within_bounds(packed)

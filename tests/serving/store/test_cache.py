@@ -1,0 +1,407 @@
+from __future__ import annotations
+
+import functools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from serving.errors import ArchiveError, ArtifactChanged, DiskFull, ModelTooLarge, StoreUnavailable
+from serving.store import Cache, Store, StoredModel, download, open_store
+from serving.store.catalog import StoredFile
+from serving.store.s3 import S3Bucket
+from tests.serving.store.s3 import S3Server, archive, s3_server, settings
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+KIB = 1024
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    server.empty()
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(download, "RANGE_BYTES", 64 * KIB)
+    monkeypatch.setattr(download, "PAUSE_S", 0.01)
+    return server
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    """What gzip cannot make smaller."""
+    return random.Random(seed).randbytes(size)  # noqa: S311
+
+
+def put(s3: S3Server, name: str, size: int = 400 * KIB, seed: int = 0) -> StoredModel:
+    s3.put(f"kogpt2/{name}.tar.gz", archive({f"{name}.params": noise(size, seed)}))
+    return find(name)
+
+
+def find(name: str) -> StoredModel:
+    return store().find(name)
+
+
+@functools.cache
+def store() -> Store:
+    return open_store("s3://models/kogpt2/")
+
+
+def entries(folder: Path) -> set[str]:
+    """Names of the models in a cache, which must have nothing half done in it."""
+    assert not list((folder / "parts").iterdir())
+    assert not list((folder / "temporary").iterdir())
+    return kept(folder)
+
+
+def kept(folder: Path) -> set[str]:
+    """Names of the models in a cache."""
+    return {path.name.rpartition("-")[0] for path in (folder / "models").iterdir()}
+
+
+def child(cache_dir: Path, s3: S3Server, code: str) -> subprocess.Popen[str]:
+    """A process with a `cache` and a `model`."""
+    start = (
+        "from pathlib import Path\n"
+        "from serving.store import Cache, download, open_store\n"
+        "from serving.store.s3 import S3Bucket\n"
+        "from tests.serving.store.s3 import settings\n"
+        f"download.RANGE_BYTES = {64 * KIB}\n"
+        f"cache = Cache(settings(Path({str(cache_dir)!r})))\n"
+        "model = open_store('s3://models/kogpt2/').find('소월')\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", start + code],
+        env={**os.environ, **s3.environment},
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_an_archive_is_fetched_once_and_survives_a_restart(s3: S3Server, tmp_path: Path) -> None:
+    model = put(s3, "소월")
+    first = Cache(settings(tmp_path)).acquire(model)
+    assert (first.path / "소월.params").read_bytes() == noise(400 * KIB)
+    assert (first.hit, first.bytes) == (False, model.size_bytes)
+    assert first.download_s > 0
+    assert first.unpack_s >= 0
+    again = Cache(settings(tmp_path)).acquire(model)
+    assert (again.path, again.hit, again.bytes) == (first.path, True, 0)
+    assert entries(tmp_path) == {"소월"}
+
+
+def test_threads_that_want_the_same_model_fetch_it_once(s3: S3Server, tmp_path: Path) -> None:
+    model, cache = put(s3, "a"), Cache(settings(tmp_path))
+    with ThreadPoolExecutor(4) as pool:
+        fetched = list(pool.map(cache.acquire, [model] * 4))
+    assert sorted(f.hit for f in fetched) == [False, True, True, True]
+    assert len({f.path for f in fetched}) == 1
+
+
+def test_processes_that_want_the_same_model_fetch_it_once(s3: S3Server, tmp_path: Path) -> None:
+    put(s3, "소월")
+    code = "print('ready', flush=True); input(); print(cache.acquire(model).hit)\n"
+    children = [child(tmp_path, s3, code) for _ in range(2)]
+    for process in children:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    answers = sorted(process.communicate("\n", timeout=20)[0].strip() for process in children)
+    assert answers == ["False", "True"]
+
+
+def test_a_killed_fetch_is_resumed(s3: S3Server, tmp_path: Path) -> None:
+    model = put(s3, "소월", 500 * KIB)
+    code = (
+        "download.CONNECTIONS = 1\n"
+        "read, asked = S3Bucket.read, []\n"
+        "def slow(self, *arguments):\n"
+        "    asked.append(arguments)\n"
+        "    if len(asked) == 4:\n"
+        "        print('three', flush=True)\n"
+        "        input()\n"
+        "    return read(self, *arguments)\n"
+        "S3Bucket.read = slow\n"
+        "cache.acquire(model)\n"
+    )
+    process = child(tmp_path, s3, code)
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline() == "three\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert list((tmp_path / "temporary").iterdir())
+    cache = Cache(settings(tmp_path))
+    assert not list((tmp_path / "temporary").iterdir())
+    fetched = cache.acquire(model)
+    assert fetched.bytes == model.size_bytes - 3 * 64 * KIB
+    assert (fetched.path / "소월.params").read_bytes() == noise(500 * KIB)
+    assert entries(tmp_path) == {"소월"}
+
+
+def test_a_new_version_is_fetched_beside_one_that_is_in_use(s3: S3Server, tmp_path: Path) -> None:
+    cache = Cache(settings(tmp_path))
+    old = cache.acquire(put(s3, "a", 1000, seed=1)).path
+    new = cache.acquire(put(s3, "a", 1000, seed=2)).path
+    assert (old / "a.params").read_bytes() == noise(1000, 1)
+    assert (new / "a.params").read_bytes() == noise(1000, 2)
+
+
+def test_the_least_recently_used_models_go_first_but_none_in_use(
+    s3: S3Server, tmp_path: Path
+) -> None:
+    # Room for two unpacked models and an archive.
+    cache = Cache(settings(tmp_path, cache_max_bytes=350 * KIB))
+    models = {name: put(s3, name, 100 * KIB) for name in "abcd"}
+    paths = {name: cache.acquire(models[name]).path for name in "ab"}
+    cache.release(paths["b"])
+    cache.release(paths["a"])
+    paths["c"] = cache.acquire(models["c"]).path
+    assert entries(tmp_path) == {"a", "c"}
+    assert cache.used_bytes() == 200 * KIB
+    cache.acquire(models["a"])
+    with pytest.raises(DiskFull, match="in use") as raised:
+        cache.acquire(models["d"])
+    assert raised.value.status == 507
+    assert kept(tmp_path) == {"a", "c"}
+    cache.release(paths["c"])
+    cache.acquire(models["d"])
+    assert entries(tmp_path) == {"a", "d"}
+
+
+def test_a_model_that_another_process_uses_stays(s3: S3Server, tmp_path: Path) -> None:
+    put(s3, "소월", 100 * KIB)
+    other = put(s3, "a", 100 * KIB)
+    process = child(tmp_path, s3, "cache.acquire(model); print('in use', flush=True); input()\n")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "in use\n"
+    cache = Cache(settings(tmp_path, cache_max_bytes=250 * KIB))
+    with pytest.raises(DiskFull):
+        cache.acquire(other)
+    process.communicate("\n", timeout=20)
+    cache.acquire(other)
+    assert entries(tmp_path) == {"a"}
+
+
+def test_a_model_larger_than_the_cache_removes_nothing(s3: S3Server, tmp_path: Path) -> None:
+    cache = Cache(settings(tmp_path, cache_max_bytes=150 * KIB))
+    cache.release(cache.acquire(put(s3, "small", 1000)).path)
+    s3.put("kogpt2/zeros.tar.gz", archive({"a.params": bytes(1 << 20)}))
+    for large in (put(s3, "large", 200 * KIB), find("zeros")):
+        with pytest.raises(ModelTooLarge, match="whole cache"):
+            cache.acquire(large)
+    assert entries(tmp_path) == {"small"}
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "no archive", "empty"])
+def test_a_damaged_archive_leaves_nothing(s3: S3Server, tmp_path: Path, damage: str) -> None:
+    data = bytearray(archive({"a.params": noise(300 * KIB)}))
+    if damage == "cut":
+        del data[150 * KIB :]
+    elif damage == "flipped":
+        data[100 * KIB] ^= 0xFF
+    elif damage == "no archive":
+        data = bytearray(b"<html>")
+    else:
+        data.clear()
+    s3.put("kogpt2/a.tar.gz", bytes(data))
+    cache = Cache(settings(tmp_path))
+    with pytest.raises(ArchiveError, match=r"a\.tar\.gz cannot be unpacked"):
+        cache.acquire(find("a"))
+    assert entries(tmp_path) == set()
+    cache.acquire(put(s3, "a"))
+
+
+def test_a_connection_that_breaks_goes_on_where_it_was(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, read, asked = put(s3, "a"), S3Bucket.read, []
+
+    def breaking(self: S3Bucket, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
+        asked.append(stop - start)
+        whole = b"".join(read(self, file, start, stop))
+        yield whole[: 40 * KIB]
+        if len(whole) > 40 * KIB:
+            raise StoreUnavailable("broken off")
+
+    monkeypatch.setattr(S3Bucket, "read", breaking)
+    fetched = Cache(settings(tmp_path)).acquire(model)
+    assert (fetched.path / "a.params").read_bytes() == noise(400 * KIB)
+    assert 24 * KIB in asked
+
+
+def test_a_store_that_stays_away_is_an_error_and_what_came_is_kept(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, read = put(s3, "a"), S3Bucket.read
+
+    def gone(self: S3Bucket, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
+        if start >= 128 * KIB:
+            raise StoreUnavailable("gone")
+        yield from read(self, file, start, stop)
+
+    monkeypatch.setattr(download, "CONNECTIONS", 1)
+    cache = Cache(settings(tmp_path))
+    with monkeypatch.context() as broken:
+        broken.setattr(S3Bucket, "read", gone)
+        with pytest.raises(StoreUnavailable, match="gone"):
+            cache.acquire(model)
+    assert not list((tmp_path / "temporary").iterdir())
+    assert cache.acquire(model).bytes == model.size_bytes - 128 * KIB
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "given up"])
+def test_a_fetch_can_be_ended(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    model, cache, asked = put(s3, "a"), Cache(settings(tmp_path)), threading.Event()
+    given_up = threading.Event()
+
+    def endless(self: S3Bucket, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
+        while True:
+            asked.set()
+            yield b""
+
+    monkeypatch.setattr(S3Bucket, "read", endless)
+    with ThreadPoolExecutor(1) as pool:
+        fetch = pool.submit(cache.acquire, model, given_up)
+        assert asked.wait(10)
+        if closed:
+            cache.close()
+        else:
+            given_up.set()
+        with pytest.raises(StoreUnavailable, match="stopped"):
+            fetch.result(10)
+
+
+def test_an_archive_of_this_machine_is_unpacked_for_nobody(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "a.tar.gz").write_bytes(archive({"a.params": noise(400 * KIB)}))
+    model = open_store(str(tmp_path / "store")).find("a")
+    cache, given_up = Cache(settings(tmp_path / "cache")), threading.Event()
+    given_up.set()
+    with pytest.raises(StoreUnavailable, match="given up"):
+        cache.acquire(model, given_up)
+    assert not entries(tmp_path / "cache")
+    assert cache.acquire(model).path.is_dir()
+
+
+def test_models_of_this_machine_are_used_in_place_or_unpacked(tmp_path: Path) -> None:
+    store, cache = tmp_path / "store", Cache(settings(tmp_path / "cache"))
+    (store / "folder").mkdir(parents=True)
+    (store / "folder" / "a.params").write_text("x")
+    (store / "시.tar.gz").write_bytes(archive({"a.params": b"y"}))
+    folder = cache.acquire(open_store(str(store)).find("folder"))
+    assert (folder.path, folder.hit) == (store / "folder", True)
+    cache.release(folder.path)
+    stored = open_store(f"file://{store}").find("시")
+    unpacked = cache.acquire(stored)
+    assert (unpacked.path / "a.params").read_text() == "y"
+    (store / "시.tar.gz").write_bytes(archive({"a.params": b"newer"}))
+    assert cache.acquire(stored).hit  # the version that was found is still there
+    shutil.rmtree(tmp_path / "cache" / "models")
+    (tmp_path / "cache" / "models").mkdir()
+    with pytest.raises(ArtifactChanged):
+        cache.acquire(stored)
+    newer = cache.acquire(open_store(str(store)).find("시"))
+    assert (newer.path / "a.params").read_text() == "newer"
+
+
+def test_no_leftover_stops_a_start(
+    tmp_path: Path, deep: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    Cache(settings(tmp_path))
+    temporary, locks = tmp_path / "temporary", tmp_path / "locks"
+    deep(temporary / "deep")
+    (temporary / "closed" / "below").mkdir(parents=True)
+    (temporary / "closed" / "below" / "f").touch()
+    (temporary / "closed" / "below").chmod(0)
+    (temporary / "closed").chmod(0o500)
+    os.mkfifo(temporary / "pipe")
+    os.symlink(tmp_path, temporary / "link")
+    os.mkdir(bytes(temporary) + b"/\xff\xfe")
+    (temporary / "file").touch()
+    (temporary / ("n" * 255)).touch()  # no lock can have this name
+    (locks / "folder.pin").mkdir()
+    os.mkfifo(locks / "pipe.fetch")
+    Cache(settings(tmp_path))
+    assert [path.name for path in temporary.iterdir()] == ["n" * 255]
+    assert [path.name for path in locks.iterdir()] == ["folder.pin"]
+    assert {"folder", "n" * 255} <= {record.args[0] for record in caplog.records if record.args}
+    assert tmp_path.is_dir()
+
+
+def test_a_leftover_that_cannot_be_removed_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: object, *arguments: object) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    Cache(settings(tmp_path))
+    (tmp_path / "temporary" / "남은것").mkdir()
+    with monkeypatch.context() as context:
+        context.setattr(os, "rmdir", refuse)
+        cache = Cache(settings(tmp_path))
+    assert "남은것 cannot be removed" in caplog.text
+    assert cache.used_bytes() == 0
+
+
+def test_whatever_is_in_the_cache_can_make_room(
+    s3: S3Server, tmp_path: Path, deep: Callable[[Path], None]
+) -> None:
+    cache = Cache(settings(tmp_path, cache_max_bytes=250 * KIB))
+    deep(tmp_path / "models" / "deep")
+    (tmp_path / "models" / "deep" / "weights").write_bytes(bytes(150 * KIB))
+    cache.acquire(put(s3, "a", 100 * KIB))
+    assert entries(tmp_path) == {"a"}
+
+
+def test_a_refused_archive_leaves_nothing_and_is_told_by_its_size(
+    s3: S3Server, tmp_path: Path
+) -> None:
+    cache = Cache(settings(tmp_path, model_max_bytes=100 * KIB))
+    s3.put("kogpt2/a.tar.gz", archive({"x": noise(10), "a/" * 600 + "f": b"1"}))
+    s3.put("kogpt2/zeros.tar.gz", archive({"x": noise(10), "y": bytes(200 * KIB)}))
+    for name in ("a", "zeros"):
+        with pytest.raises(ArchiveError, match=r"deeper|MODEL_MAX_MIB"):
+            cache.acquire(find(name))
+        assert entries(tmp_path) == set()
+    for file in ("a.params", "b.params"):
+        s3.put(f"kogpt2/folder/{file}", noise(60 * KIB))
+    for large in (put(s3, "large", 150 * KIB), find("folder")):
+        with pytest.raises(ArchiveError, match="MODEL_MAX_MIB"):
+            cache.acquire(large)
+    assert entries(tmp_path) == set()
+
+
+def test_what_turned_out_to_be_no_model_is_not_kept(s3: S3Server, tmp_path: Path) -> None:
+    cache, model = Cache(settings(tmp_path)), put(s3, "소월")
+    first, second = cache.acquire(model), cache.acquire(model)
+    cache.release(first.path, discard=True)
+    assert entries(tmp_path) == {"소월"}  # another uses it
+    cache.release(second.path, discard=True)
+    assert entries(tmp_path) == set()
+    assert not list((tmp_path / "locks").iterdir())
+    assert not cache.acquire(model).hit
+
+
+def test_a_folder_of_this_machine_is_never_discarded(tmp_path: Path) -> None:
+    (tmp_path / "store" / "a").mkdir(parents=True)
+    (tmp_path / "store" / "a" / "a.params").touch()
+    cache = Cache(settings(tmp_path / "cache"))
+    fetched = cache.acquire(open_store(str(tmp_path / "store")).find("a"))
+    cache.release(fetched.path, discard=True)
+    assert (tmp_path / "store" / "a" / "a.params").exists()

@@ -1,0 +1,103 @@
+"""`gs://` against an emulator of Google's storage.
+
+pip install gcp-storage-emulator (in an environment outside of this one, its bin on PATH)
+pip install -r requirements-store.txt
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.errors import ArtifactChanged, ModelNotInStore, StoreUnavailable
+from serving.store import Cache, StoreSettings, drivers, open_store
+from tests.serving.store.s3 import archive
+
+pytest.importorskip("gcsfs", reason="needs gcsfs: pip install -r requirements-store.txt")
+if shutil.which("gcp-storage-emulator") is None:
+    pytest.skip(
+        "needs gcp-storage-emulator on PATH: pip install gcp-storage-emulator, not into .venv",
+        allow_module_level=True,
+    )
+
+pytestmark = pytest.mark.filterwarnings("default")  # the drivers' own
+LOCATION = "gs://models/kogpt2/"
+START_S = 20
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    command = ["gcp-storage-emulator", "start", "--in-memory", "--host", "127.0.0.1"]
+    emulator = subprocess.Popen([*command, "--port", str(port), "--default-bucket", "models"])
+    try:
+        end = time.monotonic() + START_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                assert time.monotonic() < end
+                time.sleep(0.1)
+        yield port
+    finally:
+        emulator.terminate()
+        emulator.wait()
+
+
+@pytest.fixture
+def bucket(port: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    import fsspec
+
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+    files = fsspec.filesystem("gs", skip_instance_cache=True, use_listings_cache=False)
+    for path in files.find("models"):
+        files.rm(path)
+    return files
+
+
+def test_models_of_google_are_offered_and_fetched(bucket: Any, tmp_path: Path) -> None:
+    data = archive({"a.params": bytes(range(256)) * 40_000}, level=0)
+    bucket.pipe_file("models/kogpt2/소월.tar.gz", data)
+    bucket.pipe_file("models/kogpt2/팀/동주/a.params", b"x")
+    bucket.pipe_file("models/elsewhere/a.tar.gz", data)
+    store = open_store(LOCATION)
+    assert [m.name for m in store.models()] == ["소월", "팀/동주"]
+    cache = Cache(StoreSettings(LOCATION, tmp_path, 0, 4 << 30, (), ()))
+    for model in store.models():
+        assert store.find(model.name) == model
+        assert (cache.acquire(model).path / "a.params").exists()
+    fetched = cache.acquire(store.find("소월")).path / "a.params"
+    assert fetched.read_bytes() == bytes(range(256)) * 40_000
+    with pytest.raises(ModelNotInStore, match="없음"):
+        store.find("없음")
+
+
+def test_versions_of_google_do_not_mix(bucket: Any, tmp_path: Path) -> None:
+    bucket.pipe_file("models/kogpt2/a.tar.gz", archive({"a.params": b"old"}))
+    cache, old = (
+        Cache(StoreSettings(LOCATION, tmp_path, 0, 4 << 30, (), ())),
+        open_store(LOCATION).find("a"),
+    )
+    bucket.pipe_file("models/kogpt2/a.tar.gz", archive({"a.params": b"new"}))
+    with pytest.raises(ArtifactChanged):
+        cache.acquire(old)
+    path = cache.acquire(open_store(LOCATION).find("a")).path
+    assert (path / "a.params").read_bytes() == b"new"
+
+
+def test_a_google_store_that_is_away_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivers, "TIMEOUT_S", 3.0)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="cannot be read"):
+        open_store(LOCATION).find("a")
+    assert time.monotonic() - started < 10

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from serving.errors import (
+    ModelNotInStore,
+    ServingError,
+    StartError,
+    StoreUnavailable,
+    UrlNotAllowed,
+)
+from serving.store import Cache, StoreSettings, download, locate, open_store
+from serving.store.drivers import DRIVERS
+from serving.store.https import Https
+from tests.serving.store.s3 import ENVIRONMENT, archive, settings
+
+ARCHIVE = archive({"a.params": bytes(range(256)) * 4000}, level=0)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """`/plain/` answers whole files only, `/ranged/` parts, too; `/away/` leads elsewhere."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        kind = self.path.split("/")[1]
+        if kind not in ("plain", "ranged"):
+            moved = {"away": "http://localhost:1/x", "here": "/ranged/" + quote("시") + ".tar.gz"}
+            self.send_response(302 if kind in moved else 404)
+            if kind in moved:
+                self.send_header("Location", moved[kind])
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        data, wanted = ARCHIVE, self.headers.get("Range")
+        if wanted and kind == "ranged":
+            first, last = wanted.removeprefix("bytes=").split("-")
+            data = ARCHIVE[int(first) : int(last) + 1]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(ARCHIVE)}")
+        else:
+            self.send_response(200)
+        self.send_header("ETag", '"v1"')
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, *arguments: object) -> None:
+        """Clients may hang up: that is how one asks for the beginning only."""
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[str]:
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> StoreSettings:
+    """A store, a root beside it, and what is outside of both."""
+    for path in ("store/시", "root/hash/model", "outside/m"):
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "a.params").touch()
+    return settings(
+        tmp_path / "cache", location=str(tmp_path / "store"), roots=(tmp_path / "root",)
+    )
+
+
+def test_names_and_paths_below_a_root_are_located(folder: StoreSettings, tmp_path: Path) -> None:
+    store = open_store(folder.location)
+    root = tmp_path / "root"
+    assert locate("시", store, folder).url == str(tmp_path / "store" / "시")
+    assert locate(f"{root}/hash/model", store, folder).url == f"{root}/hash/model"
+    for url in (f"{folder.location}/시", f"file://{folder.location}/{quote('시')}"):
+        assert locate(url, store, folder) == locate("시", store, folder)
+    (tmp_path / "store" / "file").mkdir()
+    (tmp_path / "store" / "file" / "a.params").touch()
+    assert locate("file", store, folder).name == "file"  # and no scheme
+    with pytest.raises(ModelNotInStore):
+        locate(f"{root}/없음", store, folder)
+
+
+def test_paths_do_not_lead_out(folder: StoreSettings, tmp_path: Path) -> None:
+    store, outside, root = open_store(folder.location), tmp_path / "outside", tmp_path / "root"
+    os.symlink(outside, root / "link")
+    os.symlink(outside / "m", tmp_path / "store" / "link")
+    for url in (
+        f"{outside}/m",
+        f"file://{outside}/m",
+        f"{root}/../outside/m",
+        f"file://{root}/%2e%2e/outside/m",
+        f"{root}/link/m",
+        f"{folder.location}/link",
+        f"file://elsewhere{root}/hash/model",
+        "../outside/m",
+        "시/../../outside/m",
+        "/etc",
+        f"{root}\0",
+    ):
+        with pytest.raises(UrlNotAllowed, match="Allowed: a name in the store") as raised:
+            locate(url, store, folder)
+        assert raised.value.status == 400
+
+
+def test_other_addresses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    own = settings(tmp_path)
+    store = open_store(own.location)
+    for url in (
+        "s3://other/kogpt2/a.tar.gz",
+        "s3://models/a.tar.gz",
+        "s3://models/kogpt2/../a.tar.gz",
+        "s3://models/kogpt2-other/a.tar.gz",
+        "gs://models/kogpt2/a.tar.gz",
+        "https://models.example/a.tar.gz",
+        "ftp://models.example/a.tar.gz",
+        "/opt/ml/models/a",
+        "",
+    ):
+        with pytest.raises(UrlNotAllowed, match=r"s3://models/kogpt2/<name>\.tar\.gz"):
+            locate(url, store, own)
+    with pytest.raises(UrlNotAllowed, match="nothing, without a store"):
+        locate("a", None, own)
+
+
+@pytest.mark.parametrize("kind", ["plain", "ranged", "here"])
+def test_archives_come_from_hosts_that_are_allowed(
+    host: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "RANGE_BYTES", 100_000)
+    own = settings(tmp_path, https_hosts=(host,))
+    model = locate(f"http://{host}/{kind}/{quote('시')}.tar.gz?key=secret", None, own)
+    assert (model.name, model.size_bytes) == ("시", len(ARCHIVE))
+    fetched = Cache(own).acquire(model)
+    assert (fetched.path / "a.params").read_bytes() == bytes(range(256)) * 4000
+
+
+def test_other_hosts_and_redirects_to_them_are_refused(host: str, tmp_path: Path) -> None:
+    own = settings(tmp_path, https_hosts=(host, "models.example:80"))
+    for url in (
+        f"http://{host}/away/a.tar.gz",
+        f"https://{host.replace('127.0.0.1', '127.0.0.2')}/a.tar.gz",
+        "http://models.example/a.tar.gz",
+        "https://models.example/a.tar.gz",
+        f"http://user@{host}/a.tar.gz",
+        f"http://{host}\\@models.example/a.tar.gz",
+        f"http://{host}.models.example/a.tar.gz",
+        "https://[/a.tar.gz",
+    ):
+        with pytest.raises(UrlNotAllowed, match=f"Allowed: .*https?://{host}"):
+            locate(url, None, own)
+    with pytest.raises(ModelNotInStore):
+        locate(f"http://{host}/none/a.tar.gz", None, own)
+
+
+def test_an_https_host_that_is_not_there_is_an_error_without_the_query(tmp_path: Path) -> None:
+    own = settings(tmp_path, https_hosts=("127.0.0.1:1",))
+    with pytest.raises(StoreUnavailable, match="cannot be read") as raised:
+        locate("http://127.0.0.1:1/a.tar.gz?key=secret", None, own)
+    assert "secret" not in raised.value.message
+
+
+def test_no_error_and_no_log_has_the_query_of_an_address(
+    host: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    own = settings(tmp_path, https_hosts=(host,), model_max_bytes=100)
+    secret = "?X-Amz-Signature=0123abcd"  # noqa: S105
+    for url in (
+        f"http://{host}/none/a.tar.gz{secret}",
+        f"http://{host}/away/a.tar.gz{secret}",
+        f"https://models.example/a.tar.gz{secret}",
+        f"https://[/a.tar.gz{secret}",
+        f"http://{host}/a b.tar.gz{secret}",
+        f"ftp://{host}/a.tar.gz{secret}",
+        f"HTTPS://{host}/a.tar.gz{secret}",
+    ):
+        with pytest.raises(ServingError) as raised:
+            locate(url, None, own)
+        assert "0123abcd" not in raised.value.message
+    model = locate(f"http://{host}/ranged/a.tar.gz{secret}", None, own)
+    for most in (100, 10_000, 1 << 30):
+        cache = Cache(replace(own, model_max_bytes=most))
+        with contextlib.suppress(ServingError):
+            assert cache.acquire(model).path.is_dir()
+    with monkeypatch.context() as broken:
+        broken.setattr(Https, "read", lambda self, file, start, stop: iter([b"x" * (stop + 1)]))
+        cache = Cache(settings(tmp_path / "other", https_hosts=(host,)))
+        with pytest.raises(StoreUnavailable, match="more than was asked") as raised:
+            cache.acquire(model)
+        assert "0123abcd" not in raised.value.message
+    assert "/ranged/a.tar.gz" in caplog.text
+    assert "0123abcd" not in caplog.text
+
+
+@pytest.mark.parametrize("scheme", DRIVERS)
+def test_a_missing_driver_says_how_to_install_it(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    with pytest.raises(StartError, match=r"pip install -r requirements-store\.txt"):
+        open_store(f"{scheme}://models/kogpt2/")

@@ -1,0 +1,163 @@
+"""What a store is asked, and when: with a store that counts and a clock that is set."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from serving.errors import ModelNotInStore, StoreUnavailable, Unavailable
+from serving.store import Lookups, StoredModel, lookups
+from serving.store.folder import FolderStore
+from tests.serving.store.s3 import settings
+
+
+class CountingStore:
+    """Has what is in `names`; answers once `answers` is set."""
+
+    location = "fake://"
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.asked = set(names), Counter[str]()
+        self.broken = False
+        self.asking, self.answers = threading.Semaphore(0), threading.Event()
+        self.answers.set()
+
+    def find(self, name: str, handler: str | None = None) -> StoredModel:
+        self.asked[name] += 1
+        self.asking.release()
+        assert self.answers.wait(30)
+        if self.broken:
+            raise StoreUnavailable("broken")
+        if name not in self.names:
+            raise ModelNotInStore(f"there is no model {name}")
+        return StoredModel(name, f"fake://{name}", "1", 1, "archive")
+
+    def models(self) -> list[StoredModel]:
+        return []
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(store: CountingStore, tmp_path: Path, clock: Clock | None = None) -> Lookups:
+    return Lookups(store, settings(tmp_path), clock or Clock())
+
+
+async def is_there(asked: Lookups, name: str) -> bool:
+    try:
+        return (await asked.find(name)).name == name
+    except ModelNotInStore:
+        return False
+
+
+def test_an_unknown_name_is_looked_up_once_a_second(tmp_path: Path) -> None:
+    store, clock = CountingStore(), Clock()
+    asked = make(store, tmp_path, clock)
+
+    async def run() -> None:
+        for _ in range(100):
+            assert not await is_there(asked, "없음")
+        assert store.asked == {"없음": 1}
+        clock.now += 0.99
+        assert not await is_there(asked, "없음")
+        assert store.asked == {"없음": 1}
+        store.names.add("없음")
+        clock.now += 0.01
+        assert await is_there(asked, "없음")
+        assert await is_there(asked, "없음")
+
+    asyncio.run(run())
+    asked.close()
+
+
+def test_who_asks_at_the_same_time_shares_a_look_up(tmp_path: Path) -> None:
+    store = CountingStore("소월")
+    asked = make(store, tmp_path)
+    store.answers.clear()
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(is_there(asked, n)) for n in ("소월", "없음") * 50]
+        await asyncio.to_thread(store.asking.acquire)
+        tasks[0].cancel()  # one who goes away takes nothing from the others
+        store.answers.set()
+        found = await asyncio.gather(*tasks[1:])
+        assert found == [False, *[True, False] * 49]
+        assert store.asked == {"소월": 1, "없음": 1}
+
+    asyncio.run(run())
+    asked.close()
+
+
+def test_that_a_store_is_broken_is_not_remembered(tmp_path: Path) -> None:
+    store = CountingStore("소월")
+    asked = make(store, tmp_path)
+    store.broken = True
+
+    async def run() -> None:
+        with pytest.raises(StoreUnavailable):
+            await asked.find("소월")
+        store.broken = False
+        assert await is_there(asked, "소월")
+
+    asyncio.run(run())
+    asked.close()
+
+
+def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "MAX_MISSING", 10)
+    store = CountingStore()
+    asked = make(store, tmp_path)
+
+    async def run() -> None:
+        for number in range(50):
+            assert not await is_there(asked, str(number))
+        assert len(asked._missing) == 10
+        assert not await is_there(asked, "49")
+        assert store.asked["49"] == 1
+        assert not await is_there(asked, "0")
+        assert store.asked["0"] == 2
+
+    asyncio.run(run())
+    asked.close()
+
+
+def test_a_store_that_hangs_holds_up_nothing_else(tmp_path: Path) -> None:
+    store = CountingStore()
+    asked = make(store, tmp_path)
+    store.answers.clear()
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(is_there(asked, str(n))) for n in range(lookups.MAX_WAITING)]
+        for _ in range(lookups.THREADS):
+            await asyncio.to_thread(store.asking.acquire)
+        # asyncio's own threads are all free, for unloads and recovery.
+        assert await asyncio.gather(*(asyncio.to_thread(int, "1") for _ in range(40))) == [1] * 40
+        with pytest.raises(Unavailable, match="fast enough") as raised:
+            await asked.find("one more")
+        assert raised.value.retry_after_s == 1
+        assert sum(store.asked.values()) == lookups.THREADS
+        store.answers.set()
+        assert not any(await asyncio.gather(*tasks))
+
+    asyncio.run(run())
+    asked.close()
+
+
+def test_a_name_that_the_file_system_cannot_have_is_not_there(tmp_path: Path) -> None:
+    asked = Lookups(FolderStore(tmp_path), settings(tmp_path))
+
+    async def run() -> None:
+        for look_up in (asked.find, asked.locate):
+            with pytest.raises(ModelNotInStore, match="xxx"):
+                await look_up("x" * 300)
+
+    asyncio.run(run())
+    asked.close()

@@ -1,0 +1,134 @@
+"""`.mar`, the zip that Multi Model Server's archiver makes, as an archive like any other."""
+
+from __future__ import annotations
+
+import io
+import random
+import stat
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from serving.errors import ArchiveError
+from serving.store import Cache, StoreSettings, locate, open_store
+from serving.store.archive import extract
+from serving.store.archive_limits import MAX_FILES
+from tests.serving.store.archives import MAX_BYTES, unpack
+from tests.serving.store.s3 import BUCKET, s3_server
+
+
+def make(path: Path, files: dict[str, bytes], mode: int = 0o100644) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            info = zipfile.ZipInfo(name)
+            info.external_attr = mode << 16
+            archive.writestr(info, data)
+    return path
+
+
+def test_a_mar_becomes_a_folder(tmp_path: Path) -> None:
+    source = make(tmp_path / "시.mar", {"서비스.py": "가".encode(), "MAR-INF/MANIFEST.json": b"{}"})
+    unpack(source, tmp_path / "models" / "시")
+    assert (tmp_path / "models" / "시" / "서비스.py").read_text("utf-8") == "가"
+    assert (tmp_path / "models" / "시" / "MAR-INF" / "MANIFEST.json").exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/etc/outside", "a/../outside"])
+def test_what_would_leave_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    bad = make(tmp_path / "bad.mar", {"first": b"1", name: b"2"})
+    with pytest.raises(ArchiveError, match=r"bad\.mar cannot be unpacked"):
+        unpack(bad, tmp_path / "models" / "m")
+    assert not list(tmp_path.rglob("outside"))
+
+
+def test_links_and_devices_are_refused(tmp_path: Path) -> None:
+    for kind in (stat.S_IFLNK, stat.S_IFIFO, stat.S_IFCHR):
+        bad = make(tmp_path / "bad.mar", {"link": b"/etc/passwd"}, kind | 0o777)
+        with pytest.raises(ArchiveError, match="no file or folder"):
+            unpack(bad, tmp_path / "m")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_name_twice_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.mar", "w") as archive:
+        archive.writestr("a", "1")
+        archive.writestr("a", "2")
+    with pytest.raises(ArchiveError, match="twice"):
+        unpack(tmp_path / "a.mar", tmp_path / "m")
+
+
+def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "many.mar", "w") as archive:
+        for i in range(MAX_FILES + 1):
+            archive.writestr(f"{i}", b"")
+    with pytest.raises(ArchiveError, match="more than"):
+        unpack(tmp_path / "many.mar", tmp_path / "m")
+    # One that claims a terabyte.
+    data = bytearray(make(tmp_path / "big.mar", {"a": b"x" * 100}).read_bytes())
+    at = data.rfind(b"PK\x01\x02")
+    data[at + 24 : at + 28] = struct.pack("<I", 0xFFFFFFFE)
+    reserved: list[int] = []
+    with pytest.raises(ArchiveError, match="MODEL_MAX_MIB"):
+        extract(io.BytesIO(bytes(data)), tmp_path / "m", "big.mar", MAX_BYTES, reserved.append)
+    assert not reserved
+
+
+def test_a_damaged_mar_says_so(tmp_path: Path) -> None:
+    good = make(tmp_path / "good.mar", {"a": b"x" * 10_000, "b": bytes(range(256))}).read_bytes()
+    for i, bad in enumerate((good[:60], good[:-30], good[:40] + b"\xff" * 20 + good[60:])):
+        (tmp_path / f"{i}.mar").write_bytes(bad)
+        with pytest.raises(ArchiveError, match="cannot be unpacked"):
+            unpack(tmp_path / f"{i}.mar", tmp_path / "m")
+
+
+def test_what_the_engine_trusts_cannot_be_brought(tmp_path: Path) -> None:
+    files = {".prepared/x.json": b"{}", "a/.prepared/b": b"1", "a.params": b"1"}
+    unpack(make(tmp_path / "a.mar", files), tmp_path / "m")
+    assert [p.name for p in (tmp_path / "m").iterdir()] == ["a.params"]
+
+
+def test_a_tree_too_deep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match="deeper than 32 folders"):
+        unpack(make(tmp_path / "a.mar", {"a/" * 600 + "f": b"1"}), tmp_path / "m")
+
+
+def test_a_store_offers_mars_by_name(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    (store / "team").mkdir(parents=True)
+    make(store / "team" / "봄.mar", {"service.py": b"", "MAR-INF/MANIFEST.json": b"{}"})
+    settings = StoreSettings(str(store), tmp_path / "cache", 1 << 30, 4 << 30, (), ())
+    offered = open_store(str(store))
+    assert [model.name for model in offered.models()] == ["team/봄"]
+    for url in ("team/봄", "team/봄.mar", str(store / "team" / "봄.mar")):
+        assert locate(url, offered, settings).url == str(store / "team" / "봄.mar")
+    fetched = Cache(settings).acquire(offered.find("team/봄"))
+    assert (fetched.path / "MAR-INF" / "MANIFEST.json").exists()
+
+
+def test_a_tar_gz_counts_where_a_name_has_both(tmp_path: Path) -> None:
+    (tmp_path / "a.mar").write_bytes(b"")
+    (tmp_path / "a.tar.gz").write_bytes(b"")
+    found = open_store(str(tmp_path)).models()
+    assert [model.url for model in found] == [str(tmp_path / "a.tar.gz")]
+
+
+def test_a_mar_in_s3_is_read_from_its_end_while_it_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = random.Random(1).randbytes(18 << 20)  # noqa: S311  three ranges
+    packed = make(tmp_path / "a.mar", {"weights": weights, "MAR-INF/MANIFEST.json": b"{}"})
+    with s3_server() as s3:
+        for name, value in s3.environment.items():
+            monkeypatch.setenv(name, value)
+        s3.put("마르.mar", packed.read_bytes())
+        location = f"s3://{BUCKET}/"
+        cache = Cache(StoreSettings(location, tmp_path / "cache", 1 << 30, 4 << 30, (), ()))
+        fetched = cache.acquire(open_store(location).find("마르"))
+        assert (fetched.path / "weights").read_bytes() == weights
+
+
+def test_a_member_without_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match="twice"):
+        unpack(make(tmp_path / "a.mar", {"": b"1"}), tmp_path / "m")

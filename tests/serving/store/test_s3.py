@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serving.errors import (
+    ArtifactChanged,
+    ModelNotInStore,
+    StartError,
+    StoreAccessDenied,
+    StoreUnavailable,
+    UrlNotAllowed,
+)
+from serving.store import Cache, open_store
+from serving.store import s3 as s3_module
+from tests.serving.store.s3 import BUCKET, S3Server, archive, s3_server, settings
+
+LOCATION = f"s3://{BUCKET}/kogpt2/"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    server.empty()
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return server
+
+
+def put_unpacked(s3: S3Server, name: str) -> None:
+    for path in ("모델.params", "code/inference.py", "empty", ".DS_Store"):
+        s3.put(f"kogpt2/{name}/{path}", b"" if path == "empty" else path.encode())
+
+
+def test_archives_and_unpacked_prefixes_are_offered_under_korean_and_nested_names(
+    s3: S3Server,
+) -> None:
+    s3.put("kogpt2/소월.tar.gz", b"12345")
+    s3.put("kogpt2/team/시.tar.gz", b"1")
+    put_unpacked(s3, "team/동주")
+    s3.put("kogpt2/notes/readme.txt", b"no model")
+    s3.put("kogpt2-other/a.tar.gz", b"outside")
+    store = open_store(LOCATION)
+    assert [(m.name, m.kind) for m in store.models()] == [
+        ("team/동주", "folder"), ("team/시", "archive"), ("소월", "archive"),
+    ]  # fmt: skip
+    sowol = store.find("소월")
+    assert sowol == store.find("소월.tar.gz") == store.models()[-1]
+    assert (sowol.url, sowol.size_bytes) == (f"{LOCATION}소월.tar.gz", 5)
+    assert store.find("team/동주") == store.models()[0]
+
+
+@pytest.mark.parametrize("name", ["없음", "team", "notes", "../kogpt2-other/a"])
+def test_what_is_missing_is_named(s3: S3Server, name: str) -> None:
+    s3.put("kogpt2/team/a.tar.gz", b"1")
+    s3.put("kogpt2/notes/readme.txt", b"1")
+    with pytest.raises((ModelNotInStore, UrlNotAllowed)) as raised:
+        open_store(LOCATION).find(name)
+    assert name in str(raised.value)
+
+
+def test_a_long_listing_is_whole(s3: S3Server) -> None:
+    s3.put_many(f"kogpt2/시{number:04}.tar.gz" for number in range(1200))
+    assert len(open_store(LOCATION).models()) == 1200
+
+
+def test_an_unpacked_prefix_becomes_a_folder(s3: S3Server, tmp_path: Path) -> None:
+    put_unpacked(s3, "동주")
+    cache, store = Cache(settings(tmp_path)), open_store(LOCATION)
+    fetched = cache.acquire(store.find("동주"))
+    files = {
+        p.relative_to(fetched.path).as_posix(): p.read_text() for p in fetched.path.rglob("*.*")
+    }
+    assert files == {"모델.params": "모델.params", "code/inference.py": "code/inference.py"}
+    assert (fetched.path / "empty").read_bytes() == b""
+    assert cache.acquire(store.find("동주")).hit
+    s3.put("kogpt2/동주/모델.params", b"new")
+    assert (cache.acquire(store.find("동주")).path / "모델.params").read_bytes() == b"new"
+
+
+def test_an_artifact_that_changes_before_it_is_fetched_is_not_mixed(
+    s3: S3Server, tmp_path: Path
+) -> None:
+    cache, store = Cache(settings(tmp_path)), open_store(LOCATION)
+    s3.put("kogpt2/a.tar.gz", archive({"a.params": b"old"}))
+    put_unpacked(s3, "b")
+    for name, key in (("a", "kogpt2/a.tar.gz"), ("b", "kogpt2/b/모델.params")):
+        found = store.find(name)
+        s3.put(key, archive({"a.params": b"new"}))
+        with pytest.raises(ArtifactChanged):
+            cache.acquire(found)
+        assert not cache.acquire(store.find(name)).hit
+    assert not list((tmp_path / "parts").iterdir())
+
+
+def test_denied_access_names_bucket_and_action(s3: S3Server) -> None:
+    s3.put("kogpt2/a.tar.gz", b"1")
+    store = open_store(LOCATION)
+    with s3.checking_access():
+        with pytest.raises(StoreAccessDenied, match=rf"{BUCKET}/kogpt2/a.*s3:GetObject"):
+            store.find("a")
+        with pytest.raises(StoreAccessDenied, match=r"s3:ListBucket was denied"):
+            store.models()
+
+
+def test_missing_credentials_are_said(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(StoreAccessDenied, match="AWS_ACCESS_KEY_ID"):
+        open_store(LOCATION).find("a")
+
+
+def test_a_missing_bucket_is_named() -> None:
+    with pytest.raises(StoreUnavailable, match="no bucket nowhere"):
+        open_store("s3://nowhere/").find("a")
+
+
+@pytest.mark.parametrize("listening", [False, True], ids=["refused", "silent"])
+def test_an_endpoint_that_does_not_answer_is_an_error_soon(
+    monkeypatch: pytest.MonkeyPatch, listening: bool
+) -> None:
+    quick = {"retries": {"mode": "standard", "max_attempts": 2}, "read_timeout": 0.5}
+    monkeypatch.setattr(s3_module, "CLIENT_OPTIONS", {**s3_module.CLIENT_OPTIONS, **quick})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        if not listening:
+            listener.close()
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="cannot be read"):
+            open_store(LOCATION).find("a")
+        assert time.monotonic() - started < 5
+
+
+def test_a_location_without_a_bucket_or_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    for location, reason in (
+        ("s3:///prefix", "bucket"),
+        ("ftp://host/", "may be a folder or s3://"),
+        (str(tmp_path / "없음"), "not a folder"),
+    ):
+        with pytest.raises(StartError, match=reason):
+            open_store(location)
