@@ -9,6 +9,7 @@ somebody watches, it is asked once a second, once for all who do.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -80,7 +81,7 @@ class Feed:
     async def _messages(self) -> AsyncGenerator[dict[str, Any], None]:
         gateway, journal = self._gateway, self._gateway.journal
         sent: dict[str, Row] = {}
-        told = sampled = 0.0
+        told, sampled = 0, -math.inf
         while not gateway.draining:
             news = journal.news
             self._list_store()
@@ -94,7 +95,7 @@ class Feed:
                 "store": {"listed": self._listed, "error": self._store_error},
                 "journal": entries,
             }
-            if not sampled:
+            if sampled < 0:
                 message |= {"whole": True, "pace": list(self._pace)}
             elif self._sample.at > sampled:
                 message["pace"] = list(self._pace)[-1:]

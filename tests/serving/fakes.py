@@ -177,6 +177,9 @@ class FakeLookups:
             raise ModelNotInStore(f"Model not found: {name}")
         return stored(name)
 
+    async def models(self) -> list[StoredModel]:
+        return [stored(name) for name in sorted(self.names)]
+
 
 class Parts:
     """All of them around one registry; to be made in a running loop."""
@@ -193,7 +196,8 @@ class Parts:
         observe, changed = self.journal.observe, self.journal.changed
         self.registry = Registry(self.settings, workers, cache, observe, self.saved.write, changed)
         self.residency = Residency(self.registry, workers, observe)
-        lookups: Any = FakeLookups(names)
+        self.lookups = FakeLookups(names)
+        lookups: Any = self.lookups
         self.on_demand = OnDemand(self.registry, lookups, self.residency)
         self.recovery = Recovery(self.settings, self.registry, workers, self.saved)
 

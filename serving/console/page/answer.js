@@ -109,7 +109,7 @@ export class Answer {
       const { parameters, prompt } = this.asked;
       if (parameters.num_return_sequences > 1)
         made.append(h("small", { lang: "" }, t("sequence", { number: index + 1 })), " ");
-      if (parameters.return_full_text && !this.asked.chat)
+      if (parameters.return_full_text && !parameters.decoder_input_details && !this.asked.chat)
         made.append(h("span", { className: "given" }, prompt));
       this.sequences[index] = made;
       this.text.append(made);
@@ -165,21 +165,22 @@ export class Answer {
   move(event) {
     const steps = { ArrowRight: 1, ArrowLeft: -1 };
     if (!(event.key in steps)) return;
-    const all = [...this.text.querySelectorAll(".token")];
+    const all = [...this.text.querySelectorAll("[data-share]")];
     const at = all.indexOf(this.picked) + steps[event.key];
     event.preventDefault();
     this.pick(all[Math.max(0, Math.min(at, all.length - 1))]);
   }
 
   pick(token) {
-    if (!token?.step) return;
+    if (!token?.step) return; // the first token of a prompt has no probability
     this.picked?.classList.remove("picked");
     this.picked = token;
     token.classList.add("picked");
     const shown = ({ text, logprob }) =>
       t("alternative", { text: JSON.stringify(text), share: percent(Math.exp(logprob)) });
     const own = { text: token.textContent, logprob: token.step.logprob };
-    write(this.detail, [own, ...(token.step.top ?? [])].map(shown).join(" · "));
+    const others = (token.step.top ?? []).filter((other) => other.logprob !== own.logprob);
+    write(this.detail, [own, ...others].map(shown).join(" · "));
   }
 }
 

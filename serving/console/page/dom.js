@@ -48,7 +48,7 @@ export function seconds(value) {
 
 export const percent = (share) => `${number(share * 100, share < 0.1 ? 2 : 3)} %`;
 
-export const time = (ms) => new Date(ms).toLocaleTimeString(currentLanguage(), { hour12: false });
+export const time = (ms) => new Date(ms).toTimeString().slice(0, 8);
 
 /** How long ago, to the unit that matters. */
 export function ago(ms, now = Date.now()) {

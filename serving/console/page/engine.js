@@ -4,6 +4,7 @@ import { $, bytes, h, number, seconds, time, write } from "./dom.js";
 import { inLanguage, t } from "./texts.js";
 
 const MINUTE_MS = 60_000;
+const GAP_MS = 3000; // longer than this nobody watched
 const KEPT = 50;
 const WIDTH = 600;
 const HEIGHT = 80;
@@ -63,7 +64,8 @@ function showPace(now) {
   const end = pace.at(-1)?.[0] ?? 0;
   const x = (at) => WIDTH - ((end - at) / MINUTE_MS) * WIDTH;
   const y = (value) => HEIGHT - 2 - (value / most) * (HEIGHT - 6);
-  const points = pace.map(([at, value]) => `${x(at).toFixed(1)},${y(value).toFixed(1)}`);
+  const isGap = (i) => i === 0 || pace[i][0] - pace[i - 1][0] > GAP_MS;
+  const step = ([at, value], i) => `${isGap(i) ? "M" : "L"}${x(at).toFixed(1)} ${y(value).toFixed(1)}`;
   const svg = (tag, attributes) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const name in attributes) made.setAttribute(name, attributes[name]);
@@ -73,7 +75,7 @@ function showPace(now) {
   const picture = svg("svg", {
     viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": label,
   });
-  picture.append(svg("polyline", { points: points.join(" ") }));
+  picture.append(svg("path", { d: pace.map(step).join("") }));
   $("#chart").replaceChildren(picture, h("small", { aria: { hidden: true } }, number(most)));
 }
 

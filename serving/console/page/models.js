@@ -122,6 +122,7 @@ class Row {
     this.pinner.setAttribute("aria-pressed", Boolean(row.pinned));
   }
 
+  /** The buttons come back with what the server says next. */
   async act(what) {
     this.isActing = true;
     this.update(this.row);
@@ -132,6 +133,5 @@ class Row {
       write($("#trouble"), `${this.name}: ${error instanceof Refused ? error.message : t("broken")}`);
     }
     this.isActing = false;
-    this.update(this.row);
   }
 }

@@ -21,10 +21,10 @@ const FLAGS = ["return_full_text", "decoder_input_details"];
 const fields = {};
 
 export function showParameters() {
-  const add = (name, field, label = name) => {
+  const add = (name, field) => {
     fields[name] = field;
-    field.id = name;
-    return h("div", {}, h("label", { htmlFor: name }, h("code", {}, label)), field);
+    field.id = `parameter-${name}`;
+    return h("div", {}, h("label", { htmlFor: field.id }, h("code", {}, name)), field);
   };
   const option = (value, text) => h("option", { value }, text);
   $("#parameters .grid").append(
@@ -32,7 +32,7 @@ export function showParameters() {
       add(name, h("input", { type: "number", placeholder: usual, inputMode: "decimal", ...limits })),
     ),
     add("do_sample", h("select", {}, option("", ""), option("true", "true"), option("false", "false"))),
-    add("stop", h("textarea", { rows: 2, placeholder: "\\n" }), "stop"),
+    add("stop", h("textarea", { rows: 2, placeholder: "\\n" })),
     add("logit_bias", h("input", { placeholder: '{"389": -100}', spellcheck: false })),
     ...FLAGS.map((name) => add(name, h("input", { type: "checkbox" }))),
   );

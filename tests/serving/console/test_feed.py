@@ -1,0 +1,110 @@
+"""What who watches is sent, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.api.metrics import Metrics
+from serving.api.shared import Gateway
+from serving.console.feed import MAX_WATCHERS, SAMPLE_S, STORE_S, Feed
+from serving.errors import Unavailable
+from tests.serving.fakes import Parts
+from tests.serving.virtual_time import run
+
+
+class CountingEngine:
+    """Makes 30 tokens a second for every model that it has, and knows how often it was asked."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self.asked = parts, 0
+
+    async def statistics(self, timeout_s: float) -> dict[str, Any]:
+        self.asked += 1
+        made = {
+            "tokens": round(30 * asyncio.get_running_loop().time()),
+            "residency": "warm",
+            "held_bytes": 100,
+            "running": 2,
+            "waiting": 1,
+            "time_to_first_token_s": {"buckets": [["+Inf", 4]], "sum": 1.0},
+        }
+        models = [{"name": name, **made} for name in self._parts.workers.in_engine]
+        totals = {"budget_bytes": 1000, "weight_bytes": 100 * len(models), "kv_bytes": 0}
+        return {**totals, "models": models}
+
+
+def feed_of(parts: Parts, engine: CountingEngine) -> Feed:
+    unused: Any = None
+    of_engine: Any = engine
+    lookups: Any = parts.lookups
+    return Feed(
+        Gateway(
+            settings=parts.settings,
+            registry=parts.registry,
+            on_demand=parts.on_demand,
+            recovery=parts.recovery,
+            mms=unused,
+            engine=of_engine,
+            lookups=lookups,
+            metrics=Metrics(),
+            journal=parts.journal,
+        )
+    )
+
+
+def test_who_watches_gets_everything_first_and_then_what_has_changed(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, names=("봄", "여름"))
+        engine = CountingEngine(parts)
+        feed = feed_of(parts, engine)
+        kept: list[list[dict[str, Any]]] = [[], []]
+
+        async def watch(messages: list[dict[str, Any]]) -> None:
+            async for message in feed.watch():
+                messages.append(message)
+
+        watching = [asyncio.create_task(watch(messages)) for messages in kept]
+        await asyncio.sleep(3)
+        await parts.load("봄")
+        await asyncio.sleep(3)
+        await parts.registry.unload("봄")
+        parts.lookups.names.remove("여름")
+        await asyncio.sleep(STORE_S + 1)
+        for task in watching:
+            task.cancel()
+        assert kept[0] == kept[1]
+        assert engine.asked <= asyncio.get_running_loop().time() / SAMPLE_S + 1  # once for both
+        first, *later = kept[0]
+        assert first["whole"] is True
+        assert not any("whole" in message for message in later)
+        changes = [(n, row) for m in kept[0] for n, row in m["models"].items()]
+        states = [row and row["state"] for name, row in changes if name == "봄"]
+        assert [s for i, s in enumerate(states) if i == 0 or states[i - 1] != s] == [
+            "stored", "fetching", "loading", "ready", "draining", "stored",
+        ]  # fmt: skip
+        ready = [row for name, row in changes if name == "봄" and row["state"] == "ready"][-1]
+        assert (ready["residency"], ready["tokens_s"], ready["first_token_s"]) == ("warm", 30, 0.25)
+        assert changes[-1] == ("여름", None)  # no longer in the store
+        told = [(e["event"], e["model"]) for m in kept[0] for e in m["journal"]]
+        assert told == [("loaded", "봄"), ("unloaded", "봄")]
+        assert max(rate for m in kept[0] for _, rate in m.get("pace", [])) == 30
+
+    run(test)
+
+
+def test_only_so_many_may_watch(tmp_path: Path) -> None:
+    async def test() -> None:
+        feed = feed_of(parts := Parts(tmp_path), CountingEngine(parts))
+        watching = [feed.watch() for _ in range(MAX_WATCHERS)]
+        for messages in watching:
+            await anext(messages)
+        with pytest.raises(Unavailable, match="watch already"):
+            feed.check_room()
+        await watching[0].aclose()
+        feed.check_room()
+
+    run(test)
