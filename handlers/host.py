@@ -25,6 +25,7 @@ from common.logs import log_as_json
 from common.oom import SERVER, expendable
 from handlers.lazy_imports import deferred
 from handlers.mms_connection import Connection, LoadedModel
+from handlers.scripts.confinement.rules import missing
 from handlers.worker import CONNECTIONS_AT_ONCE, LEFT_ALONE_S, NEVER_CONNECTED_S
 
 # Each request in flight has one, and so has each load.
@@ -196,6 +197,8 @@ class Host:
 def main() -> None:
     log_as_json("worker")
     expendable(SERVER)
+    for lack in missing():
+        logger.warning("models' own scripts are not kept apart on this machine: %s", lack)
     path = Path(os.environ["RUN_DIR"]) / "workers.sock"
     path.unlink(missing_ok=True)
     with deferred("numpy", "scipy", "scipy.sparse"):

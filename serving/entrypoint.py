@@ -25,7 +25,6 @@ import requests
 from common.errors import EngineError
 from common.logs import log_as_json
 from engine.http.client import EngineClient
-from handlers.scripts.confinement.rules import missing
 from serving.errors import ServingError, StartError, StillLoading
 from serving.mms import launcher
 from serving.process import examples, ports
@@ -74,8 +73,6 @@ def serve(settings: Settings) -> int:
         ports.check(settings.host, port)
     if len(settings.ports) == 1:
         logger.warning("port %d serves both requests and management", settings.port)
-    for lack in missing():
-        logger.warning("models' own scripts are not kept apart on this machine: %s", lack)
     with _run_dir(settings) as run_dir:
         launcher.remove_stale_files(run_dir)
         secret = secrets.token_urlsafe()

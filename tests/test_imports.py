@@ -1,0 +1,78 @@
+"""Imports between the packages go down only, through the doors that docs/architecture.md names, and
+in no circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = ("common", "engine", "handlers", "serving")  # the ground floor first
+DOORS = {
+    "handlers": {"engine.http.client", "engine.artifacts.read_params"},
+    "serving": {
+        "engine.http.client",
+        "engine.http.async_client",
+        "handlers.dispatch",
+        "handlers.payload",
+        "handlers.scripts.entry_point",
+    },
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(p for floor in FLOORS for p in (ROOT / floor).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(module: str) -> Iterator[str]:
+    """What of ours it imports, inside functions, too, and for types only."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [(f"{node.module}.{alias.name}", str(node.module)) for alias in node.names]
+        else:
+            continue
+        for whole, package in names:
+            found = whole if whole in MODULES else package
+            if found in MODULES:
+                yield found
+
+
+def floor(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@pytest.mark.parametrize("above", FLOORS)
+def test_a_floor_imports_what_is_below_it_through_its_doors(above: str) -> None:
+    wrong = []
+    for module in MODULES:
+        for name in imports(module) if floor(module) == above else ():
+            if floor(name) not in (above, "common") and name not in DOORS.get(above, ()):
+                wrong.append(f"{module} imports {name}")
+    assert not wrong
+
+
+def test_every_door_is_used() -> None:
+    for above, doors in DOORS.items():
+        used = {name for m in MODULES if floor(m) == above for name in imports(m)}
+        assert doors <= used
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = {module: set(imports(module)) - {module} for module in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
