@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -40,12 +41,33 @@ def _look_for_hidden(folder: Path) -> None:
     names |= {path.name for path in folder.iterdir() if (path / "__init__.py").is_file()}
     for name in sorted(names & sys.stdlib_module_names):
         logger.warning("%s is hidden by Python's own module of that name", folder / f"{name}.py")
-    # The model's modules go before ours, which nothing needs by name from now on.
-    for name in names & set(OURS):
-        import handlers.text.kogpt2  # noqa: F401  the last of ours that is imported late
+    # The model's modules go before ours of the same name.
+    _hidden.update({name: _taken(name) for name in (names & set(OURS)) - _hidden.keys()})
 
-        for loaded in [m for m in sys.modules if m == name or m.startswith(name + ".")]:
-            del sys.modules[loaded]
+
+_hidden: dict[str, dict[str, ModuleType]] = {}  # packages of ours, each with its modules
+
+
+def _taken(package: str) -> dict[str, ModuleType]:
+    """Its modules, which are loaded no more."""
+    loaded = [name for name in sys.modules if name.partition(".")[0] == package]
+    return {name: sys.modules.pop(name) for name in loaded}
+
+
+@contextlib.contextmanager
+def ours() -> Iterator[None]:
+    """What is imported inside is ours, whatever names the model's modules have."""
+    theirs = {package: _taken(package) for package in _hidden}
+    for modules in _hidden.values():
+        sys.modules.update(modules)
+    sys.path.insert(0, REPOSITORY)
+    try:
+        yield
+    finally:
+        sys.path.remove(REPOSITORY)
+        for package, modules in theirs.items():
+            _hidden[package] = _taken(package)
+            sys.modules.update(modules)
 
 
 def import_script(file: str) -> ModuleType:

@@ -15,6 +15,7 @@ from handlers.dispatch import Handler, built_in
 from handlers.payload import JSON, TEXT, to_json
 from handlers.scripts.conventions import formats
 from handlers.scripts.messages import ScriptError
+from handlers.scripts.module import ours
 
 
 class BuiltIn:
@@ -25,7 +26,8 @@ class BuiltIn:
 
     def __init__(self, orders: Mapping[str, Any]) -> None:
         self._orders = orders
-        self.handler: Handler = built_in(orders["root"])
+        with ours():
+            self.handler: Handler = built_in(orders["root"])
 
     def load(self, *, alone: bool) -> Any:
         """The model as the script's functions expect it, or as `handler` does, if it is `alone`.
@@ -34,11 +36,12 @@ class BuiltIn:
         """
         handler = self.handler if alone else getattr(self.handler, "FOR_SCRIPTS", self.handler)
         try:
-            if self.handler.IN_ENGINE:
-                from handlers.scripts.engine_proxy import EngineModel
+            with ours():
+                if self.handler.IN_ENGINE:
+                    from handlers.scripts.engine_proxy import EngineModel
 
-                return EngineModel(self._orders["engine"])
-            return handler.model_fn(self._orders["root"], self._orders["engine_name"])
+                    return EngineModel(self._orders["engine"])
+                return handler.model_fn(self._orders["root"], self._orders["engine_name"])
         except ArtifactError as error:
             raise ArtifactError(
                 "Please provide a model_fn implementation (or load_model and predict, or"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any, Protocol
 
+from handlers.scripts.module import ours
+
 
 class Defaults(Protocol):
     """Each raises `EngineError` for what the client or the script got wrong."""
@@ -20,12 +22,13 @@ class Defaults(Protocol):
 def defaults_for(model: Any, other: Defaults) -> Defaults:
     """The SageMaker MXNet container's for MXNet's modules and blocks, else the `other`."""
     mxnet = sys.modules.get("mxnet")  # a model of its kinds has imported it
-    if mxnet is not None and isinstance(model, mxnet.mod.BaseModule):
-        from handlers.tensors import symbol_module
+    with ours():
+        if mxnet is not None and isinstance(model, mxnet.mod.BaseModule):
+            from handlers.tensors import symbol_module
 
-        return symbol_module
-    if mxnet is not None and isinstance(model, mxnet.gluon.Block):
-        from handlers.scripts.conventions import gluon_block
+            return symbol_module
+        if mxnet is not None and isinstance(model, mxnet.gluon.Block):
+            from handlers.scripts.conventions import gluon_block
 
-        return gluon_block
+            return gluon_block
     return other
