@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 
 from serving.api.grpc.messages import message
+from serving.api.v2.inference import HEADER_LENGTH
 from serving.errors import BadRequest, WorkerFailed
 
-HEADER_LENGTH = "inference-header-content-length"
 # A parameter of Triton's client, which asks for what is done here anyway.
 EMPTY_END = "triton_enable_empty_final_response"
 CONTENTS = {

@@ -10,8 +10,9 @@ import orjson
 from google.protobuf.json_format import ParseDict
 
 from serving.api.grpc.calls import Answering, Call, Reply, Routes, abort, guarded, trailing
-from serving.api.grpc.convert import HEADER_LENGTH, from_http, parameters, to_http
+from serving.api.grpc.convert import from_http, parameters, to_http
 from serving.api.grpc.messages import message, methods
+from serving.api.v2.inference import HEADER_LENGTH
 from serving.errors import ServingError
 
 SERVICE = "inference.GRPCInferenceService"
@@ -23,9 +24,14 @@ def model_path(name: str, version: str, action: str = "") -> str:
     return f"/v2/models/{name}{f'/versions/{version}' if version else ''}{action}"
 
 
+def _stored(request: Any) -> str:
+    """The name of a model to load or unload, where Triton has it or where KServe does."""
+    return str(request.model_name or request.repository_name)
+
+
 def _repository(request: Any, action: str) -> Call:
     body = orjson.dumps({"parameters": parameters(request.parameters)}, default=repr)
-    return Call(f"/v2/repository/models/{request.model_name}/{action}", "POST", body)
+    return Call(f"/v2/repository/models/{_stored(request)}/{action}", "POST", body)
 
 
 # What the methods without tensors ask; the answers' fields are those of JSON, but for SHAPED.
@@ -49,15 +55,17 @@ CALLS: dict[str, Callable[[Any], Call]] = {
 NOT_READY = {"ServerReady": (503,), "ModelReady": (404, 503)}
 
 
-def _config(told: dict[str, Any]) -> dict[str, Any]:
+def _config(request: Any, told: dict[str, Any]) -> dict[str, Any]:
     """A model of texts streams them."""
     policy = {"decoupled": told["platform"] == TEXT_PLATFORM}
     return {"config": {**told, "model_transaction_policy": policy}}
 
 
-SHAPED: dict[str, Callable[[Any], dict[str, Any]]] = {
+SHAPED: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "ModelConfig": _config,
-    "RepositoryIndex": lambda told: {"models": told},
+    "RepositoryIndex": lambda r, told: {"models": told},
+    "RepositoryModelLoad": lambda r, told: {"model_name": _stored(r), "isLoaded": True},
+    "RepositoryModelUnload": lambda r, told: {"model_name": _stored(r), "isUnloaded": True},
 }
 
 
@@ -88,7 +96,7 @@ def _told(routes: Routes, name: str) -> Answering:
         if reply.status >= 400:
             await abort(context, reply)
         told = orjson.loads(reply.body or b"{}")
-        shaped = SHAPED[name](told) if name in SHAPED else told
+        shaped = SHAPED[name](request, told) if name in SHAPED else told
         return ParseDict(shaped, answer_type(), ignore_unknown_fields=True)
 
     return answer

@@ -12,10 +12,12 @@ from serving.api.grpc.calls import Routes
 from serving.api.grpc.health import Health
 from serving.api.grpc.inference import handlers
 from serving.api.grpc.stream import Streams
+from serving.api.http_protocol import HTTPProtocol
 from serving.api.shared import Gateway
 from serving.errors import StartError
 
 HEADROOM_BYTES = 64 << 10  # for what stands around a body's tensors
+IDLE_S = 300.0  # until a connection without calls is closed; clients open another
 
 
 @contextlib.asynccontextmanager
@@ -28,6 +30,8 @@ async def grpc_port(gateway: Gateway, asgi: ASGIApp, grace_s: float) -> AsyncIte
             ("grpc.max_receive_message_length", settings.max_request_bytes + HEADROOM_BYTES),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),
+            ("grpc.server_handshake_timeout_ms", round(1000 * HTTPProtocol.head_s)),
+            ("grpc.max_connection_idle_ms", round(1000 * IDLE_S)),
         ],
     )
     routes = Routes(asgi, settings.port)

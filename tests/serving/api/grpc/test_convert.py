@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.api.grpc.convert import HEADER_LENGTH, from_http, one_text, parameters, to_http
+from serving.api.grpc.convert import from_http, one_text, parameters, to_http
 from serving.api.grpc.messages import message
+from serving.api.v2.inference import HEADER_LENGTH
 from serving.errors import BadRequest, WorkerFailed
 
 ModelInferRequest = message("inference.ModelInferRequest")

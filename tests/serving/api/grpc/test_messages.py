@@ -41,13 +41,17 @@ TRITONS = flat(
 )
 
 
+# What KServe's answer, where Triton's say nothing.
+KSERVES = {f"inference.RepositoryModel{verb}Response" for verb in ("Load", "Unload")}
+
+
 def facts(field: Any) -> tuple[Any, ...]:
     other = field.message_type or field.enum_type
     choice = field.containing_oneof and field.containing_oneof.name
     return field.number, field.type, field.is_repeated, other and other.full_name, choice
 
 
-@pytest.mark.parametrize("name", sorted(OURS))
+@pytest.mark.parametrize("name", sorted(set(OURS) - KSERVES))
 def test_each_field_is_tritons(name: str) -> None:
     theirs = {field.name: facts(field) for field in TRITONS[name].fields}
     for field in OURS[name].fields:

@@ -7,25 +7,31 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import anyio
 import grpc
 import pytest
 
 from common.errors import EngineError, Overloaded
 from serving.api.grpc.health import HEALTH, NOT_SERVING, SERVICE_UNKNOWN, SERVING
 from serving.api.grpc.inference import SERVICE
-from serving.api.grpc.messages import message, methods
 from serving.api.grpc.port import grpc_port
 from serving.api.grpc.stream import AT_ONCE
+from serving.api.http_protocol import HTTPProtocol
 from serving.errors import StartError
 from serving.mms.client import Answer
 from tests.e2e.server import free_port
 from tests.serving.api.gateways import World, answered, model
+from tests.serving.api.grpc.clients import (
+    PROMPT,
+    WIDE_S,
+    Client,
+    ModelInferRequest,
+    asked,
+    final,
+    values,
+)
 
-PROMPT = "나 보기가"
 PIECES = ["가실 ", "때", "에는"]
-WIDE_S = 30
-
-ModelInferRequest = message("inference.ModelInferRequest")
 
 
 class Engine:
@@ -58,30 +64,6 @@ class Engine:
             self.left.set()
 
 
-class Client:
-    """Calls by name, with our own messages."""
-
-    def __init__(self, channel: Any) -> None:
-        self._channel = channel
-
-    def __call__(
-        self, name: str, request: Any = None, service: str = SERVICE, **options: Any
-    ) -> Any:
-        method = methods(service)[name]
-        asked, answers = (message(t.full_name) for t in (method.input_type, method.output_type))
-        sides = [
-            "stream" if s else "unary" for s in (method.client_streaming, method.server_streaming)
-        ]
-        call = getattr(self._channel, "_".join(sides))(
-            f"/{service}/{name}",
-            request_serializer=asked.SerializeToString,
-            response_deserializer=answers.FromString,
-        )
-        if not method.client_streaming:
-            request = asked(**(request or {}))
-        return call(request, timeout=WIDE_S, **options)
-
-
 def run(
     test: Callable[[Client, World], Awaitable[None]],
     engine: Callable[[], Engine] = Engine,
@@ -100,32 +82,8 @@ def run(
     asyncio.run(with_client())
 
 
-def asked(text: str = PROMPT, id: str = "", name: str = "봄", **parameters: Any) -> Any:
-    tensor = {"name": "text", "datatype": "BYTES", "shape": [1]}
-    tensor["contents"] = {"bytes_contents": [text.encode()]}
-    request = ModelInferRequest(model_name=name, id=id, inputs=[tensor])
-    for key, value in parameters.items():
-        kind = {bool: "bool_param", int: "int64_param", str: "string_param"}[type(value)]
-        setattr(request.parameters[key], kind, value)
-    return request
-
-
 async def responses(client: Client, *requests: Any) -> list[Any]:
     return [response async for response in client("ModelStreamInfer", iter(requests))]
-
-
-def values(response: Any) -> dict[str, Any]:
-    """Outputs by name."""
-    inner = response.infer_response
-    found = {}
-    for output, raw in zip(inner.outputs, inner.raw_output_contents, strict=True):
-        is_text = output.datatype == "BYTES"
-        found[output.name] = raw[4:].decode() if is_text else int.from_bytes(raw, "little")
-    return found
-
-
-def final(response: Any) -> bool:
-    return bool(response.infer_response.parameters["triton_final_response"].bool_param)
 
 
 # Streams
@@ -230,11 +188,11 @@ def test_a_cancelled_call_leaves_the_engine() -> None:
         await call.read()
         assert engine.running == 2
         call.cancel()
-        async with asyncio.timeout(WIDE_S):
+        with anyio.fail_after(WIDE_S):
             while engine.running:
                 engine.left.clear()
                 await engine.left.wait()
-        async with asyncio.timeout(WIDE_S):
+        with anyio.fail_after(WIDE_S):
             while world.gateway.requests or world.model.in_flight:
                 await asyncio.sleep(0)
         assert world.model.line.running == 0
@@ -357,7 +315,7 @@ def test_a_client_that_gives_up_calls_its_request_off() -> None:
 
         world.mms.answer = answer
         call = client("ModelInfer", INFER)
-        async with asyncio.timeout(WIDE_S):
+        with anyio.fail_after(WIDE_S):
             await asked_for.wait()
             call.cancel()
             await engine.over.wait()
@@ -394,6 +352,27 @@ def test_a_port_that_is_taken_is_an_error_of_the_start() -> None:
         with pytest.raises(StartError, match="GRPC_PORT"):
             async with grpc_port(world.gateway, world.app, 1):
                 pass
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM"]
+)
+def test_a_client_that_does_not_speak_the_protocol_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(HTTPProtocol, "head_s", 0.2)
+
+    async def test(client: Client, world: World) -> None:
+        port = world.gateway.settings.grpc_port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        with anyio.fail_after(WIDE_S):
+            while await reader.read(1000):
+                pass
+        writer.close()
+        assert (await client("ServerLive")).live
 
     run(test)
 
