@@ -43,7 +43,7 @@ def brings_script(model_dir: str | os.PathLike[str], handler: str | None = None)
     try:
         return find_script(model_dir, handler) is not None
     except (ArtifactError, OSError):
-        return True  # a broken one, for `choose` to refuse
+        return True  # a broken one, for `handler_for` to refuse
 
 
 def has_handler(model_dir: str | os.PathLike[str], handler: str) -> bool:
@@ -63,7 +63,7 @@ def is_hosted(model_dir: str | os.PathLike[str], handler: str | None = None) -> 
     return not (files.is_symbol(folder) or files.is_graph(folder))
 
 
-def choose(model_dir: str, handler: str | None = None) -> Handler | ScriptHandler:
+def handler_for(model_dir: str, handler: str | None = None) -> Handler | ScriptHandler:
     """`handler` is what the load request names. Raises `ArtifactError` for what no one serves."""
     script = find_script(model_dir, handler)
     if script is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from sagemaker_inference.default_handler_service import DefaultHandlerService
 
 from common.errors import EngineError
-from handlers.model_spec import Slot
+from handlers.model_spec import ModelSpec
 from handlers.payload import JSON, to_json
 from handlers.settings import Settings
 from handlers.transformer import ModelTransformer
@@ -34,10 +34,10 @@ class HandlerService(DefaultHandlerService):  # type: ignore[misc]
         self._secret = Settings.from_environment().probe_secret
 
     def initialize(self, context: Any) -> None:
-        slot = Slot.of(context)
-        name = slot.name
+        spec = ModelSpec.of(context)
+        name = spec.name
         try:
-            self._service.load(slot)
+            self._service.load(spec)
         except EngineError as error:
             self.load_error = error
             logger.error("model %s did not load: %s", name, error.message)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
-from handlers.lazy_imports import deferred
+from handlers.lazy_imports import lazily_imported
 from handlers.mms_connection import Connection, LoadedModel
 from handlers.scripts.confinement.rules import missing
 from handlers.worker import CONNECTIONS_AT_ONCE, LEFT_ALONE_S, NEVER_CONNECTED_S
@@ -201,7 +201,7 @@ def main() -> None:
         logger.warning("models' own scripts are not kept apart on this machine: %s", lack)
     path = Path(os.environ["RUN_DIR"]) / "workers.sock"
     path.unlink(missing_ok=True)
-    with deferred("numpy", "scipy", "scipy.sparse"):
+    with lazily_imported("numpy", "scipy", "scipy.sparse"):
         import sagemaker_inference.default_handler_service  # noqa: F401
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))

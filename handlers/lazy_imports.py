@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 
-class _Deferred(ModuleType):
+class _Lazy(ModuleType):
     """Stands in for a module in the modules that imported it."""
 
     def __getattr__(self, attribute: str) -> Any:
@@ -20,7 +20,7 @@ class _Deferred(ModuleType):
 
 
 @contextlib.contextmanager
-def deferred(*names: str) -> Iterator[None]:
+def lazily_imported(*names: str) -> Iterator[None]:
     """What is imported inside gets stand-ins for `names`; imports outside get the real modules.
 
     For the toolkit, which imports numpy and scipy (20 MB and 0.1 s) for formats that the built-in
@@ -28,10 +28,10 @@ def deferred(*names: str) -> Iterator[None]:
     """
     absent = [name for name in names if name not in sys.modules]
     for name in absent:
-        sys.modules[name] = _Deferred(name)
+        sys.modules[name] = _Lazy(name)
     try:
         yield
     finally:
         for name in absent:
-            if isinstance(sys.modules.get(name), _Deferred):
+            if isinstance(sys.modules.get(name), _Lazy):
                 del sys.modules[name]

@@ -1,4 +1,4 @@
-"""What a worker is told of its model: the file that the gateway leaves in the model's slot."""
+"""What a worker is told of its model: the file that the gateway leaves in the worker's folder."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SLOT_FILE = "model.json"
+SPEC_FILE = "model.json"
 
 
 @dataclass(frozen=True)
-class Slot:
-    """`path` is the model's folder, `folder` the slot itself, which goes when the model does."""
+class ModelSpec:
+    """`path` is the model's folder, `folder` the worker's, which goes when the model does."""
 
     name: str
     engine_name: str
@@ -26,13 +26,13 @@ class Slot:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, context: Any) -> Slot:
+    def of(cls, context: Any) -> ModelSpec:
         """From the context that Multi Model Server gives to `initialize`."""
         properties = context.system_properties
         folder = Path(properties["model_dir"])
         sizes = {"batch_size": properties["batch_size"], "gpu_id": properties["gpu_id"]}
         try:
-            said = json.loads((folder / SLOT_FILE).read_text(encoding="utf-8"))
+            said = json.loads((folder / SPEC_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             name = context.model_name
             return cls(name, name, str(folder), str(folder), **sizes)

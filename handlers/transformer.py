@@ -14,8 +14,8 @@ from sagemaker_inference.transformer import Transformer
 
 from common.errors import EngineError
 from engine.http.client import ModelHandle
-from handlers.dispatch import Handler, choose
-from handlers.model_spec import Slot
+from handlers.dispatch import Handler, handler_for
+from handlers.model_spec import ModelSpec
 from handlers.payload import JSON, to_json
 from handlers.request_id import request_id
 from handlers.scripts.handler import ScriptHandler
@@ -40,16 +40,16 @@ class ModelTransformer(Transformer):  # type: ignore[misc]
         self._model: Any = None  # a built-in handler's
         self._answer: Callable[[Sequence[Request], float | None], Sequence[Answer | EngineError]]
 
-    def load(self, slot: Slot) -> None:
+    def load(self, spec: ModelSpec) -> None:
         """Loads the model. Raises what its handler raises."""
-        handler = choose(slot.path, slot.handler)
+        handler = handler_for(spec.path, spec.handler)
         if isinstance(handler, ScriptHandler):
-            handler.load(slot)
+            handler.load(spec)
             self._answer = handler.answer
         else:
             # What is for the engine is for no other: the gateway refuses it for them.
-            options = slot.engine if handler.IN_ENGINE else {}
-            model = handler.model_fn(slot.path, slot.engine_name, **options)
+            options = spec.engine if handler.IN_ENGINE else {}
+            model = handler.model_fn(spec.path, spec.engine_name, **options)
             self._model = model
             self._answer = _one_by_one(handler, model)
             if hasattr(handler, "describe"):

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from common.oom import WORKER, expendable
-from handlers.lazy_imports import deferred
+from handlers.lazy_imports import lazily_imported
 from handlers.mms_connection import Connection, LoadedModel
 from handlers.scripts.output import print_anything
 
@@ -109,7 +109,7 @@ def main() -> None:
     # minutes; one that ends after them is noticed at once. So they come before the slow imports.
     print(f"[PID] {os.getpid()}", flush=True)
     print("MMS worker started.", flush=True)
-    with deferred("numpy", "scipy", "scipy.sparse"):
+    with lazily_imported("numpy", "scipy", "scipy.sparse"):
         import sagemaker_inference.default_handler_service  # noqa: F401
     watcher = os.getpid()
     while True:

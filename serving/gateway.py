@@ -59,7 +59,7 @@ from serving.models.on_demand import OnDemand
 from serving.models.recovery import Recovery
 from serving.models.registry import Registry
 from serving.models.residency import Residency
-from serving.models.snapshot import SavedModels
+from serving.models.snapshot import Snapshot
 from serving.models.startup import start, watch_health
 from serving.process.isolation import close_to_others
 from serving.process.ports import listen
@@ -257,13 +257,13 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
     client = MMSClient(launcher.mms_socket(run_dir), secret)
     async with AsyncEngineClient(launcher.engine_socket(run_dir)) as engine:
         cache, lookups = Cache(stores), Lookups(store, stores)
-        workers, saved = Workers(settings, run_dir, client, engine), SavedModels(run_dir)
-        registry = Registry(settings, workers, cache, observe, saved.write, journal.changed)
+        workers, snapshot = Workers(settings, run_dir, client, engine), Snapshot(run_dir)
+        registry = Registry(settings, workers, cache, observe, snapshot.write, journal.changed)
         gateway = Gateway(
             settings=settings,
             registry=registry,
             on_demand=OnDemand(registry, lookups, Residency(registry, workers, observe)),
-            recovery=Recovery(settings, registry, workers, saved),
+            recovery=Recovery(settings, registry, workers, snapshot),
             mms=client,
             engine=engine,
             lookups=lookups,

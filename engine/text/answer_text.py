@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.text.sentencepiece import Detokenizer
-from engine.text.trimming import Stripper
+from engine.text.trimming import Trimmer
 
 
 class AnswerText:
@@ -13,7 +13,7 @@ class AnswerText:
         self, detokenizer: Detokenizer, stops: tuple[str, ...], strip: tuple[str, ...]
     ) -> None:
         self._detokenizer, self._stops = detokenizer, stops
-        self._stripper = Stripper(strip)
+        self._trimmer = Trimmer(strip)
         self._held = ""  # text that may be the beginning of a stop string
 
     def write(self, token: int, end: str | None = None) -> tuple[str, bool]:
@@ -23,16 +23,16 @@ class AnswerText:
         one that it may have.
         """
         if end == "stop":
-            return self._stripper.finish(self._held + self._detokenizer.flush()), False
+            return self._trimmer.finish(self._held + self._detokenizer.flush()), False
         text = self._held + self._detokenizer.feed(token)
         at, keep = _find_stop(text, self._stops)
         if at is None and end == "length":
             text += self._detokenizer.flush()
             at, _ = _find_stop(text, self._stops)
         if at is not None or end == "length":
-            return self._stripper.finish(text[:at]), at is not None
+            return self._trimmer.finish(text[:at]), at is not None
         self._held = text[len(text) - keep :]
-        return self._stripper.feed(text[: len(text) - keep]), False
+        return self._trimmer.feed(text[: len(text) - keep]), False
 
 
 def _find_stop(text: str, stops: tuple[str, ...]) -> tuple[int | None, int]:

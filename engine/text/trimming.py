@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Stripper:
+class Trimmer:
     """Each of `texts` is cut as often as it stands there: of the answer the longest beginning that
     is made of them, and of what is left the longest end.
 

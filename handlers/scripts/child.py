@@ -46,18 +46,18 @@ def main() -> None:
     # What the script forks shall not hold them open when the script is gone.
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=engine.close)
-    orders, _ = receive(connection)
-    confinement = orders["confinement"]
+    spec, _ = receive(connection)
+    confinement = spec["confinement"]
     belong_to(worker, Confinement(**confinement) if confinement else None)
-    orders["engine"] = engine
+    spec["engine"] = engine
     print_anything()
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
-    if orders["memory_mib"]:
-        limit = orders["memory_mib"] << 20
+    if spec["memory_mib"]:
+        limit = spec["memory_mib"] << 20
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    sys.argv = [orders["file"]]
+    sys.argv = [spec["file"]]
     try:
-        service = _load(orders)
+        service = _load(spec)
     except BaseException as error:  # SystemExit, too
         send(connection, {"error": error_row(explained(error))})
         return
@@ -67,18 +67,18 @@ def main() -> None:
             message, bodies = receive(connection)
             requests = requests_of(message, bodies)
             answers = _answer(service, requests, message["timeout_s"])
-            send_answers(connection, _checked(answers, orders["max_answer_bytes"]))
+            send_answers(connection, _checked(answers, spec["max_answer_bytes"]))
 
 
-def _load(orders: dict[str, Any]) -> Service:
+def _load(spec: dict[str, Any]) -> Service:
     # As in Multi Model Server's own workers.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MXNET_USE_OPERATOR_TUNING", "0")
     hooks.install()
-    os.environ["SM_MODEL_DIR"] = orders["root"]
-    set_path(orders["folders"], orders["packages"])
-    module = import_script(orders["file"])
-    service = service_of(module, orders)
+    os.environ["SM_MODEL_DIR"] = spec["root"]
+    set_path(spec["folders"], spec["packages"])
+    module = import_script(spec["file"])
+    service = service_of(module, spec)
     service.load()
     return service
 

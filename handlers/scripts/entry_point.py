@@ -53,7 +53,7 @@ class Script:
                 return folder / "requirements.txt"
         return None
 
-    def orders(self, name: str, max_answer_bytes: int) -> dict[str, Any]:
+    def spec(self, name: str, max_answer_bytes: int) -> dict[str, Any]:
         """What a process is told that runs it alone; `handlers.scripts.handler` knows more."""
         return {
             "root": str(self.root),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.errors import EngineError
 from common.trees import remove
-from handlers.model_spec import Slot
+from handlers.model_spec import ModelSpec
 from handlers.scripts.confinement.rules import Confinement, OwnUser
 from handlers.scripts.entry_point import Script
 from handlers.scripts.messages import Answer, Request
@@ -35,37 +35,37 @@ class ScriptHandler:
         self._settings = Settings.from_environment()
         self._pool: ScriptPool | None = None
 
-    def load(self, slot: Slot) -> None:
+    def load(self, spec: ModelSpec) -> None:
         """Raises `EngineError` with the reason why the model does not load."""
         settings = self._settings
-        temporary = Path(slot.folder) / TEMPORARY
+        temporary = Path(spec.folder) / TEMPORARY
         remove(temporary)  # another worker's of the same model
         temporary.mkdir(mode=0o700)
-        confinement = self._confinement(slot, temporary) if settings.script_isolation else None
-        packages = install(self._script, slot, settings, confinement)
-        orders = self._script.orders(slot.name, settings.max_answer_bytes) | {
+        confinement = self._confinement(spec, temporary) if settings.script_isolation else None
+        packages = install(self._script, spec, settings, confinement)
+        script_spec = self._script.spec(spec.name, settings.max_answer_bytes) | {
             "packages": packages,
-            "engine_name": slot.engine_name,
-            "gpu_id": slot.gpu_id,
-            "batch_size": slot.batch_size,
+            "engine_name": spec.engine_name,
+            "gpu_id": spec.gpu_id,
+            "batch_size": spec.batch_size,
             "memory_mib": settings.script_memory_mib,
             "temporary": str(temporary),
             "confinement": confinement and asdict(confinement),
         }
-        make = functools.partial(ScriptProcess, slot.name, orders, settings.load_timeout_s)
+        make = functools.partial(ScriptProcess, spec.name, script_spec, settings.load_timeout_s)
         pool = ScriptPool(make)
         pool.load()
         self._pool = pool
 
-    def _confinement(self, slot: Slot, temporary: Path) -> Confinement:
+    def _confinement(self, spec: ModelSpec, temporary: Path) -> Confinement:
         """With a user of this model's own, where it can have one."""
         settings = self._settings
-        self._user = OwnUser(os.environ.get("RUN_DIR", slot.folder))  # as long as this worker lives
+        self._user = OwnUser(os.environ.get("RUN_DIR", spec.folder))  # as long as this worker lives
         if self._user.uid is not None:
             os.chown(temporary, self._user.uid, self._user.uid)
         more = filter(None, settings.script_paths.split(":"))
         return Confinement(
-            read=[str(self._script.root), str(Path(slot.folder) / PACKAGES), *more],
+            read=[str(self._script.root), str(Path(spec.folder) / PACKAGES), *more],
             write=[str(temporary)],
             network=settings.script_network,
             uid=self._user.uid,

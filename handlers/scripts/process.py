@@ -47,9 +47,9 @@ END_S = 1.0
 class ScriptProcess:
     """Started by `start`, again by `ask` where it has ended. Used by one thread at a time."""
 
-    def __init__(self, name: str, orders: Mapping[str, Any], load_timeout_s: float) -> None:
-        """`orders` is what `handlers.scripts.child` is told to load."""
-        self._name, self._orders, self._load_timeout_s = name, orders, load_timeout_s
+    def __init__(self, name: str, spec: Mapping[str, Any], load_timeout_s: float) -> None:
+        """`spec` is what `handlers.scripts.child` is told to load."""
+        self._name, self._spec, self._load_timeout_s = name, spec, load_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._loaded = False
@@ -62,13 +62,13 @@ class ScriptProcess:
         pairs = [socket.socketpair() for _ in range(2)]
         descriptors = [theirs.fileno() for _, theirs in pairs]
         command = [sys.executable, str(PROGRAM), str(os.getpid()), *map(str, descriptors)]
-        variables = environment(self._orders["temporary"])
+        variables = environment(self._spec["temporary"])
         variables["PYTHONDONTWRITEBYTECODE"] = "1"  # the model's folder may be the store's
         try:
             process = self._process = descendants.start(
                 command,
                 env=variables,
-                cwd=self._orders["root"],
+                cwd=self._spec["root"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -82,14 +82,14 @@ class ScriptProcess:
             for _, theirs in pairs:
                 theirs.close()
         self._connection, engine = (Connection(ours.detach()) for ours, _ in pairs)
-        model = (self._orders["engine_name"], self._orders["root"])
+        model = (self._spec["engine_name"], self._spec["root"])
         threading.Thread(target=engine_proxy.serve, args=(engine, *model), daemon=True).start()
         self._loaded = False
         self._give_up_loading_at = time.monotonic() + self._load_timeout_s
         assert process.stdout is not None
         relay(process.stdout, self._name)
         with contextlib.suppress(OSError):  # it has ended already: seen when its answer is read
-            send(self._connection, dict(self._orders))
+            send(self._connection, dict(self._spec))
 
     def wait_until_loaded(self, timeout_s: float | None = None) -> None:
         """Raises the reason why the script is not loaded.

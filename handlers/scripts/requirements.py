@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from common.errors import ArtifactError, DeadlineExceeded
-from handlers.model_spec import Slot
+from handlers.model_spec import ModelSpec
 from handlers.scripts import descendants
 from handlers.scripts.confinement.rules import FOLDERS, Confinement
 from handlers.scripts.entry_point import Script
@@ -26,7 +26,7 @@ PROGRAM = Path(__file__).with_name("pip_child.py")
 
 
 def install(
-    script: Script, slot: Slot, settings: Settings, confinement: Confinement | None
+    script: Script, spec: ModelSpec, settings: Settings, confinement: Confinement | None
 ) -> str | None:
     """The folder with the packages, None where none are asked for.
 
@@ -42,7 +42,7 @@ def install(
             " ALLOW_MODEL_REQUIREMENTS=true, or build an image with these packages and remove the"
             " file"
         )
-    folder, done = Path(slot.folder) / PACKAGES, Path(slot.folder) / DONE
+    folder, done = Path(spec.folder) / PACKAGES, Path(spec.folder) / DONE
     if not done.exists():
         folder.mkdir(exist_ok=True)
         if confinement is not None:

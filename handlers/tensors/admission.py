@@ -12,7 +12,7 @@ MEMINFO = Path("/proc/meminfo")
 RESERVE_BYTES = 128 * MIB
 
 
-def check_room(size_bytes: int, what: str) -> None:
+def check_memory(size_bytes: int, what: str) -> None:
     """Raises `OutOfMemory` with the numbers, on which the gateway unloads others, where it may;
     `NeverFits` if that could not help."""
     limit, left = memory_limit_bytes() - RESERVE_BYTES, available_bytes() - RESERVE_BYTES

@@ -19,7 +19,7 @@ from common.cpus import cpu_count
 from common.errors import ArtifactError, DeadlineExceeded, EngineError, InvalidRequest
 from common.memory import return_freed_memory
 from handlers.names import client_name
-from handlers.tensors.admission import check_room
+from handlers.tensors.admission import check_memory
 from handlers.tensors.codec import Array, TensorSpec, listed
 from handlers.tensors.files import find_graph
 from handlers.tensors.tensor_model import describe, transform_fn
@@ -48,7 +48,7 @@ def model_fn(model_dir: str, name: str | None = None) -> OnnxModel:
     own = path.stat().st_size
     all_files = sum(file.stat().st_size for file in path.parent.rglob("*") if file.is_file())
     needed = FILE_FACTOR * own + WEIGHTS_FACTOR * (all_files - own) + LIBRARY_BYTES
-    check_room(int(needed), "the model")
+    check_memory(int(needed), "the model")
     model = OnnxModel(path, client_name(name or Path(model_dir).name), version)
     return_freed_memory()  # the file's own bytes
     return model

@@ -25,7 +25,7 @@ from common.mxnet_compat import mx
 from engine.artifacts.read_params import read_params
 from handlers.names import client_name
 from handlers.tensors import symbol_module
-from handlers.tensors.admission import check_room
+from handlers.tensors.admission import check_memory
 from handlers.tensors.checkpoint import Shapes, data_shapes, load_symbol, reason
 from handlers.tensors.codec import NAMES, Array, TensorSpec
 from handlers.tensors.files import PARAMS, SHAPES, symbol_folder
@@ -47,7 +47,7 @@ def model_fn(model_dir: str, name: str | None = None) -> SymbolModel:
     """Raises `ArtifactError` with the reason in one sentence, or `OutOfMemory`."""
     folder = symbol_folder(model_dir)
     # The weights as they are, and as the convolutions want them.
-    check_room(2 * (folder / PARAMS).stat().st_size + MXNET_BYTES, "the model")
+    check_memory(2 * (folder / PARAMS).stat().st_size + MXNET_BYTES, "the model")
     model = SymbolModel(folder, client_name(name or Path(model_dir).name))
     return_freed_memory()
     return model

@@ -17,7 +17,7 @@ from common.errors import EngineError
 from engine.artifacts.open import open_artifact
 from engine.prepared.manifest import content_of
 from engine.text.prompts import Prompts
-from handlers.dispatch import choose
+from handlers.dispatch import handler_for
 from scripts.lib.problem import Problem
 from serving.settings import Settings
 from serving.store.archive_limits import MAX_FILES
@@ -55,7 +55,7 @@ def check(folder: Path) -> Checked:
             f" {MAX_FILES} files and {Settings.model_max_mib} MiB (MODEL_MAX_MIB)"
         )
     try:
-        handler = choose(str(folder))
+        handler = handler_for(str(folder))
         summary = _check_model(folder) if handler.IN_ENGINE else _check_tensors(handler, folder)
     except EngineError as error:
         raise Problem(f"{folder} cannot be served: {error.message}") from None
@@ -121,7 +121,7 @@ def write_archive(
     if not target.name.endswith(SUFFIX) or target.name == SUFFIX:
         raise Problem(f"{target} must be called NAME{SUFFIX}")
     if target.exists():
-        raise Problem(f"{target} is there already; remove it or choose another name")
+        raise Problem(f"{target} is there already; remove it or handler_for another name")
     try:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.") as file:
             with gzip.GzipFile("", "wb", COMPRESSION, file, mtime=0) as packed:
@@ -131,7 +131,7 @@ def write_archive(
             os.chmod(file.name, 0o644)
             os.link(file.name, target)  # fails where another has written it meanwhile
     except FileExistsError:
-        raise Problem(f"{target} is there already; remove it or choose another name") from None
+        raise Problem(f"{target} is there already; remove it or handler_for another name") from None
     except OSError as error:
         raise Problem(f"cannot write {target}: {error.strerror}") from None
 

@@ -94,7 +94,7 @@ class Console:
     async def events(self, request: Request) -> Response:
         """Who may call models may look at them, and so may who manages them."""
         check_token(request, self._settings.management_token, self._settings.inference_token)
-        self._feed.check_room()
+        self._feed.check_worker_memory()
         return StreamingResponse(
             self._encoded(), media_type=EVENTS, headers={"cache-control": "no-store"}
         )

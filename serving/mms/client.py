@@ -89,10 +89,10 @@ class MMSClient:
             raise Unavailable("Multi Model Server is being started", retry_after_s=1) from None
 
     async def register(
-        self, name: str, slot: Path, options: Mapping[str, Any], timeout_s: float
+        self, name: str, folder: Path, options: Mapping[str, Any], timeout_s: float
     ) -> None:
-        """Starts a worker for the model in `slot`. Raises `WorkerFailed` or `NoRoom`."""
-        body = {"model_name": name, "url": str(slot), "synchronous": True, **options}
+        """Starts a worker in `folder`. Raises `WorkerFailed` or `NoRoom`."""
+        body = {"model_name": name, "url": str(folder), "synchronous": True, **options}
         answer = await self.call(
             "POST",
             "/models",

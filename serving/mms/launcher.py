@@ -113,7 +113,7 @@ def remove_stale_files(run_dir: Path) -> None:
     for pattern in (*patterns, "models.json"):
         for path in run_dir.glob(pattern):
             path.unlink(missing_ok=True)
-    remove(run_dir / "slots")
+    remove(run_dir / "workers")
 
 
 def _find_java(output: JsonOutput) -> psutil.Process:

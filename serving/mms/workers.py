@@ -38,14 +38,14 @@ LISTENING = "00010000"  # __SO_ACCEPTCON in the column of flags
 
 
 class Workers:
-    """One worker a model, each with a slot: the folder that MMS takes for the model's."""
+    """One worker a model, each with a folder, which MMS takes for the model's."""
 
     def __init__(
         self, settings: Settings, run_dir: Path, mms: MMSClient, engine: AsyncEngineClient
     ) -> None:
         self._settings, self._mms, self._engine = settings, mms, engine
-        self._run_dir, self._slots = run_dir, run_dir / "slots"
-        self._slots.mkdir(parents=True, exist_ok=True)
+        self._run_dir, self._folders = run_dir, run_dir / "workers"
+        self._folders.mkdir(parents=True, exist_ok=True)
         self.turn = asyncio.Semaphore(LOADS_AT_ONCE)  # held while one starts
         # By the engine's name, what each load will take that has asked for room. Whoever asks later
         # does not get it; the engine knows which of them it has begun.
@@ -98,7 +98,7 @@ class Workers:
         if model.settings.max_rows is not None:
             asked.setdefault("initial_workers", model.settings.max_rows)
         options, handler = worker_options(path, asked, self._settings)
-        slot = self._slots / model.id
+        folder = self._folders / model.id
         # MMS puts the folder it is told on the worker's import path, before Python's own modules;
         # so it is told an empty one, and the worker reads here where the model is.
         described: dict[str, Any] = {"name": model.name, "engine_name": model.engine_name}
@@ -108,7 +108,7 @@ class Workers:
         if engine := model.settings.of_engine():
             described["engine"] = engine
         hosted = is_hosted(path, handler)
-        await asyncio.to_thread(_describe, slot, described, hosted)
+        await asyncio.to_thread(_describe, folder, described, hosted)
         timeout_s = self._settings.load_timeout_s
         # MMS has one limit for loads and requests; the gateway and the engine keep the requests'.
         limit_s = max(timeout_s, model.request_timeout_s + MMS_GRACE_S)
@@ -117,7 +117,7 @@ class Workers:
         if hosted and "initial_workers" not in model.options and model.in_flight < 2:
             options["initial_workers"] = 1  # each is three threads of MMS's; see `connect`
         model.connections = options["initial_workers"]
-        await self._register(model.id, slot, options, timeout_s)
+        await self._register(model.id, folder, options, timeout_s)
         outcome = await self._mms.probe(model.id, timeout_s)
         if outcome["status"] != 200:
             raise _load_error(outcome)
@@ -130,11 +130,11 @@ class Workers:
         model.socket = str(self._run_dir / f".mms.sock.{await self._mms.socket_number(model.id)}")
 
     async def _register(
-        self, id: str, slot: Path, options: Mapping[str, Any], timeout_s: float
+        self, id: str, folder: Path, options: Mapping[str, Any], timeout_s: float
     ) -> None:
         """Raises `WorkerLost` soon after the worker's process has ended without a word: Multi Model
         Server waits for it for a minute, and then forgets the model."""
-        registered = asyncio.ensure_future(self._mms.register(id, slot, options, timeout_s))
+        registered = asyncio.ensure_future(self._mms.register(id, folder, options, timeout_s))
         unseen, looks = 0, LOOKS_UNSEEN
         try:
             while unseen < looks:
@@ -151,7 +151,7 @@ class Workers:
     async def forget(self, model: Model) -> None:
         """Leaves nothing of a worker that was lost, and which has left nothing behind."""
         self._promised.pop(model.engine_name, None)
-        await asyncio.to_thread(remove, self._slots / model.id)
+        await asyncio.to_thread(remove, self._folders / model.id)
 
     async def connect(self, model: Model) -> None:
         """Has MMS open or close the connections that `model.connections` says.
@@ -166,13 +166,13 @@ class Workers:
             raise
 
     async def end(self, model: Model) -> None:
-        """Leaves no worker, no memory and no slot of a model; each step whatever the others do."""
+        """Leaves no worker, memory or folder of a model; each step whatever the others do."""
         self._promised.pop(model.engine_name, None)
         with contextlib.suppress(ServingError):
             await self._mms.unregister(model.id)
         with contextlib.suppress(EngineError):
             await self._engine.unload(model.engine_name)
-        await asyncio.to_thread(remove, self._slots / model.id)
+        await asyncio.to_thread(remove, self._folders / model.id)
 
     async def unregister(self, id: str) -> None:
         """Ends a worker and leaves the rest, for one that is started again or belongs to no model.
@@ -265,19 +265,19 @@ def _rss(process: psutil.Process) -> int:
     return 0
 
 
-def _describe(slot: Path, described: Mapping[str, Any], hosted: bool) -> None:
-    """Leaves a slot as it is that says this already: its worker comes back on a full disk, too.
+def _describe(folder: Path, described: Mapping[str, Any], hosted: bool) -> None:
+    """Leaves as it is what says this already: its worker comes back on a full disk, too.
 
     Raises `DiskFull`.
     """
-    text, file = json.dumps(described), slot / "model.json"
+    text, file = json.dumps(described), folder / "model.json"
     with contextlib.suppress(OSError):
         if file.read_text(encoding="utf-8") == text:
             return
-    with full_disk_is_an_error_of_ours(f"the slot of {described['name']} in RUN_DIR"):
-        slot.mkdir(exist_ok=True)
+    with full_disk_is_an_error_of_ours(f"the worker's folder of {described['name']} in RUN_DIR"):
+        folder.mkdir(exist_ok=True)
         if hosted:
-            (slot / "hosted").touch()
+            (folder / "hosted").touch()
         file.write_text(text, encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ from serving.errors import ModelNotFound, NoRoom, ServingError, Unavailable
 from serving.mms.workers import Workers
 from serving.models.model import Model, State
 from serving.models.registry import Registry
-from serving.models.snapshot import SavedModels
+from serving.models.snapshot import Snapshot
 from serving.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -35,16 +35,16 @@ class Recovery:
     """Compares what `registry` has with what there is."""
 
     def __init__(
-        self, settings: Settings, registry: Registry, workers: Workers, saved: SavedModels
+        self, settings: Settings, registry: Registry, workers: Workers, snapshot: Snapshot
     ) -> None:
         self._settings = settings
-        self._registry, self._workers, self._saved = registry, workers, saved
+        self._registry, self._workers, self._snapshot = registry, workers, snapshot
         self._missed: Counter[str] = Counter()  # by id: how often in a row the engine lacked it
         self._blind = ""  # why the last look saw nothing
 
     async def adopt(self) -> None:
         """Takes over what the gateway before this one had loaded, and ends what it had not."""
-        for model in self._saved.read():
+        for model in self._snapshot.read():
             try:
                 await self._registry.adopt(model)
             except (ServingError, OSError) as error:
@@ -56,7 +56,7 @@ class Recovery:
         """Runs for ever: gives models their workers back."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self._saved.retry()
+            self._snapshot.retry()
             try:
                 await self._look()
                 self._blind = ""

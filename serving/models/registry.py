@@ -26,7 +26,7 @@ from serving.mms.workers import MMS_GRACE_S, Workers
 from serving.models.admission import Line
 from serving.models.model import Model, State
 from serving.models.model_settings import ModelSettings
-from serving.models.worker_memory import check_room
+from serving.models.worker_memory import check_worker_memory
 from serving.settings import Settings
 from serving.store import Cache, Fetched, StoredModel
 
@@ -197,7 +197,7 @@ class Registry:
         async def start() -> None:
             async with self._workers.turn:
                 model.set(State.LOADING)
-                check_room(model.name)
+                check_worker_memory(model.name)
                 for last in (False, False, True):
                     checked = await self._workers.check(model)
                     started = time.monotonic()

@@ -17,7 +17,7 @@ from serving.store import StoredModel
 logger = logging.getLogger(__name__)
 
 
-class SavedModels:
+class Snapshot:
     """A file in the run folder, replaced at every change."""
 
     def __init__(self, run_dir: Path) -> None:

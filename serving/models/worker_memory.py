@@ -16,7 +16,7 @@ from serving.errors import NoRoom
 NEEDED_BYTES = 64 * MIB
 
 
-def check_room(model: str, cgroup: Path = CGROUP) -> None:
+def check_worker_memory(model: str, cgroup: Path = CGROUP) -> None:
     """Raises `NoRoom` unless another worker fits into the container."""
     memory = container_memory(cgroup)
     if memory is not None and memory.free_bytes < NEEDED_BYTES:

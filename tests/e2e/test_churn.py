@@ -76,7 +76,7 @@ def test_twenty_models_in_the_room_of_five_answer_as_each_does_alone(tmp_path: P
         eventually(lambda: len(statistics(server)["models"]) == len(loaded))
         eventually(lambda: len(server.descendants("model_service_worker")) == len(loaded))
         eventually(lambda: len(list(server.run_dir.glob(".mms.sock.*"))) <= len(loaded) + 1)
-        assert len(list(server.run_dir.glob("slots/*"))) == len(loaded)
+        assert len(list(server.run_dir.glob("workers/*"))) == len(loaded)
         after = held(server)
         assert after[0] <= files + 10
         assert after[1] <= engine_files + 30

@@ -227,8 +227,8 @@ def test_the_socket_files_of_workers_that_are_gone_are_removed(shared: Server) -
 
     eventually(lambda: files() == 3)
     assert text(shared.predict("a", SHORT))
-    assert not [path for path in shared.run_dir.glob("slots/*") if not any(path.iterdir())]
-    assert len(list(shared.run_dir.glob("slots/*"))) == 3
+    assert not [path for path in shared.run_dir.glob("workers/*") if not any(path.iterdir())]
+    assert len(list(shared.run_dir.glob("workers/*"))) == 3
 
 
 # Processes that die while requests run

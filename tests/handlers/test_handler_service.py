@@ -50,12 +50,12 @@ class Worker:
     """One connection of Multi Model Server to a worker, without the socket."""
 
     def __init__(self, folder: Path, source: str) -> None:
-        slot = folder / "slot"
-        slot.mkdir(parents=True)
+        within = folder / "within"
+        within.mkdir(parents=True)
         model = script(folder / "model", source)
         said = {"name": "봄", "engine_name": "봄", "path": str(model)}
-        (slot / "model.json").write_text(json.dumps(said))
-        self.service = MmsModelLoader().load("m1", str(slot), "handlers.handler_service", None, 1)
+        (within / "model.json").write_text(json.dumps(said))
+        self.service = MmsModelLoader().load("m1", str(within), "handlers.handler_service", None, 1)
 
     @property
     def handler(self) -> Any:

@@ -5,8 +5,8 @@ import sys
 
 CODE = """
 import sys
-from handlers.lazy_imports import deferred
-with deferred("numpy", "scipy", "scipy.sparse"):
+from handlers.lazy_imports import lazily_imported
+with lazily_imported("numpy", "scipy", "scipy.sparse"):
     import handlers.handler_service
 assert "numpy" not in sys.modules and "scipy" not in sys.modules
 from sagemaker_inference import decoder, encoder

@@ -18,7 +18,7 @@ from serving.models.on_demand import OnDemand
 from serving.models.recovery import Recovery
 from serving.models.registry import Registry
 from serving.models.residency import Residency
-from serving.models.snapshot import SavedModels
+from serving.models.snapshot import Snapshot
 from serving.settings import Settings
 from serving.store import Fetched, StoredModel
 from tests.serving.virtual_time import REAL_S, VirtualLoop
@@ -189,17 +189,19 @@ class Parts:
     ) -> None:
         self.settings = Settings(**settings)
         self.workers, self.cache = FakeWorkers(budget), FakeCache(folder)
-        self.saved = SavedModels(folder)
+        self.snapshot = Snapshot(folder)
         workers: Any = self.workers
         cache: Any = self.cache
         self.journal = Journal()
         observe, changed = self.journal.observe, self.journal.changed
-        self.registry = Registry(self.settings, workers, cache, observe, self.saved.write, changed)
+        self.registry = Registry(
+            self.settings, workers, cache, observe, self.snapshot.write, changed
+        )
         self.residency = Residency(self.registry, workers, observe)
         self.lookups = FakeLookups(names)
         lookups: Any = self.lookups
         self.on_demand = OnDemand(self.registry, lookups, self.residency)
-        self.recovery = Recovery(self.settings, self.registry, workers, self.saved)
+        self.recovery = Recovery(self.settings, self.registry, workers, self.snapshot)
 
     async def load(self, name: str, **options: Any) -> Model:
         return await self.registry.load(name, name, stored(name), **options)

@@ -11,7 +11,7 @@ from common.mxnet_compat import CPU_WORKERS, mx
 from engine.artifacts.artifact import Artifact
 from engine.backends import nvidia
 from engine.backends.interface import Ids, Logits
-from engine.backends.mxnet.gpt2 import GPT2, KVCache
+from engine.backends.mxnet.gpt2 import GPT2, ShardedKVCache
 from engine.backends.mxnet.rows import row_counts
 from engine.backends.page_cache import Span
 
@@ -36,7 +36,7 @@ class MXNetModel:
             self._model.free()
             ctx.empty_cache()
             raise
-        self._cache = KVCache(artifact.config, ctx, self._model.num_shards)
+        self._cache = ShardedKVCache(artifact.config, ctx, self._model.num_shards)
 
     def _fill(self, artifact: Artifact, shards: int) -> None:
         self._model.collect_params().setattr("grad_req", "null")  # no room for gradients

@@ -87,7 +87,7 @@ class SelfAttention(gluon.Block):  # type: ignore[misc, name-defined]
             self._shards.append((w_s, b_s, w_out_s, None if self._shards else b_out))
 
     def forward(
-        self, x: Any, lengths: Any, cache: KVCache | None, layer: int, fill: Any = None
+        self, x: Any, lengths: Any, cache: ShardedKVCache | None, layer: int, fill: Any = None
     ) -> list[Any]:
         """x (B, T, C) -> parts (B, T, C) of a sum.
 
@@ -101,7 +101,7 @@ class SelfAttention(gluon.Block):  # type: ignore[misc, name-defined]
         self,
         x: Any,
         lengths: Any,
-        cache: KVCache | None,
+        cache: ShardedKVCache | None,
         place: tuple[int, int],
         fill: Any,
         w_qkv: Any,
@@ -229,7 +229,9 @@ class GPT2(gluon.Block):  # type: ignore[misc, name-defined]
         for layer in (*self._self_attention_layers, *self._ffn_layers):
             layer._shards = []
 
-    def forward(self, ids: Any, cache: KVCache | None = None, last_only: bool = False) -> Any:
+    def forward(
+        self, ids: Any, cache: ShardedKVCache | None = None, last_only: bool = False
+    ) -> Any:
         """Logits (B, T, V) of the tokens that follow `ids` (B, T); (B, V) with `last_only`.
 
         With a cache the rows are those that `cache.select` chose, T new tokens are computed, and
@@ -259,7 +261,7 @@ class GPT2(gluon.Block):  # type: ignore[misc, name-defined]
         return nd.concat(*(product(x, w) for w in self._logits_blocks), dim=-1)[:B]
 
 
-class KVCache:
+class ShardedKVCache:
     """Keys and values of the rows of one batch, each row with its own length.
 
     Per layer and shard two arrays (rows, heads, capacity, hs), that grow as

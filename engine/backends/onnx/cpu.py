@@ -47,7 +47,7 @@ class OnnxModel:
         past = [i for i in self._session.get_inputs() if i.name.startswith("past_")]
         self._kv_names = [i.name.removeprefix("past_") for i in past]
         _, heads, _, head_size = past[0].shape
-        self._cache = KVCache(len(past), heads, head_size, config.max_length)
+        self._cache = MappedKVCache(len(past), heads, head_size, config.max_length)
         # What a decode step reads and writes, always in the same place.
         self._x = np.zeros((MAX_ROWS, 1, config.units), dtype=np.float32)
         self._last = np.zeros(MAX_ROWS, dtype=np.int32)
@@ -145,7 +145,7 @@ def check_ids(config: GPT2Config, ids: Ids, end: int) -> None:
         raise InvalidRequest(f"token ids must be from 0 to {config.vocab_size - 1}")
 
 
-class KVCache:
+class MappedKVCache:
     """Keys and values of all rows in one anonymous mapping that takes memory where it is written.
 
     `array` is (buffers, rows, heads, capacity, head size) with a key and a value buffer for each

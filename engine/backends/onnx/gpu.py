@@ -42,7 +42,7 @@ class OnnxGpuModel:
         self._weights = weights if provider.device == "cpu" else {}  # a GPU has its own copy now
         self._device = provider.device
         self._kv_names = list(kv_names(artifact.config, ""))
-        self._cache = KVCache(artifact.config, buffers(provider, len(self._kv_names)))
+        self._cache = DeviceKVCache(artifact.config, buffers(provider, len(self._kv_names)))
         self.kv_bytes_per_token = self._cache.token_bytes
         # Where a step's logits go, always the same place, on the CPU.
         self._logits = np.zeros((MAX_ROWS, artifact.config.vocab_size), dtype=np.float32)
@@ -162,7 +162,7 @@ class Buffer:
         return address
 
 
-class KVCache:
+class DeviceKVCache:
     """Keys and values of all rows, a key and a value buffer for each layer.
 
     They grow as `engine.backends.kv_capacity` says, one after the other: the memory for both sizes

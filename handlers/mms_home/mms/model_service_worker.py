@@ -47,7 +47,7 @@ def own(path: str, tmp_dir: str, host_path: str) -> None:
 
 def main() -> None:
     try:
-        posix.stat("hosted")  # in the model's slot, which MMS starts a worker in
+        posix.stat("hosted")  # in the worker's folder, which MMS starts it in
     except OSError:
         posix.execv(sys.executable, [sys.executable, "-m", "handlers.worker", *sys.argv[1:]])
     arguments = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=False))

@@ -24,10 +24,10 @@ class BuiltIn:
     the handler's JSON answer as a value.
     """
 
-    def __init__(self, orders: Mapping[str, Any]) -> None:
-        self._orders = orders
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._spec = spec
         with ours():
-            self.handler: Handler = built_in(orders["root"])
+            self.handler: Handler = built_in(spec["root"])
 
     def load(self, *, alone: bool) -> Any:
         """The model as the script's functions expect it, or as `handler` does, if it is `alone`.
@@ -40,8 +40,8 @@ class BuiltIn:
                 if self.handler.IN_ENGINE:
                     from handlers.scripts.engine_proxy import EngineModel
 
-                    return EngineModel(self._orders["engine"])
-                return handler.model_fn(self._orders["root"], self._orders["engine_name"])
+                    return EngineModel(self._spec["engine"])
+                return handler.model_fn(self._spec["root"], self._spec["engine_name"])
         except ArtifactError as error:
             raise ArtifactError(
                 "Please provide a model_fn implementation (or load_model and predict, or"

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from common.errors import EngineError
 from handlers.scripts.conventions.load_and_predict import LoadAndPredict
-from handlers.scripts.conventions.mms_service import HandlerService, find_handler
+from handlers.scripts.conventions.mms_service import MMSService, find_handler
 from handlers.scripts.conventions.toolkit import FUNCTIONS, SageMakerFunctions
 from handlers.scripts.messages import Answer, Request
 
@@ -30,16 +30,14 @@ class Service(Protocol):
         """One for each request; or raises what the script raises, for all of them."""
 
 
-def service_of(module: ModuleType, orders: Mapping[str, Any]) -> Service:
+def service_of(module: ModuleType, spec: Mapping[str, Any]) -> Service:
     """Raises `ArtifactError` for a script that breaks the convention that it follows."""
-    is_service = orders["is_service"] or orders["entry"]
-    handler = find_handler(module, orders["entry"])
+    is_service = spec["is_service"] or spec["entry"]
+    handler = find_handler(module, spec["entry"])
     if handler is not None and is_service:
-        return HandlerService(handler, orders)
+        return MMSService(handler, spec)
     if any(callable(getattr(module, name, None)) for name in FUNCTIONS):
-        return SageMakerFunctions(module, orders)
+        return SageMakerFunctions(module, spec)
     if callable(getattr(module, "load_model", None)):
-        return LoadAndPredict(module, orders)
-    return (
-        SageMakerFunctions(module, orders) if handler is None else HandlerService(handler, orders)
-    )
+        return LoadAndPredict(module, spec)
+    return SageMakerFunctions(module, spec) if handler is None else MMSService(handler, spec)

@@ -16,18 +16,18 @@ from handlers.scripts.messages import Answer, Request, ScriptError
 
 
 class LoadAndPredict:
-    def __init__(self, module: ModuleType, orders: Mapping[str, Any]) -> None:
+    def __init__(self, module: ModuleType, spec: Mapping[str, Any]) -> None:
         if not callable(getattr(module, "predict", None)):
             raise ArtifactError("the script defines load_model without predict(model, payload)")
-        self._module, self._orders = module, orders
+        self._module, self._spec = module, spec
 
     def load(self) -> None:
-        self._model = self._module.load_model(self._orders["root"])
+        self._model = self._module.load_model(self._spec["root"])
 
     def answer(self, requests: list[Request], timeout_s: float) -> Sequence[Answer | EngineError]:
         payload = [{part.name: part.value for part in request.parts} for request in requests]
         values = self._module.predict(self._model, payload)
-        return answers_of_batch(values, ScriptContext(self._orders, requests), "predict")
+        return answers_of_batch(values, ScriptContext(self._spec, requests), "predict")
 
 
 def answers_of_batch(values: Any, context: ScriptContext, what: str) -> list[Answer | EngineError]:

@@ -45,13 +45,13 @@ class ScriptContext(Context):  # type: ignore[misc]
 
     _metrics: Any
 
-    def __init__(self, orders: Mapping[str, Any], requests: Sequence[Request] = ()) -> None:
+    def __init__(self, spec: Mapping[str, Any], requests: Sequence[Request] = ()) -> None:
         super().__init__(
-            orders["name"],
-            orders["root"],
-            orders["manifest"],
-            orders["batch_size"],
-            orders["gpu_id"],
+            spec["name"],
+            spec["root"],
+            spec["manifest"],
+            spec["batch_size"],
+            spec["gpu_id"],
             "1.1.11",
         )
         self.request_ids = {i: request.id for i, request in enumerate(requests)}

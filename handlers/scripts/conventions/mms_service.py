@@ -45,15 +45,15 @@ def _can_handle(kind: type) -> bool:
     return hasattr(kind, "handle") or all(hasattr(kind, step) for step in STEPS)
 
 
-class HandlerService:
-    def __init__(self, handler: Any, orders: Mapping[str, Any]) -> None:
-        self._handler, self._orders = handler, orders
+class MMSService:
+    def __init__(self, handler: Any, spec: Mapping[str, Any]) -> None:
+        self._handler, self._spec = handler, spec
         self._what = getattr(handler, "__name__", "handle")
         if inspect.isclass(handler) and not _can_handle(handler):
             raise ArtifactError(f"the class {self._what} has no handle(data, context)")
 
     def load(self) -> None:
-        context = ScriptContext(self._orders)
+        context = ScriptContext(self._spec)
         if not inspect.isclass(self._handler):
             self._handle: Callable[[Any, Any], Any] = self._handler
             self._handle(None, context)  # a function is told to load with no data
@@ -86,7 +86,7 @@ class HandlerService:
     def _ask(self, data: list[Any], requests: list[Request]) -> list[Answer | EngineError]:
         from mms.service import PredictionException
 
-        context = ScriptContext(self._orders, requests)
+        context = ScriptContext(self._spec, requests)
         try:
             values = self._handle(data, context)
         except PredictionException as error:

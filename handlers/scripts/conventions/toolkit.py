@@ -45,8 +45,8 @@ UTF8_TYPES = (JSON, "text/csv")
 class SageMakerFunctions:
     """Raises `ArtifactError` for functions that do not go together."""
 
-    def __init__(self, module: ModuleType, orders: Mapping[str, Any]) -> None:
-        self._orders = orders
+    def __init__(self, module: ModuleType, spec: Mapping[str, Any]) -> None:
+        self._spec = spec
         self._own: dict[str, Callable[..., Any]] = {
             name: getattr(module, name)
             for name in ARGUMENTS
@@ -67,7 +67,7 @@ class SageMakerFunctions:
             _check_arguments(name, function)
 
     def load(self) -> None:
-        model_dir, context = self._orders["root"], ScriptContext(self._orders)
+        model_dir, context = self._spec["root"], ScriptContext(self._spec)
         if "pre_model_fn" in self._own:
             self._call("pre_model_fn", (model_dir,), context)
         if "model_fn" in self._own:
@@ -76,7 +76,7 @@ class SageMakerFunctions:
             if self._defaults is formats and not {"transform_fn", "predict_fn"} & set(self._own):
                 raise ArtifactError("Please provide a predict_fn implementation (or transform_fn)")
         else:
-            built_in = BuiltIn(self._orders)
+            built_in = BuiltIn(self._spec)
             alone = set(self._own) <= {"pre_model_fn"}
             self._model = built_in.load(alone=alone)
             self._alone = built_in.handler if alone else None
@@ -104,7 +104,7 @@ class SageMakerFunctions:
                     self._model, request.body, content_type, accept, timeout_s
                 )
             )
-        context = ScriptContext(self._orders, [request])
+        context = ScriptContext(self._spec, [request])
         accept = headers.get("accept", "")
         accept = self._accept if accept in ("", "*/*") else accept
         body, content_type = _decoded(request)

@@ -19,7 +19,7 @@ from engine.registry import Engine
 from engine.settings import Settings
 from engine.text.prompts import Prompts
 from engine.text.sentencepiece import SentencePieceTokenizer
-from engine.text.trimming import Stripper
+from engine.text.trimming import Trimmer
 from tests.engine.engines import Request, make_talkative
 from tests.engine.hugging_face import make_hugging_face, write_json
 from tests.engine.models import make_artifact
@@ -335,8 +335,8 @@ def test_what_is_stripped_does_not_depend_on_the_pieces(strips: tuple[str, ...],
     rng = random.Random(1)  # noqa: S311
     for _ in range(20):
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(3))
-        stripper = Stripper(strips)
+        trimmer = Trimmer(strips)
         edges = [0, *cuts, len(text)]
         given = [text[a:b] for a, b in itertools.pairwise(edges)]
-        found = "".join(stripper.feed(piece) for piece in given[:-1]) + stripper.finish(given[-1])
+        found = "".join(trimmer.feed(piece) for piece in given[:-1]) + trimmer.finish(given[-1])
         assert found == expected, given

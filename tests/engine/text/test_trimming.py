@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.text.trimming import Stripper
+from engine.text.trimming import Trimmer
 
 WORDS = ["".join(w) for n in (1, 2, 3) for w in itertools.product("ab ", repeat=n)]
 
@@ -32,9 +32,9 @@ def stripped(text: str, strips: tuple[str, ...]) -> str:
 
 
 def in_pieces(text: str, cuts: list[int], strips: tuple[str, ...]) -> str:
-    stripper = Stripper(strips)
+    trimmer = Trimmer(strips)
     *pieces, last = (text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)]))
-    return "".join(stripper.feed(piece) for piece in pieces) + stripper.finish(last)
+    return "".join(trimmer.feed(piece) for piece in pieces) + trimmer.finish(last)
 
 
 def test_each_pair_of_texts_is_cut_as_by_trying_everything() -> None:

@@ -24,11 +24,11 @@ def request(body: bytes, content_type: str | None = "application/json", **header
 class Asked:
     """The script `source` of the model in `folder`, loaded. Raises why it does not load."""
 
-    def __init__(self, folder: Path, source: str, **orders: Any) -> None:
+    def __init__(self, folder: Path, source: str, **spec: Any) -> None:
         module = types.ModuleType(f"script_{next(_numbers)}")
         exec(compile(source, "inference.py", "exec"), module.__dict__)  # noqa: S102
         self._service = service_of(
-            module, {**Script(folder, folder / "inference.py").orders("봄", 1 << 20), **orders}
+            module, {**Script(folder, folder / "inference.py").spec("봄", 1 << 20), **spec}
         )
         self._service.load()
 

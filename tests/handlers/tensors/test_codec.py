@@ -332,7 +332,7 @@ def test_a_models_name_is_the_clients_own(given: str, name: str) -> None:
 def test_choosing_a_handler_imports_nothing_large() -> None:
     """Workers of built-in models have 20 MB; numpy alone would double that."""
     script = (
-        "import sys, handlers.dispatch; handlers.dispatch.choose('.');"
+        "import sys, handlers.dispatch; handlers.dispatch.handler_for('.');"
         "print([m for m in ('numpy', 'orjson', 'mxnet', 'onnxruntime') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest, NeverFits, OutOfMemory
 from common.memory import Memory
-from handlers.dispatch import choose
+from handlers.dispatch import handler_for
 from handlers.payload import JSON
 from handlers.tensors import admission, onnx_graph
 from tests.handlers.tensors.graphs import TinyGPT2, identity, save_graph
@@ -33,7 +33,7 @@ def ask(model: Any, value: Any, accept: str | None = None) -> Any:
 @pytest.mark.parametrize("place", ["model.onnx", "1/model.onnx", "gpt2/3/model.onnx"])
 def test_a_graph_is_found_and_computes(tmp_path: Path, place: str) -> None:
     GPT2.save(tmp_path / place)
-    handler: Any = choose(str(tmp_path))
+    handler: Any = handler_for(str(tmp_path))
     assert not handler.IN_ENGINE
     model = handler.model_fn(str(tmp_path), "봄#012345-1")
     value = {"input_ids": IDS.tolist(), "attention_mask": np.ones_like(IDS).tolist()}
@@ -59,7 +59,7 @@ def test_two_models_in_one_artifact_are_refused(tmp_path: Path) -> None:
 def test_a_graph_beside_other_weights_is_only_a_companion(tmp_path: Path, companion: str) -> None:
     identity(tmp_path / "model.onnx", F, [1])
     (tmp_path / companion).touch()
-    assert choose(str(tmp_path)) is not onnx_graph
+    assert handler_for(str(tmp_path)) is not onnx_graph
 
 
 def test_weights_may_lie_in_files_beside_the_graph(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest
 from common.mxnet_compat import mx
-from handlers.dispatch import choose
+from handlers.dispatch import handler_for
 from handlers.payload import JSON, UnsupportedMediaType
 from handlers.tensors import symbol, symbol_module
 from handlers.tensors.codec import CSV, NPY
@@ -249,15 +249,15 @@ def test_half_precision_weights_take_half_precision(tmp_path: Path) -> None:
 def test_the_files_may_lie_in_a_folder_named_model(copy: Path, direct: Any, tmp_path: Path) -> None:
     (tmp_path / "artifact").mkdir()
     copy.rename(tmp_path / "artifact" / "model")
-    assert choose(str(tmp_path / "artifact")) is symbol
+    assert handler_for(str(tmp_path / "artifact")) is symbol
     model = symbol.model_fn(str(tmp_path / "artifact"))
     np.testing.assert_allclose(ask(model, npy(images(1)), NPY), direct(images(1)), atol=1e-6)
 
 
 def test_an_exported_kogpt2_keeps_its_tokenizer_and_its_handler(copy: Path) -> None:
-    assert choose(str(copy)) is symbol
+    assert handler_for(str(copy)) is symbol
     (copy / "kogpt2.spiece").touch()
-    assert choose(str(copy)) is not symbol
+    assert handler_for(str(copy)) is not symbol
 
 
 def wrong(symbol_json: Any = None, shapes: Any = None, params: bytes | None = None) -> Any:
@@ -309,7 +309,7 @@ def remove(name: str) -> Any:
 def test_a_broken_artifact_is_told_in_a_sentence(copy: Path, breaks: Any, said: str) -> None:
     breaks(copy)
     with pytest.raises(ArtifactError, match=said) as caught:
-        choose(str(copy)).model_fn(str(copy))
+        handler_for(str(copy)).model_fn(str(copy))
     assert "\n" not in caught.value.message
 
 

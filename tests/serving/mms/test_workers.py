@@ -30,12 +30,12 @@ class FakeMMS:
     """Knows what it was told, by id."""
 
     def __init__(self) -> None:
-        self.slots: dict[str, Path] = {}
+        self.folders: dict[str, Path] = {}
         self.connections: list[int] = []
         self.hangs = False
 
-    async def register(self, id: str, slot: Path, options: Any, timeout_s: float) -> None:
-        self.slots[id] = slot
+    async def register(self, id: str, folder: Path, options: Any, timeout_s: float) -> None:
+        self.folders[id] = folder
         if self.hangs:
             await asyncio.Event().wait()
         self.connections.append(options["initial_workers"])
@@ -85,7 +85,7 @@ def test_a_worker_is_told_what_the_engine_is_to_do(tmp_path: Path) -> None:
     async def test() -> None:
         parts = Parts(tmp_path, backend="mxnet", max_rows=3, queue=4)
         await parts.workers.start(parts.model)
-        told = json.loads((parts.mms.slots["1"] / "model.json").read_text())
+        told = json.loads((parts.mms.folders["1"] / "model.json").read_text())
         assert told["engine"] == {"backend": "mxnet", "max_rows": 3}
         with pytest.raises(OutOfMemory):
             await parts.workers.check(parts.model)
@@ -155,7 +155,7 @@ def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path: Path) -> N
             await parts.workers.start(parts.model)
         assert asyncio.get_running_loop().time() < 20
         await parts.workers.forget(parts.model)
-        assert not list((tmp_path / "slots").iterdir())
+        assert not list((tmp_path / "workers").iterdir())
 
         parts.model.id = f"봄-{os.getpid()}-2"
         command = [sys.executable, "-c", "input()", "--model-name", parts.model.id]

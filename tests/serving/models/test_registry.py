@@ -195,11 +195,11 @@ def test_a_full_disk_fails_nothing_that_is_loaded(tmp_path: Path) -> None:
         await parts.load("b")
         await parts.registry.unload("a")
         assert parts.loaded() == ["b"]
-        assert [model.name for model in parts.saved.read()] == ["a"]
+        assert [model.name for model in parts.snapshot.read()] == ["a"]
         (tmp_path / "models.new").rmdir()
         watch = asyncio.create_task(parts.recovery.watch())
         await asyncio.sleep(2)  # tried again
-        assert [model.name for model in parts.saved.read()] == ["b"]
+        assert [model.name for model in parts.snapshot.read()] == ["b"]
         watch.cancel()
 
     run(test)
@@ -214,8 +214,8 @@ def test_a_models_file_of_settings_is_read_and_a_requests_own_beat_it(tmp_path: 
         model = await parts.load("a", settings=ModelSettings(timeout_s=9))
         assert model.settings == ModelSettings(pinned=True, timeout_s=9, max_rows=4)
         assert model.request_timeout_s == 9
-        (saved,) = parts.saved.read()
-        assert saved.settings == model.settings
+        (snapshot,) = parts.snapshot.read()
+        assert snapshot.settings == model.settings
 
     run(test)
 

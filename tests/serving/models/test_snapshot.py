@@ -6,7 +6,7 @@ import pytest
 
 from serving.errors import ServingError
 from serving.models.model import LOAD_S, Model
-from serving.models.snapshot import SavedModels
+from serving.models.snapshot import Snapshot
 from serving.store import Cache, StoredModel, public_url
 from tests.serving.store.s3 import settings
 
@@ -37,11 +37,11 @@ def test_a_url_with_a_key_is_not_written_and_its_model_is_found_in_the_cache(
     tmp_path: Path,
 ) -> None:
     stored = StoredModel("시", URL, "v1", 10, "archive")
-    saved = SavedModels(tmp_path)
-    saved.write([model(stored)])
+    snapshot = Snapshot(tmp_path)
+    snapshot.write([model(stored)])
     for path in tmp_path.iterdir():
         assert b"0123abcd" not in path.read_bytes()
-    (restored,) = saved.read()
+    (restored,) = snapshot.read()
     cache = Cache(settings(tmp_path / "cache"))
     with pytest.raises(ServingError) as raised:  # it is not there yet, and cannot be fetched
         cache.acquire(restored.stored)
@@ -51,28 +51,28 @@ def test_a_url_with_a_key_is_not_written_and_its_model_is_found_in_the_cache(
 
 
 def test_what_changes_of_one_of_many_models_is_written(tmp_path: Path) -> None:
-    saved = SavedModels(tmp_path)
+    snapshot = Snapshot(tmp_path)
     models = [model(StoredModel("시", f"/봄/{i}", "v1", 10, "folder")) for i in range(3)]
     for number, changed in enumerate(models):
         changed.id = f"a-{number}"
-    saved.write(models)
+    snapshot.write(models)
     models[1].line.capacity = 7
     models[2].socket, models[2].load_s = "/run/9001", 2.5
-    saved.write(models)
-    assert [(m.line.capacity, m.socket, m.load_s) for m in saved.read()] == [
+    snapshot.write(models)
+    assert [(m.line.capacity, m.socket, m.load_s) for m in snapshot.read()] == [
         (1, "", LOAD_S),
         (7, "", LOAD_S),
         (1, "/run/9001", 2.5),
     ]
-    saved.write(models[1:])
-    assert [m.url for m in saved.read()] == ["/봄/1", "/봄/2"]
+    snapshot.write(models[1:])
+    assert [m.url for m in snapshot.read()] == ["/봄/1", "/봄/2"]
 
 
 def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
-    saved, in_the_way = SavedModels(tmp_path), tmp_path / "models.new"
+    snapshot, in_the_way = Snapshot(tmp_path), tmp_path / "models.new"
     in_the_way.mkdir()
-    saved.write([model(StoredModel("시", "/봄", "v1", 10, "folder"))])
-    assert saved.read() == []
+    snapshot.write([model(StoredModel("시", "/봄", "v1", 10, "folder"))])
+    assert snapshot.read() == []
     in_the_way.rmdir()
-    saved.retry()
-    assert [m.name for m in saved.read()] == ["시"]
+    snapshot.retry()
+    assert [m.name for m in snapshot.read()] == ["시"]

@@ -8,7 +8,7 @@ import pytest
 
 from common.memory import MIB, Memory, container_memory
 from serving.errors import NoRoom
-from serving.models.worker_memory import check_room
+from serving.models.worker_memory import check_worker_memory
 
 LIMIT = 1024 * MIB
 
@@ -33,18 +33,18 @@ def cgroup(folder: Path, version: int, limit: object, used: int, cached: int) ->
 def test_the_page_cache_is_no_memory_in_use(tmp_path: Path, version: int) -> None:
     cgroup(tmp_path, version, LIMIT, 600 * MIB, 400 * MIB)
     assert container_memory(tmp_path) == Memory(LIMIT, 600 * MIB)
-    check_room("시", tmp_path)
+    check_worker_memory("시", tmp_path)
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_full_container_has_no_room_and_says_how_full_it_is(tmp_path: Path, version: int) -> None:
     cgroup(tmp_path, version, LIMIT, 1000 * MIB, 0)
     with pytest.raises(NoRoom, match=r"model 시 .* of the container's 1024 MiB 24 are free"):
-        check_room("시", tmp_path)
+        check_worker_memory("시", tmp_path)
 
 
 def test_without_a_limit_there_is_always_room(tmp_path: Path) -> None:
     assert container_memory(tmp_path) is None
     cgroup(tmp_path, 2, "max", 1000 * MIB, 0)
     assert container_memory(tmp_path) is None
-    check_room("시", tmp_path)
+    check_worker_memory("시", tmp_path)

@@ -20,7 +20,7 @@ from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import BackendModel
 from engine.backends.onnx import cpu, gpu
-from engine.backends.onnx.cpu import MAX_ROWS, PAGE, KVCache
+from engine.backends.onnx.cpu import MAX_ROWS, PAGE, MappedKVCache
 from engine.backends.onnx.device import CPU
 from tests.engine.models import make_artifact
 
@@ -239,7 +239,7 @@ def test_rows_join_leave_and_move_in_any_order(models: Models, precision: str, s
 
 
 def test_memory_of_keys_and_values_follows_the_lengths_and_is_given_back() -> None:
-    cache = KVCache(buffers=24, heads=12, head_size=64, max_length=1024)
+    cache = MappedKVCache(buffers=24, heads=12, head_size=64, max_length=1024)
     before = anonymous_bytes()
     for row, length in enumerate((200, 1, 1024, 30)):
         cache.add_row()

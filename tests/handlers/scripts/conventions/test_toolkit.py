@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.errors import EngineError, InvalidRequest
-from handlers.dispatch import choose
+from handlers.dispatch import handler_for
 from handlers.scripts.handler import ScriptHandler
 from tests.handlers.scripts.asked import Asked
 from tests.handlers.tensors.graphs import classifier
@@ -46,13 +46,13 @@ def test_an_entry_point_that_says_nothing_is_none(
         (tmp_path / "inference.py").write_text("raise SystemExit('another entry point')")
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / (program or "inference.py")).write_text(source, encoding="utf-8")
-    assert not isinstance(choose(str(tmp_path)), ScriptHandler)
+    assert not isinstance(handler_for(str(tmp_path)), ScriptHandler)
 
 
 @pytest.mark.parametrize("source", ["import logging\n", '"""문서"""\n', "#" * 100_000, "def", "\0"])
 def test_any_other_is_for_python_to_read(tmp_path: Path, source: str) -> None:
     (tmp_path / "inference.py").write_text(source, encoding="utf-8")
-    assert isinstance(choose(str(tmp_path)), ScriptHandler)
+    assert isinstance(handler_for(str(tmp_path)), ScriptHandler)
 
 
 @pytest.mark.parametrize("source", ["import logging", "def pre_model_fn(model_dir): pass"])
