@@ -1,0 +1,55 @@
+"""docs/architecture.md names what is there, in both languages."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "docs" / name for name in ("architecture.md", "architecture.ko.md")]
+PACKAGES = ("common", "engine", "handlers", "serving")
+FILE = re.compile(r"`([\w/]+\.py)`")
+
+
+def defined(file: Path) -> set[str]:
+    """`function`, `Class` and `Class.method`."""
+    names = set()
+    for node in ast.parse(file.read_text("utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                    names.add(f"{node.name}.{inner.name}")
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_and_functions_of_the_page_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    named = re.findall(FILE.pattern + r"[^`\n]* `([\w.]+)`", text)
+    assert len(named) > 20
+    wrong = [f"{file} {name}" for file, name in named if name not in defined(ROOT / file)]
+    assert not wrong
+    known = set().union(*(defined(ROOT / file) for file in FILE.findall(text)))
+    methods = set(re.findall(r"`([A-Z]\w+\.\w+)`", text))
+    assert methods <= known, methods - known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_room_is_on_the_page(page: Path) -> None:
+    rooms = set(re.findall(r"^\| `([\w/]+)/` \|", page.read_text("utf-8"), re.MULTILINE))
+    for room in rooms:
+        assert (ROOT / room).is_dir(), room
+    for package in PACKAGES:
+        inside = {p.parent for p in (ROOT / package).glob("*/*.py")} - {ROOT / package}
+        found = {str(folder.relative_to(ROOT)) for folder in inside}
+        assert found <= rooms | {"handlers/mms_home"}, package
+
+
+def test_both_languages_name_the_same() -> None:
+    english, korean = (re.findall(r"`[^`\n]+`", page.read_text("utf-8")) for page in PAGES)
+    assert sorted(english) == sorted(korean)
