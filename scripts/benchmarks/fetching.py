@@ -44,7 +44,7 @@ def pack(folder: Path, archive: Path) -> Path:
 
 
 def measure(archive: Path, tries: int, workdir: Path, log: Path) -> dict[str, Any]:
-    """Seconds of each way, in turns. Needs moto (requirements-test.txt)."""
+    """Seconds of each way, in turns. Needs moto (requirements/test.txt)."""
     found: dict[str, Any] = {"bytes": archive.stat().st_size, "ours": [], "theirs": []}
     found["their_way"] = "aws s3 cp" if shutil.which("aws") else "boto3's download_file"
     before = {name: os.environ.get(name) for name in (*ACCESS, "AWS_ENDPOINT_URL_S3")}
@@ -91,9 +91,7 @@ def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
             return
         except requests.ConnectionError:
             time.sleep(0.05)
-    raise BenchmarkError(
-        f"no S3 server (moto) started; pip install -r requirements-test.txt ({log})"
-    )
+    raise BenchmarkError(f"no S3 server (moto) started; ./scripts/test installs it ({log})")
 
 
 def _client() -> Any:

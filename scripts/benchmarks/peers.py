@@ -11,12 +11,14 @@ import tempfile
 from pathlib import Path
 
 from scripts.benchmarks.process import ROOT, BenchmarkError
+from scripts.lib.environment import ensure_environment
+from scripts.lib.problem import Problem
 
 ENVIRONMENT = ROOT / ".venv-benchmark"
 PYTHON = ENVIRONMENT / "bin" / "python"
 SERVER = ENVIRONMENT / "bin" / "llama-server"
-REQUIREMENTS = ROOT / "requirements-benchmark.txt"
-OPTIONAL = "llama-cpp-python"  # compiled here, which may fail
+UV = ENVIRONMENT / "bin" / "uv"
+GROUP = f"{ROOT}/pyproject.toml:llama-cpp"  # compiled here, which may fail
 MODULES = {"transformers": "transformers", "ctranslate2": "ctranslate2", "llama.cpp": "llama_cpp"}
 EXPORT_S = 300.0
 OPTIONS = ("BUILD_SHARED_LIBS", "LLAMA_OPENSSL", "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI")
@@ -26,25 +28,20 @@ BUILD = ("--target", SERVER.name, "--parallel", str(os.cpu_count() or 1))
 
 def install() -> None:
     """Makes the environment. Raises `BenchmarkError`; without a compiler llama.cpp is left out."""
-    if not PYTHON.exists():
-        making = subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)])
-        if making.returncode:
-            raise BenchmarkError(f"{ENVIRONMENT} could not be made")
-    lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
-    pins = [line.split("#")[0].strip() for line in lines]
-    optional = [pin for pin in pins if pin.startswith(OPTIONAL)]
-    wanted = [pin for pin in pins if pin and pin not in optional]
-    if not _pip(wanted):
-        raise BenchmarkError("pip could not install the peers, see above")
+    try:
+        ensure_environment(ENVIRONMENT, "benchmark")
+    except Problem as problem:
+        raise BenchmarkError(str(problem)) from None
     print("compiling llama.cpp, some ten minutes on two cores", file=sys.stderr)
-    if not _pip(optional) or not (SERVER.exists() or _build_server(optional)):
+    llama = [str(UV), "pip", "install", "--python", str(PYTHON), "--group", GROUP]
+    if subprocess.run(llama).returncode or not (SERVER.exists() or _build_server()):
         print("llama.cpp could not be compiled and is left out", file=sys.stderr)
 
 
-def _build_server(pins: list[str]) -> bool:
+def _build_server() -> bool:
     """llama.cpp's server from the sources that the Python package brings, but does not install."""
     with tempfile.TemporaryDirectory(prefix="llama-") as folder:
-        get = ["download", "--no-deps", "--no-binary", ":all:", "--dest", folder, *pins]
+        get = ["download", "--no-deps", "--no-binary", ":all:", "--dest", folder, "--group", GROUP]
         if subprocess.run([str(PYTHON), "-m", "pip", *get]).returncode:
             return False
         (archive,) = Path(folder).glob("*.tar.gz")
@@ -65,11 +62,6 @@ def llama_server() -> Path:
     if not SERVER.exists():
         raise BenchmarkError("not installed: scripts/benchmark --install-peers")
     return SERVER
-
-
-def _pip(requirements: list[str]) -> bool:
-    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", *requirements]
-    return subprocess.run(command).returncode == 0
 
 
 def missing(name: str) -> str | None:

@@ -35,13 +35,18 @@ def use_load_environment() -> None:
     """
     if Path(sys.prefix) == LOAD_VENV:
         return
-    command = f'. "{ROOT}/scripts/setup.sh"; ensure_group "{LOAD_VENV}" load'
+    ensure_environment(LOAD_VENV, "load")
+    _start_again(LOAD_VENV / "bin" / "python")
+
+
+def ensure_environment(folder: Path, group: str) -> None:
+    """Makes what scripts/setup.sh calls `group`, unless it is there. Raises `Problem`."""
+    command = f'. "{ROOT}/scripts/setup.sh"; ensure_group "{folder}" {group}'
     python = VENV / "bin" / "python"
     environment = {**os.environ, "PYTHON": str(python)} if python.exists() else None
     made = subprocess.run(["bash", "-euo", "pipefail", "-c", command], env=environment)
     if made.returncode:
-        raise Problem(f"{LOAD_VENV} could not be made, see above")
-    _start_again(LOAD_VENV / "bin" / "python")
+        raise Problem(f"{folder} could not be made, see above")
 
 
 def _start_again(python: Path) -> None:

@@ -1,4 +1,4 @@
-"""`abfs://` and `gs://`: fsspec's drivers, which are optional (requirements-store.txt).
+"""`abfs://` and `gs://`: fsspec's drivers, which are optional (requirements/store.txt).
 
 They read their own variables, for example AZURE_STORAGE_CONNECTION_STRING, or
 GOOGLE_APPLICATION_CREDENTIALS.
@@ -39,7 +39,7 @@ class DriverBucket:
         except ImportError as error:
             raise StartError(
                 f"{scheme}:// needs {DRIVERS[scheme]} ({error}):"
-                " pip install -r requirements-store.txt"
+                " pip install -r requirements/store.txt"
             ) from None
         except Exception as error:
             raise StartError(f"{scheme}://{name} cannot be used: {error}") from error

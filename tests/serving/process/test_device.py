@@ -61,7 +61,7 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-# Of requirements.txt's onnxruntime: CUDA 12's for Python 3.10, CUDA 13's for later ones.
+# Of requirements/run.txt's onnxruntime: CUDA 12's for Python 3.10, CUDA 13's for later ones.
 NEWER = sys.version_info >= (3, 11)
 ONNXRUNTIME_DRIVER = "580.65.06" if NEWER else "525.60.13"
 DRIVERS = [("mxnet", "450.80.02"), ("onnxruntime", ONNXRUNTIME_DRIVER)]

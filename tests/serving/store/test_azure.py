@@ -1,7 +1,7 @@
 """`abfs://` against Azurite, Microsoft's own emulator of Azure's storage.
 
 npm install azurite (in a folder outside of this one, its node_modules/.bin on PATH)
-pip install -r requirements-store.txt
+pip install -r requirements/store.txt
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from serving.errors import ArtifactChanged, ModelNotInStore, StoreAccessDenied, 
 from serving.store import Cache, StoreSettings, drivers, open_store
 from tests.serving.store.s3 import archive
 
-pytest.importorskip("adlfs", reason="needs adlfs: pip install -r requirements-store.txt")
+pytest.importorskip("adlfs", reason="needs adlfs: pip install -r requirements/store.txt")
 if shutil.which("azurite-blob") is None:
     pytest.skip("needs azurite-blob on PATH: npm install azurite", allow_module_level=True)
 

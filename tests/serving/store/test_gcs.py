@@ -1,7 +1,7 @@
 """`gs://` against an emulator of Google's storage.
 
 pip install gcp-storage-emulator (in an environment outside of this one, its bin on PATH)
-pip install -r requirements-store.txt
+pip install -r requirements/store.txt
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from serving.errors import ArtifactChanged, ModelNotInStore, StoreUnavailable
 from serving.store import Cache, StoreSettings, drivers, open_store
 from tests.serving.store.s3 import archive
 
-pytest.importorskip("gcsfs", reason="needs gcsfs: pip install -r requirements-store.txt")
+pytest.importorskip("gcsfs", reason="needs gcsfs: pip install -r requirements/store.txt")
 if shutil.which("gcp-storage-emulator") is None:
     pytest.skip(
         "needs gcp-storage-emulator on PATH: pip install gcp-storage-emulator, not into .venv",

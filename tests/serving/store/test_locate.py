@@ -217,5 +217,5 @@ def test_a_missing_driver_says_how_to_install_it(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
-    with pytest.raises(StartError, match=r"pip install -r requirements-store\.txt"):
+    with pytest.raises(StartError, match=r"pip install -r requirements/store\.txt"):
         open_store(f"{scheme}://models/kogpt2/")
