@@ -1,4 +1,4 @@
-"""The errors a caller of the engine can meet, each with the HTTP status it becomes."""
+"""The base of all errors, and those of the engine, each with the HTTP status it becomes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,45 @@ def cut(text: str, most: int = MAX_MESSAGE) -> str:
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
-class EngineError(Exception):
-    """Base of all errors meant for people. `status` is the HTTP status that they turn into.
+class ServiceError(Exception):
+    """Base of all errors meant for people. `status` is the HTTP status that they turn into, `type`
+    what clients know them by.
 
     The message can be sent whatever it quotes: it is not long, and has no half of a character.
     """
 
     status = 500
+    type = "InternalServerException"
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         self.message = cut(message.encode("utf-8", "backslashreplace").decode())
         super().__init__(self.message)
         self.retry_after_s = retry_after_s
 
-    @property
-    def type(self) -> str:
-        return type(self).__name__
-
     def to_body(self) -> dict[str, object]:
         """The error as MMS writes its own: `{"code", "type", "message"}`."""
         return {"code": self.status, "type": self.type, "message": self.message}
+
+
+class SettingError(ServiceError):
+    """An option or environment variable has a value that cannot be used."""
+
+
+class EngineError(ServiceError):
+    """Base of those of the engine and of workers; each goes by its own name."""
+
+    type = "EngineError"
+
+    def __init_subclass__(cls) -> None:
+        cls.type = cls.__name__
+
+
+def named(kind: object, message: str, retry_after_s: float | None = None) -> EngineError | None:
+    """The error below that another process told of by its `type`; None where it is none of them."""
+    found = globals().get(str(kind))
+    if isinstance(found, type) and issubclass(found, EngineError):
+        return found(message, retry_after_s=retry_after_s)
+    return None
 
 
 class InvalidRequest(EngineError):
@@ -60,8 +79,16 @@ class ModelAlreadyLoaded(EngineError):
     status = 409
 
 
+class NotAcceptable(EngineError):
+    status = 406
+
+
 class PromptTooLong(EngineError):
     status = 413
+
+
+class UnsupportedMediaType(EngineError):
+    status = 415
 
 
 class Overloaded(EngineError):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from common.errors import EngineError
+from common.errors import ServiceError
 from common.logs import log_as_json
+from common.settings import read_settings
 from engine.backends import import_backend
 from engine.http.server import serve
 from engine.settings import Settings
@@ -18,14 +19,14 @@ def main() -> int:
     log_as_json("engine")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        settings = Settings.from_environment()
+        settings = read_settings(Settings)
         try:
             import_backend(settings.backend)
         except OSError as error:  # of the CUDA build, without a driver
             print(f"the {settings.backend} backend cannot run here: {error}", file=sys.stderr)
             return 2
         serve(settings)
-    except EngineError as error:
+    except ServiceError as error:
         print(error.message, file=sys.stderr)
         return 2
     return 0

@@ -2,63 +2,57 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
 
-from common.errors import InvalidRequest
+from common.errors import SettingError
 from common.memory import MIB
+from common.settings import setting
 from engine.backends import BACKENDS, DEVICES, nvidia, precisions
 from engine.budget import default_budget_bytes
 
 
-def _setting(variable: str, default: Any, help_text: str) -> Any:
-    return field(default=default, metadata={"variable": variable, "help": help_text})
-
-
 @dataclass(frozen=True)
 class Settings:
-    """Each field is an environment variable; `scripts/settings` lists them for the README."""
+    """Raises `SettingError` for values that cannot be together."""
 
-    socket: str = _setting(
+    socket: str = setting(
         "ENGINE_SOCKET",
         "/run/kogpt2/engine.sock",
         "the engine's unix socket; `serve` sets it, in `RUN_DIR`",
     )
-    backend: str = _setting(
+    backend: str = setting(
         "ENGINE_BACKEND", "mxnet", "what computes: `mxnet` or `onnxruntime` (the fast one)"
     )
-    precision: str = _setting(
+    precision: str = setting(
         "ENGINE_PRECISION",
         "",
         "`fp32`, or with onnxruntime `int8` (its default), and on a GPU `fp16`",
     )
-    device: str = _setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
-    memory_mib: int = _setting(
+    device: str = setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
+    memory_mib: int = setting(
         "ENGINE_MEMORY_MIB",
         0,
         "memory for weights and K/V caches; 0: the container's limit less a quarter,"
         " or the GPU's memory less an eighth",
     )
-    overcommit: int = _setting(
+    overcommit: int = setting(
         "ENGINE_OVERCOMMIT",
         8,
         "how many times that memory the weights of all loaded models may come to: those that are"
         " not in use stay on the disk until they are",
     )
-    max_rows: int = _setting(
+    max_rows: int = setting(
         "ENGINE_MAX_ROWS",
         16,
         "sequences of one model that share a step; mxnet on a CPU takes 15 at most",
     )
-    max_queue: int = _setting(
+    max_queue: int = setting(
         "ENGINE_MAX_QUEUE", 256, "requests of one model that may wait; beyond it 503"
     )
-    cache_dir: str = _setting(
+    cache_dir: str = setting(
         "ENGINE_CACHE_DIR", "", "where prepared (quantized) models are kept; empty: beside each"
     )
-    cache_max_mib: int = _setting(
+    cache_max_mib: int = setting(
         "ENGINE_CACHE_MAX_MIB",
         20_480,
         "disk that `ENGINE_CACHE_DIR` may take; what was not loaded for longest goes",
@@ -66,18 +60,18 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise InvalidRequest(f"ENGINE_BACKEND is {self.backend!r}, must be one of {BACKENDS}")
+            raise SettingError(f"ENGINE_BACKEND is {self.backend!r}, must be one of {BACKENDS}")
         if self.device not in DEVICES:
-            raise InvalidRequest(f"ENGINE_DEVICE is {self.device!r}, must be cpu or gpu")
+            raise SettingError(f"ENGINE_DEVICE is {self.device!r}, must be cpu or gpu")
         known = precisions(self.backend, self.device)
         if self.precision and self.precision not in known:
-            raise InvalidRequest(
+            raise SettingError(
                 f"ENGINE_PRECISION is {self.precision!r}, must be one of {known}"
                 f" for {self.backend} on the {self.device}"
             )
         for name in ("overcommit", "max_rows", "max_queue"):
             if getattr(self, name) < 1:
-                raise InvalidRequest(f"ENGINE_{name.upper()} must be at least 1")
+                raise SettingError(f"ENGINE_{name.upper()} must be at least 1")
 
     @property
     def budget_bytes(self) -> int:
@@ -85,20 +79,3 @@ class Settings:
         if self.memory_mib:
             return self.memory_mib * MIB
         return nvidia.default_budget_bytes() if self.device == "gpu" else default_budget_bytes()
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Raises `InvalidRequest` that names the variable."""
-        values: dict[str, Any] = {}
-        for f in fields(cls):
-            variable = f.metadata["variable"]
-            if variable not in environment:
-                continue
-            text = environment[variable]
-            if f.type == "int":
-                if not text.isdecimal():
-                    raise InvalidRequest(f"{variable} is {text!r}, must be a whole number")
-                values[f.name] = int(text)
-            else:
-                values[f.name] = text
-        return cls(**values)

@@ -9,16 +9,15 @@ from typing import Any
 from sagemaker_inference.default_handler_service import DefaultHandlerService
 
 from common.errors import EngineError
+from common.media_types import JSON
+from common.settings import read_settings
+from common.worker_protocol import PROBE_HEADER, WORKER_HEADER
 from handlers.model_spec import ModelSpec
-from handlers.payload import JSON, to_json
+from handlers.payload import to_json
 from handlers.settings import Settings
 from handlers.transformer import ModelTransformer
 
 logger = logging.getLogger(__name__)
-
-PROBE_HEADER = "x-kogpt2-probe"
-# On every answer, for the gateway to tell it from what MMS says in the worker's place.
-WORKER_HEADER = "x-kogpt2-worker"
 
 
 class HandlerService(DefaultHandlerService):  # type: ignore[misc]
@@ -31,7 +30,7 @@ class HandlerService(DefaultHandlerService):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(transformer=ModelTransformer())
         self.load_error: EngineError | None = None
-        self._secret = Settings.from_environment().probe_secret
+        self._secret = read_settings(Settings).probe_secret
 
     def initialize(self, context: Any) -> None:
         spec = ModelSpec.of(context)

@@ -13,24 +13,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import EngineError, InvalidRequest
+from common.errors import InvalidRequest, UnsupportedMediaType
 from common.json_body import read_json, read_text
+from common.media_types import JSON, TEXT, accepted, media_type
 from common.parameters import Parameters
-
-JSON = "application/json"
-TEXT = "text/plain"
-
-
-class UnsupportedMediaType(EngineError):
-    status = 415
-
-
-class NotAcceptable(EngineError):
-    status = 406
 
 
 class Form(enum.Enum):
@@ -107,32 +97,9 @@ def _fields(inputs: Mapping[str, Any]) -> dict[str, str]:
     return {f"inputs.{name}": text for name, text in inputs.items()}
 
 
-def media_type(content_type: str | None) -> tuple[str, dict[str, str]]:
-    """The type and its parameters in lower case; JSON where nothing is said.
-
-    Raises `UnsupportedMediaType` for a charset that is not UTF-8.
-    """
-    kind, *options = (content_type or JSON).lower().split(";")
-    pairs = (option.partition("=") for option in options)
-    parameters = {name.strip(): value.strip('" ') for name, _, value in pairs}
-    charset = parameters.get("charset", "utf-8")
-    if charset not in ("utf-8", "utf8", "us-ascii", "ascii"):
-        raise UnsupportedMediaType(f"Content-Type has the charset {charset}, must be UTF-8")
-    return kind.strip(), parameters
-
-
 def answer_type(accept: str | None, form: Form) -> str:
     """`application/json` or `text/plain`, by the client's Accept. Raises `NotAcceptable`."""
     return accepted(accept, (TEXT, JSON) if form is Form.TEXT else (JSON, TEXT))
-
-
-def accepted(accept: str | None, offered: Sequence[str]) -> str:
-    """The first of the types offered that the client takes. Raises `NotAcceptable`."""
-    ranges = {part.split(";")[0].strip().lower() for part in (accept or "*/*").split(",")}
-    for kind in offered:
-        if {kind, f"{kind.split('/')[0]}/*", "*/*", "*"} & ranges:
-            return kind
-    raise NotAcceptable(f"Accept is {accept}, can be {' or '.join(offered)}")
 
 
 def format_answer(

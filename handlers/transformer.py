@@ -13,21 +13,19 @@ from typing import Any
 from sagemaker_inference.transformer import Transformer
 
 from common.errors import EngineError
+from common.media_types import JSON
+from common.worker_protocol import PROBE_HEADER, REQUEST_HEADER, REQUEST_ID, TIMEOUT_HEADER
 from engine.http.client import ModelHandle
 from handlers.dispatch import Handler, handler_for
 from handlers.model_spec import ModelSpec
-from handlers.payload import JSON, to_json
+from handlers.payload import to_json
 from handlers.request_id import request_id
 from handlers.scripts.handler import ScriptHandler
 from handlers.scripts.messages import Answer, Part, Request
 
 logger = logging.getLogger(__name__)
 
-# How many seconds the answer may take; the gateway sends it.
-TIMEOUT_HEADER = "x-kogpt2-timeout"
-# What the gateway cancels the request by when its client goes away.
-REQUEST_HEADER = "x-kogpt2-request"
-INTERNAL_HEADERS = (TIMEOUT_HEADER, REQUEST_HEADER, "x-kogpt2-probe")
+INTERNAL_HEADERS = (TIMEOUT_HEADER, REQUEST_HEADER, PROBE_HEADER)
 
 
 class ModelTransformer(Transformer):  # type: ignore[misc]
@@ -129,7 +127,7 @@ def _request(i: int, values: Mapping[str, Any], context: Any) -> tuple[Request, 
 def _explained(error: Exception, requests: Sequence[Request]) -> EngineError:
     if isinstance(error, EngineError):
         return error
-    ids = ", ".join(request.headers.get("x-request-id", "") for request in requests)
+    ids = ", ".join(request.headers.get(REQUEST_ID, "") for request in requests)
     logger.error("request %s failed", ids, exc_info=error)
     return EngineError("the model's handler failed; the log says why")
 

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import requests
 
-from common.errors import EngineError
+from common.errors import EngineError, ServiceError
 from common.logs import log_as_json
 from engine.http.client import EngineClient
-from serving.errors import ServingError, StartError, StillLoading
+from serving.errors import StartError, StillLoading
 from serving.mms import launcher
 from serving.process import examples, ports
 from serving.process.device import check_device
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log_as_json("entrypoint")
     try:
         return serve(Settings.read(command[1:]))
-    except (ServingError, EngineError) as error:
+    except ServiceError as error:
         print(f"the server cannot start: {error.message}", file=sys.stderr)
         return 1
 

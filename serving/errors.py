@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from common.errors import cut
+from common.errors import ServiceError
 
 
-class ServingError(Exception):
-    """Base of the serving package's errors; the message is meant for people.
-
-    `type` is what clients of Multi Model Server know the error by, where they know one.
-    """
-
-    status = 500
-    type = "InternalServerException"
-
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        self.message = cut(message)
-        super().__init__(self.message)
-        self.retry_after_s = retry_after_s
-
-    def to_body(self) -> dict[str, object]:
-        """The error as MMS writes its own: `{"code", "type", "message"}`."""
-        return {"code": self.status, "type": self.type, "message": self.message}
-
-
-class SettingError(ServingError):
-    """An option or environment variable has a value that cannot be used."""
+class ServingError(ServiceError):
+    """Base of the serving package's errors; `type` is what clients of Multi Model Server know one
+    by, where they know one."""
 
 
 class StartError(ServingError):

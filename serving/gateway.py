@@ -30,9 +30,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.errors import EngineError
+from common.errors import EngineError, ServiceError
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
+from common.worker_protocol import REQUEST_ID
 from engine.http.async_client import AsyncEngineClient
 from serving.api import openapi
 from serving.api.http_protocol import MAX_HEADER_BYTES, HTTPProtocol
@@ -68,7 +69,7 @@ from serving.store import Cache, Lookups, StoreSettings, open_store
 
 logger = logging.getLogger(__name__)
 
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 GIVES_UP = 2  # exit status: it has said why it cannot start
 GRACEFUL_S = 1  # for connections, once the requests are answered or DRAIN_S has passed
 
@@ -107,8 +108,7 @@ class App:
         app = Starlette(
             routes=list(routes),
             exception_handlers={
-                ServingError: error_response,
-                EngineError: error_response,
+                ServiceError: error_response,
                 HTTPException: _http_error,
                 Exception: error_response,
             },
@@ -135,7 +135,7 @@ class App:
                 status = message["status"]
                 message["headers"] = [
                     *message["headers"],
-                    (b"x-request-id", request_id.encode()),
+                    (REQUEST_ID.encode(), request_id.encode()),
                 ]
             await send(message)
 
@@ -194,8 +194,8 @@ class App:
 
 def _request_id(scope: Scope) -> str:
     """The client's own, if it can be a header and a log line; otherwise a new one."""
-    given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-    return given if REQUEST_ID.fullmatch(given) else str(uuid.uuid4())
+    given = dict(scope["headers"]).get(REQUEST_ID.encode(), b"").decode("latin-1")
+    return given if GIVEN_ID.fullmatch(given) else str(uuid.uuid4())
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -332,7 +332,7 @@ async def _run() -> None:
     try:
         settings, run_dir = Settings.read(), Path(os.environ["RUN_DIR"])
         await serve(settings, run_dir, os.environ["PROBE_SECRET"])
-    except (ServingError, EngineError) as error:
+    except ServiceError as error:
         print(error.message, file=sys.stderr)
         status = GIVES_UP
     except Exception:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
-from serving.errors import SettingError, UrlNotAllowed
+from common.errors import SettingError
+from common.settings import read_settings, setting
+from serving.errors import UrlNotAllowed
 from serving.names import model_name
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -21,136 +22,126 @@ AT_LEAST_ONE = (
 )  # fmt: skip
 
 
-def _setting(
-    variable: str, default: Any, help_text: str, option: str | None = None, also: str = ""
-) -> Any:
-    """`also` is another variable, SageMaker's own, that is read where this one is not set."""
-    metadata = {"variable": variable, "help": help_text, "option": option, "also": also}
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True)
 class Settings:
     """Each field is an environment variable and some are options, too; README.md lists them."""
 
-    host: str = _setting("HOST", "0.0.0.0", "the address to listen on", "--host")  # noqa: S104
-    port: int = _setting("SAGEMAKER_BIND_TO_PORT", 8080, "the port for requests", "--port")
-    management_port: int = _setting(
+    host: str = setting("HOST", "0.0.0.0", "the address to listen on", "--host")  # noqa: S104
+    port: int = setting("SAGEMAKER_BIND_TO_PORT", 8080, "the port for requests", "--port")
+    management_port: int = setting(
         "MANAGEMENT_PORT",
         8081,
         "the port for loading and unloading models; may be the one for requests",
         "--management-port",
     )
-    grpc_port: int = _setting(
+    grpc_port: int = setting(
         "GRPC_PORT",
         0,
         "the port for gRPC (docs/open-inference-protocol.md); 0: none",
     )
-    model_store: str = _setting(
+    model_store: str = setting(
         "MODEL_STORE",
         str(REPOSITORY / "model_store"),
         "a folder, `s3://bucket/prefix/`, `abfs://` or `gs://` with a folder or `.tar.gz` a model",
         "--model-store",
     )
-    model_cache: str = _setting(
+    model_cache: str = setting(
         "MODEL_CACHE", "", "where models are fetched and unpacked to; empty: in `RUN_DIR`"
     )
-    run_dir: str = _setting(
+    run_dir: str = setting(
         "RUN_DIR", "", "sockets and temporary files; empty: a new folder that is removed at the end"
     )
-    cache_max_mib: int = _setting(
+    cache_max_mib: int = setting(
         "CACHE_MAX_MIB", 20_480, "disk that fetched models may take; the least recently used go"
     )
-    model_max_mib: int = _setting(
+    model_max_mib: int = setting(
         "MODEL_MAX_MIB", 4096, "a fetched model that takes more unpacked gets 400"
     )
-    allowed_hosts: str = _setting(
+    allowed_hosts: str = setting(
         "HTTPS_HOSTS", "", "hosts that models may be fetched from by https, separated by commas"
     )
-    preload_models: str = _setting(
+    preload_models: str = setting(
         "PRELOAD_MODELS", "", "models to load before the server is ready, separated by commas"
     )
-    sagemaker_multi_model: bool = _setting(
+    sagemaker_multi_model: bool = setting(
         "SAGEMAKER_MULTI_MODEL",
         False,
         "SageMaker decides what is loaded: calls load nothing by themselves",
     )
-    base_dir: str = _setting(
+    base_dir: str = setting(
         "SAGEMAKER_BASE_DIR", "/opt/ml", "where SageMaker puts models (`model/`, `models/`)"
     )
-    single_model_name: str = _setting(
+    single_model_name: str = setting(
         "SAGEMAKER_MODEL_NAME", "model", "what the model in `model/` is called"
     )
-    management_token: str = _setting(
+    management_token: str = setting(
         "MANAGEMENT_TOKEN", "", "if set, loading and unloading need it as a bearer token"
     )
-    inference_token: str = _setting(
-        "INFERENCE_TOKEN", "", "if set, calls need it as a bearer token"
-    )
-    max_request_bytes: int = _setting(
+    inference_token: str = setting("INFERENCE_TOKEN", "", "if set, calls need it as a bearer token")
+    max_request_bytes: int = setting(
         "MAX_REQUEST_BYTES", 6_553_500, "a longer body gets 413 (MMS's own limit)"
     )
-    load_timeout_s: int = _setting(
+    load_timeout_s: int = setting(
         "LOAD_TIMEOUT_S", 300, "a model that takes longer to fetch and load gets 504"
     )
-    drain_s: int = _setting(
+    drain_s: int = setting(
         "DRAIN_S", 25, "how long a stop waits for requests in flight (SageMaker kills after 30 s)"
     )
-    workers_per_model: int = _setting(
+    workers_per_model: int = setting(
         "WORKERS_PER_MODEL",
         0,
         "requests to one model that are worked on at once; 0: as many as `ENGINE_MAX_ROWS`",
     )
-    max_rows: int = _setting(
+    max_rows: int = setting(
         "ENGINE_MAX_ROWS",
         16,
         "sequences of one model that share a step; mxnet on a CPU takes 15 at most",
     )
-    max_waiting: int = _setting(
+    max_waiting: int = setting(
         "MAX_WAITING", 256, "requests of one model that wait for a place; one more gets 429"
     )
-    max_connections: int = _setting(
+    max_connections: int = setting(
         "MAX_CONNECTIONS",
         4096,
         "clients' connections; the one that has been silent for longest makes room for one more",
     )
-    script_workers: int = _setting(
+    script_workers: int = setting(
         "SCRIPT_WORKERS",
         1,
         "processes of a model that brings its own script, each with the model loaded; else"
         " `SAGEMAKER_MODEL_SERVER_WORKERS`",
         also="SAGEMAKER_MODEL_SERVER_WORKERS",
     )
-    handler: str = _setting(
+    handler: str = setting(
         "SAGEMAKER_HANDLER",
         "",
         "`service:handle`: answers for models that hold such a file and name no other",
     )
-    request_timeout_s: int = _setting(
+    request_timeout_s: int = setting(
         "REQUEST_TIMEOUT_S", 60, "an answer that takes longer is given up with 504"
     )
-    jvm_options: str = _setting(
+    jvm_options: str = setting(
         "SAGEMAKER_MODEL_SERVER_VMARGS",
         "-Xmx256m -XX:+UseSerialGC -XX:-UsePerfData -XX:+ExitOnOutOfMemoryError"
         " -XX:TieredStopAtLevel=1 -XX:CompileThresholdScaling=0.1",
         "options of MMS's Java process",
     )
-    worker_variables: str = _setting(
+    worker_variables: str = setting(
         "WORKER_VARIABLES",
         "",
         "more environment variables that models' workers and scripts get: names or patterns"
         " (`MY_*`), separated by commas",
     )
-    start_timeout_s: int = _setting(
+    start_timeout_s: int = setting(
         "START_TIMEOUT_S",
         60,
         "the server gives up when it has not started after this time, models to preload aside",
     )
-    backend: str = _setting(
+    backend: str = setting(
         "ENGINE_BACKEND", "mxnet", "what computes: `mxnet` or `onnxruntime` (the fast one)"
     )
-    device: str = _setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
-    show_examples: bool = _setting("SHOW_EXAMPLES", False, "print what to type once it is ready")
+    device: str = setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
+    show_examples: bool = setting("SHOW_EXAMPLES", False, "print what to type once it is ready")
 
     def __post_init__(self) -> None:
         for name in ("port", "management_port"):
@@ -192,14 +183,7 @@ class Settings:
         cls, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
     ) -> Settings:
         """Environment first, then options. Raises `SettingError` naming the variable."""
-        settings = cls(
-            **{
-                f.name: _parse(variable, environment[variable], f.type)
-                for f in fields(cls)
-                for variable in (f.metadata["also"], f.metadata["variable"])  # the later one wins
-                if environment.get(variable)
-            }
-        )
+        settings = read_settings(cls, environment)
         given = vars(_parser(cls).parse_args(options))
         return replace(settings, **{k: v for k, v in given.items() if v is not None})
 
@@ -215,18 +199,6 @@ class Settings:
 def _variable(name: str) -> str:
     found: str = next(f.metadata["variable"] for f in fields(Settings) if f.name == name)
     return found
-
-
-def _parse(variable: str, text: str, kind: Any) -> Any:
-    if kind == "int":
-        if not text.isdecimal():
-            raise SettingError(f"{variable} is {text!r}, must be a whole number")
-        return int(text)
-    if kind == "bool":
-        if text.lower() not in ("true", "false"):
-            raise SettingError(f"{variable} is {text!r}, must be true or false")
-        return text.lower() == "true"
-    return text
 
 
 def _parser(settings: type[Settings]) -> argparse.ArgumentParser:

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from common import errors
-from common.errors import EngineError, EngineUnavailable, ModelNotFound
+from common.errors import EngineError, EngineUnavailable, ModelNotFound, named
 
 LOAD_TIMEOUT_S = 300.0
 # Longer than the supervisor needs to start the engine again.
@@ -40,15 +39,13 @@ class _Connection(http.client.HTTPConnection):
 
 def error_of(status: int, body: bytes, retry_after: str | None) -> EngineError:
     """The engine's error answer as the exception that it was there."""
+    retry_after_s = float(retry_after) if retry_after else None
     try:
         said = json.loads(body)
-        kind = getattr(errors, said["type"], EngineError)
-        message = said["message"]
+        kind, message = said["type"], said["message"]
     except (ValueError, KeyError, TypeError):
-        kind, message = EngineError, f"the engine answered {status}"
-    if not (isinstance(kind, type) and issubclass(kind, EngineError)):
-        kind = EngineError
-    return kind(message, retry_after_s=float(retry_after) if retry_after else None)
+        kind, message = "", f"the engine answered {status}"
+    return named(kind, message, retry_after_s) or EngineError(message, retry_after_s=retry_after_s)
 
 
 class Uses:

@@ -22,8 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import errors
-from common.errors import ArtifactError, EngineError
+from common.errors import ArtifactError, EngineError, named
 from engine.sandbox.messages import receive, send
 
 ROOT = Path(__file__).parents[2]
@@ -177,10 +176,7 @@ class Sandbox:
         name, message = (str(said.get(key)) for key in ("type", "message"))
         if name == "MemoryError":
             return self._error(f"it took more than {self._limits.memory_mib} MiB")
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, EngineError):
-            return kind(message)
-        return self._error(f"its reader failed ({name})")
+        return named(name, message) or self._error(f"its reader failed ({name})")
 
     def _death(self) -> ArtifactError:
         """How the child ended, which closed its connection."""

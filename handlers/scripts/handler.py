@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common.errors import EngineError
+from common.settings import read_settings
 from common.trees import remove
 from handlers.model_spec import ModelSpec
 from handlers.scripts.confinement.rules import Confinement, OwnUser
@@ -32,7 +33,7 @@ class ScriptHandler:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self._settings = Settings.from_environment()
+        self._settings = read_settings(Settings)
         self._pool: ScriptPool | None = None
 
     def load(self, spec: ModelSpec) -> None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from common import errors
-from common.errors import EngineError, cut
+from common.errors import EngineError, cut, named
 
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_BODIES = 100_000
@@ -87,11 +86,7 @@ class ScriptError(EngineError):
     ) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.status = status if 400 <= status <= 599 else 500
-        self._kind = cut(kind, 100)
-
-    @property
-    def type(self) -> str:
-        return self._kind
+        self.type = cut(kind, 100)
 
 
 def out_of_memory(message: str) -> ScriptError:
@@ -174,8 +169,6 @@ def error_row(error: EngineError) -> dict[str, Any]:
 
 def error_of(row: dict[str, Any]) -> EngineError:
     """The error as it was there: the engine's own type where it is one."""
-    kind = getattr(errors, str(row["type"]), None)
-    retry_after_s = row.get("retry_after_s")
-    if isinstance(kind, type) and issubclass(kind, EngineError) and kind is not EngineError:
-        return kind(row["message"], retry_after_s=retry_after_s)
-    return ScriptError(row["message"], int(row["status"]), str(row["type"]), retry_after_s)
+    kind, message, retry_after_s = str(row["type"]), row["message"], row.get("retry_after_s")
+    found = named(kind, message, retry_after_s)
+    return found or ScriptError(message, int(row["status"]), kind, retry_after_s)

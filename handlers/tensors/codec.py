@@ -17,8 +17,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from common.errors import InvalidRequest
-from handlers.payload import JSON, NotAcceptable, UnsupportedMediaType
+from common.errors import InvalidRequest, NotAcceptable, UnsupportedMediaType
+from common.media_types import JSON
 
 Array = NDArray[Any]
 npy: Any = np.lib.format

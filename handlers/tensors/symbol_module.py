@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import ArtifactError, InvalidRequest
+from common.media_types import accepted, media_type
 from common.mxnet_compat import mx
-from handlers.payload import accepted, media_type
 from handlers.scripts.conventions import formats
 from handlers.tensors import codec
 from handlers.tensors.checkpoint import data_shapes, load_symbol, reason

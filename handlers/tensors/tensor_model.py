@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from common.errors import EngineError, InvalidRequest
-from handlers.payload import JSON, accepted, media_type
+from common.media_types import JSON, accepted, media_type
+from common.worker_protocol import MAX_RESPONSE_BYTES
 from handlers.tensors import codec, v2
 from handlers.tensors.codec import Array
 from handlers.v2_binary import BINARY, HEADER_SIZE, split
 
-# MMS ends a worker that answers more than 100 MiB with its headers (`serving.mms.launcher`).
-MAX_ANSWER_BYTES = (100 << 20) - 65_536
+MAX_ANSWER_BYTES = MAX_RESPONSE_BYTES - 65_536  # with its headers
 
 
 class AnswerTooLarge(EngineError):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import InvalidRequest
-from handlers.payload import JSON
+from common.media_types import JSON
 from handlers.tensors.codec import Array, TensorSpec, from_values, listed, to_json
 from handlers.v2_binary import joined, pack_texts, unpack_texts
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from common.media_types import JSON
+from common.settings import read_settings
 from engine.http.client import EngineClient, ModelHandle
 from handlers.names import client_name
-from handlers.payload import JSON, answer_type, format_answer, parse
+from handlers.payload import answer_type, format_answer, parse
 from handlers.request_id import request_id
 from handlers.settings import Settings
 from handlers.text import v2
@@ -17,7 +19,7 @@ IN_ENGINE = True
 
 @functools.cache
 def _settings() -> Settings:
-    return Settings.from_environment()
+    return read_settings(Settings)
 
 
 @functools.cache

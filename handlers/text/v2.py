@@ -17,7 +17,8 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from common.json_body import read_json
-from handlers.payload import JSON, to_json
+from common.media_types import JSON
+from handlers.payload import to_json
 from handlers.v2_binary import BINARY, HEADER_SIZE, joined, pack_texts, split, unpack_texts
 
 DATATYPES = {"generated_text": "BYTES", "tokens": "INT64", "finish_reason": "BYTES"}

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from common.worker_protocol import REQUEST_ID
 from serving.errors import BadRequest, HeadersTooLarge, RequestTimeout, ServingError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -254,7 +255,7 @@ def _error(error: ServingError) -> bytes:
         "content-type": "application/json",
         "content-length": len(body),
         "connection": "close",
-        "x-request-id": request_id,
+        REQUEST_ID: request_id,
     }
     if error.retry_after_s is not None:
         headers["retry-after"] = f"{error.retry_after_s:.0f}"

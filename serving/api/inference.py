@@ -18,13 +18,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common.errors import EngineError
+from common.errors import ServiceError
 from serving.api import openapi
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.invoke import invoke
 from serving.api.shared import TARGET_MODEL, Gateway, check_token, header_text
 from serving.api.stream import TokenStream
-from serving.errors import BadRequest, ModelNotFound, ServingError
+from serving.errors import BadRequest, ModelNotFound
 from serving.names import normal_name
 
 # Names the model where AWS has no TargetModel: in calls for a stream.
@@ -86,7 +86,7 @@ class Inference:
             response = await self.invocations(request)
         except BadRequest as error:
             return _typed_error(400, "ValidationError", {"Message": error.message}, request_id)
-        except (ServingError, EngineError) as error:
+        except ServiceError as error:
             if error.status == 404:
                 return _typed_error(400, "ValidationError", {"Message": error.message}, request_id)
             response = JSONResponse(error.to_body(), error.status)

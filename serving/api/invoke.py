@@ -16,7 +16,8 @@ from anyio import CancelScope
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from common.errors import EngineError, EngineUnavailable
+from common.errors import EngineError, EngineUnavailable, ServiceError
+from common.worker_protocol import REQUEST_HEADER, REQUEST_ID, TIMEOUT_HEADER, WORKER_HEADER
 from serving.api.shared import CUSTOM_ATTRIBUTES, TARGET_MODEL, Gateway, header_text, read_body
 from serving.api.stream import open_stream, wanted
 from serving.errors import (
@@ -27,14 +28,7 @@ from serving.errors import (
     Unavailable,
     WorkerFailed,
 )
-from serving.mms.client import (
-    REQUEST_HEADER,
-    TIMEOUT_HEADER,
-    WORKER_HEADER,
-    Answer,
-    Query,
-    message_of,
-)
+from serving.mms.client import Answer, Query, message_of
 from serving.mms.workers import MMS_GRACE_S
 from serving.models.model import Model
 
@@ -52,7 +46,7 @@ WITHHELD = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
     "te", "trailer", "transfer-encoding", "upgrade", "content-length", "date", "server",
     "alt-svc", "clear-site-data", "set-cookie", "set-cookie2", "strict-transport-security",
-    "cache-control", "expires", "pragma", "x-request-id", WORKER_HEADER,
+    "cache-control", "expires", "pragma", REQUEST_ID, WORKER_HEADER,
 }  # fmt: skip
 
 
@@ -204,7 +198,7 @@ class Counted:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, ServingError | EngineError):
+        if isinstance(error, ServiceError):
             self.status = error.status
         elif isinstance(error, ClientDisconnect | asyncio.CancelledError):
             self.status = 499
@@ -297,7 +291,7 @@ def _response(answer: Answer) -> Response:
 
 def forwarded_headers(request: Request) -> dict[str, str]:
     """The headers for a worker. Raises `BadRequest` for one that it could not take."""
-    found = {"x-request-id": request.state.request_id}
+    found = {REQUEST_ID: request.state.request_id}
     for name in FORWARDED:
         value = request.headers.get(name)
         if name == "accept":  # the AWS client's call for a stream has another name for it

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common.errors import EngineError
+from common.errors import ServiceError
 from serving.api.shared import Gateway, check_origin, check_token, read_json_object
 from serving.errors import BadRequest, ServingError
 from serving.mms.launcher import HANDLER
@@ -196,7 +196,7 @@ def _listed(model: Model) -> dict[str, str]:
 
 async def _logged(load: Any) -> None:
     """A load that nobody waits for; the registry logs how it ends."""
-    with contextlib.suppress(ServingError, EngineError):
+    with contextlib.suppress(ServiceError):
         await load
 
 

@@ -17,7 +17,7 @@ from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from common.errors import EngineError, InvalidRequest
+from common.errors import InvalidRequest, ServiceError
 from common.json_body import read_json
 from engine.http.async_client import AsyncEngineClient
 from serving.api.encoding import Decoder
@@ -192,7 +192,7 @@ def error_response(request: Request, error: Exception) -> Response:
     """An error in MMS's shape. What is not meant for people goes to the log only."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # nobody reads it
-    if not isinstance(error, ServingError | EngineError):
+    if not isinstance(error, ServiceError):
         logger.error("a request failed", exc_info=error)
         error = ServingError("an error inside the server; the log has it under the request id")
     headers = {}

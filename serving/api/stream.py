@@ -21,11 +21,18 @@ from anyio import CancelScope
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from common.errors import DeadlineExceeded, EngineError, EngineUnavailable, ModelNotFound
-from handlers.payload import GenerateRequest, NotAcceptable, parse
+from common.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineUnavailable,
+    ModelNotFound,
+    NotAcceptable,
+)
+from common.media_types import JSON, ranges
+from common.worker_protocol import TIMEOUT_HEADER
+from handlers.payload import GenerateRequest, parse
 from serving.api.shared import Gateway
 from serving.errors import ServingError, Timeout
-from serving.mms.client import TIMEOUT_HEADER
 from serving.models.model import Model
 
 EVENTS = "text/event-stream"
@@ -141,11 +148,11 @@ async def _have_it_loaded(gateway: Gateway, model: Model) -> None:
 
 def _kind(accept: str) -> str:
     """Raises `NotAcceptable`."""
-    ranges = {part.split(";")[0].strip().lower() for part in accept.split(",")}
-    if LINES in ranges:
+    asked = {kind for kind, weight in ranges(accept).items() if weight}
+    if LINES in asked:
         return LINES
     # A client that always says JSON has asked for a stream in the body, and means it.
-    if ranges & {"", "*/*", "text/*", "application/json", EVENTS}:
+    if asked & {"*/*", "text/*", JSON, EVENTS}:
         return EVENTS
     raise NotAcceptable(f"Accept is {accept}, can be {EVENTS} or {LINES} for a stream")
 

@@ -8,8 +8,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from common.errors import EngineError
-from serving.errors import LoadCancelled, ServingError
+from common.errors import ServiceError
+from serving.errors import LoadCancelled
 from serving.models.model import Model, State
 
 KEPT = 50
@@ -59,7 +59,7 @@ class Journal:
                 self.failed.pop(model.name, None)
         elif not isinstance(model.error, LoadCancelled):
             reason = "an error inside the server; the log has it"
-            if isinstance(model.error, ServingError | EngineError):
+            if isinstance(model.error, ServiceError):
                 reason = model.error.message
             self.failed[model.name] = reason
             if len(self.failed) > MAX_FAILED:

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from common.media_types import ranges
 from handlers.payload import to_json
 from serving.api.shared import Gateway, check_token
 from serving.api.stream import EVENTS
@@ -74,8 +75,7 @@ class Console:
         ]
 
     async def page(self, request: Request) -> Response:
-        kinds = request.headers.get("accept", "").lower().split(",")
-        if "text/html" not in (kind.split(";")[0].strip() for kind in kinds):
+        if "text/html" not in ranges(request.headers.get("accept")):
             raise HTTPException(405)
         return self._send(request, INDEX)
 

@@ -13,18 +13,11 @@ from typing import Any
 import aiohttp
 from multidict import CIMultiDictProxy
 
+from common.worker_protocol import PROBE_HEADER, WORKER_HEADER
 from serving.errors import NoRoom, Timeout, Unavailable, WorkerFailed
 
 logger = logging.getLogger(__name__)
 
-# Carries the secret that asks a worker how its load went; handlers.handler_service answers it.
-PROBE_HEADER = "x-kogpt2-probe"
-# Tells a worker how many seconds its answer may take.
-TIMEOUT_HEADER = "x-kogpt2-timeout"
-# What the engine can be told to cancel the request by.
-REQUEST_HEADER = "x-kogpt2-request"
-# On every answer of a worker; one without it is MMS's own.
-WORKER_HEADER = "x-kogpt2-worker"
 PAGE = 100
 
 Query = Mapping[str, str] | Sequence[tuple[str, str]]

@@ -18,6 +18,7 @@ from retrying import retry
 
 from common.oom import SERVER, expendable
 from common.trees import remove
+from common.worker_protocol import MAX_RESPONSE_BYTES
 from serving.process.isolation import passed
 from serving.process.json_output import JsonOutput
 from serving.settings import REPOSITORY, Settings
@@ -33,7 +34,6 @@ QUEUE_SIZE = 1000
 # the connections: half of them where there are as many threads as two cores.
 NETTY_THREADS = 16
 HEADROOM_BYTES = 65_536
-MAX_RESPONSE_BYTES = 104_857_600
 
 # MMS's own log lines as JSON. Its access and metrics logs stay silent; what a worker prints comes
 # from WorkerLifeCycle, whose own chatter is left out.

@@ -13,8 +13,7 @@ from typing import Any
 
 import psutil
 
-from common import errors as engine_errors
-from common.errors import ArtifactError, EngineError, EngineUnavailable, OutOfMemory
+from common.errors import ArtifactError, EngineError, EngineUnavailable, OutOfMemory, named
 from common.trees import remove
 from engine.http.async_client import AsyncEngineClient
 from handlers.dispatch import is_hosted
@@ -283,10 +282,9 @@ def _describe(folder: Path, described: Mapping[str, Any], hosted: bool) -> None:
 
 def _load_error(outcome: Mapping[str, Any]) -> Exception:
     """The worker's reason as an exception, with the engine's own type where it has one."""
-    kind = getattr(engine_errors, str(outcome.get("type")), None)
     message = str(outcome.get("message", "the model did not load"))
-    if isinstance(kind, type) and issubclass(kind, EngineError):
-        return kind(message)
+    if (known := named(outcome.get("type"), message)) is not None:
+        return known
     error = WorkerFailed(message)
     error.status = int(outcome["status"])
     return error

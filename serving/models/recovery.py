@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 
-from common.errors import EngineError, EngineUnavailable, OutOfMemory
+from common.errors import EngineUnavailable, OutOfMemory, ServiceError
 from serving.errors import ModelNotFound, NoRoom, ServingError, Unavailable
 from serving.mms.workers import Workers
 from serving.models.model import Model, State
@@ -60,7 +60,7 @@ class Recovery:
             try:
                 await self._look()
                 self._blind = ""
-            except (ServingError, EngineError) as error:
+            except ServiceError as error:
                 if error.message != self._blind:
                     logger.warning("the models' workers are not looked after: %s", error.message)
                 self._blind = error.message
@@ -131,7 +131,7 @@ class Recovery:
     async def _failed(self, model: Model, error: Exception) -> None:
         restarts = model.restarts
         restarts.back_at, restarts.reason = math.inf, "it did not start in time"
-        if isinstance(error, ServingError | EngineError):
+        if isinstance(error, ServiceError):
             restarts.reason = error.message
         elif not isinstance(error, asyncio.TimeoutError):
             restarts.reason = "an error inside the server; the log has it"

@@ -19,9 +19,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from common.errors import EngineError, OutOfMemory
+from common.errors import OutOfMemory, ServiceError
 from handlers.scripts.entry_point import manifest_name
-from serving.errors import Conflict, LoadCancelled, ModelNotFound, ServingError, Timeout, WorkerLost
+from serving.errors import Conflict, LoadCancelled, ModelNotFound, Timeout, WorkerLost
 from serving.mms.workers import MMS_GRACE_S, Workers
 from serving.models.admission import Line
 from serving.models.model import Model, State
@@ -102,7 +102,7 @@ class Registry:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, ServingError | EngineError):
+        if error is not None and not isinstance(error, ServiceError):
             logger.error("work on a model failed", exc_info=error)
 
     def save(self) -> None:
@@ -209,7 +209,7 @@ class Registry:
                         model.id = next(self._ids)  # MMS is not done with the other one yet
                         if last:
                             raise
-                    except (ServingError, EngineError) as error:
+                    except ServiceError as error:
                         await self._workers.end(model)  # before another attempt
                         # Another load may have taken the room since: then the check says how much.
                         if last or not checked or not isinstance(error, OutOfMemory):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from common.errors import EngineError
+from common.errors import ServiceError
 from serving.api.shared import Gateway
 from serving.errors import Conflict, ServingError
 from serving.names import normal_name
@@ -74,7 +74,7 @@ async def _preload(gateway: Gateway) -> None:
 
 
 def _explained(name: str, error: Exception) -> str:
-    if isinstance(error, ServingError | EngineError):
+    if isinstance(error, ServiceError):
         return error.message
     logger.error("model %s did not load", name, exc_info=error)
     return "an error inside the server; the log has it"

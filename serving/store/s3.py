@@ -11,10 +11,10 @@ from botocore import exceptions
 from botocore.config import Config
 from urllib3.exceptions import HTTPError
 
+from common.errors import SettingError
 from serving.errors import (
     ArtifactChanged,
     ModelNotInStore,
-    SettingError,
     StoreAccessDenied,
     StoreUnavailable,
 )

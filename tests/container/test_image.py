@@ -49,7 +49,8 @@ def test_it_says_what_it_can_do(image: str) -> None:
     [
         ("serving.settings import Settings; s = Settings.read()", serving.settings, {"run_dir"}),
         (
-            "engine.settings import Settings; s = Settings.from_environment()",
+            "engine.settings import Settings; from common.settings import read_settings;"
+            " s = read_settings(Settings)",
             engine.settings,
             set(),
         ),

@@ -4,16 +4,8 @@ import json
 
 import pytest
 
-from common.errors import EngineError, InvalidRequest
-from handlers.payload import (
-    Form,
-    NotAcceptable,
-    UnsupportedMediaType,
-    answer_type,
-    format_answer,
-    parse,
-    to_json,
-)
+from common.errors import EngineError, InvalidRequest, NotAcceptable, UnsupportedMediaType
+from handlers.payload import Form, answer_type, format_answer, parse, to_json
 from handlers.text import v2
 
 ANSWER = {

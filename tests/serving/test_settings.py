@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from common.errors import SettingError
 from engine.settings import Settings as EngineSettings
-from serving.errors import SettingError
 from serving.settings import Settings
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from common.errors import ArtifactError
 from common.json_body import read_json, read_text
+from common.media_types import JSON, TEXT
 from handlers.dispatch import Handler, built_in
-from handlers.payload import JSON, TEXT, to_json
+from handlers.payload import to_json
 from handlers.scripts.conventions import formats
 from handlers.scripts.messages import ScriptError
 from handlers.scripts.module import ours

@@ -13,7 +13,8 @@ from typing import Any
 from mms.context import Context, RequestProcessor
 
 from common.errors import InvalidRequest
-from handlers.payload import JSON, to_json
+from common.media_types import JSON
+from handlers.payload import to_json
 from handlers.scripts.messages import Answer, Request, ScriptError
 
 TEXT, BYTES = "text/plain; charset=utf-8", "application/octet-stream"

@@ -23,8 +23,8 @@ from types import ModuleType
 from typing import Any
 
 from common.errors import ArtifactError, EngineError, InvalidRequest
+from common.media_types import JSON
 from handlers.dispatch import Handler
-from handlers.payload import JSON
 from handlers.request_id import request_id
 from handlers.scripts.conventions import formats
 from handlers.scripts.conventions.built_in import BuiltIn

@@ -17,6 +17,7 @@ import grpc
 from starlette.types import ASGIApp
 
 from common.errors import cut
+from common.worker_protocol import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,7 @@ CODES = {
 }
 # A status is sent as a header: a byte beyond ASCII takes three characters, and clients take 8 KiB.
 MAX_MESSAGE = 600
-FORWARDED = ("authorization", "x-request-id")  # of a call's metadata
-REQUEST_ID = "x-request-id"
+FORWARDED = ("authorization", REQUEST_ID)  # of a call's metadata
 # gRPC's own name for Retry-After: https://github.com/grpc/proposal/blob/master/A6-client-retries.md
 PUSHBACK = "grpc-retry-pushback-ms"
 

@@ -9,7 +9,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import EngineError, PromptTooLong
+from common.errors import PromptTooLong, ServiceError
 from serving.api.shared import error_response
 from serving.errors import BadRequest, NotOfTheEngine, ServingError
 
@@ -34,7 +34,7 @@ class UnknownUrl(ServingError):
     code = "unknown_url"
 
 
-def error_body(error: ServingError | EngineError) -> dict[str, Any]:
+def error_body(error: ServiceError) -> dict[str, Any]:
     status = _status(error)
     kind = "invalid_request_error"
     if status == 429:
@@ -58,7 +58,7 @@ def error_body(error: ServingError | EngineError) -> dict[str, Any]:
 def respond(request: Request, error: Exception) -> Response:
     """The answer, with the headers and in the log as any other error."""
     response = error_response(request, error)
-    if not isinstance(error, ServingError | EngineError):
+    if not isinstance(error, ServiceError):
         if response.status_code == 499:
             return response
         error = ServingError("an error inside the server; the log has it under the request id")
@@ -67,5 +67,5 @@ def respond(request: Request, error: Exception) -> Response:
     return Response(body, _status(error), kept, media_type="application/json")
 
 
-def _status(error: ServingError | EngineError) -> int:
+def _status(error: ServiceError) -> int:
     return 400 if isinstance(error, PromptTooLong) else error.status

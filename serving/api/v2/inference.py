@@ -26,13 +26,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common.errors import EngineError
+from common.errors import ServiceError
 from serving.api.invoke import Check, describe, invoke
 from serving.api.shared import Gateway, check_token, error_response
 from serving.api.v2.generate import generate
 from serving.api.v2.repository import Repository
 from serving.api.v2.statistics import statistics
-from serving.errors import BadRequest, ModelNotFound, ResourceNotFound, ServingError, Unavailable
+from serving.errors import BadRequest, ModelNotFound, ResourceNotFound, Unavailable
 from serving.models.model import Model, State
 
 NAME, VERSION = "kogpt2-serving", "0.1.0"
@@ -90,7 +90,7 @@ class V2:
         async def answer(request: Request) -> Response:
             try:
                 response = await endpoint(request)
-            except (ServingError, EngineError) as error:
+            except ServiceError as error:
                 response = error_response(request, error)
             if response.status_code >= 400:
                 return _as_error(response)

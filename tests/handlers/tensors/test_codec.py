@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import EngineError, InvalidRequest
+from common.errors import EngineError, InvalidRequest, NotAcceptable, UnsupportedMediaType
+from common.media_types import JSON
 from handlers.names import client_name
-from handlers.payload import JSON, NotAcceptable, UnsupportedMediaType, accepted
 from handlers.tensors import codec, tensor_model, v2
 from handlers.tensors.codec import CSV, NPY, TensorSpec
-from serving.mms import launcher
 
 IMAGE = TensorSpec("data", "FP32", ("batch", 2, 3))
 ROWS = TensorSpec("data", "FP32", ("batch", 2))
@@ -180,26 +179,6 @@ def test_nan_and_infinity_are_not_hidden() -> None:
     assert answer == b"[NaN, -Infinity, 1.0]"
 
 
-@pytest.mark.parametrize(
-    ("accept", "media_type"),
-    [
-        (None, JSON),
-        ("*/*", JSON),
-        ("text/csv", CSV),
-        ("text/*;q=0.5", CSV),
-        ("application/x-npy, application/json", JSON),
-        ("Application/X-NPY", NPY),
-    ],
-)
-def test_accept_chooses_the_answer(accept: str | None, media_type: str) -> None:
-    assert accepted(accept, codec.MEDIA_TYPES) == media_type
-
-
-def test_an_accept_that_cannot_be_is_406() -> None:
-    with pytest.raises(NotAcceptable, match="Accept is image/png, can be application/json"):
-        accepted("image/png", codec.MEDIA_TYPES)
-
-
 # The Open Inference Protocol
 
 METADATA = v2.Metadata("m", "test", [IDS], [TensorSpec("y", "FP32", ("batch",))])
@@ -311,9 +290,6 @@ def test_a_text_in_another_charset_is_refused() -> None:
 
 
 def test_an_answer_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (
-        tensor_model.MAX_ANSWER_BYTES < launcher.MAX_RESPONSE_BYTES
-    )  # or MMS would end the worker
     monkeypatch.setattr(tensor_model, "MAX_ANSWER_BYTES", 100)
     body = json.dumps([0.123] * 40).encode()
     for accept in (JSON, CSV, NPY):

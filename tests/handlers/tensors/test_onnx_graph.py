@@ -14,9 +14,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest, NeverFits, OutOfMemory
+from common.media_types import JSON
 from common.memory import Memory
 from handlers.dispatch import handler_for
-from handlers.payload import JSON
 from handlers.tensors import admission, onnx_graph
 from tests.handlers.tensors.graphs import TinyGPT2, identity, save_graph
 

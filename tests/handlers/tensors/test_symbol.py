@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest
+from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest, UnsupportedMediaType
+from common.media_types import JSON
 from common.mxnet_compat import mx
 from handlers.dispatch import handler_for
-from handlers.payload import JSON, UnsupportedMediaType
 from handlers.tensors import symbol, symbol_module
 from handlers.tensors.codec import CSV, NPY
 from tests.handlers.tensors.graphs import classifier, save_checkpoint

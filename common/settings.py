@@ -1,0 +1,47 @@
+"""Settings: dataclasses whose fields are environment variables, each process's read once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import field, fields
+from typing import Any, TypeVar
+
+from common.errors import SettingError
+
+S = TypeVar("S")
+
+
+def setting(
+    variable: str, default: Any, help_text: str, option: str | None = None, also: str = ""
+) -> Any:
+    """A field. `option` is the command line's; `also` is another variable, SageMaker's own, that is
+    read where this one is not set. scripts/settings lists them all for the README."""
+    metadata = {"variable": variable, "help": help_text, "option": option, "also": also}
+    return field(default=default, metadata=metadata)
+
+
+def read_settings(kind: type[S], environment: Mapping[str, str] = os.environ) -> S:
+    """An empty variable is one that is not set. Raises `SettingError` that names the variable."""
+    values = {}
+    for f in fields(kind):  # type: ignore[arg-type]
+        for variable in (f.metadata["also"], f.metadata["variable"]):  # the later one wins
+            if text := environment.get(variable):
+                values[f.name] = _parsed(variable, text, f.type)
+    return kind(**values)
+
+
+def _parsed(variable: str, text: str, kind: Any) -> Any:
+    try:
+        if kind == "int" and text.isdecimal():
+            return int(text)
+        if kind == "float":
+            return float(text)
+        if kind == "bool":
+            return {"true": True, "false": False}[text.lower()]
+        if kind == "str":
+            return text
+    except (ValueError, KeyError):
+        pass
+    known = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+    raise SettingError(f"{variable} is {text!r}, must be {known[kind]}")
