@@ -8,6 +8,9 @@ from common.errors import NotAcceptable, UnsupportedMediaType
 
 JSON = "application/json"
 TEXT = "text/plain"
+# JSON with binary tensors behind it, and the parameter that says where the JSON ends.
+BINARY = "application/vnd.sagemaker-triton.binary+json"
+HEADER_SIZE = "json-header-size"
 
 
 def media_type(content_type: str | None) -> tuple[str, dict[str, str]]:

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from common.errors import EngineError, InvalidRequest
-from common.media_types import JSON, accepted, media_type
+from common.media_types import BINARY, HEADER_SIZE, JSON, accepted, media_type
 from common.worker_protocol import MAX_RESPONSE_BYTES
 from handlers.tensors import codec, v2
 from handlers.tensors.codec import Array
-from handlers.v2_binary import BINARY, HEADER_SIZE, split
+from handlers.v2 import is_request, split
 
 MAX_ANSWER_BYTES = MAX_RESPONSE_BYTES - 65_536  # with its headers
 
@@ -61,7 +61,7 @@ def transform_fn(
     if kind != JSON:
         return _plain(model, _only_input(model, raw, kind), accept, timeout_s)
     value = codec.parse_json(raw)
-    if v2.is_request(value):
+    if is_request(value):
         return _infer(model, value, b"", timeout_s)
     return _plain(model, _inputs(model, value), accept, timeout_s)
 
@@ -69,8 +69,8 @@ def transform_fn(
 def _infer(
     model: TensorModel, value: Any, binary: bytes, timeout_s: float | None
 ) -> tuple[bytes, str]:
-    request = v2.parse(value, binary, model.metadata)
-    outputs = model.run(request.inputs, list(request.outputs), timeout_s)
+    request, inputs = v2.parse(value, binary, model.metadata)
+    outputs = model.run(inputs, list(request.outputs), timeout_s)
     _check_size({name: outputs[name] for name, as_bytes in request.outputs.items() if not as_bytes})
     return _checked(*v2.answer(request, outputs, model.metadata))
 

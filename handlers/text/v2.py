@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest
 from common.json_body import read_json
-from common.media_types import JSON
+from common.media_types import BINARY, HEADER_SIZE
+from handlers import v2
 from handlers.payload import to_json
-from handlers.v2_binary import BINARY, HEADER_SIZE, joined, pack_texts, split, unpack_texts
 
 DATATYPES = {"generated_text": "BYTES", "tokens": "INT64", "finish_reason": "BYTES"}
 INPUT = '{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["..."]}'
@@ -28,11 +27,8 @@ VERSION = "1"
 
 @dataclass(frozen=True)
 class TextRequest:
-    """`outputs` maps the names asked for, in order, to whether they are sent as bytes."""
-
     body: bytes  # of `handlers.payload`
-    outputs: Mapping[str, bool]
-    id: str | None
+    asked: v2.InferRequest
 
 
 def metadata(name: str) -> dict[str, Any]:
@@ -52,7 +48,7 @@ def parse(body: bytes | bytearray | str, content_type: str | None) -> TextReques
     binary = b""
     kind, _, size = (content_type or "").partition(f";{HEADER_SIZE}=")
     if kind == BINARY:
-        raw, binary = split(raw, size)
+        raw, binary = v2.split(raw, size)
     elif b'"datatype"' not in raw:
         return None
     try:
@@ -63,74 +59,34 @@ def parse(body: bytes | bytearray | str, content_type: str | None) -> TextReques
         return None  # a plain text that speaks of datatypes, or for `handlers.payload` to refuse
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), list):
         return None
-    for name in value:
-        if name not in ("id", "inputs", "outputs", "parameters"):
-            raise InvalidRequest(f"{name} is not known; known are id, inputs, outputs, parameters")
-    if not isinstance(value.get("id"), str | None):
-        raise InvalidRequest("id must be a string")
-    parameters = dict(_hints(value))
-    as_bytes = bool(parameters.pop("binary_data_output", False))
-    plain = {"inputs": _text(value["inputs"], binary), "parameters": parameters}
-    outputs = _outputs(value.get("outputs"), as_bytes)
-    return TextRequest(to_json(plain), outputs, value.get("id"))
-
-
-def _hints(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    parameters = value.get("parameters") or {}
-    if not isinstance(parameters, dict):
-        raise InvalidRequest("parameters must be a JSON object")
-    return parameters
-
-
-def _text(inputs: list[Any], binary: bytes) -> str:
-    match inputs:
-        case [{"name": "text", "datatype": "BYTES", "shape": [1] | [1, 1], **rest}]:
-            given: dict[str, Any] = {str(name): value for name, value in rest.items()}
-            data = given.get("data")
-            if binary and _hints(given).get("binary_data_size") == len(binary):
-                data = unpack_texts(binary, "text")
-            while isinstance(data, list) and len(data) == 1:
-                data = data[0]
-            if isinstance(data, str):
-                return data
+    match value["inputs"]:
+        case [{"name": "text", "datatype": "BYTES", "shape": [1] | [1, 1]}]:
+            asked = v2.parse(value, binary, {"text": "text BYTES [1]"}, list(DATATYPES))
+            plain = {"inputs": _text(asked.inputs[0].data), "parameters": asked.parameters}
+            return TextRequest(to_json(plain), asked)
     raise InvalidRequest(f"inputs must be one text, [{INPUT}]")
 
 
-def _outputs(asked: Any, as_bytes: bool) -> dict[str, bool]:
-    """`as_bytes` is the request's own wish, where an output has none."""
-    known = ", ".join(DATATYPES)
-    asked = asked or [{"name": name} for name in DATATYPES]
-    if not isinstance(asked, list) or not all(isinstance(o, dict) and "name" in o for o in asked):
-        raise InvalidRequest(f'outputs must be a list of {{"name": ...}}; known are {known}')
-    outputs = {}
-    for output in asked:
-        name = output["name"]
-        if not isinstance(name, str) or name not in DATATYPES:
-            raise InvalidRequest(f"output {name!r:.100} is not known; known are {known}")
-        outputs[name] = bool(_hints(output).get("binary_data", as_bytes))
-    return outputs
+def _text(data: Any) -> str:
+    if isinstance(data, bytes):
+        data = v2.unpack_texts(data, "text")
+    while isinstance(data, list) and len(data) == 1:
+        data = data[0]
+    if not isinstance(data, str):
+        raise InvalidRequest(f"inputs must be one text, [{INPUT}]")
+    return data
 
 
 def answer(request: TextRequest, plain: bytes, name: str) -> tuple[bytes, str]:
     """The body and its content type; `plain` is what `handlers.payload` answers."""
     value = json.loads(plain)
     sequences = value.get("sequences", [value])
-    body: dict[str, Any] = {"model_name": name, "model_version": VERSION}
-    if request.id is not None:
-        body["id"] = request.id
-    body["outputs"] = []
-    pieces = []
-    for output, as_bytes in request.outputs.items():
+    tensors = []
+    for output, as_bytes in request.asked.outputs.items():
         values = [sequence[output] for sequence in sequences]
-        datatype = DATATYPES[output]
-        entry: dict[str, Any] = {"name": output, "datatype": datatype, "shape": [len(values)]}
+        data: Any = values
         if as_bytes:
-            texts = datatype == "BYTES"
-            piece = pack_texts(values) if texts else struct.pack(f"<{len(values)}q", *values)
-            entry["parameters"] = {"binary_data_size": len(piece)}
-            pieces.append(piece)
-        else:
-            entry["data"] = values
-        body["outputs"].append(entry)
-    header = to_json(body)
-    return joined(header, pieces) if pieces else (header, JSON)
+            texts = DATATYPES[output] == "BYTES"
+            data = v2.pack_texts(values) if texts else struct.pack(f"<{len(values)}q", *values)
+        tensors.append(v2.Tensor(output, DATATYPES[output], [len(values)], data))
+    return v2.answer(name, VERSION, request.asked, tensors, to_json)

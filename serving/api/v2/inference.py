@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.errors import ServiceError
+from common.media_types import BINARY, HEADER_SIZE
 from serving.api.invoke import Check, describe, invoke
 from serving.api.shared import Gateway, check_token, error_response
 from serving.api.v2.generate import generate
@@ -37,8 +38,6 @@ from serving.models.model import Model, State
 
 NAME, VERSION = "kogpt2-serving", "0.1.0"
 HEADER_LENGTH = "inference-header-content-length"
-BINARY = "application/vnd.sagemaker-triton.binary+json"
-HEADER_SIZE = "json-header-size"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

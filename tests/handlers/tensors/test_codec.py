@@ -191,7 +191,8 @@ def request(**more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("data", [[1, 2], [[1, 2]]])
 def test_data_may_be_flat_or_nested(data: Any) -> None:
-    assert v2.parse(request(data=data), b"", METADATA).inputs["input_ids"].tolist() == [[1, 2]]
+    _, inputs = v2.parse(request(data=data), b"", METADATA)
+    assert inputs["input_ids"].tolist() == [[1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def test_a_wrong_request_is_told_the_field(value: Any, said: str) -> None:
 
 def test_hints_for_other_servers_are_left_alone() -> None:
     value = {**request(parameters={"content_type": "np"}), "parameters": {"priority": 1}}
-    assert v2.parse(value, b"", METADATA).outputs == {"y": False}
+    assert v2.parse(value, b"", METADATA)[0].outputs == {"y": False}
 
 
 @pytest.mark.parametrize(

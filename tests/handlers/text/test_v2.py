@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequest
+from common.media_types import BINARY, HEADER_SIZE
 from handlers.text import v2
-from handlers.v2_binary import BINARY, HEADER_SIZE
 
 TEXT = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["나는"]}
 

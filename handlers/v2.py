@@ -1,0 +1,200 @@
+"""Requests and answers of the Open Inference Protocol (V2): JSON, and binary tensors behind it.
+
+{"id", "inputs": [{"name", "shape", "datatype", "data"}], "outputs": [{"name"}]}
+    -> {"model_name", "model_version", "id", "outputs": [{"name", "shape", "datatype", "data"}]}
+
+The content type says where the JSON ends, as it does on SageMaker; the protocol's own header for
+that is the gateway's to translate. Needs no numpy, which workers of text models do not have.
+
+https://github.com/kserve/open-inference-protocol
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import InvalidRequest
+from common.media_types import BINARY, HEADER_SIZE, JSON
+
+FIELDS = ("id", "parameters", "inputs", "outputs")
+INPUT_FIELDS = ("name", "shape", "datatype", "parameters", "data")
+OUTPUT_FIELDS = ("name", "parameters")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """`data` is its bytes, or its values: as they were sent, or for an answer flat."""
+
+    name: str
+    datatype: Any
+    shape: Sequence[int]
+    data: Any
+
+
+@dataclass(frozen=True)
+class InferRequest:
+    """`outputs` maps the names asked for, in order, to whether they are sent as bytes."""
+
+    inputs: list[Tensor]
+    outputs: dict[str, bool]
+    parameters: Mapping[str, Any]
+    id: str | None = None
+
+
+def is_request(value: Any) -> bool:
+    """Whether a JSON body is one of this protocol."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("inputs"), list)
+        and all(isinstance(i, dict) and "name" in i for i in value["inputs"])
+    )
+
+
+def split(body: bytes, header_size: str) -> tuple[bytes, bytes]:
+    """The JSON and what stands behind it. Raises `InvalidRequest`."""
+    if not header_size.isdecimal() or int(header_size) > len(body):
+        raise InvalidRequest(
+            f"the length of the JSON is {header_size[:50]!r}, must be a number of bytes up to"
+            f" {len(body)}, the body's"
+        )
+    return body[: int(header_size)], body[int(header_size) :]
+
+
+def parse(
+    value: Any,
+    binary: bytes,
+    inputs: Mapping[str, str],
+    outputs: Sequence[str],
+    unserved: Mapping[str, str] | None = None,
+) -> InferRequest:
+    """`inputs` maps the model's to how people are told of them, `unserved` its outputs that are no
+    tensors to what they are. Datatypes, and what is in the data, are left to be checked.
+
+    Raises `InvalidRequest` that names the field and says what is right.
+    """
+    if not is_request(value):
+        raise InvalidRequest('the body must be {"inputs": [{"name", "shape", "datatype", "data"}]}')
+    _check_fields(value, FIELDS, "")
+    request_id = value.get("id")
+    if not isinstance(request_id, str | None):
+        raise InvalidRequest("id must be a string")
+    tensors: dict[str, Tensor] = {}
+    rest = binary
+    for given in value["inputs"]:
+        name = given["name"]
+        if not isinstance(name, str) or name not in inputs:
+            raise InvalidRequest(
+                f"input {name!r:.100} is not known; known are {', '.join(inputs.values())}"
+            )
+        if name in tensors:
+            raise InvalidRequest(f"input {name} is there twice")
+        _check_fields(given, INPUT_FIELDS, f"inputs.{name}.")
+        data = given.get("data")
+        size = _parameters(given, f"inputs.{name}: ").get("binary_data_size")
+        if size is not None:
+            if type(size) is not int or not 0 <= size <= len(rest):
+                raise InvalidRequest(
+                    f"binary_data_size of {name} is {size!r:.50}, but {len(rest)} bytes are left"
+                )
+            data, rest = rest[:size], rest[size:]
+        elif not isinstance(data, list):
+            raise InvalidRequest(f"data of {name} must be a list, flat or nested")
+        shape = given.get("shape")
+        if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+            raise InvalidRequest(f"shape of {name} must be a list of sizes, {inputs[name]}")
+        tensors[name] = Tensor(name, given.get("datatype"), shape, data)
+    if rest:
+        raise InvalidRequest(f"{len(rest)} bytes follow the last binary tensor")
+    missing = [told for name, told in inputs.items() if name not in tensors]
+    if missing:
+        raise InvalidRequest(f"missing: {', '.join(missing)}")
+    parameters = dict(_parameters(value, ""))
+    as_bytes = bool(parameters.pop("binary_data_output", False))
+    asked = _outputs(value, outputs, unserved or {}, as_bytes)
+    return InferRequest(list(tensors.values()), asked, parameters, request_id)
+
+
+def _check_fields(value: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for name in value:
+        if name not in known:
+            raise InvalidRequest(f"{where}{name} is not known; known are {', '.join(known)}")
+
+
+def _parameters(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Those that nobody here knows are left alone: they are hints for other servers."""
+    parameters = value.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise InvalidRequest(f"{where}parameters must be a JSON object")
+    for name in ("shared_memory_region", "classification"):
+        if name in parameters:
+            raise InvalidRequest(f"{where}{name} is not supported")
+    return parameters
+
+
+def _outputs(
+    value: Mapping[str, Any], known: Sequence[str], unserved: Mapping[str, str], as_bytes: bool
+) -> dict[str, bool]:
+    """`as_bytes` is the request's own wish, where an output has none."""
+    asked = value.get("outputs") or [{"name": name} for name in known]
+    outputs: dict[str, bool] = {}
+    for output in asked if isinstance(asked, list) else [None]:
+        if not isinstance(output, dict) or not isinstance(output.get("name"), str):
+            raise InvalidRequest('outputs must be a list of {"name": ...}')
+        name = output["name"]
+        if name in unserved:
+            raise InvalidRequest(f"output {name} is no tensor but {unserved[name]}")
+        if name not in known:
+            raise InvalidRequest(f"output {name[:100]} is not known; known are {', '.join(known)}")
+        _check_fields(output, OUTPUT_FIELDS, f"outputs.{name}.")
+        hints = _parameters(output, f"outputs.{name}: ")
+        outputs[name] = bool(hints.get("binary_data", as_bytes))
+    return outputs
+
+
+def answer(
+    model: str,
+    version: str,
+    request: InferRequest,
+    outputs: Sequence[Tensor],
+    to_json: Callable[[Any], bytes],
+) -> tuple[bytes, str]:
+    """The body and its content type; tensors whose data is bytes stand behind the JSON."""
+    described, pieces = [], []
+    for tensor in outputs:
+        entry = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        if isinstance(tensor.data, bytes):
+            pieces.append(tensor.data)
+            entry["parameters"] = {"binary_data_size": len(tensor.data)}
+        else:
+            entry["data"] = tensor.data
+        described.append(entry)
+    named = {} if request.id is None else {"id": request.id}
+    header = to_json({"model_name": model, "model_version": version, **named, "outputs": described})
+    if not pieces:
+        return header, JSON
+    return b"".join([header, *pieces]), f"{BINARY};{HEADER_SIZE}={len(header)}"
+
+
+def pack_texts(texts: Sequence[str]) -> bytes:
+    """Each text with its length in bytes in front, as a little endian uint32."""
+    encoded = [text.encode("utf-8") for text in texts]
+    return b"".join(struct.pack("<I", len(text)) + text for text in encoded)
+
+
+def unpack_texts(data: bytes, name: str) -> list[str]:
+    """Raises `InvalidRequest`."""
+    texts, at = [], 0
+    try:
+        while at < len(data):
+            (size,) = struct.unpack_from("<I", data, at)
+            at += 4 + size
+            if at > len(data):
+                raise InvalidRequest(f"the last text of {name} is cut short")
+            texts.append(data[at - size : at].decode("utf-8"))
+    except (struct.error, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{name} does not hold texts in UTF-8: {error}") from None
+    return texts
