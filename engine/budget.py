@@ -38,6 +38,8 @@ class Budget:
         self.kv_bytes = 0
         # Called with a number of bytes that are wanted for K/V and are not there: gives up weights.
         self.spare: Callable[[int], None] = lambda missing: None
+        # Called once more was given out: what is kept for want of anything better goes.
+        self.given: Callable[[], object] = lambda: None
         self._rows: list[int] = []  # bytes of a row of full context, of each model
         self._lock = threading.Lock()
 
@@ -95,6 +97,8 @@ class Budget:
         """Counts weights as in memory; whoever calls has asked `lacks`. Negative: gives back."""
         with self._lock:
             self.weight_bytes += size
+        if size > 0:
+            self.given()
 
     def reserve_kv(self, size: int) -> bool:
         missing = size - self.free_bytes
@@ -104,7 +108,8 @@ class Budget:
             if size > self.free_bytes:
                 return False
             self.kv_bytes += size
-            return True
+        self.given()
+        return True
 
     def release_kv(self, size: int) -> None:
         with self._lock:

@@ -88,6 +88,7 @@ class Model:
             "load_seconds": round(self.load_s, 3),
             "running": len(self.batch.rows),
             "waiting": len(self.batch.waiting),
+            "prefix_bytes": self.batch.prefix_bytes,
             **vars(counters),
             "queue_s": counters.queue_s.describe(),
             "time_to_first_token_s": counters.time_to_first_token_s.describe(),

@@ -22,24 +22,28 @@ from common.errors import (
     ModelNotFound,
     Overloaded,
 )
-from common.memory import MIB, return_freed_memory
+from common.memory import MIB, container_memory, return_freed_memory
 from common.parameters import Parameters
 from engine import backends
 from engine.artifacts.artifact import Artifact
 from engine.backends.interface import BackendModel
 from engine.budget import Budget
 from engine.model import Model
+from engine.prefixes import Prefixes
 from engine.prepared.manifest import Manifests, Run, Stamps, stamps_of
 from engine.prepared.prune import prune
 from engine.residency import Residency
 from engine.sandbox.reading import Reading
-from engine.scheduler import PREFILL_CHUNK, Batch
+from engine.scheduler import PREFILL_TOKENS, Batch
 from engine.sequence import Sequence, Token
 from engine.settings import Settings
 from engine.statistics import Statistics
 from engine.step_loop import Loop
 from engine.text.process import Texts
 from engine.text.prompts import Inputs
+
+# Two workers (`serving.memory`).
+FOR_OTHERS = 128 * MIB
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +58,13 @@ class Engine:
         self._manifests = Manifests(self._cache_dir)
         self._models: dict[str, Model] = {}
         self._loading: dict[str, Future[Model]] = {}
-        self._chunk = PREFILL_CHUNK[self.settings.device]
         self._changed = threading.Condition()  # guards what is loaded, where it is, what waits
-        self._residency = Residency(self._changed, self._models, self.budget)
-        self._loop = Loop(
-            self._changed, self._models, self._chunk, self._lose, self._residency.advance
-        )
+        limit = self.settings.prefix_cache_mib * MIB
+        self._prefixes = Prefixes(limit, self._unwanted_bytes, _short_bytes)
+        self.budget.given = self._prefixes.shrink
+        self._residency = Residency(self._changed, self._models, self.budget, self._prefixes)
+        prefill = PREFILL_TOKENS[self.settings.device]
+        self._loop = Loop(self._changed, self._models, prefill, self._lose, self._residency.advance)
         self._closed = False
 
     # Models
@@ -179,7 +184,7 @@ class Engine:
                 config=artifact.config,
                 open=self._opener(artifact, stamps, backend, precision),
                 texts=texts,
-                batch=Batch(max_rows, self.budget, self._chunk),
+                batch=Batch(max_rows, self.budget, self._prefixes),
                 reserved_bytes=needed,
                 statistics=statistics,
             )
@@ -261,6 +266,12 @@ class Engine:
             self.budget.withdraw(model.reserved_bytes, model.row_bytes)
             return_freed_memory()
 
+    def _unwanted_bytes(self) -> int:
+        """What of the budget neither requests nor models have, warm ones counted in full."""
+        opened = [model for model in list(self._models.values()) if model.compute is not None]
+        warm = sum(model.reserved_bytes - model.held_bytes for model in opened)
+        return self.budget.free_bytes - warm
+
     def _find(self, name: str) -> Model:
         if name not in self._models:
             raise ModelNotFound(f"model {name} is not loaded")
@@ -286,6 +297,7 @@ class Engine:
             "budget_bytes": self.budget.total_bytes,
             "weight_bytes": self.budget.weight_bytes,
             "kv_bytes": self.budget.kv_bytes,
+            "prefix_bytes": self._prefixes.num_bytes,
             "heated": self._residency.heated,
             "pid": os.getpid(),
             "models": self.models(),
@@ -390,3 +402,9 @@ class Engine:
             self.unload(name)
         self._loop.close()
         self._residency.close()
+
+
+def _short_bytes() -> int:
+    """What the container lacks for processes that may come beside the engine."""
+    container = container_memory()
+    return 0 if container is None else FOR_OTHERS - container.free_bytes

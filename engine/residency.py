@@ -28,6 +28,7 @@ from common.memory import container_memory
 from engine.backends.page_cache import let_go, read_in
 from engine.budget import Budget
 from engine.model import Model, Place
+from engine.prefixes import Prefixes
 from engine.sandbox.reading import Reading
 
 PATIENCE_S = 0.25
@@ -55,9 +56,11 @@ class Residency:
         changed: threading.Condition,
         models: Mapping[str, Model],
         budget: Budget,
+        prefixes: Prefixes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._changed, self._models, self._budget, self._clock = changed, models, budget, clock
+        self._prefixes = prefixes
         self._queue: deque[tuple[Model, Callable[[list[Model]], object], float]] = deque()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="residency")
         self._victims = Victims[str]()
@@ -179,6 +182,8 @@ class Residency:
         if container is not None:
             mapped = sum(m.reserved_bytes for m in hot if _warm_bytes(m))  # is page cache
             short = size + mapped + KEPT_FREE - container.free_bytes
+            if short > 0:
+                short -= self._prefixes.shrink(short)
             # One is always hot, however little there is.
             missing = max(missing, min(short, sum(m.held_bytes - _warm_bytes(m) for m in hot)))
         return missing

@@ -9,25 +9,40 @@ from dataclasses import dataclass
 from common.errors import DeadlineExceeded, OutOfMemory
 from engine.backends.interface import BackendModel
 from engine.budget import Budget
+from engine.prefixes import COPIES, Prefix, Prefixes, shared
 from engine.sequence import Sequence, State
 
-# Tokens of a prompt that are computed at once. The edges lie at its multiples, so a text does not
-# depend on who computes beside it; a turn has room for as many, so that is what a running row may
-# have to wait for: 65 ms on two cores.
-PREFILL_CHUNK = {"cpu": 64, "gpu": 256}
+# Tokens of prompts that are computed in one turn, which is what a running row may have to wait for:
+# 65 ms on two cores.
+PREFILL_TOKENS = {"cpu": 64, "gpu": 256}
+
+
+@dataclass
+class Source:
+    """Where the first `length` tokens of a row come from: another row, or a prefix that was kept,
+    which nobody else wants if it is the `last` use of it."""
+
+    length: int
+    row: int | None = None
+    prefix: Prefix | None = None
+    last: bool = False
 
 
 @dataclass
 class Chunk:
-    """The next piece of one sequence's prompt; `completes` it or not.
-
-    Rows behind it that are `copied` are of the same request: they become what its row then is.
-    """
+    """The next piece of one sequence's prompt, computed or, with a `source`, not; `completes` it or
+    not."""
 
     row: int
     ids: list[int]
     completes: bool
-    copied: int = 0
+    source: Source | None = None
+
+    @property
+    def cost(self) -> int:
+        """Of a turn's room, in tokens that are computed."""
+        copied = 0 if self.source is None or self.source.last else self.source.length
+        return len(self.ids) + copied // COPIES
 
 
 class Batch:
@@ -37,12 +52,12 @@ class Batch:
     A closed batch has no rows, only a queue.
     """
 
-    def __init__(self, max_rows: int, budget: Budget, chunk: int) -> None:
+    def __init__(self, max_rows: int, budget: Budget, prefixes: Prefixes) -> None:
         self.max_rows = max_rows
         self.rows: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.admits = True  # whether those that wait get rows
-        self._budget, self._chunk = budget, chunk
+        self._budget, self._prefixes = budget, prefixes
         self._reserved_bytes = self._weight_bytes = 0
 
     def open(self, model: BackendModel, weight_bytes: int) -> None:
@@ -52,11 +67,17 @@ class Batch:
 
     def close(self) -> None:
         """Lets go of the model; its last row has been answered."""
+        self._prefixes.drop(self)
         del self.model
 
     @property
     def has_work(self) -> bool:
         return bool(self.rows or self.waiting)
+
+    @property
+    def prefix_bytes(self) -> int:
+        """What is kept of its rows that are done."""
+        return self._prefixes.bytes_of(self)
 
     def running(self) -> list[Sequence]:
         """The rows of the next decode step."""
@@ -71,34 +92,85 @@ class Batch:
         of `room` tokens together."""
         self.drop()
         chunks: list[Chunk] = []
-        partial = self.rows[-1] if self.rows and self.rows[-1].state is State.PREFILL else None
+        sequence = self.rows[-1] if self.rows and self.rows[-1].state is State.PREFILL else None
+        done = self.model.length(len(self.rows) - 1) if sequence else 0
         while room > 0:
-            sequence = partial or self._admit()
             if sequence is None:
-                break
-            partial = None
-            row = len(self.rows) - 1
-            done = self.model.length(row)
-            ids = sequence.prompt[done : done + (1 if sequence.is_scored else self._chunk)]
-            if len(ids) > room:
-                break
-            completes = done + len(ids) == len(sequence.prompt)
-            chunks.append(Chunk(row, ids, completes))
-            room -= len(ids)
-            if not completes:
-                break
-            while self._admit(sequence.prompt):
-                chunks[-1].copied += 1
+                sequence = self._admit()
+                if sequence is None:
+                    break
+                source = self._source(sequence, chunks)
+                done = 0 if source is None else source.length
+                if source is not None:
+                    completes = done == len(sequence.prompt)
+                    chunks.append(Chunk(len(self.rows) - 1, [], completes, source))
+                    room -= chunks[-1].cost
+            if done < len(sequence.prompt):
+                ids = sequence.prompt[done : done + (1 if sequence.is_scored else self.model.piece)]
+                if len(ids) > room:
+                    break
+                done += len(ids)
+                chunks.append(Chunk(len(self.rows) - 1, ids, done == len(sequence.prompt)))
+                room -= len(ids)
+            if done == len(sequence.prompt):
+                sequence = None
         return chunks
 
-    def _admit(self, prompt: list[int] | None = None) -> Sequence | None:
+    def _source(self, sequence: Sequence, chunks: list[Chunk]) -> Source | None:
+        """Whose keys and values a sequence with a new row begins with, if anybody's.
+
+        Of another request's only those of whole pieces, which its own prompt would get as well:
+        so its text is the same, bit for bit, as if there were nobody else."""
+        completed = [self.rows[chunk.row] for chunk in chunks if chunk.completes]
+        for row, other in enumerate(self.rows[:-1]):
+            if other.prompt is sequence.prompt and (other.logits is not None or other in completed):
+                return Source(len(sequence.prompt), row)
+        if sequence.is_scored or not self._prefixes.limit_bytes:
+            return None
+        ids = sequence.prompt[:-1]  # the logits after the last have to be computed
+        running = [
+            (shared(self._whole(i), ids, self.model.piece), i) for i in range(len(self.rows) - 1)
+        ]
+        length, nearest = max(running, default=(0, 0))
+        prefix, kept = self._prefixes.longest(self, ids, self.model.piece)
+        if prefix is not None and kept >= length and self._prefixes.take(prefix):
+            sequence.cached_tokens = kept
+            return Source(kept, None, prefix, self._is_last(prefix, kept))
+        sequence.cached_tokens = length
+        return Source(length, nearest) if length else None
+
+    def _is_last(self, prefix: Prefix, length: int) -> bool:
+        """Whether whoever takes so much of it may have all: nobody who waits begins like it, and
+        what it has besides is less than copying what is wanted."""
+        more = len(prefix.ids) - length
+        wanted = any(
+            s.prompt[: self.model.piece] == prefix.ids[: self.model.piece] for s in self.waiting
+        )
+        return more * COPIES <= length and not wanted
+
+    def fill(self, row: int, source: Source) -> None:
+        """Has a row begin as its source does."""
+        if source.row is not None:
+            self.model.copy_row(source.row, row, source.length)
+        elif source.prefix is not None:
+            self.model.fill_row(row, source.prefix.kept, source.length, source.last)
+            if not source.last:
+                self._prefixes.add(source.prefix)
+
+    def _whole(self, row: int) -> list[int]:
+        """Those of a row's tokens that any prompt which begins with them has the same keys and
+        values of: of its prompt, what was computed in whole pieces."""
+        sequence = self.rows[row]
+        if sequence.is_scored:
+            return []
+        known = min(self.model.length(row), len(sequence.prompt))
+        return sequence.prompt[: known // self.model.piece * self.model.piece]
+
+    def _admit(self) -> Sequence | None:
         """Gives the first in the queue a row, if there is one, and memory for its K/V at its
-        longest: a running sequence never has to stop for lack of memory. With `prompt`, only if it
-        is of the same request as another that has this prompt."""
+        longest: a running sequence never has to stop for lack of memory."""
         while self.admits and self.waiting and len(self.rows) < self.max_rows:
             sequence = self.waiting[0]
-            if prompt is not None and sequence.prompt is not prompt:
-                return None
             needed = self._kv_bytes(sequence) - self._reserved_bytes
             if self._budget.reserve_kv(needed):
                 self._reserved_bytes += needed
@@ -137,6 +209,7 @@ class Batch:
 
     def _remove(self, row: int) -> None:
         """Closes a row: the last running row fills the hole, and a prompt behind it moves up."""
+        self._keep(row)
         last = len(self.rows) - 1
         if self.rows[last].state is State.PREFILL and row < last - 1:
             self._move(last - 1, row)
@@ -149,6 +222,13 @@ class Batch:
         self._budget.release_kv(freed)
         self._reserved_bytes -= freed
 
+    def _keep(self, row: int) -> None:
+        """Keeps what another prompt can begin with, if there is room."""
+        ids = self._whole(row) if self.model.keeps and not self.rows[row].failed else []
+        size = len(ids) * self.model.kv_bytes_per_token
+        if self._prefixes.wants(self, ids, size):
+            self._prefixes.add(Prefix(self, ids, self.model.keep_row(row, len(ids))))
+
     def _move(self, source: int, target: int) -> None:
         self.model.move_row(source, target)
         self.rows[target] = self.rows[source]
@@ -159,6 +239,7 @@ class Batch:
         left = [s for s in [*self.rows, *self.waiting] if s.state is not State.FINISHED]
         self.rows.clear()
         self.waiting.clear()
+        self._prefixes.drop(self)
         self._budget.release_kv(self._reserved_bytes)
         self._reserved_bytes = 0
         return left

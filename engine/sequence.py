@@ -74,6 +74,9 @@ class Sequence:
     cancelled: bool = False
     ids: list[int] = field(init=False)
     characters: int = 0  # of its text so far
+    cached_tokens: int = 0  # of its prompt, that were not computed again
+    logits: Logits | None = None  # after the prompt, where others of its request may need them
+    failed: EngineError | None = None
     queued_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -107,9 +110,13 @@ class Sequence:
             found = logprobs_of(logits, self.prompt[at], self.parameters.logprobs)
             self._prefill.append(found)
 
-    def score_like(self, other: Sequence) -> None:
-        """Takes over what was kept of the same prompt."""
-        self._prefill = other._prefill
+    def begin_like(self, other: Sequence) -> Logits:
+        """The logits after the prompt, which another of the same request has had computed. Raises
+        what that failed with."""
+        if other.logits is None:
+            raise other.failed or EngineError("the prompt was not computed")
+        self._prefill, self.logits = other._prefill, other.logits
+        return other.logits
 
     @property
     def over(self) -> bool:
@@ -161,5 +168,5 @@ class Sequence:
 
     def fail(self, error: EngineError) -> None:
         """Ends it, on the engine's thread, whose rows go by the state."""
-        self.state = State.FINISHED
+        self.state, self.failed = State.FINISHED, error
         self.tell(error)

@@ -49,6 +49,12 @@ class Settings:
     max_queue: int = setting(
         "ENGINE_MAX_QUEUE", 256, "requests of one model that may wait; beyond it 503"
     )
+    prefix_cache_mib: int = setting(
+        "ENGINE_PREFIX_CACHE_MIB",
+        512,
+        "how much of the memory that nothing else needs keeps answered prompts' keys and values: a"
+        " prompt that begins alike computes only the rest; 0: none",
+    )
     cache_dir: str = setting(
         "ENGINE_CACHE_DIR", "", "where prepared (quantized) models are kept; empty: beside each"
     )

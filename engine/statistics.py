@@ -12,6 +12,7 @@ class Statistics:
     requests: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of those, that were not computed again
     steps: int = 0
     rows: int = 0  # summed over steps: rows / steps is the mean batch size
     queue_s: Histogram = field(default_factory=Histogram)  # until its prompt is begun

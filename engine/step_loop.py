@@ -169,27 +169,27 @@ class Loop:
             if any(sequence.state is State.FINISHED for sequence in running):
                 time.sleep(ANSWER_FIRST_S)
             batch.collect()
-        return sum(len(chunk.ids) for chunk in chunks), len(running)
+        return sum(chunk.cost for chunk in chunks), len(running)
 
     def _prefill(self, model: Model, compute: BackendModel, chunk: Chunk) -> None:
-        counters = model.statistics
-        sequences = model.batch.rows[chunk.row :][: 1 + chunk.copied]
-        first = sequences[0]
+        batch, counters = model.batch, model.statistics
+        sequence, source = batch.rows[chunk.row], chunk.source
         model.prefilled_at = self._turns
         if compute.length(chunk.row) == 0:
-            counters.queue_s.observe(time.monotonic() - first.queued_at)
-        with self._ending(model, *sequences):
-            logits = compute.extend(chunk.row, np.array(chunk.ids))
-            if first.is_scored:
-                first.score(logits)
-        if not chunk.completes or first.state is State.FINISHED:
-            return
-        for row, sequence in enumerate(sequences, chunk.row):
-            with self._ending(model, sequence):
-                if sequence is not first:
-                    compute.copy_row(chunk.row, row, len(sequence.prompt))
-                    sequence.score_like(first)
-                    counters.queue_s.observe(time.monotonic() - sequence.queued_at)
+            counters.queue_s.observe(time.monotonic() - sequence.queued_at)
+            counters.cached_tokens += sequence.cached_tokens
+        with self._ending(model, sequence):
+            if source is None:
+                logits = compute.extend(chunk.row, np.array(chunk.ids))
+                if sequence.is_scored:
+                    sequence.score(logits)
+                if chunk.completes and sequence.parameters.num_return_sequences > 1:
+                    sequence.logits = logits
+            else:
+                batch.fill(chunk.row, source)
+                if chunk.completes and source.row is not None:
+                    logits = sequence.begin_like(batch.rows[source.row])
+            if chunk.completes:
                 sequence.state = State.DECODE
                 waited_s = time.monotonic() - sequence.queued_at
                 counters.time_to_first_token_s.observe(waited_s)
@@ -222,14 +222,12 @@ class Loop:
             model.texts.write(told)
 
     @contextmanager
-    def _ending(self, model: Model, *sequences: Sequence) -> Iterator[None]:
-        """What goes wrong inside ends these, and nothing else."""
+    def _ending(self, model: Model, sequence: Sequence) -> Iterator[None]:
+        """What goes wrong inside ends this one, and nothing else."""
         try:
             yield
         except Exception as error:
-            failure = self._fault(model, error)
-            for sequence in sequences:
-                sequence.fail(failure)
+            sequence.fail(self._fault(model, error))
 
     @staticmethod
     def _fault(model: Model, error: Exception) -> EngineError:

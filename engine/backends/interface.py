@@ -20,6 +20,13 @@ Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
 
 
+class Kept(Protocol):
+    """Keys and values of the beginning of a row, outside the batch, as long as it is held."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class BackendModel(Protocol):
     """One loaded model and the K/V cache of its running batch."""
 
@@ -27,6 +34,10 @@ class BackendModel(Protocol):
     weight_bytes: int  # resident bytes of the weights
     kv_bytes_per_token: int  # of the cache
     max_rows: int
+    # Of how many tokens the pieces are in which prompts are computed, each from a multiple of it.
+    # Whatever follows a whole piece, its keys and values are the same, bit for bit.
+    piece: int
+    keeps: bool  # whether it has `keep_row`
     mapped: list[Span]  # its weights, where they are mapped files; empty where they are its memory
 
     def add_row(self) -> int:
@@ -46,6 +57,13 @@ class BackendModel(Protocol):
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """An empty row `target` becomes what the first `length` tokens of row `source` are."""
+
+    def keep_row(self, row: int, length: int) -> Kept:
+        """Takes the first `length` tokens out of the batch; the row has nothing then."""
+
+    def fill_row(self, row: int, kept: Kept, length: int, last: bool) -> None:
+        """An empty row becomes what the first `length` tokens were that were kept. With `last`
+        nobody wants these any more: they may be taken."""
 
     def remove_last_row(self) -> None:
         """Closes the last row and gives back its memory."""

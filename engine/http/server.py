@@ -56,7 +56,7 @@ from engine.http import leases
 from engine.http.answer import Answer, token_details
 from engine.registry import Engine
 from engine.sandbox.reading import Reading
-from engine.sequence import Token
+from engine.sequence import Sequence, Token
 from engine.settings import Settings
 from engine.text.prompts import Chat, Inputs, Raw
 
@@ -233,7 +233,7 @@ class EngineApp:
             raise Cancelled("the request was cancelled")
 
         def build() -> Response:
-            return JSONResponse({"prompt_tokens": len(sequences[0].prompt), **answer.result()})
+            return JSONResponse({**_prompt_body(sequences[0]), **answer.result()})
 
         return await run_in_threadpool(build) if answer.entries > LARGE_ENTRIES else build()
 
@@ -267,7 +267,7 @@ class EngineApp:
                 body = _token_body(item)
                 if item.finish_reason is not None:
                     left -= 1
-                    body["prompt_tokens"] = len(sequences[0].prompt)
+                    body |= _prompt_body(sequences[0])
                 yield _line(body)
 
         return _NdjsonStream(lines(), lambda: self._engine.cancel(sequences))
@@ -295,6 +295,10 @@ class _NdjsonStream(StreamingResponse):
 
 def _line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def _prompt_body(sequence: Sequence) -> dict[str, Any]:
+    return {"prompt_tokens": len(sequence.prompt), "cached_tokens": sequence.cached_tokens}
 
 
 def _token_body(token: Token) -> dict[str, Any]:

@@ -126,6 +126,7 @@ COUNTERS = {
     "requests": "Requests that the engine took",
     "tokens": "Tokens made",
     "prompt_tokens": "Tokens of prompts",
+    "cached_tokens": "Tokens of prompts whose keys and values were kept, and not computed again",
     "steps": "Decoding steps",
     "rows": "Sequences summed over decoding steps; divided by the steps: the mean batch size",
 }
@@ -136,6 +137,7 @@ HISTOGRAMS = {
 GAUGES = {
     "weight_bytes": "Bytes of weights",
     "kv_bytes": "Bytes of keys and values",
+    "prefix_bytes": "Bytes of keys and values kept for prompts that begin alike",
     "running": "Sequences in the running batch",
     "waiting": "Sequences in the queue",
 }
@@ -158,6 +160,7 @@ class _EngineStatistics(Collector):
             ("budget_bytes", "The engine's memory budget"),
             ("weight_bytes", "Of the budget, taken by weights"),
             ("kv_bytes", "Of the budget, reserved for running requests"),
+            ("prefix_bytes", "Of what is left, kept for prompts that begin alike"),
         ):
             yield GaugeMetricFamily(f"kogpt2_engine_{name}", text, self.statistics[name])
         models = self.statistics["models"]

@@ -173,7 +173,8 @@ async def _encoded(
         made = texts.setdefault(index, [full] if full else [])
         made.append(item["text"])
         reason = item.pop("finish_reason", None)
-        item.pop("prompt_tokens", None)
+        for name in ("prompt_tokens", "cached_tokens"):
+            item.pop(name, None)
         sent = encode(item)
         if reason is not None:
             tokens = len(made) - bool(full)

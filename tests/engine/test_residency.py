@@ -18,6 +18,7 @@ from engine import residency
 from engine.artifacts.config import GPT2Config
 from engine.budget import Budget
 from engine.model import Place
+from engine.prefixes import Prefixes
 from engine.registry import Engine, Model
 from engine.residency import Residency
 from engine.sandbox.reading import Reading
@@ -275,7 +276,9 @@ class House:
         self.models: dict[str, Model] = {}
         self.budget = Budget(memory, overcommit=100)
         self.changed = threading.Condition()
-        self.residency = Residency(self.changed, self.models, self.budget, lambda: self.now)
+        self.residency = Residency(
+            self.changed, self.models, self.budget, Prefixes(0), lambda: self.now
+        )
         self.mapped = mapped
         self.faults: dict[str, Exception] = {}
 
@@ -294,7 +297,7 @@ class House:
             config=GPT2Config(1, 1, 1, 1, 1, 1),
             open=open_it,
             texts=cast(Any, Quiet()),
-            batch=Batch(8, self.budget, 64),
+            batch=Batch(8, self.budget, Prefixes(0)),
             reserved_bytes=100 * residency.WARM_SHARE,
         )
         self.residency.enter(model, Reading())
@@ -394,7 +397,7 @@ def test_a_load_that_is_given_up_waits_no_longer(house: House) -> None:
                 config=fourth.config,
                 open=fourth.open,
                 texts=fourth.texts,
-                batch=Batch(8, house.budget, 64),
+                batch=Batch(8, house.budget, Prefixes(0)),
                 reserved_bytes=fourth.reserved_bytes,
             ),
             reading,

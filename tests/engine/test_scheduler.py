@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 
 from common.errors import DeadlineExceeded, EngineError, OutOfMemory
 from common.parameters import Parameters
+from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
+from engine.backends.interface import BackendModel
 from engine.backends.mxnet import gluon_model
 from engine.budget import Budget
+from engine.prefixes import Prefixes
 from engine.scheduler import Batch, Chunk
 from engine.sequence import Sequence, State, Token
 from tests.engine.models import make_artifact
@@ -26,22 +30,34 @@ CHUNK = 64
 class Bench:
     """A batch on a real small model, stepped by hand."""
 
-    def __init__(self, path: Path, max_rows: int = 4, budget_tokens: int = 100_000) -> None:
-        self.model = gluon_model.load(open_artifact(path))
+    def __init__(
+        self,
+        path: Path,
+        max_rows: int = 4,
+        budget_tokens: int = 100_000,
+        kept_tokens: int = 0,
+        load: Callable[[Artifact], BackendModel] = gluon_model.load,
+    ) -> None:
+        self.model = load(open_artifact(path))
         self.token_bytes = self.model.config.kv_bytes_per_token
         self.budget = Budget(budget_tokens * self.token_bytes)
-        self.batch = Batch(max_rows, self.budget, CHUNK)
+        self.prefixes = Prefixes(kept_tokens * self.token_bytes, lambda: self.budget.free_bytes)
+        self.budget.given = self.prefixes.shrink
+        self.batch = Batch(max_rows, self.budget, self.prefixes)
         self.batch.open(self.model, 0)
+        self.computed = 0  # tokens of prompts
 
     def queue(self, length: int, new: int = 4, seed: int = 0, **options: Any) -> Sequence:
         prompt = np.random.default_rng(seed).integers(4, VOCAB, length).tolist()
         return self.queue_prompt(prompt, new, **options)
 
-    def queue_prompt(self, prompt: list[int], new: int = 4, **options: Any) -> Sequence:
+    def queue_prompt(
+        self, prompt: list[int], new: int = 4, answers: int = 1, **options: Any
+    ) -> Sequence:
         emitted: list[Token | EngineError] = []
         sequence = Sequence(
             prompt=prompt,
-            parameters=Parameters(max_new_tokens=new),
+            parameters=Parameters(max_new_tokens=new, num_return_sequences=answers),
             max_length=CONTEXT,
             stop_ids=frozenset(),
             emit=emitted.append,
@@ -55,11 +71,16 @@ class Bench:
         """As the engine does it."""
         chunks = self.batch.schedule(room)
         for chunk in chunks:
-            logits = self.model.extend(chunk.row, np.array(chunk.ids))
-            for row in range(chunk.row, chunk.row + 1 + chunk.copied) if chunk.completes else ():
-                sequence = self.batch.rows[row]
-                if row > chunk.row:
-                    self.model.copy_row(chunk.row, row, len(sequence.prompt))
+            sequence = self.batch.rows[chunk.row]
+            if chunk.source is None:
+                logits = self.model.extend(chunk.row, np.array(chunk.ids))
+                self.computed += len(chunk.ids)
+                sequence.logits = logits if sequence.parameters.num_return_sequences > 1 else None
+            else:
+                self.batch.fill(chunk.row, chunk.source)
+                if chunk.completes and chunk.source.row is not None:
+                    logits = sequence.begin_like(self.batch.rows[chunk.source.row])
+            if chunk.completes:
                 sequence.state = State.DECODE
                 self._advance(sequence, logits)
         self.batch.collect()
@@ -177,29 +198,31 @@ def test_the_prompts_of_a_turn_are_no_longer_than_its_room(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("length", [5, CHUNK, CHUNK + 10])
-def test_answers_to_one_prompt_have_it_computed_once(bench: Bench, length: int) -> None:
-    alone = bench.queue(length, new=9)
+def test_answers_to_one_prompt_have_it_computed_once(path: Path, length: int) -> None:
+    bench = Bench(path, max_rows=6)
+    alone = bench.queue(length, new=16)
     bench.run()
     other = bench.queue(3, new=50, seed=1)
-    several = [bench.queue_prompt(alone.prompt, new=9) for _ in range(3)]
+    several = [bench.queue_prompt(alone.prompt, new=9 + i, answers=7) for i in range(7)]
     behind = bench.queue(3, new=9, seed=2)
-    chunks = [chunk for _ in range(3) for chunk in bench.step()]
-    assert sum(len(chunk.ids) for chunk in chunks) == 3 + length
-    assert [chunk.copied for chunk in chunks if chunk.completes] == [0, 2]
-    assert behind.state is State.WAITING
+    bench.computed = 0
     bench.run()
-    assert [sequence.ids for sequence in several] == [alone.ids] * 3
-    assert other.num_new == 50
+    assert bench.computed == 3 + length + 3
+    assert [s.ids for s in several] == [alone.ids[: length + 9 + i] for i in range(7)]
+    assert (other.num_new, behind.num_new) == (50, 9)
 
 
-def test_answers_that_find_no_row_beside_the_first_have_the_prompt_computed_again(
-    bench: Bench,
-) -> None:
-    prompt = bench.queue(20, new=9).prompt
-    several = [bench.queue_prompt(prompt, new=9) for _ in range(5)]
-    assert [(len(chunk.ids), chunk.copied) for chunk in bench.step()] == [(20, 3)]
-    bench.run()
-    assert [sequence.ids for sequence in several] == [several[0].ids] * 5
+def test_answers_whose_rows_are_copied_take_of_a_turns_room(path: Path) -> None:
+    bench = Bench(path, max_rows=12)
+    prompt = bench.queue(320, new=30, answers=12).prompt
+    for _ in range(11):
+        bench.queue_prompt(prompt, new=30, answers=12)
+    rows = []
+    while bench.batch.waiting:
+        bench.step()
+        rows.append(len(bench.batch.rows))
+    assert rows[:5] == [1, 1, 1, 1, 1]  # its pieces
+    assert rows[5:] == [5, 9, 12]  # each copy takes what 20 tokens do
 
 
 def test_prompts_start_in_the_order_of_the_queue(bench: Bench) -> None:

@@ -16,9 +16,11 @@ from common.errors import EngineError, EngineUnavailable, ModelNotFound, OutOfMe
 from common.memory import MIB
 from common.parameters import Parameters
 from engine.artifacts.config import GPT2Config
+from engine.backends.interface import Kept
 from engine.backends.page_cache import Span
 from engine.budget import Budget
 from engine.model import Model, Place
+from engine.prefixes import Prefixes
 from engine.registry import Engine
 from engine.scheduler import Batch
 from engine.sequence import Sequence, Token
@@ -37,6 +39,7 @@ class Fake:
     config = GPT2Config(VOCAB, 8, 1, 1, 32, 1024)
     weight_bytes, kv_bytes_per_token, max_rows, kv_bytes = 0, 1, 32, 0
     mapped: ClassVar[list[Span]] = []
+    piece, keeps = CHUNK, False
 
     def __init__(self, name: str, done: list[tuple[str, str, int]]) -> None:
         self.name, self.done = name, done
@@ -76,6 +79,12 @@ class Fake:
     def copy_row(self, source: int, target: int, length: int) -> None:
         self._do("copy_row", length)
         self.lengths[target] = length
+
+    def keep_row(self, row: int, length: int) -> Kept:
+        raise NotImplementedError
+
+    def fill_row(self, row: int, kept: Kept, length: int, last: bool) -> None:
+        raise NotImplementedError
 
     def remove_last_row(self) -> None:
         self._do("remove_last_row")
@@ -156,7 +165,7 @@ class House:
             config=compute.config,
             open=lambda run: compute,
             texts=cast(Any, Untold()),
-            batch=Batch(max_rows, self.budget, CHUNK),
+            batch=Batch(max_rows, self.budget, Prefixes(0)),
             reserved_bytes=0,
             compute=compute,
             place=Place.HOT,
@@ -297,6 +306,7 @@ def ask_for_several(house: House, model: Model, count: int) -> list[Asked]:
         made.extend(Asked(model, 5, 8) for _ in range(count))
         for one in made:
             one.sequence.prompt = made[0].sequence.prompt
+            one.sequence.parameters = Parameters(max_new_tokens=8, num_return_sequences=count)
 
     house.loop.call(ask)
     return made

@@ -10,14 +10,15 @@ from common.histogram import Histogram
 from serving.api.metrics import Metrics
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "kogpt2.json"
-COUNTERS = ["requests", "tokens", "prompt_tokens", "steps", "rows"]
-GAUGES = ["weight_bytes", "kv_bytes", "running", "waiting"]
+COUNTERS = ["requests", "tokens", "prompt_tokens", "cached_tokens", "steps", "rows"]
+GAUGES = ["weight_bytes", "kv_bytes", "prefix_bytes", "running", "waiting"]
 WAITED = Histogram()
 WAITED.observe(0.2)
 STATISTICS = {
     "budget_bytes": 10,
     "weight_bytes": 5,
     "kv_bytes": 1,
+    "prefix_bytes": 2,
     "models": [
         {
             "name": "시#m1",
@@ -40,5 +41,7 @@ def test_every_metric_of_the_dashboard_is_served() -> None:
     for name in asked:
         known = re.sub(r"_(bucket|sum|count)$", "", name)
         assert re.search(rf"^# TYPE ({name}|{known}) ", served, re.MULTILINE), name
+    assert 'kogpt2_model_cached_tokens_total{model="시"} 1.0' in served
+    assert "kogpt2_engine_prefix_bytes 2.0" in served
     assert 'kogpt2_model_tokens_total{model="시"} 1.0' in served
     assert 'kogpt2_model_residency{model="시",residency="parked"} 1.0' in served

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from common.errors import InvalidRequest, OutOfMemory
 from common.memory import is_out_of_memory
@@ -11,11 +12,12 @@ from common.mxnet_compat import CPU_WORKERS, mx
 from engine.artifacts.artifact import Artifact
 from engine.backends import nvidia
 from engine.backends.interface import Ids, Logits
-from engine.backends.mxnet.gpt2 import GPT2, ShardedKVCache
+from engine.backends.mxnet.gpt2 import GPT2, KeptRow, ShardedKVCache
 from engine.backends.mxnet.rows import row_counts
 from engine.backends.page_cache import Span
 
 MAX_ROWS = 32  # on a GPU
+PIECE = {"cpu": 64, "gpu": 256}
 
 
 class MXNetModel:
@@ -25,6 +27,7 @@ class MXNetModel:
         """`shards` side by side, see `GPT2.shard`; 0: the weights as they are, as a GPU wants."""
         self.config = artifact.config
         self.mapped: list[Span] = []
+        self.piece, self.keeps = PIECE[ctx.device_type], True
         self.weight_bytes = artifact.fp32_bytes
         self.kv_bytes_per_token = artifact.config.kv_bytes_per_token
         self.max_rows = row_counts()[-1] if ctx.device_type == "cpu" else MAX_ROWS
@@ -74,6 +77,14 @@ class MXNetModel:
     def copy_row(self, source: int, target: int, length: int) -> None:
         with out_of_memory(self._ctx, "copying a row"):
             self._cache.copy_row(source, target, length)
+
+    def keep_row(self, row: int, length: int) -> KeptRow:
+        with out_of_memory(self._ctx, "keeping a row"):
+            return self._cache.keep_row(row, length)
+
+    def fill_row(self, row: int, kept: Any, length: int, last: bool) -> None:
+        with out_of_memory(self._ctx, "copying a row"):
+            self._cache.fill_row(row, kept, length)
 
     def remove_last_row(self) -> None:
         self._cache.remove_last_row()

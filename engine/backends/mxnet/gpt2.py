@@ -10,7 +10,8 @@ In shapes: B rows, T new tokens, P cached tokens, C units, nh heads, hs head siz
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -308,14 +309,28 @@ class ShardedKVCache:
         """Row `target` becomes what the first `length` tokens of row `source` are. Waits for it: a
         failure is raised here."""
         self.lengths[target] = length
-        if not length:
-            return
+        if length:
+            self._grow(len(self.lengths), length)
+            for array in self._all():
+                array[target, :, :length] = array[source, :, :length]
+            _wait(self._all())
+
+    def keep_row(self, row: int, length: int) -> KeptRow:
+        """The first `length` tokens of a row, copied. Waits as `copy_row`."""
+        arrays = [array[row, :, :length].copy() for array in self._all()]
+        _wait(arrays)
+        return KeptRow(arrays, length * self.config.kv_bytes_per_token)
+
+    def fill_row(self, row: int, kept: KeptRow, length: int) -> None:
+        """A row becomes the first `length` tokens of one that was kept. Waits as `copy_row`."""
+        self.lengths[row] = length
         self._grow(len(self.lengths), length)
-        arrays = list(itertools.chain.from_iterable(self._arrays.values()))
-        for array in arrays:
-            array[target, :, :length] = array[source, :, :length]
-        for array in arrays:
-            array.wait_to_read()
+        for array, old in zip(self._all(), kept.arrays, strict=True):
+            array[row, :, :length] = old[:, :length]
+        _wait(self._all())
+
+    def _all(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(self._arrays[place] for place in self._places)
 
     def remove_last_row(self) -> None:
         self.lengths.pop()
@@ -373,3 +388,16 @@ class ShardedKVCache:
                 target[: self._rows, :, : self._capacity] = source
             self._arrays[place] = new
         self._rows, self._capacity, self._views = rows, capacity, {}
+
+
+@dataclass
+class KeptRow:
+    """Keys and values of a row that is done: of each layer's shard two arrays (heads, T, hs)."""
+
+    arrays: list[Any]
+    num_bytes: int
+
+
+def _wait(arrays: Iterable[Any]) -> None:
+    for array in arrays:
+        array.wait_to_read()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from common.errors import InvalidRequest, OutOfMemory, PromptTooLong
 from common.memory import return_freed_memory
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
+from engine.backends import mapping
 from engine.backends.interface import Ids, Logits
 from engine.backends.onnx import frames
 from engine.backends.onnx.frames import Frame
@@ -25,7 +27,7 @@ from engine.prepared.manifest import Run, directly
 
 MAX_ROWS = 32
 PAGE = mmap.PAGESIZE
-MAP_NORESERVE = 0x4000  # Linux; in Python's mmap from 3.13 on
+PIECE = 16
 
 to_ort = onnxruntime.OrtValue.ortvalue_from_numpy  # no copy, as long as the array is contiguous
 
@@ -34,6 +36,7 @@ class OnnxModel:
     """A `BackendModel` on a graph of `engine.backends.onnx.graph`."""
 
     max_rows = MAX_ROWS
+    piece, keeps = PIECE, True
 
     def __init__(self, config: GPT2Config, found: Prepared, frame: Frame | None = None) -> None:
         """`frame`: one that is not to be had from those that are kept."""
@@ -96,6 +99,12 @@ class OnnxModel:
     def copy_row(self, source: int, target: int, length: int) -> None:
         self._cache.copy_row(source, target, length)
 
+    def keep_row(self, row: int, length: int) -> KeptRow:
+        return self._cache.keep_row(row, length)
+
+    def fill_row(self, row: int, kept: Any, length: int, last: bool) -> None:
+        self._cache.fill_row(row, kept, length, last)
+
     def remove_last_row(self) -> None:
         self._cache.remove_last_row()
 
@@ -149,30 +158,46 @@ class MappedKVCache:
     """Keys and values of all rows in one anonymous mapping that takes memory where it is written.
 
     `array` is (buffers, rows, heads, capacity, head size) with a key and a value buffer for each
-    layer. One head of one row is a whole number of pages.
+    layer. One head of one row is a whole number of pages, so a row can go elsewhere without being
+    copied, and without new pages, which cost ten times as much as copying.
     """
 
     def __init__(self, buffers: int, heads: int, head_size: int, max_length: int) -> None:
         self.lengths: list[int] = []
         self._token_bytes = 4 * head_size
         whole_pages = PAGE // np.gcd(PAGE, self._token_bytes)  # tokens
-        capacity = -(-max_length // whole_pages) * whole_pages
-        shape = (buffers, MAX_ROWS, heads, int(capacity), head_size)
-        self._row_bytes = heads * int(capacity) * self._token_bytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self._capacity = int(-(-max_length // whole_pages) * whole_pages)
+        self._row_bytes = heads * self._capacity * self._token_bytes
+        self._memory, self.array = self._reserve(buffers, MAX_ROWS, heads, head_size)
+        self._renew()
+
+    def _reserve(
+        self, buffers: int, rows: int, heads: int, head_size: int
+    ) -> tuple[mmap.mmap, NDArray[np.float32]]:
         try:
-            self._memory = mmap.mmap(-1, buffers * MAX_ROWS * self._row_bytes, flags=flags)
+            memory = mmap.mmap(-1, buffers * rows * self._row_bytes, flags=mapping.RESERVED)
         except OSError as error:
             raise OutOfMemory("there is no address space for keys and values") from error
+        shape = (buffers, rows, heads, self._capacity, head_size)
+        return memory, np.frombuffer(memory, np.float32).reshape(shape)
+
+    def _renew(self) -> None:
+        """Gives all memory back, and makes one mapping of the many that rows leave which came from
+        elsewhere."""
+        everything = mmap.PROT_READ | mmap.PROT_WRITE
+        mapping.map_over(self.array.ctypes.data, self.array.nbytes, everything, mapping.RESERVED)
         # A huge page would hold 2 MiB for a first token, 288 times over in the full-size model.
         with suppress(OSError):  # a kernel that has none
             self._memory.madvise(mmap.MADV_NOHUGEPAGE)
-        self.array: NDArray[np.float32] = np.frombuffer(self._memory, np.float32).reshape(shape)
 
     @property
     def num_bytes(self) -> int:
+        return sum(map(self._bytes, self.lengths))
+
+    def _bytes(self, length: int) -> int:
+        """Of the pages that `length` tokens touch."""
         buffers, _, heads = self.array.shape[:3]
-        return buffers * heads * sum(map(self._head_bytes, self.lengths))
+        return buffers * heads * self._head_bytes(length)
 
     def add_row(self) -> int:
         if len(self.lengths) == MAX_ROWS:
@@ -181,36 +206,83 @@ class MappedKVCache:
         return len(self.lengths) - 1
 
     def move_row(self, source: int, target: int) -> None:
-        """Row `target` becomes what row `source` is, and takes no more memory than that."""
-        if source == target:
-            return
-        # Onto the pages that are there: to fault in new ones takes ten times as long as copying.
-        length, before = self.lengths[source], self.lengths[target]
-        self.copy_row(source, target, length)
-        kept, had = self._head_bytes(length), self._head_bytes(before)
-        if kept < had:
-            head_bytes = self._row_bytes // self.array.shape[2]
-            for row_begin in self._row_begins(target):
-                for begin in range(row_begin, row_begin + self._row_bytes, head_bytes):
-                    self._memory.madvise(mmap.MADV_DONTNEED, begin + kept, had - kept)
+        """Row `target` becomes what row `source` is, and this one is empty."""
+        if source != target:
+            self._move(self.array[:, source], self.array[:, target], self.lengths[source])
+            self.lengths[target], self.lengths[source] = self.lengths[source], 0
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         self.array[:, target, :, :length] = self.array[:, source, :, :length]
         self.lengths[target] = length
 
+    def keep_row(self, row: int, length: int) -> KeptRow:
+        """The first `length` tokens of a row, which is empty then."""
+        buffers, _, heads, _, head_size = self.array.shape
+        memory, array = self._reserve(buffers, 1, heads, head_size)
+        kept = KeptRow(memory, array[:, 0], length, self._bytes(length))
+        self._move(self.array[:, row], kept.array, self.lengths[row])
+        self._cut(kept.array, self.lengths[row], length)
+        self.lengths[row] = 0
+        return kept
+
+    def fill_row(self, row: int, kept: KeptRow, length: int, last: bool) -> None:
+        """An empty row becomes the first `length` tokens of what was kept: a copy of it, or with
+        `last` that itself."""
+        if last:
+            self._move(kept.array, self.array[:, row], kept.length)
+            self._cut(self.array[:, row], kept.length, length)
+        else:
+            self.array[:, row, :, :length] = kept.array[:, :, :length]
+        self.lengths[row] = length
+
     def remove_last_row(self) -> None:
         self.lengths.pop()
-        for begin in self._row_begins(len(self.lengths)):
-            self._memory.madvise(mmap.MADV_DONTNEED, begin, self._row_bytes)
+        if self.lengths:
+            self._release(self.array[:, len(self.lengths)])
+        else:
+            self._renew()
 
-    def _row_begins(self, row: int) -> Iterator[int]:
-        """Where a row begins in each buffer, in bytes."""
-        for buffer in range(len(self.array)):
-            yield (buffer * MAX_ROWS + row) * self._row_bytes
+    def _release(self, row: NDArray[np.float32]) -> None:
+        for address in _addresses(row):
+            mapping.release(address, self._row_bytes)
+
+    def _move(self, source: NDArray[np.float32], target: NDArray[np.float32], length: int) -> None:
+        """Two rows (buffers, heads, capacity, head size): their pages, or where that is not to be
+        had, what `length` tokens have on them."""
+        pairs = enumerate(zip(_addresses(source), _addresses(target), strict=True))
+        for i, (old, new) in pairs:
+            if not mapping.move(old, new, self._row_bytes):
+                mapping.release(new, self._row_bytes)
+                target[i, :, :length] = source[i, :, :length]
+                mapping.release(old, self._row_bytes)
+
+    def _cut(self, row: NDArray[np.float32], before: int, length: int) -> None:
+        """Gives back the pages behind `length` of a row that has had `before` tokens."""
+        kept, had = self._head_bytes(length), self._head_bytes(before)
+        if kept < had:
+            for address in _addresses(row):
+                for head in range(address, address + self._row_bytes, row.strides[1]):
+                    mapping.release(head + kept, had - kept)
 
     def _head_bytes(self, length: int) -> int:
         """Bytes of the pages that one head of `length` tokens touches."""
         return -(-length * self._token_bytes // PAGE) * PAGE
+
+
+def _addresses(row: NDArray[np.float32]) -> Iterator[int]:
+    """Where a row (buffers, heads, capacity, head size) begins in each buffer."""
+    first = row.ctypes.data
+    return (first + buffer * row.strides[0] for buffer in range(len(row)))
+
+
+@dataclass
+class KeptRow:
+    """Keys and values of a row that is done: `array` (buffers, heads, capacity, head size)."""
+
+    memory: mmap.mmap  # the array's
+    array: NDArray[np.float32]
+    length: int  # tokens
+    num_bytes: int
 
 
 def load(

@@ -12,7 +12,6 @@ one model from the beginning to its end.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
@@ -28,22 +27,13 @@ from onnxruntime import OrtValue
 from common import onnx_session
 from common.errors import EngineError, OutOfMemory
 from common.memory import return_freed_memory
+from engine.backends.mapping import RESERVED, map_over
 from engine.backends.page_cache import Span, present
 
-PAGE = mmap.PAGESIZE
 PROT_NONE = 0
-MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # Linux; the second in Python's mmap from 3.13 on
-RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 Piece = tuple[Path, int, int]  # file, offset, length
 
 SPARE = 4  # frames of one shape that are kept for the next models
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    *(ctypes.c_void_p, ctypes.c_size_t),
-    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
-]
 
 
 @dataclass(frozen=True)
@@ -145,10 +135,10 @@ def give_back(frame: Frame) -> None:
 
 
 def _map(address: int, size: int, protection: int, flags: int, file: int, offset: int) -> None:
-    size = -(-size // PAGE) * PAGE
-    found = _libc.mmap(address, size, protection, flags | MAP_FIXED, file, offset)
-    if found != address:
-        raise OutOfMemory(f"weights cannot be mapped: {os.strerror(ctypes.get_errno())}")
+    try:
+        map_over(address, size, protection, flags, file, offset)
+    except OSError as error:
+        raise OutOfMemory(f"weights cannot be mapped: {error.strerror}") from error
 
 
 def _addresses(windows: list[Piece]) -> list[Span]:

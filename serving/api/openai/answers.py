@@ -28,14 +28,14 @@ class Usage:
     """Tokens, counted."""
 
     def __init__(self) -> None:
-        self.prompt = self.completion = 0
+        self.prompt = self.cached = self.completion = 0
 
     def body(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": 0},  # each prompt is computed anew
+            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 
@@ -57,6 +57,7 @@ class Answer:
         for prompt, result in zip(self._asked.prompts, results, strict=True):
             completions = result["completions"]
             self.usage.prompt += result["prompt_tokens"]
+            self.usage.cached += result["cached_tokens"]
             if not self._asked.only_echo:
                 self.usage.completion += sum(completion["tokens"] for completion in completions)
             for completion in self._best(completions):
@@ -133,6 +134,7 @@ class Choices:
         usage, reason = self._answer.usage, item.get("finish_reason")
         if reason is not None and index == 0:
             usage.prompt += item["prompt_tokens"]
+            usage.cached += item["cached_tokens"]
         if self._asked.only_echo:
             end = {"index": self._first + index, "text": "", "logprobs": None}
             return begun + self._answer.chunk([{**end, "finish_reason": "length"}])

@@ -69,6 +69,35 @@ def test_a_copied_row_goes_on_as_the_other_would_have(tmp_path: Path, length: in
     model.close()
 
 
+def test_a_row_that_begins_with_kept_pieces_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    model = gluon_model.load(open_artifact(make_artifact(tmp_path / "model", max_length=512)))
+    piece = model.piece
+    rng = np.random.default_rng(0)
+    first, second = rng.integers(0, 500, 3 * piece), rng.integers(0, 500, 4 * piece + 5)
+    second[: 2 * piece] = first[: 2 * piece]
+
+    def extend(row: int, ids: Any) -> Any:
+        for begin in range(0, len(ids), piece):
+            logits = model.extend(row, ids[begin : begin + piece])
+        return logits
+
+    model.add_row()
+    alone = extend(0, second)
+    step = model.decode(np.array([9]))[0].copy()
+    model.remove_last_row()
+    for row in range(2):
+        model.add_row()
+        extend(row, first)
+    kept = model.keep_row(1, 3 * piece)
+    assert kept.num_bytes == 3 * piece * model.kv_bytes_per_token
+    model.remove_last_row()
+    model.fill_row(model.add_row(), kept, 2 * piece, last=False)
+    assert model.length(1) == 2 * piece
+    np.testing.assert_array_equal(extend(1, second[2 * piece :]), alone)
+    np.testing.assert_array_equal(model.decode(np.array([3, 9]))[1], step)
+    model.close()
+
+
 # Prompts' lengths lie on both sides of where oneDNN takes another kernel, and of the blocks in
 # which keys and values grow.
 PROMPTS = (7, 1, 15, 16, 17, 40, 2, 64, 65, 3, 33, 200, 12, 5, 90)

@@ -18,6 +18,7 @@ from common.errors import InvalidRequest, OutOfMemory, PromptTooLong
 from common.memory import return_freed_memory
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
+from engine.backends import mapping
 from engine.backends.interface import BackendModel
 from engine.backends.onnx import cpu, gpu
 from engine.backends.onnx.cpu import MAX_ROWS, PAGE, MappedKVCache
@@ -259,6 +260,84 @@ def test_memory_of_keys_and_values_follows_the_lengths_and_is_given_back() -> No
         cache.remove_last_row()
     assert cache.num_bytes == 0
     assert abs(anonymous_bytes() - before) < slack
+
+
+@pytest.mark.parametrize("can_move", [True, False])
+def test_a_kept_rows_memory_goes_with_it(monkeypatch: pytest.MonkeyPatch, can_move: bool) -> None:
+    """Also on a kernel that moves no pages."""
+    if not can_move:
+        monkeypatch.setattr(mapping, "move", lambda *_: False)
+    cache = MappedKVCache(buffers=24, heads=12, head_size=64, max_length=1024)
+    before, slack = anonymous_bytes(), 4 << 20
+
+    def fill(row: int, length: int, value: float) -> None:
+        cache.array[:, row, :, :length] = value
+        cache.lengths[row] = length
+
+    def in_use() -> int:
+        return anonymous_bytes() - before
+
+    for row, length in enumerate((200, 300)):
+        cache.add_row()
+        fill(row, length, row + 1)
+    kept = cache.keep_row(0, 160)
+    assert kept.num_bytes == 24 * 12 * 10 * PAGE
+    assert cache.num_bytes == 24 * 12 * 19 * PAGE
+    assert abs(in_use() - kept.num_bytes - cache.num_bytes) < slack
+    assert not cache.array[:, 0].any()
+
+    fill(0, 20, 7)
+    cache.move_row(0, 0)
+    cache.move_row(1, 0)
+    assert (cache.array[:, 0, :, :300] == 2).all()
+    cache.fill_row(1, kept, 100, last=False)
+    assert (cache.array[:, 1, :, :100] == 1).all()
+    assert (kept.array[:, :, :160] == 1).all()
+    assert abs(in_use() - kept.num_bytes - cache.num_bytes) < slack
+
+    cache.remove_last_row()
+    cache.add_row()
+    cache.fill_row(1, kept, 96, last=True)
+    del kept
+    assert (cache.array[:, 1, :, :96] == 1).all()
+    assert not cache.array[:, 1, :, 96:].any()
+    assert cache.lengths == [300, 96]
+    assert abs(in_use() - cache.num_bytes) < slack
+    for _ in range(2):
+        cache.remove_last_row()
+    assert abs(in_use()) < slack
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_row_that_begins_with_kept_pieces_goes_on_bit_for_bit(
+    models: Models, precision: str, last: bool
+) -> None:
+    model = models.load(precision, units=192, heads=4, prefix="kogpt2.")
+    piece = model.piece
+    first, second = some_ids(5 * piece, seed=1), some_ids(7 * piece + 5, seed=2)
+    second[: 3 * piece] = first[: 3 * piece]
+
+    def extend(row: int, ids: Any) -> Any:
+        for begin in range(0, len(ids), piece):
+            logits = model.extend(row, ids[begin : begin + piece])
+        return logits
+
+    model.add_row()
+    alone = extend(0, second)
+    step = model.decode(np.array([9]))[0].copy()
+    model.remove_last_row()
+    for row in range(2):
+        model.add_row()
+        extend(row, first)
+    kept = model.keep_row(0, 4 * piece)
+    model.move_row(1, 0)
+    model.fill_row(1, kept, 3 * piece, last)
+    assert model.length(1) == 3 * piece
+    np.testing.assert_array_equal(extend(1, second[3 * piece :]), alone)
+    np.testing.assert_array_equal(model.decode(np.array([3, 9]))[1], step)
+    for _ in range(2):
+        model.remove_last_row()
 
 
 def test_kv_bytes_are_those_of_the_rows_in_use(models: Models) -> None:

@@ -25,7 +25,7 @@ ASKED: dict[str, Any] = {"model": "봄", "prompt": "나 보기가", "temperature
 
 def result(text: str = TEXT) -> dict[str, Any]:
     completion = {"text": text, "tokens": len(text), "finish_reason": "length"}
-    return {"completions": [completion], "prompt_tokens": 3}
+    return {"completions": [completion], "prompt_tokens": 3, "cached_tokens": 2}
 
 
 class Engine:
@@ -187,7 +187,14 @@ def test_half_a_character_waits_in_a_stream() -> None:
     items = [
         {"index": 0, "token": 5, "text": ""},
         {"index": 0, "token": 6, "text": "가"},
-        {"index": 0, "token": 7, "text": "", "finish_reason": "stop", "prompt_tokens": 3},
+        {
+            "index": 0,
+            "token": 7,
+            "text": "",
+            "finish_reason": "stop",
+            "prompt_tokens": 3,
+            "cached_tokens": 2,
+        },
     ]
 
     async def test(client: openai.AsyncOpenAI, world: World) -> None:
@@ -200,6 +207,7 @@ def test_half_a_character_waits_in_a_stream() -> None:
         ]
         assert last.usage is not None
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 3)
+        assert last.usage.prompt_tokens_details.cached_tokens == 2
 
     run(Engine(streamed=items), test)
 
