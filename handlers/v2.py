@@ -30,7 +30,7 @@ class Tensor:
     """`data` is its bytes, or its values: as they were sent, or for an answer flat."""
 
     name: str
-    datatype: Any
+    datatype: str
     shape: Sequence[int]
     data: Any
 
@@ -71,8 +71,8 @@ def parse(
     outputs: Sequence[str],
     unserved: Mapping[str, str] | None = None,
 ) -> InferRequest:
-    """`inputs` maps the model's to how people are told of them, `unserved` its outputs that are no
-    tensors to what they are. Datatypes, and what is in the data, are left to be checked.
+    """`inputs` maps the model's to what they are, such as `INT64 [batch, sequence]`, `unserved` its
+    outputs that are no tensors to what those are. Shapes and data are left to be checked.
 
     Raises `InvalidRequest` that names the field and says what is right.
     """
@@ -87,12 +87,13 @@ def parse(
     for given in value["inputs"]:
         name = given["name"]
         if not isinstance(name, str) or name not in inputs:
-            raise InvalidRequest(
-                f"input {name!r:.100} is not known; known are {', '.join(inputs.values())}"
-            )
+            raise InvalidRequest(f"input {name!r:.100} is not known; known are {_listed(inputs)}")
         if name in tensors:
             raise InvalidRequest(f"input {name} is there twice")
         _check_fields(given, INPUT_FIELDS, f"inputs.{name}.")
+        datatype, right = given.get("datatype"), inputs[name].partition(" ")[0]
+        if datatype != right:
+            raise InvalidRequest(f"{name} has datatype {datatype!r:.50}, must be {right}")
         data = given.get("data")
         size = _parameters(given, f"inputs.{name}: ").get("binary_data_size")
         if size is not None:
@@ -106,16 +107,20 @@ def parse(
         shape = given.get("shape")
         if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
             raise InvalidRequest(f"shape of {name} must be a list of sizes, {inputs[name]}")
-        tensors[name] = Tensor(name, given.get("datatype"), shape, data)
+        tensors[name] = Tensor(name, right, shape, data)
     if rest:
         raise InvalidRequest(f"{len(rest)} bytes follow the last binary tensor")
-    missing = [told for name, told in inputs.items() if name not in tensors]
+    missing = {name: what for name, what in inputs.items() if name not in tensors}
     if missing:
-        raise InvalidRequest(f"missing: {', '.join(missing)}")
+        raise InvalidRequest(f"missing: {_listed(missing)}")
     parameters = dict(_parameters(value, ""))
     as_bytes = bool(parameters.pop("binary_data_output", False))
     asked = _outputs(value, outputs, unserved or {}, as_bytes)
     return InferRequest(list(tensors.values()), asked, parameters, request_id)
+
+
+def _listed(inputs: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {what}" for name, what in inputs.items())
 
 
 def _check_fields(value: Mapping[str, Any], known: Sequence[str], where: str) -> None:
@@ -165,7 +170,11 @@ def answer(
     """The body and its content type; tensors whose data is bytes stand behind the JSON."""
     described, pieces = [], []
     for tensor in outputs:
-        entry = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        entry: dict[str, Any] = {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": list(tensor.shape),
+        }
         if isinstance(tensor.data, bytes):
             pieces.append(tensor.data)
             entry["parameters"] = {"binary_data_size": len(tensor.data)}

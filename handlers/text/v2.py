@@ -61,7 +61,7 @@ def parse(body: bytes | bytearray | str, content_type: str | None) -> TextReques
         return None
     match value["inputs"]:
         case [{"name": "text", "datatype": "BYTES", "shape": [1] | [1, 1]}]:
-            asked = v2.parse(value, binary, {"text": "text BYTES [1]"}, list(DATATYPES))
+            asked = v2.parse(value, binary, {"text": "BYTES [1]"}, list(DATATYPES))
             plain = {"inputs": _text(asked.inputs[0].data), "parameters": asked.parameters}
             return TextRequest(to_json(plain), asked)
     raise InvalidRequest(f"inputs must be one text, [{INPUT}]")
