@@ -273,15 +273,3 @@ def test_a_wrong_length_of_the_json_is_an_error(server: Server, length: str) -> 
 @pytest.mark.parametrize("path", ["/v2/nothing", "/v2/models/없음", "/v2/models/없음/ready"])
 def test_what_is_not_there_is_404(server: Server, path: str) -> None:
     assert error(get(server, path))[0] == 404
-
-
-def test_the_routes_are_described(server: Server) -> None:
-    paths = get(server, "/openapi.json").json()["paths"]
-    assert {path for path in paths if path.startswith("/v2")} == {
-        "/v2", "/v2/health/live", "/v2/health/ready",
-        "/v2/models/{name}", "/v2/models/{name}/ready", "/v2/models/{name}/infer",
-        "/v2/models/{name}/config", "/v2/models/{name}/stats", "/v2/models/stats",
-        "/v2/models/{name}/generate", "/v2/models/{name}/generate_stream",
-        "/v2/repository/index",
-        "/v2/repository/models/{name}/load", "/v2/repository/models/{name}/unload",
-    }  # fmt: skip

@@ -12,8 +12,6 @@ import openai
 import pytest
 
 from common.errors import EngineError, EngineUnavailable, Overloaded
-from serving.api import openapi
-from serving.api.openai.asked import CHAT, COMPLETION, NOT_DONE
 from serving.api.openai.errors import Refused
 from serving.errors import TooManyRequests
 from tests.serving import virtual_time
@@ -237,18 +235,6 @@ def test_whatever_is_wrong_is_said_in_openais_shape(
         assert headers["x-request-id"]
 
     asyncio.run(test())
-
-
-def test_the_routes_are_described() -> None:
-    described = openapi.document()
-    fields = {"OpenAICompletion": COMPLETION, "OpenAIChat": CHAT}
-    for name, known in fields.items():
-        schema = described["components"]["schemas"][name]
-        assert set(schema["properties"]) == known - set(NOT_DONE)
-        assert set(schema["required"]) <= known
-    assert {path for path in described["paths"] if path.startswith("/v1")} == {
-        "/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions",
-    }  # fmt: skip
 
 
 def test_a_refusal_names_its_field() -> None:
