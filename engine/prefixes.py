@@ -80,11 +80,15 @@ class Prefixes:
         self.shrink()
 
     def longest(self, owner: Hashable, ids: list[int], piece: int) -> tuple[Prefix | None, int]:
-        """The one that has the most of the first `ids`, and how many."""
+        """The one that has the most of the first `ids`, and how many. Whoever uses it holds it,
+        also if it goes meanwhile."""
         with self._lock:
             found = [(shared(prefix.ids, ids, piece), prefix) for prefix in self._of(owner)]
-        length, prefix = max(found, key=lambda one: one[0], default=(0, None))
-        return (prefix, length) if length else (None, 0)
+            length, prefix = max(found, key=lambda one: one[0], default=(0, None))
+            if not length or prefix is None:
+                return None, 0
+            self._found.move_to_end(prefix)
+        return prefix, length
 
     def take(self, prefix: Prefix) -> bool:
         """Removes one, unless it has gone."""

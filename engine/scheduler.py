@@ -133,9 +133,10 @@ class Batch:
         ]
         length, nearest = max(running, default=(0, 0))
         prefix, kept = self._prefixes.longest(self, ids, self.model.piece)
-        if prefix is not None and kept >= length and self._prefixes.take(prefix):
+        if prefix is not None and kept >= length:
             sequence.cached_tokens = kept
-            return Source(kept, None, prefix, self._is_last(prefix, kept))
+            last = self._is_last(prefix, kept) and self._prefixes.take(prefix)
+            return Source(kept, None, prefix, last)
         sequence.cached_tokens = length
         return Source(length, nearest) if length else None
 
@@ -154,8 +155,6 @@ class Batch:
             self.model.copy_row(source.row, row, source.length)
         elif source.prefix is not None:
             self.model.fill_row(row, source.prefix.kept, source.length, source.last)
-            if not source.last:
-                self._prefixes.add(source.prefix)
 
     def _whole(self, row: int) -> list[int]:
         """Those of a row's tokens that any prompt which begins with them has the same keys and

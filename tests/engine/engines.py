@@ -100,6 +100,30 @@ class Request:
         return [t.finish_reason for t in self.tokens if t.index == index][-1]
 
 
+class Pause:
+    """Holds the engine's thread between two turns, until `go_on`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._reached, self._go = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=engine._loop.call, args=[self._hold])
+
+    def _hold(self) -> None:
+        self._reached.set()
+        assert self._go.wait(WAIT_S)
+
+    def go_on(self) -> None:
+        self._go.set()
+        self._thread.join()
+
+    def __enter__(self) -> Pause:
+        self._thread.start()
+        assert self._reached.wait(WAIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on()
+
+
 def prompt_of(encode: Callable[[str], list[int]], length: int) -> str:
     """A text of so many tokens."""
     text = " ".join(SENTENCES * 40)[: 6 * length + 6]

@@ -13,7 +13,7 @@ import pytest
 from engine.prefixes import Prefix, Prefixes, shared
 from engine.registry import Engine
 from engine.settings import Settings
-from tests.engine.engines import Request, make_talkative, settle
+from tests.engine.engines import Pause, Request, make_talkative, settle
 from tests.engine.sentences import SENTENCES
 
 CONTEXT = 512
@@ -75,12 +75,13 @@ def test_one_that_goes_on_takes_the_place_of_its_beginning() -> None:
 
 def test_the_longest_match_is_found_and_only_of_the_same_owner() -> None:
     store, other = Store(), object()
-    for ids in ([1, 2], [1, 2, 3, 4], [9]):
+    for ids in ([1, 2, 3, 4], [9]):
         store.keep(*ids)
     store.keep(1, 2, 3, 4, 5, owner=other)
     found, length = store.prefixes.longest(store.owner, [1, 2, 3, 9], 1)
     assert found is not None
     assert (found.ids, length) == ([1, 2, 3, 4], 3)
+    assert store.kept[-1] == found.ids  # it was used last
     assert store.prefixes.longest(store.owner, [8, 2], 1) == (None, 0)
     assert store.prefixes.take(found)
     assert not store.prefixes.take(found)  # somebody else has it
@@ -212,7 +213,8 @@ def test_prompts_that_come_together_share_what_is_kept(engine: Engine) -> None:
     text = " ".join(SENTENCES)
     ids = Request(engine, "m", text, max_new_tokens=3).wait().prompt
     settle(engine)
-    together = [Request(engine, "m", f"{text} {end}", max_new_tokens=30) for end in SENTENCES]
+    with Pause(engine):
+        together = [Request(engine, "m", f"{text} {end}", max_new_tokens=30) for end in SENTENCES]
     assert [cached(request) for request in together] == [len(ids) // 16 * 16] * len(SENTENCES)
 
 

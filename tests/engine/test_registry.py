@@ -33,6 +33,7 @@ from engine.text.sentencepiece import SentencePieceTokenizer
 from tests.engine.engines import (
     EOS,
     WAIT_S,
+    Pause,
     Request,
     is_greedy,
     make_talkative,
@@ -66,30 +67,6 @@ def model(engine: Engine, model_dir: Path) -> Model:
 
 def prompt(model: Model, length: int) -> str:
     return prompt_of(SentencePieceTokenizer(model.path / "kogpt2.spiece").encode, length)
-
-
-class Pause:
-    """Holds the engine's thread between two turns, until `go_on`."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._reached, self._go = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=engine._loop.call, args=[self._hold])
-
-    def _hold(self) -> None:
-        self._reached.set()
-        assert self._go.wait(WAIT_S)
-
-    def go_on(self) -> None:
-        self._go.set()
-        self._thread.join()
-
-    def __enter__(self) -> Pause:
-        self._thread.start()
-        assert self._reached.wait(WAIT_S)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.go_on()
 
 
 def begun(request: Request) -> Request:
