@@ -85,14 +85,12 @@ export class Answer {
     this.ended = "finish_stop";
   }
 
-  take({ index, text, step, prefill, end }) {
+  take({ index, text, isToken, step, prefill, end }) {
     const sequence = this.sequence(index);
     for (const token of prefill ?? []) sequence.append(piece(token.text, token, "token given"));
     if (end) this.ended = `finish_${end}`;
-    if (text && (step || !end)) {
-      this.arrived();
-      sequence.append(piece(text, step, "token"));
-    }
+    if (isToken) this.arrived();
+    if (text) sequence.append(piece(text, step, "token"));
     this.describe();
   }
 
@@ -153,7 +151,7 @@ export class Answer {
     } else if (!this.ended) {
       said.push(t(this.isLoaded ? "waiting" : "loading_first"));
     }
-    if (this.ended) said.push(t(this.ended));
+    if (!this.isRunning) said.push(t(this.ended));
     write(this.numbers, said.join(" · "));
     write(this.stopper, t("stop"));
     write(this.copier, t("copy_as"));

@@ -18,13 +18,16 @@ export async function request(kind, path, options = {}) {
   for (;;) {
     const token = tokens[kind] || (kind === "look" && (tokens.call || tokens.manage));
     const headers = { ...options.headers };
-    if (token) headers.Authorization = `Bearer ${token}`;
+    if (token) headers.Authorization = `Bearer ${utf8(token)}`;
     const response = await fetch(path, { cache: "no-store", ...options, headers });
     if (response.ok) return response;
     if (response.status === 401 && (await askToken(tokens, kind, Boolean(token)))) continue;
     throw new Refused(response.status, reason(await response.text(), response.status));
   }
 }
+
+/** A text as the one-byte characters that a header is made of. */
+const utf8 = (text) => String.fromCharCode(...new TextEncoder().encode(text));
 
 /** What the body says is wrong, in the shape of any of the server's contracts. */
 function reason(text, status) {
@@ -54,7 +57,8 @@ export async function* events(response) {
 
 const RETRIES_MS = [300, 1000, 3000];
 
-/** Calls `tell` with each message of the feed, for ever, and `state` with live or lost. */
+/** Calls `tell` with each message of the feed, for ever, and `state` with live, lost, or locked
+ *  where a token is asked for and not given. */
 export async function follow(tell, state) {
   for (let failures = 0; ; failures++) {
     try {
@@ -63,10 +67,16 @@ export async function follow(tell, state) {
         failures = 0;
         tell(message);
       }
+      state("lost");
     } catch (error) {
+      if (error.status === 401) {
+        state("locked");
+        await new Promise((given) => document.addEventListener("token", given, { once: true }));
+        continue;
+      }
       if (!(error instanceof TypeError || error instanceof Refused)) throw error;
+      state("lost");
     }
-    state("lost");
     await new Promise((done) => setTimeout(done, RETRIES_MS[Math.min(failures, 2)]));
   }
 }

@@ -30,18 +30,20 @@ export function openaiParameters(parameters, chat) {
   return found;
 }
 
-/** The tokens of an event of either API's stream: `{index, text, step?, prefill?, end?}`. `step`
- *  and each of `prefill` have `logprob` and `top`. */
+/** The tokens of an event of either API's stream: `{index, text, isToken, step?, prefill?, end?}`.
+ *  The text of one that is a part of a character is empty. `step` and each of `prefill` have
+ *  `logprob` and `top`. */
 export function* tokensOf(event) {
   if (event.error) throw new Refused(event.error.code, event.error.message);
   if (!event.choices) {
     if (event.token === undefined) yield { ...event, text: "", end: event.finish_reason };
-    else yield { ...event, step: event.logprobs };
+    else yield { ...event, isToken: true, step: event.logprobs };
     return;
   }
   for (const { index, delta, logprobs, finish_reason: end } of event.choices) {
     const said = logprobs?.content?.[0];
     const top = said?.top_logprobs.map(({ token, logprob }) => ({ text: token, logprob }));
-    yield { index, text: delta.content ?? "", step: said && { logprob: said.logprob, top }, end };
+    const text = delta.content ?? "";
+    yield { index, text, isToken: Boolean(text || said), step: said && { logprob: said.logprob, top }, end };
   }
 }

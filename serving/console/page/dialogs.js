@@ -5,7 +5,7 @@ import { t } from "./texts.js";
 
 let asking = null; // one dialog for all requests that were refused meanwhile
 
-/** Puts what the user gives into `tokens`; false where nothing is given. */
+/** Puts what the user gives into `tokens`, and tells the document; false if it is not given. */
 export function askToken(tokens, kind = "look", wasSent = false) {
   asking ??= ask(tokens, kind, wasSent).finally(() => (asking = null));
   return asking;
@@ -37,6 +37,7 @@ function ask(tokens, kind, wasSent) {
   return shown(dialog, fields[kind] ?? fields.call, () => {
     if (dialog.returnValue !== "use") return false;
     for (const name in fields) tokens[name] = fields[name].value.trim();
+    document.dispatchEvent(new Event("token"));
     return true;
   });
 }

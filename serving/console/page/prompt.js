@@ -51,10 +51,15 @@ function showChosen() {
   const label = (name) => t("remove", { name });
   $("#chosen").replaceChildren(
     ...chosen.map((name) =>
-      h("button", { type: "button", className: "chip", title: label(name), aria: { label: label(name) }, click: () => toggle(name) }, name, " ✕"),
+      h("button", { type: "button", className: "chip", title: label(name), aria: { label: label(name) }, click: () => remove(name) }, name, " ✕"),
     ),
     ...(chosen.length ? [] : [h("small", {}, t("choose"))]),
   );
+}
+
+function remove(name) {
+  toggle(name);
+  ($("#chosen button") ?? $("#prompt")).focus();
 }
 
 const stop = () => answers.forEach((answer) => answer.stop());

@@ -63,9 +63,6 @@ ${show}`;
 }
 
 function boto3({ model, prompt, parameters }) {
-  const target = python(`${model}.tar.gz`);
-  // A header's text is Latin-1 to Python; the server reads it as the UTF-8 that it then is.
-  const header = /^[\x20-\x7e]*$/.test(model) ? target : `${target}.encode().decode("latin-1")`;
   const token = tokens.call
     ? `\n\ndef with_token(request, **_):
     request.headers["Authorization"] = "Bearer " + os.environ["${TOKEN}"]
@@ -86,7 +83,7 @@ client = boto3.client(
 )${token}
 answer = client.invoke_endpoint(
     EndpointName="any",
-    TargetModel=${header},
+    TargetModel=${python(`${model}.tar.gz`)},
     ContentType="application/json",
     Body=json.dumps(${python({ inputs: prompt, parameters })}),
 )
