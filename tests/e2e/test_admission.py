@@ -13,6 +13,8 @@ import requests
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import LONG, SHORT, error, running, slow, small, statistics, text
 
+pytestmark = pytest.mark.slow
+
 CLIENTS, AT_ONCE, LIMIT_S = 64, 16, 1
 
 

@@ -14,6 +14,8 @@ import requests
 from tests.e2e.server import REPOSITORY, Server
 from tests.e2e.stores import FAST, error, serving
 
+pytestmark = pytest.mark.slow
+
 GUIDE = (REPOSITORY / "docs" / "bring-your-own" / "handlers.md").read_text("utf-8")
 SERVICE = GUIDE.partition("# service.py\n")[2].partition("```")[0]
 PROGRAM = """

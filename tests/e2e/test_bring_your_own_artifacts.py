@@ -13,6 +13,8 @@ import pytest
 from tests.e2e.console import session
 from tests.e2e.server import REPOSITORY, Server
 
+pytestmark = pytest.mark.slow
+
 PAGES_IN = REPOSITORY / "docs" / "bring-your-own"
 PAGES = ("artifacts.md", "artifacts.ko.md")
 ANYTHING = "…"
@@ -27,7 +29,6 @@ def workplace(clean: Server, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 def test_the_commands_answer_as_they_are_shown(workplace: Path, clean: Server) -> None:
     python = Path(sys.executable).parent
     for command, shown in session(PAGES_IN / PAGES[0]):

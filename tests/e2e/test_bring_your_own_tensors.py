@@ -25,6 +25,8 @@ from tests.e2e.server import REPOSITORY, Server, eventually
 from tests.e2e.stores import SHORT, error, packed, small, text
 from tests.handlers.tensors.graphs import TinyGPT2, classifier
 
+pytestmark = pytest.mark.slow
+
 GPT2 = TinyGPT2(vocab=50_000)
 CLASSIFIERS = 2
 PAGES_IN = REPOSITORY / "docs" / "bring-your-own"

@@ -15,6 +15,8 @@ import requests
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, packed, serving, small, statistics, text
 
+pytestmark = pytest.mark.slow
+
 MODELS, ROOM, CLIENTS = 20, 5, 8
 WARM_UP, CHURN = 5, 15  # calls of each client
 
@@ -53,7 +55,6 @@ def zombies(server: Server) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.slow
 def test_twenty_models_in_the_room_of_five_answer_as_each_does_alone(tmp_path: Path) -> None:
     store = tmp_path / "store"
     for seed in range(MODELS):

@@ -39,6 +39,8 @@ from tests.e2e.stores import (
     text,
 )
 
+pytestmark = pytest.mark.slow
+
 BOUND_S = 30.0  # within which every request is answered, whatever dies
 WORKER = "model_service_worker"
 

@@ -16,6 +16,8 @@ from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, serving, statistics, text
 from tests.engine.models import make_artifact
 
+pytestmark = pytest.mark.slow
+
 MODELS, ROOM, CLIENTS, REQUESTS = 100, 20, 8, 400
 MEMORY_MIB = 9  # for ROOM of them, and a request's whole context
 
@@ -54,7 +56,6 @@ def replay(server: Server, asked: Sequence[int], expected: dict[int, str]) -> Co
         return sum(pool.map(client, range(CLIENTS)), Counter[int | str]())
 
 
-@pytest.mark.slow
 def test_a_hundred_models_in_the_room_of_twenty_answer_as_each_does_alone(tmp_path: Path) -> None:
     for number in range(MODELS):
         path = tmp_path / "store" / f"m{number}"

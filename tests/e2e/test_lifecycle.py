@@ -15,6 +15,8 @@ import requests
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, statistics, text
 
+pytestmark = pytest.mark.slow
+
 WORKER = "--sock-name"
 HANGS = "import time\ndef model_fn(model_dir):\n    time.sleep(600)\n"
 
@@ -106,7 +108,6 @@ def quietly(server: Server, name: str) -> None:
         server.predict(name, SHORT)
 
 
-@pytest.mark.slow
 def test_an_engine_that_hangs_is_started_again(server: Server) -> None:
     before = text(server.predict("a", SHORT))
     server.descendants("-m engine ")[0].suspend()

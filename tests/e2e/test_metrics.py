@@ -9,6 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, small, text
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server(clean: Server) -> Server:

@@ -13,6 +13,8 @@ import requests
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import FAST, SHORT, packed, serving, small, text
 
+pytestmark = pytest.mark.slow
+
 SIGNATURE = "X-Amz-Signature=0123456789abcdef"
 
 

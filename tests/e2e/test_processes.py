@@ -16,6 +16,8 @@ import requests
 from tests.e2e.server import REPOSITORY, Server, free_port
 from tests.e2e.stores import FAST, serving, small
 
+pytestmark = pytest.mark.slow
+
 
 def run_entrypoint(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -18,6 +18,8 @@ from tests.e2e.scripts import script, transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, text
 
+pytestmark = pytest.mark.slow
+
 SECRETS = {"AWS_SECRET_ACCESS_KEY": "SECRET-1", "MANAGEMENT_TOKEN": "", "HF_TOKEN": "SECRET-2"}
 SECRETS |= {"ORDERS_PASSWORD": "SECRET-3", "ORDERS_URL": "postgres://me:SECRET-4@db/orders"}
 MEMORY_MIB = 512

@@ -23,6 +23,8 @@ from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, statistics, text
 from tests.handlers.tensors.graphs import classifier
 
+pytestmark = pytest.mark.slow
+
 JSON = {"Content-Type": "application/json"}
 
 

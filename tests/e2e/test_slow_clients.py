@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.server import Server, eventually
 from tests.e2e.slow_clients import SlowClients, latencies, many_files
 from tests.e2e.stores import serving, small
+
+pytestmark = pytest.mark.slow
 
 SLOW = 1000
 

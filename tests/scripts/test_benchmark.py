@@ -15,6 +15,8 @@ import sentencepiece
 from engine.artifacts.open import open_artifact
 from scripts.benchmarks import gateway, goals, random_model, switching, switching_clients, tables
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("mxnet", "onnxruntime-fp32", "onnxruntime-int8")
 PARTS = ("bandwidth", "turns", "loading", "memory", "accuracy")

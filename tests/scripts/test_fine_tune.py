@@ -21,6 +21,8 @@ from scripts.lib.documents import read_documents
 from scripts.lib.fine_tuning import open_base, train_tokenizer
 from scripts.lib.problem import Problem
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 STORE = ROOT / "model_store"
 POEMS = """# 메아리

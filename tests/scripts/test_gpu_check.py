@@ -14,6 +14,8 @@ import pytest
 
 from scripts.benchmarks import gpu_table
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

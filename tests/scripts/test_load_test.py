@@ -26,6 +26,8 @@ from scripts.load.samples import Sample
 from tests.e2e.server import REPOSITORY, Server, eventually, free_port
 from tests.scripts.conftest import NAMES, Poets, Run
 
+pytestmark = pytest.mark.slow
+
 SHORT = ("--max-new-tokens", "8")
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,8 @@ from engine.sandbox import Limits, Sandbox
 from tests.engine.hugging_face import KINDS, train_tokenizer
 from tests.engine.models import spiece
 from tests.engine.text.targets import attempts
+
+pytestmark = pytest.mark.slow
 
 WIDE_S = 20.0
 KNOWN = {"used", "ArtifactError", "InvalidRequest", "PromptTooLong", "EngineError", "ended"}

@@ -29,6 +29,8 @@ from serving.errors import ArchiveError
 from serving.store.archive import extract
 from serving.store.archive_limits import MAX_DEPTH, OWN_FOLDER
 
+pytestmark = pytest.mark.slow
+
 CASES = settings(
     max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
@@ -259,14 +261,12 @@ def within_bounds(packed: bytes) -> bool:
         shutil.rmtree(folder)
 
 
-@pytest.mark.slow
 @CASES
 @given(tars())
 def test_any_tar_is_unpacked_within_bounds_or_refused(packed: bytes) -> None:
     within_bounds(packed)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @CASES
 @given(zips())
