@@ -405,6 +405,7 @@ def test_a_failed_load_leaves_nothing(server: Server, url: str, status: int, sai
     assert server.load("x", "a").status_code == 200
 
 
+@pytest.mark.slow
 def test_unloading_waits_for_requests_and_gives_the_memory_back(server: Server) -> None:
     server.load("slow")
     server.load("a")
@@ -420,6 +421,7 @@ def test_unloading_waits_for_requests_and_gives_the_memory_back(server: Server) 
     assert error(requests.get(server.url("/models/slow"), timeout=10))[0] == 404
 
 
+@pytest.mark.slow
 def test_a_model_that_drains_takes_no_more_requests(server: Server) -> None:
     server.load("봄", "slow")  # not a name in the store, so nothing is loaded on demand
     server.load("x", "slow")
@@ -447,6 +449,7 @@ def test_a_model_can_be_unloaded_while_it_loads(server: Server) -> None:
 # SageMaker's layouts
 
 
+@pytest.mark.slow
 def test_sagemaker_decides_what_is_loaded(tmp_path: Path) -> None:
     base, name = tmp_path / "ml", "0f3a" * 8
     small(base / "models" / name / "model", 0)
@@ -468,6 +471,7 @@ def test_sagemaker_decides_what_is_loaded(tmp_path: Path) -> None:
         assert error(post(server.url("/models"), outside))[0] == 400
 
 
+@pytest.mark.slow
 def test_a_single_model_is_loaded_at_the_start_on_the_port_that_sagemaker_names(
     tmp_path: Path,
 ) -> None:
@@ -494,6 +498,7 @@ def test_a_single_model_is_loaded_at_the_start_on_the_port_that_sagemaker_names(
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_single_model_that_does_not_load_is_never_healthy(tmp_path: Path) -> None:
     small(tmp_path / "ml" / "model")
     (tmp_path / "ml" / "model" / "kogpt2.params").write_bytes(b"garbage")
@@ -509,6 +514,7 @@ def test_a_single_model_that_does_not_load_is_never_healthy(tmp_path: Path) -> N
         server.stop()
 
 
+@pytest.mark.slow
 def test_sagemaker_may_name_the_port_that_management_has(tmp_path: Path) -> None:
     small(tmp_path / "store" / "a")
     (tmp_path / "server").mkdir()
@@ -523,6 +529,7 @@ def test_sagemaker_may_name_the_port_that_management_has(tmp_path: Path) -> None
         server.stop()
 
 
+@pytest.mark.slow
 def test_preloading_takes_the_time_it_needs_and_may_fail(tmp_path: Path) -> None:
     """The start has a limit; what is loaded then has its own."""
     answer_now = threading.Event()

@@ -79,6 +79,7 @@ def lines(server: Server, words: str) -> int:
     return server.text().count(words)
 
 
+@pytest.mark.slow
 def test_models_to_preload_are_ready_before_the_server_is(many: Server) -> None:
     assert loaded(many) == ["m0", "m1"]
     log = many.text()
@@ -136,6 +137,7 @@ def test_an_unloaded_model_comes_back_on_demand(many: Server) -> None:
     assert text(many.predict("m0", SHORT)) == before
 
 
+@pytest.mark.slow
 def test_the_model_that_was_asked_for_least_makes_room(fresh: Server) -> None:
     for name in ("m0", "m0", "m1", "m2"):
         text(fresh.predict(name, SHORT))
@@ -221,6 +223,7 @@ def test_no_worker_is_started_before_there_is_room(fresh: Server) -> None:
     assert socket_number("m2") == before + 1
 
 
+@pytest.mark.slow
 def test_a_model_with_requests_in_flight_stays_while_an_idle_one_goes(
     store: Path, tmp_path: Path
 ) -> None:
@@ -255,6 +258,7 @@ def test_a_cold_model_gets_in_although_all_others_are_busy(fresh: Server) -> Non
         assert [b.result() for b in busy] == [{200}] * 8
 
 
+@pytest.mark.slow
 def test_unloading_under_load_fails_nobody(many: Server) -> None:
     text(many.predict("slow", SHORT))
     with in_flight(many, "slow", 1) as answers:
@@ -310,6 +314,7 @@ def test_many_clients_of_a_cold_model_in_s3_fetch_it_once(from_s3: Server) -> No
     assert lines(from_s3, "prefix/m5.tar.gz: ") == 1  # the cache says what it fetched
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_is_503_and_what_is_loaded_works(store: Path, tmp_path: Path) -> None:
     with contextlib.ExitStack() as running_s3:
         s3 = running_s3.enter_context(s3_server())

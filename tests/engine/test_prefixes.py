@@ -178,6 +178,7 @@ def answers(engine: Engine, texts: list[str]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "precision"), BACKENDS)
 def test_texts_are_what_they_are_without_what_is_kept(
     model_dir: Path, backend: str, precision: str

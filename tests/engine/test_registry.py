@@ -77,6 +77,7 @@ def begun(request: Request) -> Request:
 # Exactness
 
 
+@pytest.mark.slow
 def test_cached_decoding_equals_decoding_without_a_cache(
     engine: Engine, model: Model, model_dir: Path
 ) -> None:
@@ -433,6 +434,7 @@ def test_a_model_that_is_unloaded_makes_room(model_dir: Path) -> None:
     assert engine.budget.weight_bytes == 0
 
 
+@pytest.mark.slow
 def test_weights_leave_room_for_one_request_of_the_whole_context(
     model_dir: Path, tmp_path: Path
 ) -> None:

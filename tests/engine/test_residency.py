@@ -99,6 +99,7 @@ def backend_of(engine: Engine) -> str:
     return next(iter(engine._models.values())).backend
 
 
+@pytest.mark.slow
 def test_all_answer_right_and_never_more_are_hot_than_fit(
     engine: Engine, alone: dict[str, dict[str, list[int]]]
 ) -> None:

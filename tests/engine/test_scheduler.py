@@ -343,6 +343,7 @@ def test_clearing_a_batch_needs_nothing_of_a_model_that_is_broken(
     assert bench.budget.kv_bytes == 0
 
 
+@pytest.mark.slow
 def test_whoever_comes_and_goes_each_sequence_is_as_if_it_were_alone(path: Path) -> None:
     bench = Bench(path)
     rng = np.random.default_rng(17)

@@ -482,6 +482,7 @@ def test_the_engine_ends_at_sigterm_and_leaves_the_models_alone(
     assert "Traceback" not in (tmp_path / "engine.log").read_text()
 
 
+@pytest.mark.slow
 def test_requests_under_way_at_sigterm_are_finished(tmp_path: Path, model_dir: Path) -> None:
     with engine_process(tmp_path) as engine:
         engine.call("POST", "/models", {"name": "m", "model_dir": str(model_dir)})
@@ -493,6 +494,7 @@ def test_requests_under_way_at_sigterm_are_finished(tmp_path: Path, model_dir: P
         assert engine.process.wait(5) == 0
 
 
+@pytest.mark.slow
 def test_the_engine_ends_though_a_client_left_while_it_was_stopping(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -507,6 +509,7 @@ def test_the_engine_ends_though_a_client_left_while_it_was_stopping(
     assert "Traceback" not in (tmp_path / "engine.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_socket_left_behind_is_replaced(tmp_path: Path) -> None:
     with engine_process(tmp_path) as engine:
         engine.kill()

@@ -121,6 +121,7 @@ def load(engine: EngineProcess, name: str, folder: Path) -> tuple[int, Any]:
         return response.status, json.loads(response.read())
 
 
+@pytest.mark.slow
 def test_a_crash_a_loop_and_a_bomb_while_eight_clients_use_two_other_models(
     faulty: EngineProcess, tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_row_that_begins_with_kept_pieces_goes_on_bit_for_bit(tmp_path: Path) 
 PROMPTS = (7, 1, 15, 16, 17, 40, 2, 64, 65, 3, 33, 200, 12, 5, 90)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
@@ -229,6 +230,7 @@ print("loads", other.extend(other.add_row(), np.arange(3)).shape)
 """
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_is_an_error_of_its_own_and_harms_nobody(tmp_path: Path) -> None:
     wide = make_artifact(tmp_path / "wide", units=512, heads=8, max_length=2048, layers=1)
     large = make_artifact(tmp_path / "large", units=512, heads=8, vocab=40_000)

@@ -37,6 +37,7 @@ for units, size in ((768, 1152), (1536, 768), (768, 1563), (36, 54), (64, 501)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ["ALL", "AVX512_CORE", "AVX2", "SSE41"])
 def test_a_row_of_a_product_is_the_same_with_any_number_of_others(isa: str) -> None:
     environment = os.environ | {"DNNL_MAX_CPU_ISA": isa}
