@@ -365,6 +365,7 @@ def test_a_prompt_that_does_not_fit_has_openais_code(client: openai.OpenAI) -> N
         error = refused(call)
         assert (error.status_code, error.code) == (400, "context_length_exceeded")
         assert error.param == "prompt"
+        assert "This model's maximum context length is exceeded: prompt has" in error.message
 
 
 def test_what_there_is_not_is_said_in_openais_shape(client: openai.OpenAI) -> None:

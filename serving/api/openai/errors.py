@@ -15,6 +15,11 @@ from serving.errors import BadRequest, NotOfTheEngine, ServingError
 
 CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 TOO_LONG = "context_length_exceeded"
+# OpenAI's own words, by which LiteLLM tells these from other wrong requests.
+WORDS = {
+    "invalid_api_key": "Incorrect API key provided: ",
+    TOO_LONG: "This model's maximum context length is exceeded: ",
+}
 # What the engine says of a field begins with its name.
 FIELD = re.compile(r"(?:parameters\.)?(prompt|messages|logit_bias)\b")
 
@@ -43,14 +48,13 @@ def error_body(error: ServiceError) -> dict[str, Any]:
         kind = "server_error"
     field = FIELD.match(error.message)
     param = "model" if isinstance(error, NotOfTheEngine) else field and field[1]
-    code = TOO_LONG if isinstance(error, PromptTooLong) else CODES.get(status)
-    message = error.message.removeprefix("parameters.")
+    usual = TOO_LONG if isinstance(error, PromptTooLong) else CODES.get(status)
+    code = getattr(error, "code", usual)
     said = {
-        # In OpenAI's own words, by which LiteLLM tells it from other wrong requests.
-        "message": f"Incorrect API key provided: {message}" if status == 401 else message,
+        "message": WORDS.get(code or "", "") + error.message.removeprefix("parameters."),
         "type": kind,
         "param": getattr(error, "param", param),
-        "code": getattr(error, "code", code),
+        "code": code,
     }
     return {"error": said}
 
