@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import json
-import socket
 import statistics
 import sys
 import time
@@ -23,12 +22,12 @@ from tqdm import tqdm
 
 from common.errors import EngineError
 from engine.artifacts.config import GPT2Config
-from scripts.benchmarks import engine_process, fetching, machine, random_model, tables
+from scripts.benchmarks import engine_process, fetching, machine, random_model, streams, tables
 from scripts.benchmarks.goals import Goal, goals
-from scripts.benchmarks.http_server import HTTPServer
+from scripts.benchmarks.http_server import HTTPServer, UnixConnection
 from scripts.benchmarks.process import BenchmarkError
 
-PARTS = ("starts", "calls", "cold", "fetching", "cycles")
+PARTS = ("starts", "calls", "streams", "cold", "fetching", "cycles")
 BACKENDS = {"onnxruntime": ("onnxruntime", "int8"), "mxnet": ("mxnet", "fp32")}
 WARM_UP = 200  # calls until Java has compiled its part
 
@@ -41,6 +40,7 @@ class Plan:
     archived_layers: int = 4  # in fp16, about 130 MB as a .tar.gz
     starts: int = 5
     calls: int = 2000
+    streams: int = 200
     cold_calls: int = 10
     fetches: int = 3
     cycles: int = 100
@@ -48,7 +48,7 @@ class Plan:
     @classmethod
     def quick(cls) -> Plan:
         """Some seconds on tiny models: shows that everything runs, not how fast."""
-        return cls(random_model.TINY, 1, 1, 50, 2, 1, 5)
+        return cls(random_model.TINY, 1, 1, 50, 3, 2, 1, 5)
 
 
 def measure(plan: Plan, wanted: tuple[str, ...], workdir: Path) -> Results:
@@ -74,6 +74,9 @@ def measure(plan: Plan, wanted: tuple[str, ...], workdir: Path) -> Results:
     parts: dict[str, Callable[[], Any]] = {
         "starts": lambda: measure_starts(tiny, plan.starts, logs / "starts.log"),
         "calls": lambda: measure_calls(tiny, text, plan.calls, logs / "calls.log"),
+        "streams": lambda: streams.measure(
+            {"tiny": tiny, "full": full}, text, plan.streams, logs / "streams.log"
+        ),
         "cold": lambda: measure_cold(
             {"full": full, "tiny": tiny}, text, plan.cold_calls, logs / "cold.log"
         ),
@@ -118,7 +121,7 @@ def measure_calls(folder: Path, text: str, count: int, log: Path) -> dict[str, l
                 "/models/m/invoke",
             ),
             "mms_ms": (
-                _UnixConnection(server.run_dir / "mms.sock"),
+                UnixConnection(server.run_dir / "mms.sock"),
                 f"/models/{row['id']}/invoke",
             ),
         }
@@ -155,16 +158,6 @@ def measure_cold(
         server.close()
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("mms")
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.connect(str(self._path))
-
-
 def _call(connection: http.client.HTTPConnection, url: str, body: bytes) -> float:
     began = time.perf_counter()
     connection.request("POST", url, body, {"Content-Type": "application/json"})
@@ -199,6 +192,27 @@ def _slower(results: Results) -> list[float]:
 
 GOALS: tuple[Goal, ...] = (
     ("what the gateway adds to a call, median", "<=", 1, "ms", added_ms),
+    (
+        "first bytes of a full-size model's stream after the engine's, median",
+        "<=",
+        3,
+        "ms",
+        lambda r: streams.over(r, "full", "own", "engine"),
+    ),
+    (
+        "OpenAI's route over our own, first bytes, median",
+        "<=",
+        0.5,
+        "ms",
+        lambda r: streams.over(r, "tiny", "openai", "own"),
+    ),
+    (
+        f"OpenAI's route over our own, a stream of {streams.TOKENS} tokens, median",
+        "<=",
+        0.5,
+        "ms",
+        lambda r: streams.over(r, "tiny", "openai", "own", "whole_ms"),
+    ),
     ("start to ready, onnxruntime", "<=", 4, "s", lambda r: list(r["starts"]["onnxruntime"])),
     ("start to ready, mxnet", "<=", 4, "s", lambda r: list(r["starts"]["mxnet"])),
     ("first token of a full-size model on disk", "<=", 1, "s", lambda r: list(r["cold"]["full"])),
@@ -216,6 +230,8 @@ def lines(results: Results) -> Iterator[str]:
     if "calls" in results:
         for name, key in (("the gateway", "gateway_ms"), ("MMS's own socket", "mms_ms")):
             yield f"| a small call to {name}, ms | {_quantiles(results['calls'][key])} |"
+    if "streams" in results:
+        yield from streams.lines(results["streams"])
     if "fetching" in results:
         found = results["fetching"]
         size = f"{found['bytes'] / 1e6:.0f} MB"

@@ -181,6 +181,18 @@ class HTTPServer:
         return found[1:]
 
 
+class UnixConnection(http.client.HTTPConnection):
+    """Of a process behind the gateway."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.connect(str(self._path))
+
+
 def free_port() -> int:
     """A port that Multi Model Server takes (up to 32767) and that is free."""
     for _ in range(100):
