@@ -1,15 +1,16 @@
 """Reads the weights in `pytorch_model.bin` without torch, the arrays mapped from the file.
 
 `torch.save` writes a zip archive: `data.pkl`, a pickle of the names and shapes, and one stored file
-for the numbers of each tensor. A pickle is a program that may call anything; here only the opcodes
-that build names, numbers and tensors are understood, and nothing is ever imported or called:
-whatever else a file asks for is refused by its name.
+for the numbers of each tensor. A pickle is a program that may call anything; here the standard
+library runs only the opcodes that build names, numbers and tensors, and nothing is ever imported or
+called: whatever else a file asks for is refused by its name.
 Formats: https://docs.python.org/3/library/pickletools.html, torch/csrc/jit/serialization.
 """
 
 from __future__ import annotations
 
-import pickletools
+import io
+import pickle
 import struct
 import zipfile
 import zlib
@@ -31,6 +32,10 @@ from engine.artifacts.tensor_index import (
 )
 
 MAX_PICKLE_BYTES = 64 << 20
+_NONSENSE = (
+    ValueError, LookupError, TypeError, AttributeError, EOFError, OverflowError, struct.error,
+    pickle.UnpicklingError,
+)  # fmt: skip
 MAX_GLOBAL = 200  # characters of a class's or function's name
 STORAGES = {
     "torch DoubleStorage": "float64",
@@ -44,10 +49,6 @@ STORAGES = {
     "torch ByteStorage": "uint8",
     "torch BoolStorage": "bool",
 }
-
-
-class _Global(NamedTuple):
-    name: str  # "module name"
 
 
 class _Storage(NamedTuple):
@@ -77,7 +78,7 @@ def index_torch(path: Path) -> Index:
                     " model.safetensors (save_pretrained) if possible"
                 )
             with zipfile.ZipFile(file) as archive:
-                folder, entries, pickle = _unzip(path.name, archive)
+                folder, entries, content = _unzip(path.name, archive)
     except OSError as error:
         raise ArtifactError(f"{path.name} cannot be read: {error.strerror or error}") from None
     except (
@@ -92,8 +93,8 @@ def index_torch(path: Path) -> Index:
         raise ArtifactError(f"{path.name} is damaged: {error}") from None
     data = map_file(path)
     try:
-        found = _run(path.name, pickle, _Storages(path.name, data, folder, entries))
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error):
+        found = _Unpickler(content, _Storages(path.name, data, folder, entries)).load()
+    except _NONSENSE:
         raise ArtifactError(f"{path.name} is damaged: its pickle makes no sense") from None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise ArtifactError(f"{path.name} holds no state_dict, which is a dict of named tensors")
@@ -122,13 +123,15 @@ class _Storages:
     """The numbers of each tensor, by the key that the pickle has for them."""
 
     def __init__(self, file: str, data: Any, folder: str, entries: dict[str, Any]) -> None:
-        self._file, self._data, self._folder, self._entries = file, data, folder, entries
+        self.file, self._data, self._folder, self._entries = file, data, folder, entries
 
     def get(self, description: Any) -> _Storage:
         """('storage', its class, key, device, count)."""
         _, kind, key, _, count = description
         if not isinstance(kind, _Global) or kind.name not in STORAGES:
-            raise ArtifactError(f"{self._file} holds numbers of an unknown type ({kind})")
+            raise ArtifactError(
+                f"{self.file} holds numbers of an unknown type ({getattr(kind, 'name', kind)})"
+            )
         dtype = STORAGES[kind.name]
         entry = self._entries[f"{self._folder}data/{key}"]
         # The entry's own header says how long its name and its padding are.
@@ -136,11 +139,11 @@ class _Storages:
         name_bytes, extra_bytes = struct.unpack("<26xHH", header)
         begin = entry.header_offset + 30 + name_bytes + extra_bytes
         if type(count) is not int or count < 0 or entry.compress_type != zipfile.ZIP_STORED:
-            raise ArtifactError(f"{self._file} is damaged: its tensors are packed")
+            raise ArtifactError(f"{self.file} is damaged: its tensors are packed")
         end = begin + count * DTYPES[dtype].itemsize
         if end > min(len(self._data), begin + entry.file_size):
-            raise ArtifactError(f"{self._file} is cut short")
-        return _Storage(self._file, begin, dtype, count)
+            raise ArtifactError(f"{self.file} is cut short")
+        return _Storage(self.file, begin, dtype, count)
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Tensor:
@@ -168,91 +171,58 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "torch._utils _rebuild_tensor_v2": _tensor,
     "torch._utils _rebuild_parameter": lambda data, *rest: data,
 }
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_DICT": dict,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-}
-_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "INT", "LONG"}
-_VALUES |= {"BINUNICODE", "SHORT_BINUNICODE", "UNICODE", "BINUNICODE8"}
-_GETS, _PUTS = {"BINGET", "LONG_BINGET", "GET"}, {"BINPUT", "LONG_BINPUT", "PUT"}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_OPCODES = """
+    PROTO FRAME STOP MARK GLOBAL STACK_GLOBAL REDUCE BINPERSID
+    NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT INT LONG
+    BINUNICODE SHORT_BINUNICODE UNICODE BINUNICODE8
+    EMPTY_DICT SETITEM SETITEMS EMPTY_LIST APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
+    BINGET LONG_BINGET GET BINPUT LONG_BINPUT PUT MEMOIZE
+"""
 
 
-def _run(file: str, pickle: bytes, storages: _Storages) -> Any:
-    """The value that the pickle builds."""
-    stack: list[Any] = []
-    marks: list[int] = []  # how high the stack was
-    memo: dict[int, Any] = {}
+class _Global:
+    """What the pickle names: it can be called if it is known."""
 
-    def pop_to_mark() -> list[Any]:
-        at = marks.pop()
-        values = stack[at:]
-        del stack[at:]
-        return values
+    def __init__(self, file: str, name: str) -> None:
+        self._file, self.name = file, name
 
-    def named(name: str) -> _Global:
-        if len(name) > MAX_GLOBAL:
+    def __call__(self, *arguments: Any) -> Any:
+        if self.name not in _CALLS:
+            raise ArtifactError(
+                f"{self._file} would call {self.name.replace(' ', '.')}: only plain weights are"
+                " read, a state_dict as save_pretrained writes it"
+            )
+        return _CALLS[self.name](*arguments)
+
+
+class _Opcodes(dict[int, Any]):
+    """What is done for each; those that no state_dict needs are refused."""
+
+    def __init__(self, file: str) -> None:
+        codes = (getattr(pickle, name)[0] for name in _OPCODES.split())
+        super().__init__({code: pickle._Unpickler.dispatch[code] for code in codes})
+        # Attributes of the state_dict itself, such as _metadata.
+        self[pickle.BUILD[0]] = lambda unpickler: unpickler.stack.pop()
+        self._file = file
+
+    def __missing__(self, code: int) -> Any:
+        raise ArtifactError(
+            f"{self._file}: its pickle holds {chr(code)!r}, which no state_dict needs"
+        )
+
+
+class _Unpickler(pickle._Unpickler):
+    """The one in Python: the other makes room for whatever a file announces."""
+
+    def __init__(self, content: bytes, storages: _Storages) -> None:
+        super().__init__(io.BytesIO(content))
+        self._storages = storages
+        self.dispatch = _Opcodes(storages.file)  # type: ignore[misc]
+
+    def find_class(self, module: str, name: str) -> _Global:
+        if len(module) + len(name) > MAX_GLOBAL:
             raise ValueError("no name")
-        return _Global(name)
+        return _Global(self._storages.file, f"{module} {name}")
 
-    argument: Any
-    for opcode, argument, _ in pickletools.genops(pickle):
-        name = opcode.name
-        if name in _CONSTANTS:
-            stack.append(_CONSTANTS[name]())
-        elif name == "MARK":
-            marks.append(len(stack))
-        elif name in _VALUES:
-            stack.append(argument)
-        elif name in _PUTS:
-            memo[int(argument)] = stack[-1]
-        elif name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif name in _GETS:
-            stack.append(memo[int(argument)])
-        elif name in _TUPLES:
-            count = _TUPLES[name]
-            stack[-count:] = [tuple(stack[-count:])]
-        elif name == "TUPLE":
-            stack.append(tuple(pop_to_mark()))
-        elif name == "GLOBAL":
-            stack.append(named(argument))
-        elif name == "STACK_GLOBAL":
-            of, what = stack[-2:]
-            if max(len(of), len(what)) > MAX_GLOBAL:
-                raise ValueError("no name")
-            stack[-2:] = [named(f"{of} {what}")]
-        elif name == "BINPERSID":
-            stack.append(storages.get(stack.pop()))
-        elif name == "REDUCE":
-            arguments, function = stack.pop(), stack.pop()
-            if not isinstance(function, _Global) or function.name not in _CALLS:
-                what = getattr(function, "name", "what is no function").replace(" ", ".")
-                raise ArtifactError(
-                    f"{file} would call {what}: only plain weights are read, a state_dict as"
-                    " save_pretrained writes it"
-                )
-            stack.append(_CALLS[function.name](*arguments))
-        elif name == "SETITEM":
-            value, key = stack.pop(), stack.pop()
-            stack[-1][key] = value
-        elif name == "SETITEMS":
-            values = pop_to_mark()
-            stack[-1].update(zip(values[::2], values[1::2], strict=True))
-        elif name == "APPEND":
-            value = stack.pop()
-            stack[-1].append(value)
-        elif name == "APPENDS":
-            values = pop_to_mark()
-            stack[-1].extend(values)
-        elif name == "BUILD":
-            stack.pop()  # attributes of the state_dict itself, such as _metadata
-        elif name == "STOP":
-            return stack.pop()
-        elif name not in ("PROTO", "FRAME"):
-            raise ArtifactError(f"{file}: its pickle holds {name}, which no state_dict needs")
-    raise ArtifactError(f"{file} is cut short")
+    def persistent_load(self, description: Any) -> _Storage:
+        return self._storages.get(description)
