@@ -10,46 +10,29 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import resource
 import signal
 import sys
 import time
-import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import uvicorn
 import uvloop
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from common.errors import EngineError, ServiceError
+from common.errors import ServiceError
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
-from common.worker_protocol import REQUEST_ID
 from engine.http.async_client import AsyncEngineClient
-from serving.api import openapi
-from serving.api.http_protocol import MAX_HEADER_BYTES, HTTPProtocol
-from serving.api.inference import Inference
-from serving.api.management import Management
-from serving.api.metrics import CONTENT_TYPE, Metrics
-from serving.api.openai.routes import OpenAI
-from serving.api.shared import Gateway, error_response
-from serving.api.v2.inference import V2
+from serving.api.app import App
+from serving.api.http_protocol import HTTPProtocol
+from serving.api.metrics import Metrics
+from serving.api.shared import Gateway
 from serving.console.journal import Journal
-from serving.console.routes import Console
 from serving.errors import (
-    HeadersTooLarge,
-    MethodNotAllowed,
-    ResourceNotFound,
-    ServingError,
     StartError,
 )
 from serving.mms import launcher
@@ -69,145 +52,8 @@ from serving.store import Cache, Lookups, StoreSettings, open_store
 
 logger = logging.getLogger(__name__)
 
-GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 GIVES_UP = 2  # exit status: it has said why it cannot start
 GRACEFUL_S = 1  # for connections, once the requests are answered or DRAIN_S has passed
-
-
-class App:
-    """The two ports' routes over one `Gateway`."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        health = [
-            Route("/ping", self._ping, methods=["GET"]),
-            Route("/metrics", self._metrics, methods=["GET"]),
-        ]
-        management = Management(gateway).routes()
-        documents = [
-            Route("/api-description", self._openapi, methods=["GET"]),
-            Route("/openapi.json", self._openapi, methods=["GET"]),
-            Route("/docs", self._docs, methods=["GET"]),
-            Route("/", self._openapi, methods=["OPTIONS"]),
-        ]
-        both = [*health, *documents]
-        self._inference = self._app(
-            [
-                *both,
-                *Console(gateway).routes(),
-                *Inference(gateway).routes(),
-                *OpenAI(gateway).routes(),
-                *V2(gateway).routes(),
-                *management,
-            ]
-        )
-        self._management = self._app([*both, *management])
-
-    @staticmethod
-    def _app(routes: Sequence[Route]) -> ASGIApp:
-        app = Starlette(
-            routes=list(routes),
-            exception_handlers={
-                ServiceError: error_response,
-                HTTPException: _http_error,
-                Exception: error_response,
-            },
-        )
-        app.router.redirect_slashes = False
-        return app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        started = time.monotonic()
-        scope["state"] = {
-            "request_id": _request_id(scope),
-            "model": None,
-            "started": started,
-            "body_bytes": 0,
-        }
-        request_id: str = scope["state"]["request_id"]
-        status = 0
-
-        async def send_with_id(message: Any) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [
-                    *message["headers"],
-                    (REQUEST_ID.encode(), request_id.encode()),
-                ]
-            await send(message)
-
-        # Where both are one, that one has all routes.
-        on_requests = scope["server"][1] == self._gateway.settings.port
-        app = self._inference if on_requests else self._management
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-            app = error_response(
-                Request(scope), HeadersTooLarge(f"headers have at most {MAX_HEADER_BYTES} bytes")
-            )
-        try:
-            await app(scope, receive, send_with_id)
-        except Exception:  # answered already, by the handler for Exception
-            if status == 0:
-                raise
-        finally:
-            self._gateway.body_bytes -= scope["state"]["body_bytes"]
-            self._log(scope, status, time.monotonic() - started)
-
-    @staticmethod
-    def _log(scope: Scope, status: int, seconds: float) -> None:
-        if scope["path"] in ("/ping", "/metrics"):
-            return
-        headers = dict(scope["headers"])
-        target = headers.get(b"x-amzn-sagemaker-target-model", b"").decode("utf-8", "replace")
-        fields = {
-            "request_id": scope["state"]["request_id"],
-            "model": target or scope["state"]["model"],
-            "method": scope["method"],
-            "path": scope["path"],
-            "status": status,
-            "seconds": round(seconds, 6),
-        }
-        logger.info("request", extra={"fields": fields})
-
-    async def _ping(self, request: Request) -> Response:
-        self._gateway.check_health()
-        return JSONResponse({"status": "Healthy"})
-
-    async def _metrics(self, request: Request) -> Response:
-        gateway = self._gateway
-        statistics = None
-        with contextlib.suppress(EngineError):
-            statistics = await gateway.engine.statistics(timeout_s=2)
-        names = gateway.registry.engine_names()
-        # Of hundreds of models a fifth of a second's work.
-        text = await asyncio.to_thread(gateway.metrics.text, statistics, names)
-        return Response(text, media_type=CONTENT_TYPE)
-
-    async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi.document())
-
-    async def _docs(self, request: Request) -> Response:
-        return HTMLResponse(openapi.page())
-
-
-def _request_id(scope: Scope) -> str:
-    """The client's own, if it can be a header and a log line; otherwise a new one."""
-    given = dict(scope["headers"]).get(REQUEST_ID.encode(), b"").decode("latin-1")
-    return given if GIVEN_ID.fullmatch(given) else str(uuid.uuid4())
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        return error_response(request, ResourceNotFound("Requested resource is not found."))
-    if error.status_code == 405:
-        return error_response(
-            request,
-            MethodNotAllowed("Requested method is not allowed, please refer to API document."),
-        )
-    return error_response(request, ServingError(str(error.detail)))
 
 
 class _Server(uvicorn.Server):

@@ -40,14 +40,6 @@ class AsyncEngineClient:
         if self._session is not None:
             await self._session.close()
 
-    async def load(
-        self, name: str, model_dir: str, backend: str | None = None, precision: str | None = None
-    ) -> dict[str, Any]:
-        """Loads a model that stays until `unload`; returns what the engine says of it."""
-        body = {"name": name, "model_dir": model_dir, "backend": backend, "precision": precision}
-        loaded: dict[str, Any] = await self._call("POST", "/models", body, LOAD_TIMEOUT_S)
-        return loaded
-
     async def check(
         self,
         name: str,

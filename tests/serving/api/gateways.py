@@ -13,11 +13,11 @@ from typing import Any
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from common.worker_protocol import TIMEOUT_HEADER, WORKER_HEADER
+from serving.api.app import App
 from serving.api.metrics import Metrics
 from serving.api.shared import Gateway
 from serving.console.journal import Journal
 from serving.errors import ModelNotFound
-from serving.gateway import App
 from serving.mms.client import Answer
 from serving.models.model import Model, State
 from serving.settings import Settings
