@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -49,24 +48,29 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from common.errors import Cancelled, EngineError, InvalidRequest, NeverFits, OutOfMemory
-from common.json_body import read_json
 from common.parameters import Parameters
 from engine import backends, sandbox
 from engine.http import leases
-from engine.http.answer import Answer, token_details
+from engine.http.answer import Answer
+from engine.http.protocol import (
+    inputs_of,
+    json_line,
+    json_object,
+    prompt_body,
+    text_of,
+    token_body,
+)
 from engine.registry import Engine
 from engine.sandbox.reading import Reading
-from engine.sequence import Sequence, Token
+from engine.sequence import Token
 from engine.settings import Settings
-from engine.text.prompts import Chat, Inputs, Raw
+from engine.text.prompts import Inputs
 
 logger = logging.getLogger(__name__)
 
 MAX_TIMEOUT_S = 3600.0
 CANCELLED_KEPT = 1000
-# What takes milliseconds to read or to write is not done on the event loop.
-LARGE_BYTES = 64 << 10
-LARGE_ENTRIES = 500  # log-probabilities of an answer
+LARGE_ENTRIES = 500  # log-probabilities of an answer that is not written on the event loop
 T = TypeVar("T")
 
 
@@ -97,8 +101,8 @@ class EngineApp:
     # Models
 
     async def _load(self, request: Request) -> Response:
-        body = await _json_object(request)
-        name, model_dir = _text(body, "name"), _text(body, "model_dir")
+        body = await json_object(request)
+        name, model_dir = text_of(body, "name"), text_of(body, "model_dir")
         backend, precision = body.get("backend"), body.get("precision")
         max_rows = body.get("max_rows")
         if max_rows is not None and (type(max_rows) is not int or max_rows < 1):
@@ -122,7 +126,7 @@ class EngineApp:
             return JSONResponse(loaded)
 
         async def hold() -> AsyncIterator[str]:
-            yield _line(loaded)
+            yield json_line(loaded)
             await self.stopping.wait()
 
         return _NdjsonStream(hold(), lambda: self._leases.release(name))
@@ -145,8 +149,8 @@ class EngineApp:
                 end.cancel()
 
     async def _room(self, request: Request) -> Response:
-        body = await _json_object(request)
-        name, model_dir = _text(body, "name"), _text(body, "model_dir")
+        body = await json_object(request)
+        name, model_dir = text_of(body, "name"), text_of(body, "model_dir")
         backend, precision = body.get("backend"), body.get("precision")
         promised = body.get("promised") or {}
         if not isinstance(promised, dict) or not all(type(n) is int for n in promised.values()):
@@ -182,8 +186,8 @@ class EngineApp:
     # Generation
 
     async def _generate(self, request: Request) -> Response:
-        body = await _json_object(request)
-        name, inputs = request.path_params["name"], _inputs(body)
+        body = await json_object(request)
+        name, inputs = request.path_params["name"], inputs_of(body)
         parameters = self._engine.parameters(name, body.get("parameters"))
         timeout_s = body.get("timeout_s")
         if timeout_s is not None and (
@@ -197,7 +201,7 @@ class EngineApp:
             raise InvalidRequest("stream must be true or false")
         if stream:
             return await self._stream(name, inputs, parameters, timeout_s)
-        request_id = _text(body, "request_id") if "request_id" in body else ""
+        request_id = text_of(body, "request_id") if "request_id" in body else ""
         if request_id in self._cancelled:
             raise Cancelled("the request was cancelled")
         loop = asyncio.get_running_loop()
@@ -233,7 +237,7 @@ class EngineApp:
             raise Cancelled("the request was cancelled")
 
         def build() -> Response:
-            return JSONResponse({**_prompt_body(sequences[0]), **answer.result()})
+            return JSONResponse({**prompt_body(sequences[0]), **answer.result()})
 
         return await run_in_threadpool(build) if answer.entries > LARGE_ENTRIES else build()
 
@@ -262,13 +266,13 @@ class EngineApp:
             while left:
                 item = await queue.get()
                 if isinstance(item, EngineError):
-                    yield _line({"error": item.to_body()})
+                    yield json_line({"error": item.to_body()})
                     return
-                body = _token_body(item)
+                body = token_body(item)
                 if item.finish_reason is not None:
                     left -= 1
-                    body |= _prompt_body(sequences[0])
-                yield _line(body)
+                    body |= prompt_body(sequences[0])
+                yield json_line(body)
 
         return _NdjsonStream(lines(), lambda: self._engine.cancel(sequences))
 
@@ -291,75 +295,6 @@ class _NdjsonStream(StreamingResponse):
             body.cancel()
             gone.cancel()
             self._closed()
-
-
-def _line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) + "\n"
-
-
-def _prompt_body(sequence: Sequence) -> dict[str, Any]:
-    return {"prompt_tokens": len(sequence.prompt), "cached_tokens": sequence.cached_tokens}
-
-
-def _token_body(token: Token) -> dict[str, Any]:
-    body: dict[str, Any] = {"index": token.index, "token": token.id, "text": token.text}
-    body |= token_details(token)
-    if token.finish_reason is not None:
-        body["finish_reason"] = token.finish_reason
-    return body
-
-
-async def _json_object(request: Request) -> dict[str, Any]:
-    content = await request.body()
-    large = len(content) > LARGE_BYTES
-    body = await run_in_threadpool(read_json, content) if large else read_json(content)
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    return body
-
-
-def _text(body: dict[str, Any], name: str) -> str:
-    value = body.get(name)
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise InvalidRequest(f"{name} must be text that is not empty, without NUL")
-    return value
-
-
-def _inputs(body: dict[str, Any]) -> Inputs:
-    """What is to be continued. Raises `InvalidRequest`."""
-    if "prompt" in body:
-        return _raw(body["prompt"])
-    if "messages" in body:
-        return _chat(body["messages"])
-    fields = body.get("inputs")
-    if not isinstance(fields, dict):
-        return _text(body, "inputs")
-    for name, value in fields.items():
-        if not isinstance(value, str) or "\0" in value:
-            raise InvalidRequest(f"inputs.{name} must be text without NUL")
-    return fields
-
-
-def _raw(prompt: Any) -> Raw:
-    """A text, or its ids."""
-    if isinstance(prompt, list) and all(type(i) is int and i >= 0 for i in prompt):
-        return Raw(prompt)
-    if not isinstance(prompt, str) or "\0" in prompt:
-        raise InvalidRequest("prompt must be text without NUL, or a list of token ids")
-    return Raw(prompt)
-
-
-def _chat(messages: Any) -> Chat:
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequest("messages must be a list that is not empty")
-    for i, message in enumerate(messages):
-        if not (
-            isinstance(message, dict)
-            and {"role", "content"} <= set(message)
-            and all(isinstance(v, str) and "\0" not in v for v in message.values())
-        ):
-            raise InvalidRequest(f"messages.{i} must have a role and content, texts without NUL")
-    return Chat(messages)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import pytest
 from starlette.requests import Request
 
-from engine.http import server
+from engine.http import protocol, server
 from engine.http.leases import GRACE_S
 from engine.http.server import EngineApp
 from engine.registry import Engine
@@ -395,9 +395,9 @@ def test_large_bodies_are_read_and_written_beside_the_event_loop(
 
         return call
 
-    monkeypatch.setattr(server, "read_json", noted("read", server.read_json))
+    monkeypatch.setattr(protocol, "read_json", noted("read", protocol.read_json))
     monkeypatch.setattr(server, "JSONResponse", noted("written", server.JSONResponse))
-    padding = " " * (server.LARGE_BYTES if elsewhere else 0)
+    padding = " " * (protocol.LARGE_BYTES if elsewhere else 0)
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens, "logprobs": 20}}
     sent = [{"type": "http.request", "body": (json.dumps(body) + padding).encode()}]
 
