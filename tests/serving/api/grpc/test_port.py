@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from serving.api.grpc.port import grpc_port
 from serving.api.grpc.stream import AT_ONCE
 from serving.api.http_protocol import HTTPProtocol
 from serving.errors import StartError
+from serving.gateway import _grpc_port
 from serving.mms.client import Answer
 from tests.e2e.server import free_port
 from tests.serving.api.gateways import World, answered, model
@@ -354,6 +356,14 @@ def test_a_port_that_is_taken_is_an_error_of_the_start() -> None:
                 pass
 
     run(test)
+
+
+def test_without_its_library_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(grpc_port=free_port())
+    monkeypatch.delitem(sys.modules, "serving.api.grpc.port")
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    with pytest.raises(StartError, match=r"pip install -r requirements/grpc\.txt"):
+        _grpc_port(world.gateway, world.app)
 
 
 @pytest.mark.parametrize(
