@@ -26,7 +26,7 @@ from common.memory import MIB, container_memory, return_freed_memory
 from common.parameters import Parameters
 from engine import backends
 from engine.artifacts.artifact import Artifact
-from engine.backends.interface import BackendModel
+from engine.backends.interface import CHUNK, BackendModel
 from engine.budget import Budget
 from engine.model import Model
 from engine.prefixes import Prefixes
@@ -34,7 +34,7 @@ from engine.prepared.manifest import Manifests, Run, Stamps, stamps_of
 from engine.prepared.prune import prune
 from engine.residency import Residency
 from engine.sandbox.reading import Reading
-from engine.scheduler import PREFILL_TOKENS, Batch
+from engine.scheduler import Batch
 from engine.sequence import Sequence, Token
 from engine.settings import Settings
 from engine.statistics import Statistics
@@ -63,8 +63,10 @@ class Engine:
         self._prefixes = Prefixes(limit, self._unwanted_bytes, _short_bytes)
         self.budget.given = self._prefixes.shrink
         self._residency = Residency(self._changed, self._models, self.budget, self._prefixes)
-        prefill = PREFILL_TOKENS[self.settings.device]
-        self._loop = Loop(self._changed, self._models, prefill, self._lose, self._residency.advance)
+        self._chunk = CHUNK[self.settings.device]
+        self._loop = Loop(
+            self._changed, self._models, self._chunk, self._lose, self._residency.advance
+        )
         self._closed = False
 
     # Models
@@ -184,7 +186,7 @@ class Engine:
                 config=artifact.config,
                 open=self._opener(artifact, stamps, backend, precision),
                 texts=texts,
-                batch=Batch(max_rows, self.budget, self._prefixes),
+                batch=Batch(max_rows, self.budget, self._chunk, self._prefixes),
                 reserved_bytes=needed,
                 statistics=statistics,
             )

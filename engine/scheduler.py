@@ -12,10 +12,6 @@ from engine.budget import Budget
 from engine.prefixes import COPIES, Prefix, Prefixes, shared
 from engine.sequence import Sequence, State
 
-# Tokens of prompts that are computed in one turn, which is what a running row may have to wait for:
-# 65 ms on two cores.
-PREFILL_TOKENS = {"cpu": 64, "gpu": 256}
-
 
 @dataclass
 class Source:
@@ -52,12 +48,14 @@ class Batch:
     A closed batch has no rows, only a queue.
     """
 
-    def __init__(self, max_rows: int, budget: Budget, prefixes: Prefixes) -> None:
+    def __init__(self, max_rows: int, budget: Budget, chunk: int, prefixes: Prefixes) -> None:
+        """Of a prompt `chunk` tokens are computed at once, each time from a multiple of it, so a
+        text does not depend on who computes beside it."""
         self.max_rows = max_rows
         self.rows: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.admits = True  # whether those that wait get rows
-        self._budget, self._prefixes = budget, prefixes
+        self._budget, self._chunk, self._prefixes = budget, chunk, prefixes
         self._reserved_bytes = self._weight_bytes = 0
 
     def open(self, model: BackendModel, weight_bytes: int) -> None:
@@ -106,7 +104,8 @@ class Batch:
                     chunks.append(Chunk(len(self.rows) - 1, [], completes, source))
                     room -= chunks[-1].cost
             if done < len(sequence.prompt):
-                ids = sequence.prompt[done : done + (1 if sequence.is_scored else self.model.piece)]
+                edge = done + (1 if sequence.is_scored else self._chunk - done % self._chunk)
+                ids = sequence.prompt[done:edge]
                 if len(ids) > room:
                     break
                 done += len(ids)
@@ -127,7 +126,8 @@ class Batch:
                 return Source(len(sequence.prompt), row)
         if sequence.is_scored or not self._prefixes.limit_bytes:
             return None
-        ids = sequence.prompt[:-1]  # the logits after the last have to be computed
+        # The logits after the last have to be computed, which alone is not like beside others.
+        ids = sequence.prompt[: -1 if len(sequence.prompt) % self._chunk == 1 else -2]
         running = [
             (shared(self._whole(i), ids, self.model.piece), i) for i in range(len(self.rows) - 1)
         ]

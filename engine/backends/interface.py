@@ -20,6 +20,10 @@ Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
 
 
+# Tokens of a prompt that are computed at once, each time from a multiple of it.
+CHUNK = {"cpu": 64, "gpu": 256}
+
+
 class Kept(Protocol):
     """Keys and values of the beginning of a row, outside the batch, as long as it is held."""
 
@@ -34,8 +38,8 @@ class BackendModel(Protocol):
     weight_bytes: int  # resident bytes of the weights
     kv_bytes_per_token: int  # of the cache
     max_rows: int
-    # Of how many tokens the pieces are in which prompts are computed, each from a multiple of it.
-    # Whatever follows a whole piece, its keys and values are the same, bit for bit.
+    # Keys and values of a multiple of so many tokens are the same, bit for bit, whatever follows
+    # them, where at least two tokens are computed at once, with edges at the multiples of `CHUNK`.
     piece: int
     keeps: bool  # whether it has `keep_row`
     mapped: list[Span]  # its weights, where they are mapped files; empty where they are its memory

@@ -298,7 +298,7 @@ class House:
             config=GPT2Config(1, 1, 1, 1, 1, 1),
             open=open_it,
             texts=cast(Any, Quiet()),
-            batch=Batch(8, self.budget, Prefixes(0)),
+            batch=Batch(8, self.budget, 64, Prefixes(0)),
             reserved_bytes=100 * residency.WARM_SHARE,
         )
         self.residency.enter(model, Reading())
@@ -398,7 +398,7 @@ def test_a_load_that_is_given_up_waits_no_longer(house: House) -> None:
                 config=fourth.config,
                 open=fourth.open,
                 texts=fourth.texts,
-                batch=Batch(8, house.budget, Prefixes(0)),
+                batch=Batch(8, house.budget, 64, Prefixes(0)),
                 reserved_bytes=fourth.reserved_bytes,
             ),
             reading,

@@ -43,7 +43,7 @@ class Bench:
         self.budget = Budget(budget_tokens * self.token_bytes)
         self.prefixes = Prefixes(kept_tokens * self.token_bytes, lambda: self.budget.free_bytes)
         self.budget.given = self.prefixes.shrink
-        self.batch = Batch(max_rows, self.budget, self.prefixes)
+        self.batch = Batch(max_rows, self.budget, CHUNK, self.prefixes)
         self.batch.open(self.model, 0)
         self.computed = 0  # tokens of prompts
 

@@ -165,7 +165,7 @@ class House:
             config=compute.config,
             open=lambda run: compute,
             texts=cast(Any, Untold()),
-            batch=Batch(max_rows, self.budget, Prefixes(0)),
+            batch=Batch(max_rows, self.budget, CHUNK, Prefixes(0)),
             reserved_bytes=0,
             compute=compute,
             place=Place.HOT,

@@ -11,13 +11,12 @@ from common.memory import is_out_of_memory
 from common.mxnet_compat import CPU_WORKERS, mx
 from engine.artifacts.artifact import Artifact
 from engine.backends import nvidia
-from engine.backends.interface import Ids, Logits
+from engine.backends.interface import CHUNK, Ids, Logits
 from engine.backends.mxnet.gpt2 import GPT2, KeptRow, ShardedKVCache
 from engine.backends.mxnet.rows import row_counts
 from engine.backends.page_cache import Span
 
 MAX_ROWS = 32  # on a GPU
-PIECE = {"cpu": 64, "gpu": 256}
 
 
 class MXNetModel:
@@ -27,7 +26,7 @@ class MXNetModel:
         """`shards` side by side, see `GPT2.shard`; 0: the weights as they are, as a GPU wants."""
         self.config = artifact.config
         self.mapped: list[Span] = []
-        self.piece, self.keeps = PIECE[ctx.device_type], True
+        self.piece, self.keeps = CHUNK[ctx.device_type], True
         self.weight_bytes = artifact.fp32_bytes
         self.kv_bytes_per_token = artifact.config.kv_bytes_per_token
         self.max_rows = row_counts()[-1] if ctx.device_type == "cpu" else MAX_ROWS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from common.memory import return_freed_memory
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.backends import mapping
-from engine.backends.interface import Ids, Logits
+from engine.backends.interface import CHUNK, Ids, Logits
 from engine.backends.onnx import frames
 from engine.backends.onnx.frames import Frame
 from engine.prepared.cache import Prepared, prepared
@@ -27,7 +28,9 @@ from engine.prepared.manifest import Run, directly
 
 MAX_ROWS = 32
 PAGE = mmap.PAGESIZE
-PIECE = 16
+PIECE = 16  # where the number of tokens that are computed at once changes no bit
+
+_pieces: dict[str, int] = {}  # by frame
 
 to_ort = onnxruntime.OrtValue.ortvalue_from_numpy  # no copy, as long as the array is contiguous
 
@@ -36,7 +39,7 @@ class OnnxModel:
     """A `BackendModel` on a graph of `engine.backends.onnx.graph`."""
 
     max_rows = MAX_ROWS
-    piece, keeps = PIECE, True
+    keeps = True
 
     def __init__(self, config: GPT2Config, found: Prepared, frame: Frame | None = None) -> None:
         """`frame`: one that is not to be had from those that are kept."""
@@ -57,6 +60,23 @@ class OnnxModel:
         self._total = np.zeros(1, dtype=np.int32)
         self._logits = np.zeros((MAX_ROWS, config.vocab_size), dtype=np.float32)
         self._bindings: dict[int, Any] = {}
+        if found.frame.key not in _pieces:
+            _pieces[found.frame.key] = self._find_piece()
+        self.piece = _pieces[found.frame.key]
+
+    def _find_piece(self) -> int:
+        """Tries whether a kernel for other numbers of tokens adds up in another order: keys and
+        values of a chunk at once, and of parts of it."""
+        end = min(CHUNK["cpu"], self.config.max_length)
+        ids = np.arange(end) % self.config.vocab_size
+        found = []
+        for edges in ((0, end), (0, 2, 5, 16, 33, end)):
+            row = self.add_row()
+            for begin, until in itertools.pairwise(sorted({min(edge, end) for edge in edges})):
+                self.extend(row, ids[begin:until])
+            found.append(self._cache.array[:, row, :, : self.length(row)].copy())
+            self.remove_last_row()
+        return PIECE if np.array_equal(found[0], found[1]) else CHUNK["cpu"]
 
     def add_row(self) -> int:
         return self._cache.add_row()

@@ -17,7 +17,7 @@ from common.errors import OutOfMemory
 from common.memory import return_freed_memory
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
-from engine.backends.interface import Ids, Kept, Logits
+from engine.backends.interface import CHUNK, Ids, Kept, Logits
 from engine.backends.kv_capacity import grown
 from engine.backends.onnx.cpu import MAX_ROWS, check_ids, to_ort
 from engine.backends.onnx.device import CUDA, Buffers, Provider, buffers, open_session
@@ -31,7 +31,7 @@ class OnnxGpuModel:
     """A `BackendModel` on the fp16 graph of `engine.backends.onnx.graph`."""
 
     max_rows = MAX_ROWS
-    piece, keeps = 256, False
+    piece, keeps = CHUNK["gpu"], False
 
     def __init__(self, artifact: Artifact, provider: Provider = CUDA) -> None:
         self.config = artifact.config
