@@ -27,6 +27,7 @@ PACE_SAMPLES = 60  # a minute's
 STORE_S = 30.0  # how long a listing of the store is good
 SETTLE_S = 0.1  # what happens together is told together
 MAX_WATCHERS = 32
+PARTS = ("budget_bytes", "weight_bytes", "kv_bytes", "prefix_bytes")
 
 Row = dict[str, Any]
 
@@ -131,10 +132,9 @@ class Feed:
         waiting = sum(len(line.waiting) for line in lines)
         if totals is None:
             return {"up": False, "waiting": waiting}
-        parts = {name: totals[name] for name in ("budget_bytes", "weight_bytes", "kv_bytes")}
         return {
             "up": True,
-            **parts,
+            **{name: totals[name] for name in PARTS},
             "rows": sum(model["running"] for model in models),
             "waiting": waiting + sum(model["waiting"] for model in models),
         }

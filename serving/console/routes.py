@@ -65,7 +65,8 @@ class Console:
     def __init__(self, gateway: Gateway) -> None:
         self._settings = gateway.settings
         self._feed = Feed(gateway)
-        self._files = {path.name: _File.read(path) for path in PAGE.iterdir()}
+        files = (path for path in PAGE.iterdir() if path.suffix in TYPES)
+        self._files = {path.name: _File.read(path) for path in files}
 
     def routes(self) -> list[Route]:
         return [

@@ -29,9 +29,12 @@ BROKEN = "고장"
 PROMPT = "나 보기가 역겨워"
 HTML = {"Accept": "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8"}
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium here (on Debian: apt-get install chromium)"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium here (on Debian: apt-get install chromium)"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -45,8 +45,8 @@ function showEngine() {
 }
 
 function showBudget(element) {
-  const { budget_bytes: total, weight_bytes: weights, kv_bytes: kv } = engine;
-  const parts = { weights, kv, free: Math.max(total - weights - kv, 0) };
+  const { budget_bytes: total, weight_bytes: weights, kv_bytes: kv, prefix_bytes: kept } = engine;
+  const parts = { weights, kv, kept, free: Math.max(total - weights - kv - kept, 0) };
   const texts = Object.fromEntries(Object.entries({ total, ...parts }).map(([k, v]) => [k, bytes(v)]));
   const bar = h("div", { className: "bar", role: "img", aria: { label: t("budget", texts) } });
   const key = h("p", { className: "key" });

@@ -33,7 +33,12 @@ class CountingEngine:
             "time_to_first_token_s": {"buckets": [["+Inf", 4]], "sum": 1.0},
         }
         models = [{"name": name, **made} for name in self._parts.workers.in_engine]
-        totals = {"budget_bytes": 1000, "weight_bytes": 100 * len(models), "kv_bytes": 0}
+        totals = {
+            "budget_bytes": 1000,
+            "weight_bytes": 100 * len(models),
+            "kv_bytes": 0,
+            "prefix_bytes": 0,
+        }
         return {**totals, "models": models}
 
 
