@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,3 +46,8 @@ class ModelSpec:
             **sizes,
             engine=said.get("engine", {}),
         )
+
+
+def client_name(engine_name: str) -> str:
+    """The clients' name for the model: the gateway adds an id of each load to it."""
+    return re.sub(r"#[0-9a-f]{6}-[0-9]+$", "", engine_name)

@@ -155,6 +155,16 @@ class ConfigFile:
                 )
 
 
+def shared_prefix(weights: Index, embedding: str, positions: str, otherwise: str) -> str:
+    """What wrappers have put in front of every name. Raises `ArtifactError`, `otherwise`."""
+    prefixes = [name.removesuffix(positions) for name in weights if name.endswith(positions)]
+    fitting = [prefix for prefix in prefixes if prefix + embedding in weights]
+    if not fitting:
+        keys = ", ".join(list(weights)[:3]) or "none"
+        raise ArtifactError(f"{otherwise}: no {embedding} beside a {positions} (keys: {keys}, ...)")
+    return min(fitting, key=len)
+
+
 def sizes(weights: Index, file: str) -> dict[str, Any]:
     """The sizes of a `GPT2Config` that weights under our names have."""
     for name in (EMBEDDING, POSITIONS, FFN_HIDDEN.format(0) + ".weight"):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
-import re
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,13 +12,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import ArtifactError, OutOfMemory
+from common.errors import ArtifactError, InvalidRequest, OutOfMemory
+from common.json_body import read_json as read_body
 
 MAX_JSON_BYTES = 16 << 20
-# Half of a pair, as JSON writes it: no character, and no UTF-8. The whole pair is matched first.
-SURROGATE = re.compile(
-    rb"\\\\|\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|(\\ud[89a-f][0-9a-f]{2})", re.IGNORECASE
-)
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -75,13 +70,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_json(content: bytes, file: str) -> dict[str, Any]:
     """An object. Raises `ArtifactError` that names `file`."""
-    half = next((m[1] for m in SURROGATE.finditer(content) if m[1]), None)
-    if half is not None:
-        raise ArtifactError(f"{file} holds {half.decode()}, half of a pair and no character")
     try:
-        value = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{file} is not JSON: {error}") from None
+        value = read_body(content)
+    except InvalidRequest as error:
+        raise ArtifactError(error.message.replace("the body", file, 1)) from None
     if not isinstance(value, dict):
         raise ArtifactError(f"{file} must be a JSON object")
     return value

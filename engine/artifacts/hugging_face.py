@@ -29,6 +29,7 @@ from engine.artifacts.artifact import (
     check_plain,
     check_weights,
     list_files,
+    shared_prefix,
     sizes,
 )
 from engine.artifacts.config import GPT2Config
@@ -211,12 +212,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
 def _canonical(weights: Index, untied: bool, file: str) -> Index:
     """Our names, without the prefix that wrappers put in front, Conv1D matrices transposed."""
     wte, wpe = "wte.weight", "wpe.weight"
-    prefixes = [n.removesuffix(wpe) for n in weights if n.endswith(wpe)]
-    fitting = [prefix for prefix in prefixes if prefix + wte in weights]
-    if not fitting:
-        keys = ", ".join(list(weights)[:3]) or "none"
-        raise ArtifactError(f"{file} has no {wte} beside a {wpe}: it is not a GPT-2 (keys: {keys})")
-    prefix = min(fitting, key=len)
+    prefix = shared_prefix(weights, wte, wpe, f"{file} is not a GPT-2")
     canonical = {EMBEDDING: weights[prefix + wte], POSITIONS: weights[prefix + wpe]}
     blocks = {theirs: ours for ours, theirs in BLOCK.items()}
     for name, value in weights.items():

@@ -15,6 +15,7 @@ from engine.artifacts.artifact import (
     check_plain,
     check_weights,
     list_files,
+    shared_prefix,
     sizes,
 )
 from engine.artifacts.config import GPT2Config
@@ -54,15 +55,7 @@ def _only(folder: Path, pattern: str) -> Path:
 
 def _canonical(weights: Index, file: str) -> Index:
     """Strips the prefix that all keys share (a fine-tune saved from a wrapper block)."""
-    prefixes = [n.removesuffix(POSITIONS) for n in weights if n.endswith(POSITIONS)]
-    fitting = [prefix for prefix in prefixes if prefix + EMBEDDING in weights]
-    if not fitting:
-        keys = ", ".join(list(weights)[:3]) or "none"
-        raise ArtifactError(
-            f"{file} has no {EMBEDDING} beside a {POSITIONS}: it is not a KoGPT2 model"
-            f" (keys: {keys}, ...)"
-        )
-    prefix = min(fitting, key=len)
+    prefix = shared_prefix(weights, EMBEDDING, POSITIONS, f"{file} is not a KoGPT2 model")
     return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
 
 

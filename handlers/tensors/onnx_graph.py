@@ -18,7 +18,7 @@ from typing import Any
 from common.cpus import cpu_count
 from common.errors import ArtifactError, DeadlineExceeded, EngineError, InvalidRequest
 from common.memory import return_freed_memory
-from handlers.names import client_name
+from handlers.model_spec import client_name
 from handlers.tensors.admission import check_memory
 from handlers.tensors.codec import Array, TensorSpec, listed
 from handlers.tensors.files import find_graph

@@ -23,7 +23,7 @@ from common.memory import return_freed_memory
 from common.model_files import SYMBOL
 from common.mxnet_compat import mx
 from engine.artifacts.read_params import read_params
-from handlers.names import client_name
+from handlers.model_spec import client_name
 from handlers.tensors import symbol_module
 from handlers.tensors.admission import check_memory
 from handlers.tensors.checkpoint import Shapes, data_shapes, load_symbol, reason

@@ -8,7 +8,7 @@ from typing import Any
 from common.media_types import JSON
 from common.settings import read_settings
 from engine.http.client import EngineClient, ModelHandle
-from handlers.names import client_name
+from handlers.model_spec import client_name
 from handlers.payload import answer_type, format_answer, parse
 from handlers.request_id import request_id
 from handlers.settings import Settings

@@ -128,7 +128,7 @@ def test_a_tensors_name_that_is_no_text(tmp_path: Path) -> None:
         ('"n_head": true', "num_heads is True"),
         ('"n_head": ' + "9" * 5000, "is not JSON"),
         ('"model_type": "' + "가" * 100_000 + '"', "model_type is '가"),
-        ('"model_type": "\\ud800"', "holds \\ud800, half of a pair"),
+        ('"model_type": "\\ud800"', "holds \\ud800, half a surrogate pair"),
         ('"model_type": ' + "[" * 100_000, "is not JSON"),
     ],
 )
@@ -141,8 +141,8 @@ def test_a_config_json_that_says_nonsense(v2: Path, text: str, said: str) -> Non
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('"\\ud800": 1', "holds \\ud800, half of a pair"),
-        ('"defaults": {"\\uDFFF": "x"}', "holds \\uDFFF, half of a pair"),
+        ('"\\ud800": 1', "holds \\ud800, half a surrogate pair"),
+        ('"defaults": {"\\uDFFF": "x"}', "holds \\udfff, half a surrogate pair"),
         ('"' + "가" * 100_000 + '": 1', "is not known"),
     ],
 )

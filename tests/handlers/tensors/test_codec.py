@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import EngineError, InvalidRequest, NotAcceptable, UnsupportedMediaType
 from common.media_types import JSON
-from handlers.names import client_name
+from handlers.model_spec import client_name
 from handlers.tensors import codec, tensor_model, v2
 from handlers.tensors.codec import CSV, NPY, TensorSpec
 
