@@ -102,8 +102,6 @@ def parse(
                     f"binary_data_size of {name} is {size!r:.50}, but {len(rest)} bytes are left"
                 )
             data, rest = rest[:size], rest[size:]
-        elif not isinstance(data, list):
-            raise InvalidRequest(f"data of {name} must be a list, flat or nested")
         shape = given.get("shape")
         if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
             raise InvalidRequest(f"shape of {name} must be a list of sizes, {inputs[name]}")

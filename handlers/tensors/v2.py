@@ -54,6 +54,8 @@ def _array(tensor: v2.Tensor, spec: TensorSpec) -> Array:
     spec.check_shape(shape)
     if isinstance(tensor.data, bytes):
         return _from_bytes(tensor.data, shape, spec)
+    if not isinstance(tensor.data, list):
+        raise InvalidRequest(f"data of {spec.name} must be a list, flat or nested")
     array = from_values(tensor.data, spec)
     if array.ndim != 1 and list(array.shape) != shape:
         raise InvalidRequest(f"data of {spec.name} is {list(array.shape)}, but shape is {shape}")

@@ -95,8 +95,9 @@ class Management:
         stored = await gateway.lookups.locate(url, options.get("handler"))
         name = model_name(name or await gateway.registry.manifest_name(stored) or stored.name)
         request.state.model = name
+        wait = _boolean(given, "synchronous", True)
         load = gateway.registry.load(name, public_url(url), stored, settings, **options)
-        if _boolean(given, "synchronous", True):
+        if wait:
             await load
             return JSONResponse({"status": "Workers scaled"})
         task = asyncio.create_task(_logged(load))
