@@ -22,6 +22,9 @@ class ServiceError(Exception):
     status = 500
     type = "InternalServerException"
 
+    def __init_subclass__(cls, status: int | None = None, type: str | None = None) -> None:
+        cls.status, cls.type = status or cls.status, type or cls.type
+
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         self.message = cut(message.encode("utf-8", "backslashreplace").decode())
         super().__init__(self.message)
@@ -41,8 +44,8 @@ class EngineError(ServiceError):
 
     type = "EngineError"
 
-    def __init_subclass__(cls) -> None:
-        cls.type = cls.__name__
+    def __init_subclass__(cls, status: int | None = None) -> None:
+        super().__init_subclass__(status, cls.__name__)
 
 
 def named(kind: object, message: str, retry_after_s: float | None = None) -> EngineError | None:
@@ -53,67 +56,49 @@ def named(kind: object, message: str, retry_after_s: float | None = None) -> Eng
     return None
 
 
-class InvalidRequest(EngineError):
+class InvalidRequest(EngineError, status=400):
     """A field of the request is missing, of the wrong type, out of range, or unknown."""
 
-    status = 400
 
-
-class ArtifactError(EngineError):
+class ArtifactError(EngineError, status=400):
     """The model's folder does not hold a model that can be served."""
 
-    status = 400
+
+class ModelNotFound(EngineError, status=404): ...
 
 
-class ModelNotFound(EngineError):
-    status = 404
-
-
-class Cancelled(EngineError):
+class Cancelled(EngineError, status=499):
     """Whoever asked has gone; nobody reads this."""
 
-    status = 499
+
+class ModelAlreadyLoaded(EngineError, status=409): ...
 
 
-class ModelAlreadyLoaded(EngineError):
-    status = 409
+class NotAcceptable(EngineError, status=406): ...
 
 
-class NotAcceptable(EngineError):
-    status = 406
+class PromptTooLong(EngineError, status=413): ...
 
 
-class PromptTooLong(EngineError):
-    status = 413
+class UnsupportedMediaType(EngineError, status=415): ...
 
 
-class UnsupportedMediaType(EngineError):
-    status = 415
-
-
-class Overloaded(EngineError):
+class Overloaded(EngineError, status=503):
     """The queue is full; `retry_after_s` says when to come back."""
 
-    status = 503
 
-
-class EngineUnavailable(EngineError):
+class EngineUnavailable(EngineError, status=503):
     """The engine process is not there, or went away while it worked on the request."""
 
-    status = 503
+
+class DeadlineExceeded(EngineError, status=504): ...
 
 
-class DeadlineExceeded(EngineError):
-    status = 504
-
-
-class OutOfMemory(EngineError):
+class OutOfMemory(EngineError, status=507):
     """The memory budget has no room: unload another model or raise the budget.
 
     `missing_bytes` is what it lacks of `needed_bytes`, each 0 if that is not known.
     """
-
-    status = 507
 
     def __init__(
         self,

@@ -14,132 +14,88 @@ class StartError(ServingError):
     """The server cannot start here: a taken port, no Java, a second server in the same folder."""
 
 
-class ArchiveError(ServingError):
-    """An archive is damaged, too large, or would write outside its folder."""
-
-    status = 400
-    type = "ArtifactError"  # as the engine calls a folder that is no model
+class ArchiveError(ServingError, status=400, type="ArtifactError"):
+    """An archive is damaged, too large, or would write outside its folder. Its type is the engine's
+    for a folder that is no model."""
 
 
 # Requests
 
 
-class BadRequest(ServingError):
+class BadRequest(ServingError, status=400, type="BadRequestException"):
     """A parameter is missing, of the wrong type, out of range, or unknown."""
-
-    status = 400
-    type = "BadRequestException"
 
 
 class NotOfTheEngine(BadRequest):
     """The model is no text model of the engine's, which alone can be asked so."""
 
 
-class Unauthorized(ServingError):
-    status = 401
-    type = "UnauthorizedException"
+class Unauthorized(ServingError, status=401, type="UnauthorizedException"): ...
 
 
-class Forbidden(ServingError):
-    status = 403
-    type = "ForbiddenException"
+class Forbidden(ServingError, status=403, type="ForbiddenException"): ...
 
 
-class ModelNotFound(ServingError):
-    status = 404
-    type = "ModelNotFoundException"
+class ModelNotFound(ServingError, status=404, type="ModelNotFoundException"): ...
 
 
-class ResourceNotFound(ServingError):
+class ResourceNotFound(ServingError, status=404, type="ResourceNotFoundException"):
     """No such route."""
 
-    status = 404
-    type = "ResourceNotFoundException"
+
+class MethodNotAllowed(ServingError, status=405, type="MethodNotAllowedException"): ...
 
 
-class MethodNotAllowed(ServingError):
-    status = 405
-    type = "MethodNotAllowedException"
-
-
-class RequestTimeout(ServingError):
+class RequestTimeout(ServingError, status=408, type="RequestTimeoutException"):
     """The request itself did not arrive in time."""
 
-    status = 408
-    type = "RequestTimeoutException"
 
-
-class Conflict(ServingError):
+class Conflict(ServingError, status=409, type="ConflictStatusException"):
     """The name is taken: by a model that is loaded, loading or being unloaded."""
-
-    status = 409
-    type = "ConflictStatusException"
 
 
 class LoadCancelled(Conflict):
     """The model was unloaded while it was being loaded."""
 
 
-class BodyTooLarge(ServingError):
-    status = 413
-    type = "RequestTooLargeException"
+class BodyTooLarge(ServingError, status=413, type="RequestTooLargeException"): ...
 
 
-class UnsupportedMediaType(ServingError):
-    status = 415
-    type = "UnsupportedMediaTypeException"
+class UnsupportedMediaType(ServingError, status=415, type="UnsupportedMediaTypeException"): ...
 
 
 class UnsupportedEncoding(UnsupportedMediaType):
     """The body is compressed in a way that is not known here."""
 
 
-class TooManyRequests(ServingError):
+class TooManyRequests(ServingError, status=429, type="TooManyRequestsException"):
     """As many requests to the model are waiting as may."""
 
-    status = 429
-    type = "TooManyRequestsException"
+
+class HeadersTooLarge(ServingError, status=431, type="RequestHeaderFieldsTooLargeException"): ...
 
 
-class HeadersTooLarge(ServingError):
-    status = 431
-    type = "RequestHeaderFieldsTooLargeException"
-
-
-class WorkerFailed(ServingError):
+class WorkerFailed(ServingError, status=500, type="WorkerFailedException"):
     """The model's worker died, or answered what cannot be understood."""
-
-    status = 500
-    type = "WorkerFailedException"
 
 
 class WorkerLost(WorkerFailed):
     """Its process ended before it did anything; another one may do better."""
 
 
-class Unavailable(ServingError):
+class Unavailable(ServingError, status=503, type="ServiceUnavailableException"):
     """Starting, draining or broken: worth another try later."""
 
-    status = 503
-    type = "ServiceUnavailableException"
 
-
-class StillLoading(Unavailable):
+class StillLoading(Unavailable, type="ModelsLoadingException"):
     """The server itself has started; the models that are to be there first have not all loaded."""
 
-    type = "ModelsLoadingException"
+
+class Timeout(ServingError, status=504, type="TimeoutException"): ...
 
 
-class Timeout(ServingError):
-    status = 504
-    type = "TimeoutException"
-
-
-class NoRoom(ServingError):
+class NoRoom(ServingError, status=507, type="InsufficientStorageException"):
     """No memory or disk for the model: unload another one. `missing_bytes` is 0 if unknown."""
-
-    status = 507
-    type = "InsufficientStorageException"
 
     def __init__(self, message: str, *, missing_bytes: int = 0) -> None:
         super().__init__(message)
@@ -157,11 +113,8 @@ class ModelNotInStore(ModelNotFound):
     """The store has no such model, or the url leads to nothing."""
 
 
-class StoreAccessDenied(ServingError):
+class StoreAccessDenied(ServingError, status=403, type="AccessDeniedException"):
     """The store refuses us: missing or wrong credentials, or a missing permission."""
-
-    status = 403
-    type = "AccessDeniedException"
 
 
 class StoreUnavailable(Unavailable):
@@ -176,8 +129,5 @@ class DiskFull(NoRoom):
     """The cache has no room: what is in it is in use."""
 
 
-class ModelTooLarge(ServingError):
+class ModelTooLarge(ServingError, status=507, type="InsufficientStorageException"):
     """The model is larger than the whole cache: no unloading helps."""
-
-    status = 507
-    type = "InsufficientStorageException"

@@ -20,10 +20,8 @@ from handlers.v2 import is_request, split
 MAX_ANSWER_BYTES = MAX_RESPONSE_BYTES - 65_536  # with its headers
 
 
-class AnswerTooLarge(EngineError):
+class AnswerTooLarge(EngineError, status=413):
     """The outputs are larger than what can be sent."""
-
-    status = 413
 
 
 class TensorModel(Protocol):
