@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from engine.backends.interface import Kept
 
@@ -28,9 +29,17 @@ def shared(one: list[int], other: list[int], piece: int) -> int:
 
 @dataclass(eq=False)
 class Prefix:
-    owner: Hashable  # whose model computed them, and can use them
+    owner: Any  # whose model computed them, and can use them
     ids: list[int]  # whole pieces
     kept: Kept
+    # An answer's keys and values are those of decode steps, which add up in another order: what of
+    # it is wanted, in whole pieces, is computed anew while nobody wants anything else.
+    rest: list[int] = field(default_factory=list)
+    tail: list[int] = field(default_factory=list)  # what followed `ids`, into the answer
+
+    @property
+    def text(self) -> list[int]:
+        return self.ids + self.rest
 
 
 class Prefixes:
@@ -49,14 +58,14 @@ class Prefixes:
         self._found: OrderedDict[Prefix, None] = OrderedDict()  # what was used last is last
         self._lock = threading.RLock()
 
-    def bytes_of(self, owner: Hashable) -> int:
+    def bytes_of(self, owner: object) -> int:
         with self._lock:
             return sum(prefix.kept.num_bytes for prefix in self._found if prefix.owner is owner)
 
-    def wants(self, owner: Hashable, ids: list[int], size: int) -> bool:
+    def wants(self, owner: object, text: list[int], size: int) -> bool:
         """Whether it is worth keeping these tokens, of so many bytes: they fit, and are not kept
         already."""
-        if not ids or size > self._limit():
+        if not text or size > self._limit():
             return False
         short = self._short()
         if short > 0:
@@ -64,7 +73,7 @@ class Prefixes:
             return False
         with self._lock:
             for prefix in self._of(owner):
-                if prefix.ids[: len(ids)] == ids:
+                if prefix.text[: len(text)] == text:
                     self._found.move_to_end(prefix)
                     return False
         return True
@@ -72,14 +81,15 @@ class Prefixes:
     def add(self, prefix: Prefix) -> None:
         """Keeps one, in place of those that are the beginning of it."""
         with self._lock:
+            text = prefix.text
             for other in self._of(prefix.owner):
-                if prefix.ids[: len(other.ids)] == other.ids:
+                if text[: len(other.text)] == other.text and len(other.ids) <= len(prefix.ids):
                     self._remove(other)
             self._found[prefix] = None
             self.num_bytes += prefix.kept.num_bytes
         self.shrink()
 
-    def longest(self, owner: Hashable, ids: list[int], piece: int) -> tuple[Prefix | None, int]:
+    def longest(self, owner: object, ids: list[int], piece: int) -> tuple[Prefix | None, int]:
         """The one that has the most of the first `ids`, and how many. Whoever uses it holds it,
         also if it goes meanwhile."""
         with self._lock:
@@ -89,6 +99,11 @@ class Prefixes:
                 return None, 0
             self._found.move_to_end(prefix)
         return prefix, length
+
+    def unfinished(self) -> list[Prefix]:
+        """Those of which more is wanted, what was used last first."""
+        with self._lock:
+            return [prefix for prefix in reversed(self._found) if prefix.rest]
 
     def take(self, prefix: Prefix) -> bool:
         """Removes one, unless it has gone."""
@@ -109,13 +124,13 @@ class Prefixes:
                     self._remove(next(iter(self._found)))
             return before - self.num_bytes
 
-    def drop(self, owner: Hashable) -> None:
+    def drop(self, owner: object) -> None:
         """Gives up all of one owner."""
         with self._lock:
             for prefix in self._of(owner):
                 self._remove(prefix)
 
-    def _of(self, owner: Hashable) -> list[Prefix]:
+    def _of(self, owner: object) -> list[Prefix]:
         return [prefix for prefix in self._found if prefix.owner is owner]
 
     def _remove(self, prefix: Prefix) -> None:

@@ -40,7 +40,7 @@ from engine.settings import Settings
 from engine.statistics import Statistics
 from engine.step_loop import Loop
 from engine.text.process import Texts
-from engine.text.prompts import Inputs
+from engine.text.prompts import Chat, Inputs
 
 # Two workers (`serving.memory`).
 FOR_OTHERS = 128 * MIB
@@ -65,7 +65,12 @@ class Engine:
         self._residency = Residency(self._changed, self._models, self.budget, self._prefixes)
         self._chunk = CHUNK[self.settings.device]
         self._loop = Loop(
-            self._changed, self._models, self._chunk, self._lose, self._residency.advance
+            self._changed,
+            self._models,
+            self._chunk,
+            self._lose,
+            self._residency.advance,
+            self._prefixes,
         )
         self._closed = False
 
@@ -349,6 +354,7 @@ class Engine:
                     emit=emit,
                     index=i,
                     eager=stream,
+                    is_chat=isinstance(inputs, Chat),
                     deadline=deadline,
                 )
                 for i in range(parameters.num_return_sequences)

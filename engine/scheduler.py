@@ -6,11 +6,15 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from common.errors import DeadlineExceeded, OutOfMemory
 from engine.backends.interface import BackendModel
 from engine.budget import Budget
 from engine.prefixes import COPIES, Prefix, Prefixes, shared
 from engine.sequence import Sequence, State
+
+LIKE = 4  # tokens of an answer that do not come back by chance
 
 
 @dataclass
@@ -55,6 +59,8 @@ class Batch:
         self.rows: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.admits = True  # whether those that wait get rows
+        self.completing = False  # see `complete`
+        self._comes_back = False  # whether answers have come back in other prompts
         self._budget, self._chunk, self._prefixes = budget, chunk, prefixes
         self._reserved_bytes = self._weight_bytes = 0
 
@@ -70,7 +76,7 @@ class Batch:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.rows or self.waiting)
+        return bool(self.rows or self.waiting) or self.completing
 
     @property
     def prefix_bytes(self) -> int:
@@ -136,6 +142,8 @@ class Batch:
         if prefix is not None and kept >= length:
             sequence.cached_tokens = kept
             last = self._is_last(prefix, kept) and self._prefixes.take(prefix)
+            after = sequence.prompt[kept : kept + len(prefix.tail)]
+            self._comes_back |= kept == len(prefix.ids) and len(after) > 0 and after == prefix.tail
             return Source(kept, None, prefix, last)
         sequence.cached_tokens = length
         return Source(length, nearest) if length else None
@@ -223,10 +231,33 @@ class Batch:
 
     def _keep(self, row: int) -> None:
         """Keeps what another prompt can begin with, if there is room."""
-        ids = self._whole(row) if self.model.keeps and not self.rows[row].failed else []
-        size = len(ids) * self.model.kv_bytes_per_token
-        if self._prefixes.wants(self, ids, size):
-            self._prefixes.add(Prefix(self, ids, self.model.keep_row(row, len(ids))))
+        sequence, piece = self.rows[row], self.model.piece
+        if sequence.failed or not self.model.keeps or not self._prefixes.limit_bytes:
+            return
+        ids, text = self._whole(row), sequence.ids[: len(sequence.ids) // piece * piece]
+        # To complete it takes a piece at a time, and somebody may come who has to wait for that.
+        wanted = (sequence.is_chat or self._comes_back) and piece < self._chunk
+        rest = text[len(ids) :] if wanted and not sequence.is_scored else []
+        size = len(ids + rest) * self.model.kv_bytes_per_token
+        if self._prefixes.wants(self, ids + rest, size):
+            tail = sequence.ids[len(ids) : len(sequence.prompt) + LIKE]
+            kept = self.model.keep_row(row, len(ids))
+            self._prefixes.add(Prefix(self, ids, kept, rest, tail))
+
+    def complete(self, prefix: Prefix) -> None:
+        """Computes one more piece of what was kept, while nothing is in the batch."""
+        if not self._prefixes.take(prefix):
+            return
+        done, piece = len(prefix.ids), self.model.piece
+        row = self.model.add_row()
+        try:
+            self.model.fill_row(row, prefix.kept, done, True)
+            self.model.extend(row, np.array(prefix.rest[:piece]))
+            ids, rest = prefix.ids + prefix.rest[:piece], prefix.rest[piece:]
+            kept = self.model.keep_row(row, len(ids))
+            self._prefixes.add(Prefix(self, ids, kept, rest))
+        finally:
+            self.model.remove_last_row()
 
     def _move(self, source: int, target: int) -> None:
         self.model.move_row(source, target)

@@ -69,6 +69,7 @@ class Sequence:
     emit: Callable[[Token | EngineError], None]
     index: int = 0
     eager: bool = True
+    is_chat: bool = False  # its answer will be in the next prompt
     deadline: float | None = None  # on time.monotonic()
     state: State = State.WAITING
     cancelled: bool = False

@@ -18,10 +18,13 @@ from common.errors import EngineError, EngineUnavailable, OutOfMemory
 from engine.backends import nvidia
 from engine.backends.interface import BackendModel
 from engine.model import Model
+from engine.prefixes import Prefix, Prefixes
 from engine.scheduler import Chunk
 from engine.sequence import Sequence, State
 
 IDLE_S = 0.005
+# So long nobody has wanted anything: whoever asks again as soon as there is an answer has no wait.
+QUIET_S = 0.05
 # Giving a row's memory back takes as long and keeps the interpreter's lock: answers go out before.
 ANSWER_FIRST_S = 0.0005
 # No step takes so long, a whole chunk of a prompt on a slow machine included.
@@ -46,12 +49,14 @@ class Loop:
         prefill_tokens: int,
         lost: Callable[[Model], None],
         turned: Callable[[], None] = lambda: None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         """`changed` guards `models` and what waits in their batches. `turned` is called after each
-        turn: models may have answered their last."""
+        turn: models may have answered their last. What is unfinished of `prefixes` is computed
+        while there is nothing else to do."""
         self.changed = changed
         self._models, self._prefill_tokens, self._lost = models, prefill_tokens, lost
-        self._turned = turned
+        self._turned, self._prefixes = turned, prefixes or Prefixes(0)
         self._commands: deque[Callable[[], None]] = deque()
         self._closed = False
         self._turns = 0
@@ -101,13 +106,23 @@ class Loop:
     # On the thread
 
     def _run(self) -> None:
+        quiet = False
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self._closed or self._commands or self._busy())
+                wanted = self._unfinished()
+                wait_s = None if wanted is None else 0 if quiet else QUIET_S
+                quiet = not self.changed.wait_for(
+                    lambda: self._closed or self._commands or self._busy(), wait_s
+                )
+                if quiet and wanted is not None:
+                    wanted[0].batch.completing = True
                 if self._closed and not self._commands:
                     return
                 commands, self._commands = self._commands, deque()
                 busy = self._busy()
+            if quiet and wanted is not None:
+                self._complete(*wanted)
+                continue
             for command in commands:
                 with self._timed():
                     command()
@@ -117,6 +132,25 @@ class Loop:
             self._turned()
             if not worked:  # all wait for memory that another thread holds
                 time.sleep(IDLE_S)
+
+    def _unfinished(self) -> tuple[Model, Prefix] | None:
+        """What can be completed now."""
+        found = self._prefixes.unfinished()
+        models = {m.batch: m for m in self._models.values() if m.can_step} if found else {}
+        return next(((models[p.owner], p) for p in found if p.owner in models), None)
+
+    def _complete(self, model: Model, prefix: Prefix) -> None:
+        try:
+            with self._timed():
+                model.batch.complete(prefix)
+        except OutOfMemory:
+            pass  # it is kept no longer
+        except Exception as error:
+            self._fault(model, error)
+            self._lost(model)
+        finally:
+            model.batch.completing = False
+        self._turned()
 
     def _busy(self) -> list[Model]:
         return [m for m in self._models.values() if m.batch.has_work and m.can_step]

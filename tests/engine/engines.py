@@ -29,6 +29,7 @@ from engine.artifacts.read_params import read_params
 from engine.backends.mxnet.gpt2 import GPT2
 from engine.registry import Engine
 from engine.sequence import Sequence, Token
+from engine.text.prompts import Inputs
 from tests.engine.models import make_artifact, write_params
 from tests.engine.sentences import SENTENCES
 
@@ -53,7 +54,7 @@ class Request:
         self,
         engine: Engine,
         name: str,
-        prompt: str,
+        prompt: Inputs,
         on_token: Callable[[Request], None] = lambda request: None,
         timeout_s: float | None = None,
         **parameters: Any,

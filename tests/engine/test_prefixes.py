@@ -13,7 +13,8 @@ import pytest
 from engine.prefixes import Prefix, Prefixes, shared
 from engine.registry import Engine
 from engine.settings import Settings
-from tests.engine.engines import Pause, Request, make_talkative, settle
+from engine.text.prompts import Raw
+from tests.engine.engines import Pause, Request, make_talkative, settle, until
 from tests.engine.sentences import SENTENCES
 
 CONTEXT = 512
@@ -217,6 +218,45 @@ def test_prompts_that_come_together_share_what_is_kept(engine: Engine) -> None:
     with Pause(engine):
         together = [Request(engine, "m", f"{text} {end}", max_new_tokens=30) for end in SENTENCES]
     assert [cached(request) for request in together] == [len(ids) // 16 * 16] * len(SENTENCES)
+
+
+def ask(engine: Engine, ids: list[int], new: int) -> Request:
+    """A prompt of ids that no tokenizer cuts anew."""
+    return Request(engine, "m", Raw(ids), max_new_tokens=new).wait()
+
+
+def test_an_answer_that_comes_back_is_computed_ahead_and_changes_no_text(
+    engine: Engine, model_dir: Path
+) -> None:
+    """Once answers have come back, the next are made whole while nobody asks."""
+    plain = make_engine("onnxruntime", "int8", prefix_cache_mib=0)
+    plain.load("m", str(model_dir))
+    rng = random.Random(SEED)  # noqa: S311
+    seen = []
+    for _ in range(3):  # chats
+        history: list[int] = []
+        for turn in range(4):
+            history += [rng.randrange(4, 150) for _ in range(20)]
+            request, without = (ask(one, history, 37) for one in (engine, plain))
+            assert request.ids() == without.ids()
+            seen.append((turn, len(history) - cached(request)))
+            history += request.ids()
+            until(lambda: not engine._prefixes.unfinished())
+            settle(engine)
+    # Of the first chat an answer has to come back before they are.
+    assert [new for turn, new in seen[4:] if turn] == pytest.approx([28] * 6, abs=8)
+    assert engine.models()[0]["kv_bytes"] == 0
+    plain.close()
+
+
+def test_a_model_can_be_unloaded_while_an_answer_is_computed_ahead(engine: Engine) -> None:
+    (model,) = engine._models.values()
+    model.batch._comes_back = True
+    ask(engine, [5] * 40, 300)
+    engine.unload("m")
+    assert engine.statistics()["prefix_bytes"] == 0
+    assert not engine.models()
+    assert engine.health()["status"] == "ok"
 
 
 def test_a_prompt_whose_tokens_are_scored_is_computed_whole(engine: Engine) -> None:
