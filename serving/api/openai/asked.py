@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from common import fields
 from common.parameters import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
-from serving.api.openai import fields
 from serving.api.openai.errors import Refused
 
 Body = Mapping[str, Any]
@@ -164,7 +164,7 @@ def _shared(given: Body) -> dict[str, Any]:
     if "model" not in given:
         raise Refused("model", "is missing, must name a model (GET /v1/models lists them)")
     stream = _get(given, "stream", fields.boolean, False)
-    options = _get(given, "stream_options", fields.mapping, {})
+    options = _get(given, "stream_options", _mapping, {})
     if options and not stream:
         raise Refused("stream_options", "are for streams: stream is not true")
     for name, value in options.items():
@@ -173,7 +173,7 @@ def _shared(given: Body) -> dict[str, Any]:
         if value is not None:
             fields.boolean(f"stream_options.{name}", value)
     return {
-        "model": fields.text("model", given["model"]),
+        "model": _text("model", given["model"]),
         "n": _get(given, "n", lambda name, v: fields.integer(name, v, 1, MAX_SEQUENCES), 1),
         "stream": stream,
         "include_usage": bool(options.get("include_usage")),
@@ -190,8 +190,8 @@ def _parameters(given: Body, sequences: int) -> dict[str, Any]:
         "repetition_penalty": lambda n, v: fields.number(n, v, 0.01, 100),
         "frequency_penalty": lambda n, v: fields.number(n, v, -2, 2),
         "presence_penalty": lambda n, v: fields.number(n, v, -2, 2),
-        "logit_bias": fields.biases,
-        "stop": fields.stops,
+        "logit_bias": _biases,
+        "stop": lambda n, v: list(fields.stops(n, v)),
         # OpenAI's may be negative.
         "seed": lambda n, v: fields.integer(n, v, -MAX_SEED - 1, MAX_SEED) & MAX_SEED,
     }
@@ -212,14 +212,14 @@ def _max_tokens(given: Body, name: str, default: int, least: int = 1) -> int:
 
 def _prompts(prompt: Any) -> list[Any]:
     """One or several, each a text or its ids."""
-    several = prompt if isinstance(prompt, list) and not fields.is_ids(prompt) else [prompt]
+    several = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
     if not 1 <= len(several) <= MAX_PROMPTS:
         raise Refused("prompt", f"has {len(several)} prompts, can have {MAX_PROMPTS}")
     for one in several:
-        if not isinstance(one, str) and not (fields.is_ids(one) and one):
+        if not isinstance(one, str) and not (_is_ids(one) and one):
             raise Refused("prompt", "must be text, token ids, or a list of texts or of token ids")
         if isinstance(one, str):
-            fields.text("prompt", one)
+            _text("prompt", one)
     return several
 
 
@@ -230,7 +230,7 @@ def _messages(messages: Any) -> list[dict[str, str]]:
 
 
 def _message(name: str, message: Any) -> dict[str, str]:
-    given = {k: v for k, v in fields.mapping(name, message).items() if v not in (None, [])}
+    given = {k: v for k, v in _mapping(name, message).items() if v not in (None, [])}
     role = given.get("role")
     if role == "developer":  # OpenAI's newer name; templates know the older one
         role = "system"
@@ -243,17 +243,40 @@ def _message(name: str, message: Any) -> dict[str, str]:
         raise Refused(f"{name}.content", "is missing")
     found = {"role": role, "content": _content(f"{name}.content", given.get("content", ""))}
     if "name" in given:
-        found["name"] = fields.text(f"{name}.name", given["name"])
+        found["name"] = _text(f"{name}.name", given["name"])
     return found
 
 
 def _content(name: str, content: Any) -> str:
     """A text, or the text of parts."""
     if not isinstance(content, list):
-        return fields.text(name, content)
+        return _text(name, content)
     parts = []
     for i, part in enumerate(content):
-        if fields.mapping(f"{name}[{i}]", part).get("type") != "text":
+        if _mapping(f"{name}[{i}]", part).get("type") != "text":
             raise Refused(f"{name}[{i}].type", "must be text: these models know nothing else")
-        parts.append(fields.text(f"{name}[{i}].text", part.get("text")))
+        parts.append(_text(f"{name}[{i}].text", part.get("text")))
     return "\n".join(parts)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise Refused(name, "must be text")
+    if "\0" in value:
+        raise Refused(name, "must be text without NUL")
+    return value
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise Refused(name, "must be an object")
+    return value
+
+
+def _biases(name: str, value: Any) -> Mapping[str, float]:
+    fields.biases(name, value)
+    return _mapping(name, value)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)

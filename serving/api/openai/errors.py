@@ -32,10 +32,9 @@ class Refused(BadRequest):
         self.param, self.code = param, code
 
 
-class UnknownUrl(ServingError):
+class UnknownUrl(ServingError, status=404):
     """No such route."""
 
-    status = 404
     code = "unknown_url"
 
 
@@ -47,7 +46,9 @@ def error_body(error: ServiceError) -> dict[str, Any]:
     elif status >= 500:
         kind = "server_error"
     field = FIELD.match(error.message)
-    param = "model" if isinstance(error, NotOfTheEngine) else field and field[1]
+    param = field[1] if field else getattr(error, "field", "") or None
+    if isinstance(error, NotOfTheEngine):
+        param = "model"
     usual = TOO_LONG if isinstance(error, PromptTooLong) else CODES.get(status)
     code = getattr(error, "code", usual)
     said = {

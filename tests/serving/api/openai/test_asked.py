@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import InvalidRequest
 from serving.api.openai import asked
 from serving.api.openai.asked import Asked
 from serving.api.openai.errors import Refused, error_body
@@ -23,7 +24,7 @@ def chat(**more: Any) -> Asked:
 
 
 def refused(ask: Any, **more: Any) -> dict[str, Any]:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises((Refused, InvalidRequest)) as caught:
         ask(**more)
     found: dict[str, Any] = error_body(caught.value)["error"]
     assert found["type"] == "invalid_request_error"

@@ -1,0 +1,83 @@
+"""Checks of single fields of a request. Each raises `InvalidRequest`, which names the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from common.errors import InvalidRequest
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_BIASES = 1024
+MAX_BIAS = 100
+
+
+def wrong(field: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"{field} {reason}", field=field)
+
+
+def kind(value: Any) -> str:
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        type(None): "null",
+    }
+    return names.get(type(value), type(value).__name__)
+
+
+def boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise wrong(name, f"must be true or false, is {kind(value)}")
+    return value
+
+
+def integer(name: str, value: Any, low: int, high: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise wrong(name, f"must be an integer, is {kind(value)}")
+    if not low <= value <= high:
+        raise wrong(name, f"must be from {low} to {high}, is {value}")
+    return value
+
+
+def number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
+    """`above`: `low` itself will not do."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise wrong(name, f"must be a number, is {kind(value)}")
+    if not low <= value <= high or not math.isfinite(value) or (above and value == low):
+        bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+        raise wrong(name, f"must be {bounds}, is {value}")
+    return float(value)
+
+
+def biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    """Token ids and what is added to their logits."""
+    if not isinstance(value, Mapping):
+        raise wrong(name, f"must be an object of token ids, is {kind(value)}")
+    if len(value) > MAX_BIASES:
+        raise wrong(name, f"has {len(value)} tokens, at most {MAX_BIASES} are allowed")
+    for token in value:
+        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+            raise wrong(name, f"has the key {token!r:.50}, must have token ids")
+    return tuple(
+        (int(token), number(f"{name}.{token}", bias, -MAX_BIAS, MAX_BIAS))
+        for token, bias in value.items()
+    )
+
+
+def stops(name: str, value: Any) -> tuple[str, ...]:
+    """Texts at which an answer ends."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise wrong(name, f"must be a string or a list of strings, is {kind(value)}")
+    if len(texts) > MAX_STOPS:
+        raise wrong(name, f"has {len(texts)} strings, at most {MAX_STOPS} are allowed")
+    for text in texts:
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            raise wrong(name, f"strings must have 1 to {MAX_STOP_CHARACTERS} characters")
+    return tuple(texts)
