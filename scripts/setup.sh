@@ -241,13 +241,14 @@ install_uv() { # DIR
     --require-hashes -r "$ROOT/requirements/uv.txt" >&2
 }
 
-# uv with its progress bars on a terminal, silent but for errors elsewhere.
+# uv with its progress bars on a terminal, silent but for errors elsewhere. Only gluonnlp is compiled,
+# of which nothing here is slow.
 run_uv() { # DIR ARGUMENT...
   local dir=$1 quiet=(-q)
   shift
   [ ! -t 2 ] || quiet=()
   like_pip "$dir"
-  VIRTUAL_ENV=$dir UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1} CYTHON_FORCE_REGEN=1 \
+  VIRTUAL_ENV=$dir UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1} CYTHON_FORCE_REGEN=1 CFLAGS=-O1 \
     "$dir/bin/uv" ${quiet[@]+"${quiet[@]}"} "$@" </dev/null >&2
 }
 

@@ -1,4 +1,4 @@
-"""What scripts/push, upload, deploy, status, logs and teardown do, one module each.
+"""What `kogpt2 push, upload, deploy, status, logs` and `teardown` do, one module each.
 
-Nothing here imports boto3 before the options are read, so `--help` works with any Python.
+Nothing here imports boto3 before a command runs, so that `--help` is quick.
 """

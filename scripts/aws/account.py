@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import re
 import shlex
 import sys
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from scripts.lib.problem import Problem
+from scripts.options import option
 
 TAG = "kogpt2-serving"  # its value is the deployment, or `shared` for repositories and buckets
 SHARED = "shared"
@@ -20,23 +21,22 @@ SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|_KEY$", re.IGNORECASE)
 Tags = dict[str, str]
 
 
-def parser(command: str, description: str | None, example: str) -> argparse.ArgumentParser:
-    """With the options that all commands share."""
-    made = argparse.ArgumentParser(
-        f"scripts/{command}",
-        description=description,
-        epilog=example,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("--region", help="as the AWS CLI: otherwise AWS_REGION or the profile's")
-    made.add_argument("--profile", help="as the AWS CLI: otherwise AWS_PROFILE or the default")
-    return made
+@dataclass(kw_only=True)
+class Aws:
+    """Of all commands here."""
+
+    region: str | None = option(None, "as the AWS CLI: otherwise AWS_REGION or the profile's")
+    profile: str | None = option(None, "as the AWS CLI: otherwise AWS_PROFILE or the default")
 
 
-def can_be_dry(made: argparse.ArgumentParser, asks: bool = True) -> None:
-    made.add_argument("--dry-run", action="store_true", help="print the calls, change nothing")
-    if asks:
-        made.add_argument("--yes", action="store_true", help="do not ask")
+@dataclass(kw_only=True)
+class Changing(Aws):
+    dry_run: bool = option(False, "print the calls, change nothing")
+
+
+@dataclass(kw_only=True)
+class Asking(Changing):
+    yes: bool = option(False, "do not ask")
 
 
 class Account:
@@ -45,15 +45,15 @@ class Account:
     Raises `Problem` where no region or a wrong one is set.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, options: Aws) -> None:
         import boto3
         from botocore.exceptions import ProfileNotFound
 
-        self.dry_run: bool = getattr(args, "dry_run", False)
-        self.yes: bool = getattr(args, "yes", False)
+        self.dry_run: bool = isinstance(options, Changing) and options.dry_run
+        self.yes: bool = isinstance(options, Asking) and options.yes
         try:
             self._session = boto3.session.Session(
-                profile_name=args.profile, region_name=args.region
+                profile_name=options.profile, region_name=options.region
             )
         except ProfileNotFound as error:
             raise Problem(f"{error}; `aws configure list-profiles` lists them") from None
@@ -161,11 +161,3 @@ def log_group(deployment: str) -> str:
 def key_values(tags: Tags, key: str = "Key", value: str = "Value") -> list[Tags]:
     """Tags as most services want them."""
     return [{key: name, value: text} for name, text in tags.items()]
-
-
-def pair(text: str) -> tuple[str, str]:
-    """An option's NAME=VALUE."""
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
-    return name, value

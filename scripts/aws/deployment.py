@@ -6,7 +6,6 @@ them: the same options give the same names, and a run finds what an earlier one 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from scripts.aws import instances, locations
 from scripts.aws.account import TAG, Tags
+from scripts.aws.deploy_options import Deploy
 from scripts.aws.resources import VARIANT, scalable
 
 POLICY = "keep-the-target"
@@ -39,93 +39,97 @@ def hashed(name: str, content: dict[str, Any]) -> str:
     return f"{name}-{hashlib.sha256(text).hexdigest()[:10]}"
 
 
-def build(args: argparse.Namespace, image: str, role_arn: str, instance: str | None) -> Deployment:
+def build(options: Deploy, image: str, role_arn: str, instance: str | None) -> Deployment:
     """`instance` is None for a serverless endpoint."""
-    tags = {**dict(args.tag), TAG: args.name}
-    model = _model(args, image, role_arn)
-    model = {"ModelName": hashed(args.name, model), **model}
-    variant = _variant(args, model["ModelName"], instance)
+    tags = {**dict(options.tag), TAG: options.name}
+    model = _model(options, image, role_arn)
+    model = {"ModelName": hashed(options.name, model), **model}
+    variant = _variant(options, model["ModelName"], instance)
     configuration: dict[str, Any] = {"ProductionVariants": [variant]}
-    if args.async_output:
-        configuration["AsyncInferenceConfig"] = _async(args)
-    if args.data_capture:
+    if options.async_output:
+        configuration["AsyncInferenceConfig"] = _async(options)
+    if options.data_capture:
         configuration["DataCaptureConfig"] = {
             "EnableCapture": True,
-            "InitialSamplingPercentage": args.data_capture_percent,
-            "DestinationS3Uri": str(locations.parse(args.data_capture)),
+            "InitialSamplingPercentage": options.data_capture_percent,
+            "DestinationS3Uri": str(locations.parse(options.data_capture)),
             "CaptureOptions": [{"CaptureMode": "Input"}, {"CaptureMode": "Output"}],
             "CaptureContentTypeHeader": {"JsonContentTypes": ["application/json"]},
         }
-    if args.kms_key:
-        configuration["KmsKeyId"] = args.kms_key
-    configuration = {"EndpointConfigName": hashed(args.name, configuration), **configuration}
+    if options.kms_key:
+        configuration["KmsKeyId"] = options.kms_key
+    configuration = {"EndpointConfigName": hashed(options.name, configuration), **configuration}
     scaling = policy = None
-    if args.autoscale:
-        lowest, highest, target = args.autoscale
-        scaling = {**scalable(args.name), "MinCapacity": lowest, "MaxCapacity": highest}
+    if options.autoscale:
+        lowest, highest, target = options.autoscale
+        scaling = {**scalable(options.name), "MinCapacity": lowest, "MaxCapacity": highest}
         policy = {
-            **scalable(args.name),
+            **scalable(options.name),
             "PolicyName": POLICY,
             "PolicyType": "TargetTrackingScaling",
-            "TargetTrackingScalingPolicyConfiguration": _tracking(args, target),
+            "TargetTrackingScalingPolicyConfiguration": _tracking(options, target),
         }
-    return Deployment(args.name, model, configuration, scaling, policy, tags)
+    return Deployment(options.name, model, configuration, scaling, policy, tags)
 
 
-def _model(args: argparse.Namespace, image: str, role_arn: str) -> dict[str, Any]:
+def _model(options: Deploy, image: str, role_arn: str) -> dict[str, Any]:
     container: dict[str, Any] = {"Image": image}
-    if args.models:
+    if options.models:
         container["Mode"] = "MultiModel"
-        container["ModelDataUrl"] = str(locations.parse(args.models))
-        container["MultiModelConfig"] = {"ModelCacheSetting": args.model_cache}
-    elif args.model:
-        container["ModelDataUrl"] = args.model
-    if args.env:
-        container["Environment"] = dict(args.env)
+        container["ModelDataUrl"] = str(locations.parse(options.models))
+        container["MultiModelConfig"] = {"ModelCacheSetting": options.model_cache}
+    elif options.model:
+        container["ModelDataUrl"] = options.model
+    if options.env:
+        container["Environment"] = dict(options.env)
     model: dict[str, Any] = {"PrimaryContainer": container, "ExecutionRoleArn": role_arn}
-    if args.subnets:
-        model["VpcConfig"] = {"Subnets": args.subnets, "SecurityGroupIds": args.security_groups}
+    if options.subnets:
+        model["VpcConfig"] = {
+            "Subnets": options.subnets,
+            "SecurityGroupIds": options.security_groups,
+        }
     return model
 
 
-def _variant(args: argparse.Namespace, model: str, instance: str | None) -> dict[str, Any]:
+def _variant(options: Deploy, model: str, instance: str | None) -> dict[str, Any]:
     variant: dict[str, Any] = {"VariantName": VARIANT, "ModelName": model}
-    if args.serverless:
-        memory, concurrency = args.serverless
+    if options.serverless:
+        memory, concurrency = options.serverless
         variant["ServerlessConfig"] = {"MemorySizeInMB": memory, "MaxConcurrency": concurrency}
         return variant
-    first = max(1, args.autoscale[0]) if args.autoscale else args.instances
+    first = max(1, options.autoscale[0]) if options.autoscale else options.instances
     variant.update(InstanceType=instance, InitialInstanceCount=first, InitialVariantWeight=1.0)
-    if args.startup_timeout:
-        variant["ContainerStartupHealthCheckTimeoutInSeconds"] = args.startup_timeout
-        variant["ModelDataDownloadTimeoutInSeconds"] = args.startup_timeout
-    if args.ami:
-        variant["InferenceAmiVersion"] = args.ami
+    if options.startup_timeout:
+        variant["ContainerStartupHealthCheckTimeoutInSeconds"] = options.startup_timeout
+        variant["ModelDataDownloadTimeoutInSeconds"] = options.startup_timeout
+    if options.ami:
+        variant["InferenceAmiVersion"] = options.ami
     return variant
 
 
-def _async(args: argparse.Namespace) -> dict[str, Any]:
-    output: dict[str, Any] = {"S3OutputPath": str(locations.parse(args.async_output))}
-    if args.kms_key:
-        output["KmsKeyId"] = args.kms_key
-    topics = {"SuccessTopic": args.success_topic, "ErrorTopic": args.error_topic}
+def _async(options: Deploy) -> dict[str, Any]:
+    assert options.async_output
+    output: dict[str, Any] = {"S3OutputPath": str(locations.parse(options.async_output))}
+    if options.kms_key:
+        output["KmsKeyId"] = options.kms_key
+    topics = {"SuccessTopic": options.success_topic, "ErrorTopic": options.error_topic}
     if topics := {key: topic for key, topic in topics.items() if topic}:
         output["NotificationConfig"] = topics
     return {"OutputConfig": output}
 
 
-def _tracking(args: argparse.Namespace, target: float) -> dict[str, Any]:
+def _tracking(options: Deploy, target: float) -> dict[str, Any]:
     """Calls per instance and minute; for an asynchronous endpoint, calls that wait per instance."""
     tracking: dict[str, Any] = {
         "TargetValue": target,
-        "ScaleInCooldown": args.scale_in_cooldown,
-        "ScaleOutCooldown": args.scale_out_cooldown,
+        "ScaleInCooldown": options.scale_in_cooldown,
+        "ScaleOutCooldown": options.scale_out_cooldown,
     }
-    if args.async_output:
+    if options.async_output:
         tracking["CustomizedMetricSpecification"] = {
             "MetricName": "ApproximateBacklogSizePerInstance",
             "Namespace": "AWS/SageMaker",
-            "Dimensions": [{"Name": "EndpointName", "Value": args.name}],
+            "Dimensions": [{"Name": "EndpointName", "Value": options.name}],
             "Statistic": "Average",
         }
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.budget import budget_bytes
-from scripts.aws.report import table
+from scripts.client.tables import table
 from scripts.lib.problem import Problem
 
 DATA = Path(__file__).with_name("instances.json")
@@ -72,7 +72,7 @@ def choose(
 
     Raises `Problem` where none does.
     """
-    rows = [("instance", "vCPU", "memory", "$/hour", "models", "")]
+    rows: list[tuple[str, ...]] = []
     chosen: Instance | None = None
     holding: Instance | None = None
     for instance in sorted(all_instances(), key=lambda i: (i.usd_per_hour, -i.vcpus)):
@@ -95,7 +95,7 @@ def choose(
     each = f"{one_bytes / MIB:,.0f} MiB each"
     many = f"{instances} of them" if instances > 1 else "one"
     print(f"room for {wanted} models of {each}, $/hour for {many} ({as_of(region)}):")
-    print(table(rows))
+    print(table(["instance", "vCPU", "memory", "$/hour", "models", ""], rows))
     if chosen is None:
         if holding is None:
             raise Problem(f"no instance known here holds {wanted} models at a time: want fewer")

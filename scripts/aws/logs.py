@@ -1,21 +1,19 @@
-"""Prints what an endpoint's containers wrote, oldest first."""
+"""What an endpoint's containers wrote."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import time
+from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from scripts.aws import resources
-from scripts.aws.account import Account, log_group, parser
-from scripts.lib.problem import Problem
+import typer
 
-EXAMPLE = """examples:
-  scripts/logs poems
-  scripts/logs poems --since 15m --filter error
-  scripts/logs poems --follow
-"""
+from scripts.aws import resources
+from scripts.aws.account import Account, Aws, log_group
+from scripts.lib.problem import Problem
+from scripts.options import argument, option
+
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 POLL_S = 3.0
 
@@ -23,48 +21,54 @@ POLL_S = 3.0
 def duration(text: str) -> int:
     """Seconds."""
     if not re.fullmatch(r"\d+[smhd]", text):
-        raise argparse.ArgumentTypeError(f"{text} is not a number with s, m, h or d")
+        raise typer.BadParameter(f"{text} is not a number with s, m, h or d")
     return int(text[:-1]) * UNITS[text[-1]]
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    made = parser("logs", __doc__, EXAMPLE)
-    made.add_argument("name", help="of the deployment")
-    made.add_argument("--since", type=duration, default="1h", help="30s, 15m, 2h, 1d (1h)")
-    made.add_argument("--filter", metavar="TEXT", help="only lines with this text")
-    made.add_argument("--follow", action="store_true", help="go on until Ctrl-C")
-    return made.parse_args(argv)
+@dataclass(kw_only=True)
+class Logs(Aws):
+    name: str = argument("of the deployment")
+    since: int = option("1h", "30s, 15m, 2h, 1d", parser=duration)
+    filter: str | None = option(None, "only lines with this text", metavar="TEXT")
+    follow: bool = option(False, "go on until Ctrl-C")
 
 
-def run(args: argparse.Namespace) -> None:
-    account = Account(args)
-    if resources.log_group_owner(account, args.name) is None:
+def run(options: Logs) -> None:
+    """Prints what an endpoint's containers wrote, oldest first.
+
+    Examples:
+    kogpt2 logs poems
+    kogpt2 logs poems --since 15m --filter error
+    kogpt2 logs poems --follow
+    """
+    account = Account(options)
+    if resources.log_group_owner(account, options.name) is None:
         raise Problem(
-            f"no logs of {args.name} in {account.region}: scripts/status lists what there is"
+            f"no logs of {options.name} in {account.region}: kogpt2 status lists what there is"
         )
-    start_ms = int((time.time() - args.since) * 1000)
+    start_ms = int((time.time() - options.since) * 1000)
     seen: set[str] = set()
     while True:
-        new = show(account, args, start_ms, seen)
-        if not args.follow:
+        new = show(account, options, start_ms, seen)
+        if not options.follow:
             break
         # Streams arrive late and out of order, so the last minute is always asked again.
         start_ms = max(start_ms, int(time.time() * 1000) - 60_000)
         if not new:
             time.sleep(POLL_S)
     if not seen:
-        print(f"nothing since {args.since} s; --since 1d looks further back")
+        print(f"nothing since {options.since} s; --since 1d looks further back")
 
 
-def show(account: Account, args: argparse.Namespace, start_ms: int, seen: set[str]) -> int:
+def show(account: Account, options: Logs, start_ms: int, seen: set[str]) -> int:
     """Prints what has not been seen yet, and how much that was."""
     # A quoted pattern is a text as it stands; CloudWatch has a language for others.
-    quoted = '"{}"'.format(args.filter.replace('"', '\\"')) if args.filter else ""
+    quoted = '"{}"'.format(options.filter.replace('"', '\\"')) if options.filter else ""
     events = account.ask_all(
         "logs",
         "filter_log_events",
         "events",
-        logGroupName=log_group(args.name),
+        logGroupName=log_group(options.name),
         startTime=start_ms,
         **({"filterPattern": quoted} if quoted else {}),
     )

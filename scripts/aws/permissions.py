@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from scripts.aws import locations
 from scripts.aws.account import TAG, Account, key_values, log_group
+from scripts.aws.deploy_options import Deploy
 from scripts.lib.problem import Problem
 
 Needed = dict[str, list[str]]  # resource ARN -> actions on it
@@ -40,12 +40,12 @@ NETWORK = [
 ]
 
 
-def needed(args: argparse.Namespace, account: Account, image: str) -> Needed:
+def needed(options: Deploy, account: Account, image: str) -> Needed:
     """What a deployment with these options asks of its role."""
     arn = account.arn
     found: Needed = defaultdict(list)
     found["*"] += ["cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"]
-    found[arn("logs", f"log-group:{log_group(args.name)}:*", account.region, account.id)] += [
+    found[arn("logs", f"log-group:{log_group(options.name)}:*", account.region, account.id)] += [
         "logs:CreateLogGroup",
         "logs:CreateLogStream",
         "logs:DescribeLogStreams",
@@ -60,26 +60,28 @@ def needed(args: argparse.Namespace, account: Account, image: str) -> Needed:
             "ecr:BatchGetImage",
             "ecr:GetDownloadUrlForLayer",
         ]
-    reads = [locations.parse(args.models)] if args.models else []
-    reads += [locations.parse(args.model, prefix=False)] if args.model else []
+    reads = [locations.parse(options.models)] if options.models else []
+    reads += [locations.parse(options.model, prefix=False)] if options.model else []
     for location in reads:
-        tail = "*" if args.models else ""
+        tail = "*" if options.models else ""
         found[arn("s3", f"{location.bucket}/{location.key}{tail}")].append("s3:GetObject")
         found[arn("s3", location.bucket)].append("s3:ListBucket")
-    for text in (args.data_capture, args.async_output):
+    for text in (options.data_capture, options.async_output):
         if text:
             location = locations.parse(text)
             found[arn("s3", f"{location.bucket}/{location.key}*")].append("s3:PutObject")
             found[arn("s3", location.bucket)].append("s3:ListBucket")
-    if args.async_output:  # requests lie in S3, too: beside the answers, as docs/sagemaker.md says
-        location = locations.parse(args.async_output)
+    if (
+        options.async_output
+    ):  # requests lie in S3, too: beside the answers, as docs/sagemaker.md says
+        location = locations.parse(options.async_output)
         found[arn("s3", f"{location.bucket}/{location.key}*")].append("s3:GetObject")
-    for topic in filter(None, (args.success_topic, args.error_topic)):
+    for topic in filter(None, (options.success_topic, options.error_topic)):
         found[topic].append("sns:Publish")
-    if args.subnets:
+    if options.subnets:
         found["*"] += NETWORK
-    if args.kms_key and args.kms_key.startswith("arn:"):
-        found[args.kms_key] += ["kms:CreateGrant", "kms:Decrypt", "kms:GenerateDataKey"]
+    if options.kms_key and options.kms_key.startswith("arn:"):
+        found[options.kms_key] += ["kms:CreateGrant", "kms:Decrypt", "kms:GenerateDataKey"]
     return {resource: list(dict.fromkeys(actions)) for resource, actions in found.items()}
 
 
@@ -98,21 +100,22 @@ class Role:
     found: str
 
 
-def find(args: argparse.Namespace, account: Account, wanted: Needed) -> Role:
+def find(options: Deploy, account: Account, wanted: Needed) -> Role:
     """The role of a deployment. Raises `Problem` where it cannot do what it must."""
-    name = name_for(args.name, account.region) if args.create_role else args.role
+    made = name_for(options.name, account.region)
+    name = made if options.role is None else options.role
     name = name.rpartition("/")[2]
     answer = account.find("iam", "get_role", RoleName=name)
     if answer is None:
-        if args.role:
+        if options.role:
             raise Problem(f"there is no role {name}; --create-role makes one")
         arn = account.arn("iam", f"role/{name}", owner=account.id)
         return Role(name, arn, wanted, "make", f"role {name} is to be made")
     role = answer["Role"]
-    if args.role:
+    if options.role:
         return Role(name, role["Arn"], wanted, "keep", f"role {check(account, role, wanted)}")
-    if not is_ours(role, args.name):
-        raise Problem(f"there is a role {name} that scripts/deploy did not make: --role {name}")
+    if not is_ours(role, options.name):
+        raise Problem(f"there is a role {name} that kogpt2 deploy did not make: --role {name}")
     policy = account.find("iam", "get_role_policy", RoleName=name, PolicyName=POLICY)
     same = policy and policy["PolicyDocument"] == document(wanted)
     return Role(name, role["Arn"], wanted, "keep" if same else "update", f"role {name}")

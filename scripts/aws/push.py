@@ -1,29 +1,20 @@
-"""Pushes a local image to ECR and prints its digest.
-
-Makes the repository where it is missing: images are scanned when they arrive, tags cannot be moved
-(an endpoint goes on with the image it was made with), and images without a tag go after 14 days.
-The same image pushed again changes nothing.
-"""
+"""A local image, pushed to ECR."""
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from typing import Any
 
-from scripts.aws.account import SHARED, TAG, Account, can_be_dry, key_values, parser
+from scripts.aws.account import SHARED, TAG, Account, Changing, key_values
 from scripts.aws.report import phase
 from scripts.lib.problem import Problem
+from scripts.options import argument, option
 
-EXAMPLE = """examples:
-  docker build -f Dockerfile.cpu -t kogpt2-serving:cpu .
-  scripts/push kogpt2-serving:cpu --region us-east-1
-  scripts/push kogpt2-serving:cpu --tag v1 --dry-run
-"""
 REPOSITORY = "kogpt2-serving"
 LIFECYCLE = {
     "rules": [
@@ -43,13 +34,11 @@ LIFECYCLE = {
 CAPABILITY = "com.amazonaws.sagemaker.capabilities.multi-models"
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    made = parser("push", __doc__, EXAMPLE)
-    made.add_argument("image", help="the local image")
-    made.add_argument("--repository", default=REPOSITORY, help=f"in ECR ({REPOSITORY})")
-    made.add_argument("--tag", help="there (the start of the image's id)")
-    can_be_dry(made, asks=False)
-    return made.parse_args(argv)
+@dataclass(kw_only=True)
+class Push(Changing):
+    image: str = argument("the local image")
+    repository: str = option(REPOSITORY, "in ECR")
+    tag: str | None = option(None, "there (the start of the image's id)")
 
 
 def docker(*arguments: str, token: str | None = None, show: bool = False) -> str:
@@ -83,21 +72,32 @@ def inspect(image: str) -> dict[str, Any]:
     return found
 
 
-def run(args: argparse.Namespace) -> None:
-    image = inspect(args.image)
-    account = Account(args)
-    tag = args.tag or image["Id"].removeprefix("sha256:")[:12]
+def run(options: Push) -> None:
+    """Pushes a local image to ECR and prints its digest.
+
+    Makes the repository where it is missing: images are scanned when they arrive, tags cannot be
+    moved (an endpoint goes on with the image it was made with), and images without a tag go after
+    14 days. The same image pushed again changes nothing.
+
+    Examples:
+    docker build -f Dockerfile.cpu -t kogpt2-serving:cpu .
+    kogpt2 push kogpt2-serving:cpu --region us-east-1
+    kogpt2 push kogpt2-serving:cpu --tag v1 --dry-run
+    """
+    image = inspect(options.image)
+    account = Account(options)
+    tag = options.tag or image["Id"].removeprefix("sha256:")[:12]
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", tag):
         raise Problem(f"{tag} cannot be a tag: letters, digits, . _ - only")
     labels = (image.get("Config") or {}).get("Labels") or {}
     if labels.get(CAPABILITY) != "true":
-        print(f"note: {args.image} has no label {CAPABILITY}=true: single-model endpoints only")
-    uri = repository(account, args.repository)
+        print(f"note: {options.image} has no label {CAPABILITY}=true: single-model endpoints only")
+    uri = repository(account, options.repository)
     with phase("image") as step:
-        digest = digest_of(account, args.repository, tag)
+        digest = digest_of(account, options.repository, tag)
         if digest is not None:
             known = [name.rpartition("@")[2] for name in image.get("RepoDigests") or []]
-            if args.tag and digest not in known:
+            if options.tag and digest not in known:
                 raise Problem(
                     f"{uri}:{tag} is another image already, and tags stay: choose another"
                 )
@@ -105,9 +105,9 @@ def run(args: argparse.Namespace) -> None:
         else:
             step.result = f"tag {tag} is not there yet"
     if digest is None:
-        digest = send(account, args.image, uri, tag, args.repository)
+        digest = send(account, options.image, uri, tag, options.repository)
     if not account.dry_run:
-        warn_of_index(account, args.repository, digest)
+        warn_of_index(account, options.repository, digest)
     print(f"{uri}@{digest}")
 
 

@@ -5,14 +5,12 @@ Pages are of the Amazon SageMaker AI Developer Guide unless another work is name
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from scripts.aws.deploy_options import Deploy
 from scripts.lib.problem import Problem
-
-Options = argparse.Namespace
 
 SERVERLESS = "Deploy models with Amazon SageMaker Serverless Inference, Feature exclusions"
 MULTI_MODEL = "Supported algorithms, frameworks, and instances for multi-model endpoints"
@@ -23,7 +21,7 @@ CONFIG = "API reference, CreateEndpointConfig"
 
 @dataclass(frozen=True)
 class Refusal:
-    when: Callable[[Options], object]
+    when: Callable[[Deploy], object]
     why: str
     page: str
 
@@ -118,7 +116,7 @@ REFUSALS = (
 )
 
 
-def refuse(options: Options) -> None:
+def refuse(options: Deploy) -> None:
     """Raises `Problem` for the first that applies."""
     for refusal in REFUSALS:
         if refusal.when(options):

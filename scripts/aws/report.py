@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.markup import escape
 
 from scripts.lib.problem import Problem
 
@@ -43,34 +46,22 @@ def wait(what: str, state: Callable[[], str], busy: tuple[str, ...], limit_s: fl
     Raises `Problem` after `limit_s`.
     """
     began, poll_s, said_s = time.monotonic(), FIRST_POLL_S, 0.0
-    live = sys.stderr.isatty()
-    while (now := state()) in busy:
-        elapsed_s = time.monotonic() - began
-        if elapsed_s > limit_s:
-            raise Problem(
-                f"{what} is still {now} after {elapsed_s:.0f} s; run this again to wait on"
-            )
-        if live:
-            print(f"\r{what}: {now}, {elapsed_s:.0f} s ", end="", file=sys.stderr, flush=True)
-        elif elapsed_s >= said_s:
-            print(f"{what}: {now}, {elapsed_s:.0f} s", file=sys.stderr, flush=True)
-            said_s += LINE_EVERY_S
-        time.sleep(poll_s)
-        poll_s = min(LONGEST_POLL_S, poll_s * 1.5)
-    if live:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    console = Console(stderr=True)
+    with console.status(what) as line:
+        while (now := state()) in busy:
+            elapsed_s = time.monotonic() - began
+            if elapsed_s > limit_s:
+                raise Problem(
+                    f"{what} is still {now} after {elapsed_s:.0f} s; run this again to wait on"
+                )
+            said = f"{what}: {now}, {elapsed_s:.0f} s"
+            line.update(escape(said))
+            if not console.is_terminal and elapsed_s >= said_s:
+                print(said, file=sys.stderr, flush=True)
+                said_s += LINE_EVERY_S
+            time.sleep(poll_s)
+            poll_s = min(LONGEST_POLL_S, poll_s * 1.5)
     return now
-
-
-def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
-    """Columns as wide as they must be, the first row above a line."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
-    lines.insert(1, indent + "  ".join("-" * width for width in widths))
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def mebibytes(size: int) -> str:

@@ -1,4 +1,4 @@
-"""What scripts/deploy made, found by its tag.
+"""What kogpt2 deploy made, found by its tag.
 
 SageMaker's own lists are asked, one call more per thing than the Resource Groups Tagging API, since
 that one lags behind: it misses what was just made and shows what was just deleted.
@@ -94,7 +94,7 @@ def of(account: Account, deployment: str) -> list[Resource]:
 
 
 def shared_repositories(account: Account) -> list[Resource]:
-    """The repositories that scripts/push made."""
+    """The repositories that kogpt2 push made."""
     found = []
     for item in account.ask_all("ecr", "describe_repositories", "repositories"):
         tags = account.ask("ecr", "list_tags_for_resource", resourceArn=item["repositoryArn"])
@@ -104,6 +104,6 @@ def shared_repositories(account: Account) -> list[Resource]:
 
 
 def is_shared_bucket(account: Account, bucket: str) -> bool:
-    """Whether scripts/upload made it."""
+    """Whether kogpt2 upload made it."""
     found = account.find("s3", "get_bucket_tagging", Bucket=bucket)
     return bool(found) and any(tag["Key"] == TAG for tag in found["TagSet"])

@@ -39,7 +39,7 @@ class State:
         mine = resources.in_sagemaker(account, "endpoint", self.wanted.name)
         if self.wanted.name not in [resource.name for resource in mine]:
             raise Problem(
-                f"there is an endpoint {self.wanted.name} that scripts/deploy did not make:"
+                f"there is an endpoint {self.wanted.name} that kogpt2 deploy did not make:"
                 " choose another name"
             )
 

@@ -1,37 +1,38 @@
-"""Shows what scripts/deploy made: endpoints, their instances, models and hourly cost."""
+"""What deployments there are."""
 
 from __future__ import annotations
 
-import argparse
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from scripts.aws import deployment, instances, locations, resources
-from scripts.aws.account import Account, parser
+from scripts.aws.account import Account, Aws
 from scripts.aws.report import mebibytes
 from scripts.lib.problem import Problem
-
-EXAMPLE = """examples:
-  scripts/status
-  scripts/status poems --region us-east-1
-  scripts/status --json
-"""
+from scripts.options import argument, option
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    made = parser("status", __doc__, EXAMPLE)
-    made.add_argument("name", nargs="?", help="of a deployment (all in the region)")
-    made.add_argument("--json", action="store_true", help="for programs")
-    return made.parse_args(argv)
+@dataclass(kw_only=True)
+class Status(Aws):
+    name: str | None = argument("of a deployment (all in the region)", None)
+    json: bool = option(False, "for programs")
 
 
-def run(args: argparse.Namespace) -> None:
-    account = Account(args)
-    names = [args.name] if args.name else deployments(account)
+def run(options: Status) -> None:
+    """Shows what `kogpt2 deploy` made: endpoints, their instances, models and hourly cost.
+
+    Examples:
+    kogpt2 status
+    kogpt2 status poems --region us-east-1
+    kogpt2 status --json
+    """
+    account = Account(options)
+    names = [options.name] if options.name else deployments(account)
     found = [describe(account, name) for name in names]
-    if args.name and not found[0]["resources"]:
-        raise Problem(f"nothing of {args.name} in {account.region}")
-    if args.json:
+    if options.name and not found[0]["resources"]:
+        raise Problem(f"nothing of {options.name} in {account.region}")
+    if options.json:
         print(json.dumps(found, indent=1, ensure_ascii=False, default=str))
         return
     for item in found:

@@ -109,9 +109,7 @@ class Steps:
                 if self.account.ask("sagemaker", "describe_endpoint", EndpointName=name)[
                     "EndpointConfigName"
                 ] != config:  # fmt: skip
-                    raise Problem(
-                        f"SageMaker rolled the update of {name} back: scripts/logs {name}"
-                    )
+                    raise Problem(f"SageMaker rolled the update of {name} back: kogpt2 logs {name}")
 
     def _update(self, state: State) -> None:
         """An auto-scaled endpoint keeps its number of instances; AWS wants the target gone first
@@ -153,7 +151,7 @@ class Steps:
         found = self.account.ask("sagemaker", "describe_endpoint", EndpointName=name)
         reason = found.get("FailureReason", "SageMaker gave no reason")
         raise Problem(
-            f"endpoint {name} is {found['EndpointStatus']}: {reason}; scripts/logs {name} has more"
+            f"endpoint {name} is {found['EndpointStatus']}: {reason}; kogpt2 logs {name} has more"
         )
 
     def scaling(self) -> None:

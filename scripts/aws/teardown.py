@@ -1,47 +1,47 @@
-"""Removes what scripts/deploy made, and says what is left.
-
-It shows the list and what it costs, asks, and deletes in the order that AWS needs. Models in
-S3 stay, as do the image repository and captured data: other deployments may use them. --everything
-also removes the repositories that scripts/push made, and the bucket that scripts/upload made, with
-all that is in them.
-"""
+"""A deployment, removed."""
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from typing import Any
 
 from scripts.aws import locations, permissions, resources, status
-from scripts.aws.account import Account, can_be_dry, parser
+from scripts.aws.account import Account, Asking
 from scripts.aws.report import mebibytes, phase, wait
 from scripts.aws.resources import Resource
 from scripts.lib.problem import Problem
+from scripts.options import argument, option
 
-EXAMPLE = """examples:
-  scripts/teardown poems --dry-run
-  scripts/teardown poems
-  scripts/teardown poems --keep-logs --yes
-  scripts/teardown poems --everything
-"""
 LIMIT_S = 1800.0
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    made = parser("teardown", __doc__, EXAMPLE)
-    made.add_argument("name", help="of the deployment")
-    made.add_argument("--keep-logs", action="store_true")
-    made.add_argument("--everything", action="store_true", help="repositories and bucket, too")
-    can_be_dry(made)
-    return made.parse_args(argv)
+@dataclass(kw_only=True)
+class Teardown(Asking):
+    name: str = argument("of the deployment")
+    keep_logs: bool = option(False, "leave what it logged")
+    everything: bool = option(False, "repositories and bucket, too")
 
 
-def run(args: argparse.Namespace) -> None:
-    account = Account(args)
+def run(options: Teardown) -> None:
+    """Removes what `kogpt2 deploy` made, and says what is left.
+
+    It shows the list and what it costs, asks, and deletes in the order that AWS needs. Models in S3
+    stay, as do the image repository and captured data: other deployments may use them. --everything
+    also removes the repositories that `kogpt2 push` made, and the bucket that `kogpt2 upload` made,
+    with all that is in them.
+
+    Examples:
+    kogpt2 teardown poems --dry-run
+    kogpt2 teardown poems
+    kogpt2 teardown poems --keep-logs --yes
+    kogpt2 teardown poems --everything
+    """
+    account = Account(options)
     with phase("search") as step:
-        item = status.describe(account, args.name)
-        buckets = used_buckets(account, args.name)
-        listed = to_delete(account, args, buckets)
-        step.result = f"{len(listed)} things of {args.name} in {account.region}"
+        item = status.describe(account, options.name)
+        buckets = used_buckets(account, options.name)
+        listed = to_delete(account, options, buckets)
+        step.result = f"{len(listed)} things of {options.name} in {account.region}"
     for one in listed:
         print(f"  {one.kind:<14} {one.name}")
     if listed:
@@ -54,14 +54,14 @@ def run(args: argparse.Namespace) -> None:
                 step.result = f"{one.name} deleted"
     if account.dry_run:
         return
-    left = to_delete(account, args, buckets)
+    left = to_delete(account, options, buckets)
     for one in left:
         print(f"  still there: {one.kind} {one.name}")
     for line in kept(account, buckets):
         print(f"  not deleted: {line}")
     if left:
         raise Problem(f"{len(left)} things are left; run this again")
-    print(f"nothing of {args.name} is left" if listed else f"there is nothing of {args.name}")
+    print(f"nothing of {options.name} is left" if listed else f"there is nothing of {options.name}")
 
 
 def used_buckets(account: Account, name: str) -> list[locations.Location]:
@@ -80,12 +80,12 @@ def used_buckets(account: Account, name: str) -> list[locations.Location]:
 
 
 def to_delete(
-    account: Account, args: argparse.Namespace, buckets: list[locations.Location]
+    account: Account, options: Teardown, buckets: list[locations.Location]
 ) -> list[Resource]:
-    found = resources.of(account, args.name)
-    if args.keep_logs:
+    found = resources.of(account, options.name)
+    if options.keep_logs:
         found = [one for one in found if one.kind != "log group"]
-    if args.everything:
+    if options.everything:
         found += resources.shared_repositories(account)
         found += [
             Resource("bucket", bucket, "")

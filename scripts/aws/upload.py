@@ -1,71 +1,69 @@
-"""Puts fine-tunes where an endpoint finds them, lists them, and deletes them.
-
-A model is a NAME.tar.gz, or a folder that is packed as scripts/package packs it. Nothing is ever
-overwritten, because instances that have loaded a model keep the old one: a new version needs a new
-name. What is there already with the same content is left alone.
-"""
+"""Fine-tunes in S3: put there, listed, deleted."""
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import re
 import tarfile
 import tempfile
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.model_files import is_model
 from scripts.aws import locations
-from scripts.aws.account import SHARED, TAG, Account, can_be_dry, key_values, parser
+from scripts.aws.account import SHARED, TAG, Account, Asking, key_values
 from scripts.aws.locations import Location
-from scripts.aws.report import mebibytes, phase, table
+from scripts.aws.report import mebibytes, phase
+from scripts.client.tables import table
 from scripts.lib.problem import Problem
+from scripts.options import argument, option
 
-EXAMPLE = """examples:
-  scripts/upload s3://my-bucket/fine-tunes/ poems.tar.gz model_store/*.tar.gz
-  scripts/upload s3://my-bucket/fine-tunes/ my-model/ --create-bucket
-  scripts/upload s3://my-bucket/fine-tunes/ --list
-  scripts/upload s3://my-bucket/fine-tunes/ --delete poems.tar.gz
-"""
 SUFFIX = ".tar.gz"
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    made = parser("upload", __doc__, EXAMPLE)
-    made.add_argument("to", metavar="s3://BUCKET/PREFIX/")
-    made.add_argument("models", nargs="*", type=Path, help="archives and folders")
-    made.add_argument("--list", action="store_true", help="what is there")
-    made.add_argument("--delete", nargs="+", metavar="NAME", help="names as --list shows them")
-    made.add_argument(
-        "--create-bucket", action="store_true", help="if it is missing: private, encrypted"
-    )
-    can_be_dry(made)
-    args = made.parse_args(argv)
-    if bool(args.models) + args.list + bool(args.delete) != 1:
-        made.error("give models to upload, or --list, or --delete NAME")
-    return args
+@dataclass(kw_only=True)
+class Upload(Asking):
+    to: str = argument("", metavar="s3://BUCKET/PREFIX/")
+    models: list[Path] = argument("archives and folders", [])
+    show: bool = option(False, "what is there", "--list")
+    delete: list[str] = option([], "a name as --list shows it; repeatable", metavar="NAME")
+    create_bucket: bool = option(False, "if it is missing: private, encrypted")
 
 
-def run(args: argparse.Namespace) -> None:
-    location = locations.parse(args.to)
-    for path in args.models:
+def run(options: Upload) -> None:
+    """Puts fine-tunes where an endpoint finds them, lists them, and deletes them.
+
+    A model is a NAME.tar.gz, or a folder that is packed as `kogpt2 package` packs it. Nothing is
+    ever overwritten, because instances that have loaded a model keep the old one: a new version
+    needs a new name. What is there already with the same content is left alone.
+
+    Examples:
+    kogpt2 upload s3://my-bucket/fine-tunes/ poems.tar.gz model_store/*.tar.gz
+    kogpt2 upload s3://my-bucket/fine-tunes/ my-model/ --create-bucket
+    kogpt2 upload s3://my-bucket/fine-tunes/ --list
+    kogpt2 upload s3://my-bucket/fine-tunes/ --delete poems.tar.gz
+    """
+    if bool(options.models) + options.show + bool(options.delete) != 1:
+        raise Problem("give models to upload, or --list, or --delete NAME")
+    location = locations.parse(options.to)
+    for path in options.models:
         if not path.exists():
             raise Problem(f"{path} does not exist")
-    account = Account(args)
-    if args.create_bucket:
+    account = Account(options)
+    if options.create_bucket:
         create_bucket(account, location.bucket)
     else:
         locations.check_bucket(account, location, "; --create-bucket makes it")
-    if args.list:
+    if options.show:
         show(account, location)
-    elif args.delete:
-        delete(account, location, args.delete)
+    elif options.delete:
+        delete(account, location, options.delete)
     else:
         with tempfile.TemporaryDirectory() as work:
-            upload(account, location, [as_archive(path, Path(work)) for path in args.models])
+            upload(account, location, [as_archive(path, Path(work)) for path in options.models])
 
 
 def create_bucket(account: Account, bucket: str) -> None:
@@ -128,7 +126,7 @@ def as_archive(path: Path, work: Path) -> Path:
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise Problem(f"{path} is no gzipped tar archive ({error})") from None
     if not is_model(names):
-        raise Problem(f"{path} holds no model (scripts/package FOLDER packs one, or says why not)")
+        raise Problem(f"{path} holds no model (kogpt2 package FOLDER packs one, or says why not)")
     if not re.fullmatch(r"[\x21-\x7e]+", path.name):
         print(f"note: {path.name} is not ASCII: invoke-endpoint cannot name it (TargetModel is an"
               " HTTP header), but MODEL_STORE=s3://... on a server of your own can")  # fmt: skip
@@ -213,9 +211,8 @@ def show(account: Account, location: Location) -> None:
     if not found:
         print(f"no *{SUFFIX} at {location}")
         return
-    rows = [("model", "size", "changed")]
-    rows += [(a.name, mebibytes(a.size_bytes), f"{a.modified:%Y-%m-%d %H:%M}") for a in found]
-    print(table(rows, ""))
+    rows = [(a.name, mebibytes(a.size_bytes), f"{a.modified:%Y-%m-%d %H:%M}") for a in found]
+    print(table(["model", "size", "changed"], rows))
     print(f"{len(found)} models, {mebibytes(sum(a.size_bytes for a in found))}")
 
 

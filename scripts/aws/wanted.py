@@ -2,54 +2,56 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 
 from scripts.aws import deployment, instances, locations, permissions
 from scripts.aws.account import Account
+from scripts.aws.deploy_options import Deploy
 from scripts.aws.deployment import Deployment
 from scripts.aws.permissions import Role
 from scripts.aws.push import REPOSITORY
 from scripts.lib.problem import Problem
 
 
-def examine(args: argparse.Namespace, account: Account) -> tuple[Deployment, Role]:
+def examine(options: Deploy, account: Account) -> tuple[Deployment, Role]:
     """What shall be, and the role for it. Raises `Problem` for all that can be known before."""
-    for text in filter(None, (args.models, args.data_capture, args.async_output)):
+    for text in filter(None, (options.models, options.data_capture, options.async_output)):
         locations.check_bucket(account, locations.parse(text))
-    sizes = artifact_sizes(args, account)
-    image = resolve_image(account, args.image)
-    role = permissions.find(args, account, permissions.needed(args, account, image))
-    instance = None if args.serverless else args.instance_type or pick(args, account, sizes)
-    return deployment.build(args, image, role.arn, instance), role
+    sizes = artifact_sizes(options, account)
+    image = resolve_image(account, options.image)
+    role = permissions.find(options, account, permissions.needed(options, account, image))
+    instance = (
+        None if options.serverless else options.instance_type or pick(options, account, sizes)
+    )
+    return deployment.build(options, image, role.arn, instance), role
 
 
-def artifact_sizes(args: argparse.Namespace, account: Account) -> list[int]:
-    if args.models:
-        prefix = locations.parse(args.models)
+def artifact_sizes(options: Deploy, account: Account) -> list[int]:
+    if options.models:
+        prefix = locations.parse(options.models)
         found = locations.artifacts(account, prefix)
         if not found:
-            raise Problem(f"no *.tar.gz at {prefix}: scripts/upload puts models there")
+            raise Problem(f"no *.tar.gz at {prefix}: kogpt2 upload puts models there")
         return [artifact.size_bytes for artifact in found]
-    if args.model:
-        place = locations.parse(args.model, prefix=False)
+    if options.model:
+        place = locations.parse(options.model, prefix=False)
         locations.check_bucket(account, place)
         head = account.find("s3", "head_object", Bucket=place.bucket, Key=place.key)
         if head is None:
-            raise Problem(f"there is no {place}: scripts/upload puts models there")
+            raise Problem(f"there is no {place}: kogpt2 upload puts models there")
         return [head["ContentLength"]]
     return []
 
 
-def pick(args: argparse.Namespace, account: Account, sizes: list[int]) -> str:
-    wanted = args.models_in_memory or len(sizes)
-    if args.memory_per_model:
-        one = args.memory_per_model * instances.MIB
+def pick(options: Deploy, account: Account, sizes: list[int]) -> str:
+    wanted = options.models_in_memory or len(sizes)
+    if options.memory_per_model:
+        one = options.memory_per_model * instances.MIB
     else:
-        one = instances.model_bytes(sizes, wanted, dict(args.env))
-    many = args.autoscale[1] if args.autoscale else args.instances
+        one = instances.model_bytes(sizes, wanted, dict(options.env))
+    many = options.autoscale[1] if options.autoscale else options.instances
     return instances.choose(
-        one, wanted, many, args.budget, bool(args.autoscale), account.region
+        one, wanted, many, options.budget, bool(options.autoscale), account.region
     ).type
 
 
@@ -65,13 +67,13 @@ def resolve_image(account: Account, image: str | None) -> str:
             filter={"tagStatus": "TAGGED"},
         )
         if not images:
-            raise Problem(f"no image in ECR's repository {REPOSITORY}: scripts/push puts one there")
+            raise Problem(f"no image in ECR's repository {REPOSITORY}: kogpt2 push puts one there")
         newest = max(images, key=lambda item: item["imagePushedAt"])
         return f"{found['repositories'][0]['repositoryUri']}@{newest['imageDigest']}"
     match = re.match(r"(\d+)\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com[^/]*/([^:@]+)(.*)$", image)
     if match is None:
         raise Problem(
-            f"{image} is not in ECR, where SageMaker takes its images from: scripts/push it"
+            f"{image} is not in ECR, where SageMaker takes its images from: kogpt2 push it"
         )
     owner, region, name, version = match.groups()
     if region != account.region:
@@ -84,6 +86,6 @@ def resolve_image(account: Account, image: str | None) -> str:
     wanted = {key: version[1:] or "latest"}
     found = account.find("ecr", "describe_images", repositoryName=name, imageIds=[wanted])
     if not found:
-        raise Problem(f"ECR has no {image}: scripts/push puts it there")
+        raise Problem(f"ECR has no {image}: kogpt2 push puts it there")
     digest = found["imageDetails"][0]["imageDigest"]
     return f"{image[: len(image) - len(version)]}@{digest}"

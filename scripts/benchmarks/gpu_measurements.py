@@ -1,4 +1,4 @@
-"""What scripts/gpu_check measures: each backend in a process of its own, one after the other."""
+"""What kogpt2 gpu-check measures: each backend in a process of its own, one after the other."""
 
 from __future__ import annotations
 

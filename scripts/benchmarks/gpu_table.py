@@ -1,4 +1,4 @@
-"""scripts/gpu_check's results as Markdown, and what of them is wrong."""
+"""kogpt2 gpu-check's results as Markdown, and what of them is wrong."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def failures(results: Found) -> Iterator[str]:
 
 
 def _error(f: Found) -> float:
-    return max(a["relative_logit_error"] for a in f["accuracy"].values())
+    return float(max(a["relative_logit_error"] for a in f["accuracy"].values()))
 
 
 def _texts(f: Found) -> str:

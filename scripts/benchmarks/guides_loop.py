@@ -31,7 +31,7 @@ def main() -> None:
 
     def complete(prompt: list[int], new_tokens: int, clock: Clock) -> list[int]:
         text = "".join(pieces[i] for i in prompt[1:])
-        made = []
+        made: list[int] = []
         tokens = tokenizer.encode(text, out_type=str)
         for _ in range(new_tokens):
             ids = [vocabulary["<s>"]] + [vocabulary[token] for token in tokens]

@@ -133,7 +133,7 @@ class Run:
                 self.results["bandwidth"] = {"rounds": []}
         if "turns" in self.wanted:
             with self._skipping("turns"):
-                arguments = ["onnxruntime", "int8", *self.models]
+                arguments = ["onnxruntime", "int8", *map(str, self.models)]
                 self._processes["turns"] = Process(
                     sys.executable, "turns", arguments, self._log("turns")
                 )

@@ -85,7 +85,7 @@ def main() -> None:
     torch.set_num_threads(int(threads))
     model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def generate(prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
         ids, past = torch.tensor(prompts), None
         made = []

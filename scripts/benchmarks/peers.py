@@ -12,7 +12,6 @@ from pathlib import Path
 
 from scripts.benchmarks.process import ROOT, BenchmarkError
 from scripts.lib.environment import ensure_environment
-from scripts.lib.problem import Problem
 
 ENVIRONMENT = ROOT / ".venv-benchmark"
 PYTHON = ENVIRONMENT / "bin" / "python"
@@ -27,11 +26,8 @@ BUILD = ("--target", SERVER.name, "--parallel", str(os.cpu_count() or 1))
 
 
 def install() -> None:
-    """Makes the environment. Raises `BenchmarkError`; without a compiler llama.cpp is left out."""
-    try:
-        ensure_environment(ENVIRONMENT, "benchmark")
-    except Problem as problem:
-        raise BenchmarkError(str(problem)) from None
+    """Makes the environment. Raises `Failed`; without a compiler llama.cpp is left out."""
+    ensure_environment(ENVIRONMENT, "benchmark")
     print("compiling llama.cpp, some ten minutes on two cores", file=sys.stderr)
     llama = [str(UV), "pip", "install", "--python", str(PYTHON), "--group", GROUP]
     if subprocess.run(llama).returncode or not (SERVER.exists() or _build_server()):
@@ -60,14 +56,14 @@ def _build_server() -> bool:
 def llama_server() -> Path:
     """Raises `BenchmarkError` where it is not installed."""
     if not SERVER.exists():
-        raise BenchmarkError("not installed: scripts/benchmark --install-peers")
+        raise BenchmarkError("not installed: kogpt2 bench --install-peers")
     return SERVER
 
 
 def missing(name: str) -> str | None:
     """Why a peer cannot be measured, or None."""
     if not PYTHON.exists():
-        return "not installed: scripts/benchmark --install-peers"
+        return "not installed: kogpt2 bench --install-peers"
     found = subprocess.run(
         [
             str(PYTHON),
@@ -75,7 +71,7 @@ def missing(name: str) -> str | None:
             f"import importlib.util as u; exit(u.find_spec({MODULES[name]!r}) is None)",
         ]
     )
-    return "not installed: scripts/benchmark --install-peers" if found.returncode else None
+    return "not installed: kogpt2 bench --install-peers" if found.returncode else None
 
 
 def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
@@ -114,7 +110,7 @@ def _make(module: str, source: Path, target: Path, log: Path) -> Path:
 def draw(results: Path, plot: Path, module: str = "plot") -> None:
     """Draws the plot with the peers' matplotlib."""
     if not PYTHON.exists():
-        raise BenchmarkError("no plot: matplotlib comes with scripts/benchmark --install-peers")
+        raise BenchmarkError("no plot: matplotlib comes with kogpt2 bench --install-peers")
     command = [str(PYTHON), "-m", f"scripts.benchmarks.{module}", str(results), str(plot)]
     if subprocess.run(command, cwd=ROOT).returncode:
         raise BenchmarkError("the plot could not be drawn")

@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.lib.problem import Failed
+
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 300.0
 CALL_S = 300.0
 STOP_S = 10.0
 
 
-class BenchmarkError(Exception):
+class BenchmarkError(Failed):
     """Something could not be measured; the message says what and why."""
 
 

@@ -1,4 +1,4 @@
-"""Where a decode step's time goes inside onnxruntime, operator by operator: scripts/profile."""
+"""Where a decode step's time goes inside onnxruntime, operator by operator: kogpt2 profile."""
 
 from __future__ import annotations
 

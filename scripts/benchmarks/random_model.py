@@ -23,6 +23,8 @@ from engine.artifacts.artifact import EMBEDDING, POSITIONS, shapes
 from engine.artifacts.config import GPT2Config
 from scripts.lib.params_writer import write_params
 
+messages: Any = sentencepiece_model_pb2  # made when it is imported
+
 FORMAT = 1  # raise it when what is written changes
 FULL = GPT2Config(50_000, 768, 12, 12, 3072, 1024)
 TINY = GPT2Config(500, 64, 2, 2, 256, 128)
@@ -120,8 +122,8 @@ def random_weights(config: GPT2Config, seed: int) -> Iterator[tuple[str, NDArray
 
 def spiece(size: int) -> bytes:
     """A sentencepiece model with `size` pieces: the special ones, then one character each."""
-    model = sentencepiece_model_pb2.ModelProto()
-    kind = sentencepiece_model_pb2.ModelProto.SentencePiece
+    model = messages.ModelProto()
+    kind = messages.ModelProto.SentencePiece
     for i, piece in enumerate(SPECIAL):
         model.pieces.add(piece=piece, score=0, type=kind.CONTROL if i else kind.UNKNOWN)
     codes = itertools.chain.from_iterable(range(a, b + 1) for a, b in CHARACTERS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from scripts.lib.problem import Failed
 
-class CallFailed(Exception):
+
+class CallFailed(Failed):
     """A call got an error or no answer. `status` is the server's, 0 where none came."""
 
     def __init__(self, message: str, status: int = 0, kind: str = "") -> None:

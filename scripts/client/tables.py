@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import unicodedata
+import io
+from collections.abc import Sequence
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 
 def ms(seconds: float | None) -> str:
@@ -22,21 +27,16 @@ def percent(share: float) -> str:
     return f"{share * 100:.1f} %"
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """Columns for a terminal; the first one flush left. Korean letters take two places."""
-    lines = [head, *rows]
-    widths = [max(width(line[i]) for line in lines) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell + " " * (w - width(cell)) if i == 0 else " " * (w - width(cell)) + cell
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-
-
-def width(text: str) -> int:
-    return sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns for a terminal; the first and those without a head flush left."""
+    made = Table(*head, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in made.columns[1:]:
+        column.justify = "right" if column.header else "left"
+    for row in rows:
+        made.add_row(*map(Text, row))
+    with (console := Console(file=io.StringIO(), width=1000)).capture() as captured:
+        console.print(made)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def get(value: Any, *path: str) -> Any:

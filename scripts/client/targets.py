@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -18,6 +17,7 @@ from botocore.config import Config
 from requests.adapters import HTTPAdapter
 
 from scripts.client.errors import CallFailed, NotReady
+from scripts.client.options import Target as Options
 from scripts.lib.problem import Problem
 
 SUFFIX = ".tar.gz"
@@ -51,11 +51,11 @@ class Target(Protocol):
     def describe(self, call: Call) -> str: ...
 
 
-def open_target(args: argparse.Namespace) -> Target:
-    """From the options of `scripts.client.options`. Raises `Problem`."""
-    if args.endpoint is None:
-        return Local(args.url, args.timeout, os.environ.get("INFERENCE_TOKEN", ""))
-    return SageMaker(args.endpoint, args.region, args.profile, args.timeout)
+def open_target(options: Options) -> Target:
+    """Raises `Problem`."""
+    if options.endpoint is not None:
+        return SageMaker(options.endpoint, options.region, options.profile, options.timeout)
+    return Local(str(options.url), options.timeout, os.environ.get("INFERENCE_TOKEN", ""))
 
 
 class Local:

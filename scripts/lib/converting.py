@@ -1,4 +1,4 @@
-"""What scripts/convert does: one kind of artifact into another, and the proof that it computes the
+"""What kogpt2 convert does: one kind of artifact into another, and the proof that it computes the
 same."""
 
 from __future__ import annotations

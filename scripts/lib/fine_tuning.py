@@ -1,11 +1,10 @@
-"""What scripts/fine_tune does once its options are checked: tokenizer, examples, training, archive.
+"""What kogpt2 fine-tune does once its options are checked: tokenizer, examples, training, archive.
 
 In shapes: B examples, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gzip
 import io
@@ -34,6 +33,7 @@ from engine.artifacts.open import open_artifact
 from engine.artifacts.tensor_index import Weights
 from engine.backends.mxnet.gpt2 import GPT2
 from scripts.lib.documents import Documents, read_documents
+from scripts.lib.fine_tune import FineTune
 from scripts.lib.problem import Problem
 
 # GluonNLP imports MXNet itself, so it comes after common.mxnet_compat.
@@ -139,21 +139,21 @@ def train(
     documents: Documents,
     tokenizer: Tokenizer,
     steps: int,
-    args: argparse.Namespace,
+    options: FineTune,
     label: str,
 ) -> str:
     """Trains the model in place; returns a line about the loss per token and the time."""
-    window = min(args.max_length, model.config.max_length) - 1
+    window = min(options.max_length, model.config.max_length) - 1
     examples = make_examples(documents, tokenizer, window)
     unknown = sum(e.count(tokenizer.unk) for e in examples) / sum(map(len, examples))
     if unknown > 0.01:
         print(f"{label}: {unknown:.0%} of the text is unknown to the tokenizer", file=sys.stderr)
-    np.random.seed(args.seed)
-    peak = args.learning_rate or (2e-3 if model.config.units <= 256 else 5e-5)
+    np.random.seed(options.seed)
+    peak = options.learning_rate or (2e-3 if model.config.units <= 256 else 5e-5)
     parameters = model.collect_params()
     trainer = mx.gluon.Trainer(parameters, "adam", {"learning_rate": peak, "beta2": 0.99})
     warm_up = max(steps // 10, 1)
-    data = batches(examples, args.batch_size, tokenizer.pad)
+    data = batches(examples, options.batch_size, tokenizer.pad)
     began, losses = time.monotonic(), []
     with tqdm(range(steps), desc=label, unit="step", mininterval=0.5) as bar:
         for step in bar:
@@ -229,38 +229,43 @@ def open_base(base: Path, work: Path) -> Artifact:
         raise Problem(f"{base} is no model: {error}") from None
 
 
-def train_base(texts: list[Path], out: Path, args: argparse.Namespace) -> None:
+def train_base(texts: list[Path], out: Path, options: FineTune) -> None:
     """Tokenizer from all texts, base model from `--base-text` alone."""
-    documents = read_documents(args.base_text)
+    documents = read_documents(options.base_text)
     everything = [*documents, *itertools.chain.from_iterable(map(read_documents, texts))]
-    spiece = train_tokenizer(everything, args.vocab_size)
+    spiece = train_tokenizer(everything, options.vocab_size)
     spiece_file = out.with_name("base.spiece")
     spiece_file.write_bytes(spiece)
     config = GPT2Config(
-        vocab_size=args.vocab_size,
-        units=args.units,
-        num_layers=args.layers,
-        num_heads=args.heads,
-        hidden_size=4 * args.units,
-        max_length=args.max_length,
+        vocab_size=options.vocab_size,
+        units=options.units,
+        num_layers=options.layers,
+        num_heads=options.heads,
+        hidden_size=4 * options.units,
+        max_length=options.max_length,
     )
-    model = new_model(config, None, args.seed)
+    model = new_model(config, None, options.seed)
     result = train(
-        model, documents, Tokenizer(spiece_file, config.vocab_size), args.base_steps, args, "base"
+        model,
+        documents,
+        Tokenizer(spiece_file, config.vocab_size),
+        options.base_steps,
+        options,
+        "base",
     )
     pack(model, spiece, out)
     print(f"base: {result}")
 
 
-def fine_tune(base: Path, text: Path, out: Path, args: argparse.Namespace) -> None:
+def fine_tune(base: Path, text: Path, out: Path, options: FineTune) -> None:
     with tempfile.TemporaryDirectory() as work:
         artifact = open_base(base, Path(work))
         if artifact.tokenizer_file.suffix != ".spiece":
-            raise Problem(f"{base} is no v1 model: scripts/convert makes one of it")
-        model = new_model(artifact.config, artifact.weights, args.seed)
+            raise Problem(f"{base} is no v1 model: kogpt2 convert makes one of it")
+        model = new_model(artifact.config, artifact.weights, options.seed)
         tokenizer = Tokenizer(artifact.tokenizer_file, artifact.config.vocab_size)
         result = train(
-            model, read_documents(text), tokenizer, args.steps, args, out.name.split(".")[0]
+            model, read_documents(text), tokenizer, options.steps, options, out.name.split(".")[0]
         )
         pack(model, artifact.tokenizer_file.read_bytes(), out)
     print(f"{out}: {out.stat().st_size / 1e6:.2f} MB, {result}")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urlsplit
 
 from common.errors import EngineError
 from engine.artifacts.open import open_artifact
@@ -25,8 +24,6 @@ from serving.store.archive_limits import MAX_FILES
 SUFFIX = ".tar.gz"
 # Weights hardly shrink, and level 6 takes five times as long to find that out.
 COMPRESSION = 1
-MAX_UPLOAD_BYTES = 5 << 30  # of S3
-TAKEN = ("PreconditionFailed", "412", "ConditionalRequestConflict")
 LEFT_OUT = ("__pycache__",)
 
 
@@ -121,7 +118,7 @@ def write_archive(
     if not target.name.endswith(SUFFIX) or target.name == SUFFIX:
         raise Problem(f"{target} must be called NAME{SUFFIX}")
     if target.exists():
-        raise Problem(f"{target} is there already; remove it or handler_for another name")
+        raise Problem(f"{target} is there already; remove it or choose another name")
     try:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.") as file:
             with gzip.GzipFile("", "wb", COMPRESSION, file, mtime=0) as packed:
@@ -131,7 +128,7 @@ def write_archive(
             os.chmod(file.name, 0o644)
             os.link(file.name, target)  # fails where another has written it meanwhile
     except FileExistsError:
-        raise Problem(f"{target} is there already; remove it or handler_for another name") from None
+        raise Problem(f"{target} is there already; remove it or choose another name") from None
     except OSError as error:
         raise Problem(f"cannot write {target}: {error.strerror}") from None
 
@@ -164,39 +161,3 @@ class _Counted:
         after = self._file.seek(offset, whence)
         self._progress(after - before)
         return after
-
-
-def upload(archive: Path, url: str, progress: Callable[[int], object] = lambda size: None) -> str:
-    """Puts the archive at `url`, s3://bucket/prefix/ or s3://bucket/NAME.tar.gz; returns its URL.
-
-    Uses the standard AWS variables. What is there is never overwritten: the store itself refuses
-    that (`If-None-Match`), so the archive goes in one request. Raises `Problem`.
-    """
-    import boto3
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    parts = urlsplit(url)
-    key = parts.path.lstrip("/")
-    if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
-        raise Problem(f"{url} must be s3://bucket/prefix/")
-    if not key.endswith(SUFFIX):
-        key = f"{key.rstrip('/')}/{archive.name}".lstrip("/")
-    place = f"s3://{parts.netloc}/{key}"
-    if archive.stat().st_size > MAX_UPLOAD_BYTES:
-        raise Problem(f"{archive} is larger than the 5 GiB that one upload may have")
-    try:
-        with archive.open("rb") as file:
-            boto3.session.Session().client("s3").put_object(
-                Bucket=parts.netloc,
-                Key=key,
-                Body=_Counted(file, progress),
-                IfNoneMatch="*",
-                ContentType="application/gzip",
-            )
-    except ClientError as error:
-        if error.response["Error"]["Code"] in TAKEN:
-            raise Problem(f"{place} is there already; it is never overwritten") from None
-        raise Problem(f"cannot upload to {place}: {error}") from None
-    except (BotoCoreError, ValueError) as error:
-        raise Problem(f"cannot upload to {place}: {error}") from None
-    return place

@@ -175,9 +175,9 @@ class _Graph:
         outputs = [info("logits", F, ["batch", "sequence", c.vocab_size])]
         for i in range(c.num_layers if self.with_past else 0):
             for kind in ("key", "value"):
-                past = ["batch", c.num_heads, "past", c.head_size]
+                past: list[str | int | None] = ["batch", c.num_heads, "past", c.head_size]
                 inputs.append(info(f"past_key_values.{i}.{kind}", F, past))
-                present = ["batch", c.num_heads, "total", c.head_size]
+                present: list[str | int | None] = ["batch", c.num_heads, "total", c.head_size]
                 outputs.append(info(f"present.{i}.{kind}", F, present))
         values = list(self._initializers.values())
         graph = helper.make_graph(self._nodes, "gpt2", inputs, outputs, values)

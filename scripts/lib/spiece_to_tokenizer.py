@@ -22,6 +22,8 @@ from engine.text.hugging_face import HuggingFaceTokenizer
 from engine.text.sentencepiece import SPACE, SentencePieceTokenizer
 from scripts.lib.problem import Problem
 
+messages: Any = sentencepiece_model_pb2  # made when it is imported
+
 BPE = 2  # of sentencepiece's model types
 TEXTS = (
     "안녕하세요. 오늘은 날씨가 참 좋습니다!",
@@ -41,7 +43,7 @@ TEXTS = (
 
 def convert(spiece: Path) -> Tokenizer:
     """Raises `Problem` where the model is none of BPE, or where some text is cut otherwise."""
-    proto: Any = sentencepiece_model_pb2.ModelProto.FromString(spiece.read_bytes())
+    proto: Any = messages.ModelProto.FromString(spiece.read_bytes())
     if proto.trainer_spec.model_type != BPE:
         raise Problem(f"{spiece.name} is no BPE model; only those can become a tokenizer.json")
     kinds = proto.SentencePiece
@@ -66,7 +68,7 @@ def convert(spiece: Path) -> Tokenizer:
         symbols.sort(key=len, reverse=True)
         pattern = Regex("|".join(re.escape(symbol) for symbol in symbols))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
-    steps = [decoders.Replace(SPACE, " ")]
+    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " ")]
     if bytes_too:
         steps += [decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Fuse()])

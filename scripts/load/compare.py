@@ -31,7 +31,7 @@ def read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or value.get("format") != 1 or "plan" not in value:
-        raise Problem(f"{path} is no report of scripts/load_test")
+        raise Problem(f"{path} is no report of kogpt2 load-test")
     return value
 
 

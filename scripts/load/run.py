@@ -101,6 +101,6 @@ def _wait(load: Load, runner: LocalRunner, end: float) -> None:
             bar.set_postfix_str(said + (f", {errors} errors lately" if errors else ""))
 
 
-def sleep_with_bar(seconds: float, what: str) -> None:
-    for _ in tqdm(range(round(seconds)), desc=what, unit="s", disable=None):
+def sleep_with_bar(seconds: float) -> None:
+    for _ in tqdm(range(round(seconds)), desc="waiting for CloudWatch", unit="s", disable=None):
         time.sleep(1)

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.container
 HASH = "7f3e" * 16
 
 
-def test_the_session_of_the_readme_answers_as_it_is_shown(shared: Container) -> None:
-    readme = test_readme.READMES[0]
-    test_readme.test_the_session_answers_as_it_is_shown(shared, readme)  # type: ignore[arg-type]
+def test_the_session_of_the_documents_answers_as_it_is_shown(shared: Container) -> None:
+    page = test_readme.REQUESTS[0]
+    test_readme.test_the_session_answers_as_it_is_shown(shared, page)  # type: ignore[arg-type]
 
 
 def test_korean_names_work_on_both_ports(shared: Container) -> None:

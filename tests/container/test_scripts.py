@@ -114,7 +114,7 @@ def test_help_shows_examples(name: str) -> None:
         (["build", "gpu", "--backends", "tpu"], 2, "must be onnxruntime, mxnet or both"),
         (["run", "--prot", "1"], 2, "--prot is not known"),
         (["run", "--port"], 2, "--port needs a value"),
-        (["run", "--image", "not:there"], 3, "make it with scripts/build cpu"),
+        (["run", "--image", "not:there"], 1, "make it with scripts/build cpu"),
         (["run", "--image", IMAGE, "--model-store", "/no/folder"], 2, "no folder /no/folder"),
     ],
 )

@@ -105,7 +105,14 @@ def test_a_model_that_scripts_convert_exported_writes_the_text_of_the_original(
     """The client tokenizes by itself; with `past` it sends back the keys and values, too."""
     store = server.store
     name = "exported-past" if past else "exported"
-    command = [sys.executable, "scripts/convert", str(store / "text"), str(store / name)]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.cli",
+        "convert",
+        str(store / "text"),
+        str(store / name),
+    ]
     command += ["--to", "onnx", *(["--past"] if past else [])]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -14,15 +14,17 @@ from tests.e2e.console import session
 from tests.e2e.server import REPOSITORY, Server
 
 READMES = ("README.md", "README.ko.md")
+REQUESTS = ("docs/requests.md", "docs/requests.ko.md")
+SETTINGS = ("docs/settings.md", "docs/settings.ko.md")
 
 
-@pytest.mark.parametrize("readme", READMES)
-def test_the_session_answers_as_it_is_shown(server: Server, readme: str) -> None:
-    commands = session(REPOSITORY / readme)
-    assert len(commands) >= 5
+@pytest.mark.parametrize("page", [*READMES, *REQUESTS])
+def test_the_session_answers_as_it_is_shown(server: Server, page: str) -> None:
+    commands = session(REPOSITORY / page)
+    assert commands
     # The wrong request stands apart in the text, after the model was unloaded.
-    unload = next(c for c in commands if "DELETE" in c[0])
-    for command, shown in [*(c for c in commands if c is not unload), unload]:
+    unload = [c for c in commands if "DELETE" in c[0]]
+    for command, shown in [*(c for c in commands if c not in unload), *unload]:
         line = command.replace("localhost:8080", f"127.0.0.1:{server.port}")
         line = line.replace("localhost:8081", f"127.0.0.1:{server.management_port}")
         done = subprocess.run(
@@ -33,21 +35,23 @@ def test_the_session_answers_as_it_is_shown(server: Server, readme: str) -> None
             if isinstance(value, dict):
                 value.pop("seconds", None)
         assert answer == expected, command
+    server.unload("sowol")
 
 
-@pytest.mark.parametrize("readme", READMES)
-def test_the_table_of_settings_is_the_codes(readme: str) -> None:
+@pytest.mark.parametrize("page", SETTINGS)
+def test_the_table_of_settings_is_the_codes(page: str) -> None:
     table = subprocess.run(
-        [sys.executable, "scripts/settings"],
+        [sys.executable, "-m", "scripts.cli", "settings"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     ).stdout.strip()
-    variables = re.findall(r"^\| `(\w+)` \| (\S.*?) \|", table, re.MULTILINE)
-    text = (REPOSITORY / readme).read_text(encoding="utf-8")
-    for variable, default in variables:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    if page == SETTINGS[0]:
+        assert table in text, "kogpt2 settings prints the table"
+    for variable, default in re.findall(r"^\| `(\w+)` \| (\S.*?) \|", table, re.MULTILINE):
         assert f"| `{variable}` | {default} |" in text, variable
 
 

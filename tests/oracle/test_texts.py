@@ -132,7 +132,8 @@ def test_texts_agree_with_transformers_on_directories_chosen_afresh(
 @pytest.mark.oracle
 def test_a_converted_v1_model_says_the_same_in_transformers(tmp_path: Path) -> None:
     v1 = make_talkative(tmp_path / "v1", vocab=160, end_like=60)
-    command = [sys.executable, "scripts/convert", str(v1), str(tmp_path / "hf"), "--to", "hf"]
+    command = [sys.executable, "-m", "scripts.cli", "convert", str(v1), str(tmp_path / "hf")]
+    command += ["--to", "hf"]
     subprocess.run(command, cwd=HERE.parents[1], check=True, timeout=120, capture_output=True)
     prompts = [prompt for prompt in PROMPTS if not prompt.startswith("<")]
 

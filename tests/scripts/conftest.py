@@ -39,10 +39,11 @@ def run() -> Run:
         name: str, *args: str | Path, stdin: str | bytes = b"", **environment: str | None
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [sys.executable, REPOSITORY / "scripts" / name, *args],
+            [sys.executable, "-m", "scripts.cli", name, *args],
             input=stdin.encode() if isinstance(stdin, str) else stdin,
             capture_output=True,
             timeout=120,
+            cwd=REPOSITORY,
             env={k: v for k, v in {**os.environ, **environment}.items() if v is not None},
         )
         out, err = done.stdout.decode("utf-8"), done.stderr.decode("utf-8")

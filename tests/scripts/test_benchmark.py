@@ -1,4 +1,4 @@
-"""scripts/benchmark measures a tiny model, and its ratios are those of its own rounds."""
+"""kogpt2 bench measures a tiny model, and its ratios are those of its own rounds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PARTS = ("bandwidth", "turns", "loading", "memory", "accuracy")
 
 
 def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "scripts" / "benchmark", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "scripts.cli", "bench", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_the_random_model_is_tokenized_into_what_it_wrote(tmp_path: Path) -> Non
 def test_help_shows_an_example_and_a_wrong_name_lists_the_right_ones() -> None:
     shown = run("--help")
     assert shown.returncode == 0
-    assert "scripts/benchmark --quick" in shown.stdout
+    assert "kogpt2 bench --quick" in shown.stdout
     wrong = run("--only", "triton")
     assert wrong.returncode == 2
     assert "triton" in wrong.stderr

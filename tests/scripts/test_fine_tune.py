@@ -1,8 +1,7 @@
-"""scripts/fine_tune trains, packs and explains; the archives of model_store/ know their poems."""
+"""kogpt2 fine-tune trains, packs and explains; the archives of model_store/ know their poems."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -47,8 +46,8 @@ TINY = [
 
 
 def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "scripts" / "fine_tune", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "scripts.cli", "fine-tune", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
 def unpack(archive: Path, folder: Path) -> Artifact:
@@ -139,7 +138,7 @@ def test_mistakes_are_explained_before_training(text: Path, tmp_path: Path) -> N
         (("--text", text, "--out", tmp_path / "a.zip"), "must be a file NAME.tar.gz"),
         (("--text", text, "--out", out, "--heads", "3"), "--heads 3 does not divide"),
         (("--text", text), "give --text and --out, or --demo"),
-        (("--text", text, "--out", out, "--steps", "0"), "not a whole number above 0"),
+        (("--text", text, "--out", out, "--steps", "0"), "0 is not in the range x>=1"),
     ):
         done = run(*args)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
@@ -168,7 +167,7 @@ def test_a_base_that_is_no_model_is_explained(text: Path, tmp_path: Path) -> Non
 
 
 def test_help_shows_an_example() -> None:
-    assert "scripts/fine_tune --text poems.txt --out" in run("--help").stdout
+    assert "kogpt2 fine-tune --text poems.txt --out" in run("--help").stdout
 
 
 class Demo:
@@ -233,9 +232,10 @@ def test_the_demos_answer_differently(demos: dict[str, Demo]) -> None:
 
 def test_a_base_of_hugging_faces_is_refused_with_what_to_do(tmp_path: Path) -> None:
     from scripts.lib import fine_tuning
+    from scripts.lib.fine_tune import FineTune
     from tests.engine.hugging_face import make_hugging_face
 
     base, text = make_hugging_face(tmp_path / "hf"), tmp_path / "text.txt"
     text.write_text("나는 오늘\n", encoding="utf-8")
-    with pytest.raises(Problem, match="scripts/convert makes one of it"):
-        fine_tuning.fine_tune(base, text, tmp_path / "out.tar.gz", argparse.Namespace(seed=1))
+    with pytest.raises(Problem, match="kogpt2 convert makes one of it"):
+        fine_tuning.fine_tune(base, text, tmp_path / "out.tar.gz", FineTune(seed=1))

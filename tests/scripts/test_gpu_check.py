@@ -1,4 +1,4 @@
-"""scripts/gpu_check runs what a GPU would, on the CPU, and finds what is wrong."""
+"""kogpt2 gpu-check runs what a GPU would, on the CPU, and finds what is wrong."""
 
 from __future__ import annotations
 
@@ -20,9 +20,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    script = ROOT / "scripts" / "gpu_check"
-    command = [sys.executable, script, "--quick", "--workdir", folder, *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180)
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.cli",
+        "gpu-check",
+        "--quick",
+        "--workdir",
+        folder,
+        *args,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""scripts/invoke, as a person runs it: against a server, an endpoint, and streams."""
+"""kogpt2 invoke, as a person runs it: against a server, an endpoint, and streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from tests.e2e.server import REPOSITORY, Server
+from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, running, text
 from tests.platform.limits import Limits
 from tests.scripts.conftest import Poets, Run
@@ -97,10 +97,9 @@ def test_a_model_that_the_platform_is_still_loading_is_waited_for(run: Run, poet
 
 
 def test_a_stream_is_printed_as_it_comes(served: Server) -> None:
-    script = REPOSITORY / "scripts" / "invoke"
     where = ["--url", served.url(""), "--model", "slow", "--text", "나는 오늘"]
     options = ["--max-new-tokens", "400", "--return-full-text"]
-    command = [sys.executable, script, *where, *options, "--stream"]
+    command = [sys.executable, "-m", "scripts.cli", "invoke", *where, *options, "--stream"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         shown = b""
@@ -181,7 +180,7 @@ NO_SERVER = ("--url", "http://127.0.0.1:9", "--model", "m0", "--text", "가")
         (("--endpoint", "e", "--model", "m", "--stream"), 2, "leave out --stream"),
         (("--parameters", "[1]", "--text", "가"), 2, "--parameters must be a JSON object"),
         (("--parameters", "{", "--text", "가"), 2, "--parameters is not JSON"),
-        (("--text", " "), 2, "the prompt (--text) is empty"),
+        (("--text", " "), 2, "the prompt is empty"),
         ((), 2, "the prompt (standard input) is empty"),
     ],
 )
@@ -231,11 +230,3 @@ def test_aws_mistakes_are_said_in_one_sentence(run: Run, poets: Poets) -> None:
     keys = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
     assert "credentials" in said("--endpoint", "poets", **keys)
     assert "region" in said("--endpoint", "poets", AWS_REGION=None, AWS_DEFAULT_REGION=None)
-
-
-@pytest.mark.parametrize("name", ["invoke", "load_test", "latency_table"])
-def test_help_shows_examples(run: Run, name: str) -> None:
-    done = run(name, "--help")
-    assert done.returncode == 0
-    assert f"  scripts/{name} --" in done.stdout
-    assert os.access(REPOSITORY / "scripts" / name, os.X_OK)

@@ -1,4 +1,4 @@
-"""scripts/latency_table measures as the guides do, and shows what they publish beside it."""
+"""kogpt2 latency-table measures as the guides do, and shows what they publish beside it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_table_holds_here_and_every_published_machine(
 ) -> None:
     file = tmp_path / "table.json"
     options = ("--model", "m0", "--text", "나는 오늘", "--name", "내 컴퓨터", "--json", file)
-    done = run("latency_table", "--url", served.url(""), *options)
+    done = run("latency-table", "--url", served.url(""), *options)
     assert done.returncode == 0, done.stderr
     calls = json.loads(file.read_text(encoding="utf-8"))["calls"]
     assert len(calls) == 19
@@ -42,7 +42,7 @@ def test_the_table_holds_here_and_every_published_machine(
 
 def test_an_endpoint_is_measured_too(run: Run, poets: Poets) -> None:
     options = ("--endpoint", "poets", "--model", "시/봄", "--calls", "3")
-    done = run("latency_table", *options, **poets.environment)
+    done = run("latency-table", *options, **poets.environment)
     assert done.returncode == 0, done.stderr
     assert "endpoint poets: 3 calls after one to warm up" in done.stdout
 
@@ -52,10 +52,10 @@ def test_an_endpoint_is_measured_too(run: Run, poets: Poets) -> None:
     [
         (("--url", "http://127.0.0.1:9", "--model", "m0"), 1, "Connection refused"),
         (("--text", ""), 2, "--text is empty"),
-        (("--calls", "0"), 2, "not a whole number above 0"),
+        (("--calls", "0"), 2, "0 is not in the range x>=1"),
     ],
 )
 def test_what_cannot_be_is_said(run: Run, options: tuple[str, ...], status: int, said: str) -> None:
-    done = run("latency_table", *options)
+    done = run("latency-table", *options)
     assert done.returncode == status
     assert said in done.stderr

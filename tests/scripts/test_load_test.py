@@ -1,4 +1,4 @@
-"""scripts/load_test, with Locust, against a server, an endpoint and streams; and its numbers."""
+"""kogpt2 load-test, with Locust, against a server, an endpoint and streams; and its numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import requests
 from scripts.load import compare, loads, samples
 from scripts.load.plan import Chooser, Plan
 from scripts.load.samples import Sample
-from tests.e2e.server import REPOSITORY, Server, eventually, free_port
+from tests.e2e.server import Server, eventually, free_port
 from tests.scripts.conftest import NAMES, Poets, Run
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ def users(run: Run, served: Server, tmp_path_factory: pytest.TempPathFactory) ->
     prompts.write_text("나는 오늘\n\n비가 오는 날에는\n", encoding="utf-8")
     files = ("--json", folder / "a.json", "--html", folder / "a.html", "--prompts", prompts)
     plan = ("--models", ",".join(NAMES), "--users", "3", "--seconds", "4", "--zipf", "1.5")
-    done = run("load_test", "--url", served.url(""), *plan, *files, *SHORT)
+    done = run("load-test", "--url", served.url(""), *plan, *files, *SHORT)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((folder / "a.json").read_text(encoding="utf-8"))
     counted = {name: answered(served, name) - before[name] for name in NAMES}
@@ -120,7 +120,7 @@ def test_two_runs_are_compared(run: Run, users: dict[str, Any], tmp_path: Path) 
     slower["all"]["seconds"]["p50"] *= 2
     slower["plan"]["users"] = 8
     (tmp_path / "b.json").write_text(json.dumps(slower), encoding="utf-8")
-    done = run("load_test", "--compare", first, tmp_path / "b.json")
+    done = run("load-test", "--compare", first, tmp_path / "b.json")
     assert done.returncode == 0, done.stderr
     lines = {line.split("  ")[0]: line for line in done.stdout.splitlines() if line}
     assert lines["latency p50 ms"].endswith("2.00x")
@@ -133,10 +133,10 @@ def test_two_runs_are_compared(run: Run, users: dict[str, Any], tmp_path: Path) 
 def test_only_reports_can_be_compared(run: Run, users: dict[str, Any], tmp_path: Path) -> None:
     for text in ("{}", "산", "[1]"):
         (tmp_path / "x.json").write_text(text, encoding="utf-8")
-        done = run("load_test", "--compare", users["file"], tmp_path / "x.json")
+        done = run("load-test", "--compare", users["file"], tmp_path / "x.json")
         assert done.returncode == 2
-        assert "is no report of scripts/load_test" in done.stderr
-    assert "cannot read" in run("load_test", "--compare", users["file"], "/nowhere.json").stderr
+        assert "is no report of kogpt2 load-test" in done.stderr
+    assert "cannot read" in run("load-test", "--compare", users["file"], "/nowhere.json").stderr
 
 
 def test_requests_at_a_rate_with_the_first_token_of_streams(
@@ -144,7 +144,7 @@ def test_requests_at_a_rate_with_the_first_token_of_streams(
 ) -> None:
     options = ("--rate", "20", "--seconds", "3", "--warm-up", "0.5", "--stream", "--models", "m0")
     file = tmp_path / "a.json"
-    done = run("load_test", "--url", served.url(""), *options, "--json", file, *SHORT)
+    done = run("load-test", "--url", served.url(""), *options, "--json", file, *SHORT)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text(encoding="utf-8"))
     assert 30 <= found["all"]["requests"] <= 95  # 60 on average, Poisson
@@ -159,7 +159,7 @@ def test_an_endpoint_is_tested_through_the_platforms_api(
 ) -> None:
     names = "m0,시/봄"
     options = ("--endpoint", "poets", "--models", names, "--users", "2", "--seconds", "2")
-    done = run("load_test", *options, "--json", tmp_path / "a.json", *SHORT, **poets.environment)
+    done = run("load-test", *options, "--json", tmp_path / "a.json", *SHORT, **poets.environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     assert found["all"]["requests"] > 4
@@ -169,7 +169,7 @@ def test_an_endpoint_is_tested_through_the_platforms_api(
 
 def test_a_dry_run_shows_the_plan_and_sends_nothing(run: Run, served: Server) -> None:
     before = [answered(served, name) for name in NAMES]
-    done = run("load_test", "--url", served.url(""), "--dry-run", "--rate", "3", *SHORT)
+    done = run("load-test", "--url", served.url(""), "--dry-run", "--rate", "3", *SHORT)
     assert done.returncode == 0, done.stderr
     shown = dict(line.split()[:2] for line in done.stdout.splitlines()[1:5])
     assert shown == {"m0": "48.0", "m1": "24.0", "slow": "16.0", "시/봄": "12.0"}
@@ -180,7 +180,7 @@ def test_a_dry_run_shows_the_plan_and_sends_nothing(run: Run, served: Server) ->
 
 def test_errors_are_counted_by_kind_and_fail_the_test(run: Run, served: Server) -> None:
     options = ("--models", "m0,없음", "--zipf", "0", "--seconds", "2", "--users", "2")
-    done = run("load_test", "--url", served.url(""), *options, *SHORT)
+    done = run("load-test", "--url", served.url(""), *options, *SHORT)
     assert done.returncode == 1
     line = next(line for line in done.stdout.splitlines() if line.startswith("error "))
     kind, _, count = line.removeprefix("error ").rpartition(": ")
@@ -203,18 +203,19 @@ def test_a_server_that_never_answers_does_not_hold_a_test_up(
     started = time.monotonic()
     with silent() as url:
         limits = ("--seconds", "1", "--timeout", "2")
-        done = run("load_test", "--url", url, "--models", "m0", *how, *limits)
+        done = run("load-test", "--url", url, "--models", "m0", *how, *limits)
     assert time.monotonic() - started < 25
     assert done.returncode == 1
     assert "timeout" in done.stdout
 
 
 def test_a_test_that_is_interrupted_reports_what_it_has(served: Server) -> None:
-    script = REPOSITORY / "scripts" / "load_test"
     options = ["--url", served.url(""), "--models", "m0", "--seconds", "60", *SHORT]
     before = answered(served, "m0")
     with subprocess.Popen(
-        [sys.executable, script, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "scripts.cli", "load-test", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         eventually(lambda: answered(served, "m0") > before + 3, 30)
         process.send_signal(2)
@@ -224,7 +225,6 @@ def test_a_test_that_is_interrupted_reports_what_it_has(served: Server) -> None:
 
 
 def test_locusts_page_is_there_meanwhile(served: Server) -> None:
-    script = REPOSITORY / "scripts" / "load_test"
     port = free_port()
     options = ["--url", served.url(""), "--models", "m0", "--seconds", "60", "--web", str(port)]
     page = f"http://127.0.0.1:{port}"
@@ -236,7 +236,9 @@ def test_locusts_page_is_there_meanwhile(served: Server) -> None:
         return []
 
     with subprocess.Popen(
-        [sys.executable, script, *options, *SHORT], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "scripts.cli", "load-test", *options, *SHORT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         eventually(lambda: "m0" in seen(), 30)
         process.send_signal(2)
@@ -249,7 +251,7 @@ def test_locusts_page_is_there_meanwhile(served: Server) -> None:
     ("options", "said"),
     [
         (("--users", "2", "--rate", "1"), "--users or --rate, not both"),
-        (("--zipf", "-1"), "--zipf is -1"),
+        (("--zipf", "-1"), "'--zipf': -1.0 is not in the range"),
         (("--seconds", "90000"), "at most 3600"),
         (("--prompts", "/nowhere.txt"), "cannot read /nowhere.txt"),
         (("--models", ","), "names no model"),
@@ -261,7 +263,7 @@ def test_locusts_page_is_there_meanwhile(served: Server) -> None:
 def test_what_cannot_be_is_said_before_anything_is_sent(
     run: Run, options: tuple[str, ...], said: str
 ) -> None:
-    done = run("load_test", *options)
+    done = run("load-test", *options)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""scripts/package: what the server would refuse is refused; the rest is packed, always the same."""
+"""kogpt2 package: what the server would refuse is refused; the rest is packed, always the same."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.artifacts.open import open_artifact
-from scripts.lib.packaging import check, upload, write_archive
+from scripts.lib.packaging import check, write_archive
 from scripts.lib.problem import Problem
 from tests.engine.hugging_face import make_hugging_face, write_json
 from tests.engine.models import make_artifact
 from tests.serving.store.archives import unpack
-from tests.serving.store.s3 import BUCKET, S3Server, s3_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,11 +26,10 @@ def folder(tmp_path: Path) -> Path:
     return make_artifact(tmp_path / "시 모음")
 
 
-def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "scripts/package", *map(str, arguments)],
+        [sys.executable, "-m", "scripts.cli", "package", *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=60,
@@ -136,58 +133,3 @@ def test_check_writes_nothing(folder: Path) -> None:
     done = run(folder, "--check")
     assert done.returncode == 0
     assert list(folder.parent.iterdir()) == [folder]
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
-
-
-def test_an_archive_is_uploaded_and_never_over_another(folder: Path, s3: S3Server) -> None:
-    url = f"s3://{BUCKET}/fine-tunes/"
-    done = run(folder, "--out", folder.with_name("시.tar.gz"), "--upload", url, **s3.environment)
-    assert done.returncode == 0, done.stderr
-    assert f"s3://{BUCKET}/fine-tunes/시.tar.gz" in done.stdout
-    found = s3.client.get_object(Bucket=BUCKET, Key="fine-tunes/시.tar.gz")["Body"].read()
-    assert found == folder.with_name("시.tar.gz").read_bytes()
-
-    folder.with_name("시.tar.gz").write_bytes(b"another")
-    again = subprocess.run(
-        [sys.executable, "-c", UPLOAD, str(folder.with_name("시.tar.gz")), url],
-        cwd=ROOT,
-        env={**os.environ, **s3.environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert "is there already; it is never overwritten" in again.stdout
-    kept = s3.client.get_object(Bucket=BUCKET, Key="fine-tunes/시.tar.gz")["Body"].read()
-    assert kept == found
-
-
-UPLOAD = """
-import sys
-from pathlib import Path
-from scripts.lib.problem import Problem
-from scripts.lib.packaging import upload
-try:
-    upload(Path(sys.argv[1]), sys.argv[2])
-except Problem as problem:
-    print(problem)
-"""
-
-
-@pytest.mark.parametrize("url", ["https://x/y", "s3://", "models", "s3://b/k?versionId=1"])
-def test_a_place_that_is_none_is_refused(tmp_path: Path, url: str) -> None:
-    (tmp_path / "a.tar.gz").write_bytes(b"x")
-    with pytest.raises(Problem, match="must be s3://bucket/prefix/"):
-        upload(tmp_path / "a.tar.gz", url)
-
-
-def test_a_bucket_that_is_not_there_is_one_sentence(folder: Path, s3: S3Server) -> None:
-    done = run(folder, "--upload", "s3://nowhere-to-be-found/", **s3.environment)
-    assert done.returncode == 2
-    assert "cannot upload to s3://nowhere-to-be-found/" in done.stderr
-    assert "Traceback" not in done.stderr

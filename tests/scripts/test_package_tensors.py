@@ -1,4 +1,4 @@
-"""scripts/package loads a model of tensors, as its worker would."""
+"""kogpt2 package loads a model of tensors, as its worker would."""
 
 from __future__ import annotations
 

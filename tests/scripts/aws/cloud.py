@@ -36,7 +36,7 @@ from moto.sagemaker.models import FakeEndpoint, FakeEndpointConfig, SageMakerMod
 from moto.sagemaker.responses import SageMakerResponse
 from moto.server import ThreadedMotoServer
 
-from scripts.aws.start import main
+from scripts.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
 WIDE_S = 120.0  # for a script of its own, which takes some seconds
@@ -110,7 +110,7 @@ class Cloud:
         self, command: str, *args: str, stdin: int = subprocess.DEVNULL
     ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, ROOT / "scripts" / command, *args],
+            [sys.executable, "-m", "scripts.cli", command, *args],
             env=self.environment,
             stdin=stdin,
             stdout=subprocess.PIPE,
@@ -130,7 +130,7 @@ class Cloud:
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):
-            found = main(command, list(args))
+            found = main([command, *args])
         assert found == code, out.getvalue() + err.getvalue()
         if code == 0:
             return out.getvalue()

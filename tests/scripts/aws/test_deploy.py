@@ -1,4 +1,4 @@
-"""scripts/deploy makes, keeps, resumes and updates; and says before what AWS would refuse."""
+"""kogpt2 deploy makes, keeps, resumes and updates; and says before what AWS would refuse."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def test_an_endpoint_of_somebody_else_is_left_alone(ready: Cloud) -> None:
     ready.client("sagemaker").delete_tags(ResourceArn=arn, TagKeys=["kogpt2-serving"])
     ready.changes()
     said = ready.run("deploy", *BASIC, "--env", "A=B", code=2)
-    assert "that scripts/deploy did not make" in said
+    assert "that kogpt2 deploy did not make" in said
     assert ready.changes() == []
 
 
@@ -339,4 +339,4 @@ def test_the_newest_tagged_image_is_taken(ready: Cloud) -> None:
     ready.run("deploy", *BASIC, "--image", old)
     assert ready.endpoint("poems")["model"]["PrimaryContainer"]["Image"] != newest
     said = ready.run("deploy", *BASIC, "--image", old.replace(":v1", ":v9"), code=2)
-    assert said.endswith(":v9: scripts/push puts it there")
+    assert said.endswith(":v9: kogpt2 push puts it there")

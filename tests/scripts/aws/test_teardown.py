@@ -1,4 +1,4 @@
-"""scripts/status, logs and teardown find by tag what scripts/deploy made."""
+"""kogpt2 status, logs and teardown find by tag what kogpt2 deploy made."""
 
 from __future__ import annotations
 

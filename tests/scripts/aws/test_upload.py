@@ -1,4 +1,4 @@
-"""scripts/upload puts, never overwrites, lists and deletes."""
+"""kogpt2 upload puts, never overwrites, lists and deletes."""
 
 from __future__ import annotations
 

@@ -1,16 +1,7 @@
-"""Runs a command: reads its options, goes over to .venv's Python, says errors in one sentence."""
+"""What boto3 raises, as one sentence for people."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import re
-import sys
-
-from scripts.lib.environment import use_project_environment
-from scripts.lib.problem import Problem
-
-NEEDED = ("boto3", "tqdm")
 HINTS = {
     "ExpiredToken": "your AWS session has expired: log in again",
     "ExpiredTokenException": "your AWS session has expired: log in again",
@@ -41,29 +32,3 @@ def explain(error: Exception) -> str | None:
     else:
         return None
     return " ".join(text.split())
-
-
-def main(command: str, argv: list[str] | None = None) -> int:
-    """0: done; 1: AWS or another program refused; 2: wrong input; 130: interrupted."""
-    module = importlib.import_module(f"scripts.aws.{command}")
-    args = module.parse(argv)
-    name = re.sub("_", "-", command)
-    try:
-        use_project_environment(*NEEDED)
-        module.run(args)
-    except Problem as problem:
-        print(f"{name}: {problem}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"\n{name}: interrupted; the same command again goes on from here", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:
-        text = explain(error)
-        if text is None:
-            raise
-        print(f"{name}: {text}", file=sys.stderr)
-        return 1
-    return 0

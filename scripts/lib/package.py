@@ -1,0 +1,47 @@
+"""A model's folder, checked as the server would and packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.options import argument, option
+
+
+@dataclass(kw_only=True)
+class Package:
+    folder: Path = argument("the model's folder")
+    out: Path | None = option(None, "the archive to write (FOLDER.tar.gz)")
+    check: bool = option(False, "write nothing")
+
+
+def run(options: Package) -> None:
+    """Checks a model's folder as the server would, and packs it as NAME.tar.gz.
+
+    The same files give the same bytes, whenever and wherever they are packed.
+
+    Examples:
+    kogpt2 package my-model                            writes my-model.tar.gz beside the folder
+    kogpt2 package my-model --out store/poem.tar.gz
+    kogpt2 package my-model --check                    only says whether it would be served
+    """
+    from tqdm import tqdm
+
+    from scripts.lib.packaging import SUFFIX, check, write_archive
+
+    folder = options.folder.resolve()
+    target = options.out or folder.with_name(folder.name + SUFFIX)
+    checked = check(folder)
+    print(f"{options.folder}: {checked.summary}")
+    if options.check:
+        return
+    with tqdm(
+        total=checked.num_bytes,
+        desc="packing",
+        unit="B",
+        unit_scale=True,
+        disable=None,
+        leave=False,
+    ) as packing:
+        write_archive(checked, target, packing.update)
+    print(f"{target}: {target.stat().st_size / 1e6:.1f} MB")

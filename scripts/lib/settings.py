@@ -1,0 +1,32 @@
+"""The environment variables of the server, as docs/settings.md shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(kw_only=True)
+class Nothing:
+    """It has no options."""
+
+
+def run(options: Nothing) -> None:
+    """Prints the environment variables of the server as the table of docs/settings.md."""
+    import engine.settings
+    import handlers.settings
+    import serving.settings
+
+    print("| variable | default | |\n|---|---|---|")
+    seen = set()
+    for settings in (serving.settings, engine.settings, handlers.settings):
+        for field in fields(settings.Settings):
+            variable = field.metadata["variable"]
+            if variable in seen:
+                continue
+            seen.add(variable)
+            default = str(field.default).replace(f"{ROOT}/", "")
+            shown = f"`{default}`" if default else "none"
+            print(f"| `{variable}` | {shown} | {field.metadata['help']} |")

@@ -1,0 +1,138 @@
+"""`kogpt2`: every command says how it is used, what is written of it can be typed, errors are one
+sentence and a status."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import typer
+
+from scripts import cli
+from tests.e2e.server import REPOSITORY, Server
+from tests.scripts.conftest import Run
+
+GROUP = typer.main.get_command(cli.app)
+assert isinstance(GROUP, click.Group)
+PAGES = [
+    *REPOSITORY.glob("*.md"),
+    *REPOSITORY.glob("docs/**/*.md"),
+    REPOSITORY / "model_store/README.md",
+]
+COMMANDS = [name for commands in cli.PANELS.values() for name in commands]
+# What stands behind an example: what it does, or another program that takes its output.
+REST = re.compile(r" {3,}.*| +#.*| [|>] .*")
+
+
+def lines(text: str) -> list[str]:
+    """The lines of a text that call the command, each joined with those that go on from it."""
+    text = text.replace("\\\n", " ")
+    found = re.findall(
+        r"^(?:\$ )?(?:[A-Z_]+=\S+ |taskset \S+ \S+ |echo .*? \| )*(?:\./)?kogpt2 (.*)$", text, re.M
+    )
+    return [REST.sub("", line) for line in found]
+
+
+def parse(line: str) -> None:
+    """Reads a line as the command would, without running it."""
+    name, *arguments = shlex.split(line)
+    if name not in cli.SHELL and "--help" not in arguments:
+        GROUP.commands[name].make_context(name, arguments)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_a_command_does_and_its_examples_can_be_typed(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    command = GROUP.commands[name]
+    assert command.help
+    assert command.help.split()[0] in shown
+    for example in lines((command.epilog or "").replace("\n\n", "\n")):
+        assert example.split()[0] == name
+        parse(example)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_what_the_pages_say_can_be_typed(page: Path) -> None:
+    blocks = re.findall(r"^```.*?\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    for line in lines("".join(blocks)):
+        parse(line)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.suffixes == [".ko", ".md"]], ids=str
+)
+def test_pages_in_both_languages_show_the_same_commands_and_options(page: Path) -> None:
+    texts = [
+        p.read_text(encoding="utf-8") for p in (page, page.with_name(page.name.replace(".ko", "")))
+    ]
+    korean, english = ([shlex.split(line)[:1] for line in lines(text)] for text in texts)
+    assert korean == english
+    korean_rows, english_rows = (re.findall(r"^\| (`--.*?) \|", text, re.M) for text in texts)
+    assert korean_rows == english_rows
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["package"], "package: Missing argument 'FOLDER'."),
+        (
+            ["fine-tune", "--steps", "0"],
+            "fine-tune: Invalid value for '--steps': 0 is not in the range x>=1.",
+        ),
+        (
+            ["load-test", "--rate", "-1"],
+            "load-test: Invalid value for '--rate': -1 is not a number above 0",
+        ),
+        (["ask", "소월", "가", "--온도", "1"], "ask: No such option: --온도"),
+        (["소월"], "kogpt2: No such command '소월'."),
+    ],
+)
+def test_wrong_use_is_one_sentence_and_2(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(given) == 2
+    assert capsys.readouterr().err.splitlines()[0].startswith(said)
+
+
+def test_without_a_command_all_are_listed(run: Run) -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert all(re.search(rf"^│ {name} ", done.stdout, re.M) for name in [*COMMANDS, *cli.SHELL])
+
+
+def test_models_are_listed_loaded_asked_and_unloaded(run: Run, served: Server) -> None:
+    management = ["--url", served.management("")]
+    done = run("load", "m1", *management)
+    assert done.returncode == 0, done.stderr
+    listed = json.loads(run("models", "--json", *management).stdout)
+    assert "시/봄" in {model["modelName"] for model in listed["available"]}
+    assert "m1" in {model["modelName"] for model in listed["loaded"]}
+    assert re.search(r"^ *m1 +(hot|warm|parked)", run("models", *management).stdout, re.M)
+    whole = run(
+        "ask", "m1", "나는 오늘", "--max-new-tokens", "4", "--no-stream", "--url", served.url("")
+    )
+    streamed = run(
+        "ask", "m1", "--max-new-tokens", "4", "--url", served.url(""), stdin="나는 오늘\n"
+    )
+    assert streamed.returncode == 0, streamed.stderr
+    assert streamed.stdout == whole.stdout
+    done = run("unload", "m1", *management)
+    assert (done.returncode, "unregistered" in done.stdout) == (0, True)
+    again = run("unload", "m1", *management)
+    assert again.returncode == 1
+    assert "m1" in again.stderr
+
+
+def test_a_server_that_is_not_there_is_a_failure(run: Run) -> None:
+    for command in (["models"], ["ask", "시", "가"]):
+        done = run(*command, "--url", "http://127.0.0.1:9")
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"{command[0]}: http://127.0.0.1:9 ")
+        assert done.stderr.count("\n") == 1
