@@ -24,7 +24,7 @@ from handlers.scripts.confinement import capabilities, landlock, seccomp
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-OURS = ("common", "engine", "handlers")
+OURS = ("common", "engine", "handlers", "compat")
 SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt/native", "/opt/nvidia",
     "/proc", "/sys",
