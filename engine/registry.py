@@ -42,7 +42,7 @@ from engine.step_loop import Loop
 from engine.text.process import Texts
 from engine.text.prompts import Chat, Inputs
 
-# Two workers (`serving.memory`).
+# Two workers (`serving.models.worker_memory`).
 FOR_OTHERS = 128 * MIB
 
 logger = logging.getLogger(__name__)

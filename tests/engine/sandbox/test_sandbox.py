@@ -18,7 +18,7 @@ import pytest
 
 from common.errors import ArtifactError, InvalidRequest, PromptTooLong
 from engine.sandbox import Limits, Sandbox, run
-from tests.engine.engines import until
+from tests.engine.engines import is_gone, until
 from tests.engine.sandbox import targets
 
 WIDE_S = 60.0
@@ -103,7 +103,7 @@ def test_a_call_past_its_deadline_ends_the_process() -> None:
         with pytest.raises(ArtifactError, match=r"more than 0\.2 s"):
             child.call("sleep", timeout_s=0.2)
         assert not child.alive
-        until(lambda: not psutil.pid_exists(pid))
+        until(lambda: is_gone(pid))
 
 
 def test_a_crash_in_a_call_is_told_and_ends_only_this_one() -> None:
@@ -125,7 +125,7 @@ def test_killed_from_another_thread() -> None:
         with pytest.raises(ArtifactError, match="nobody waits any more"):
             child.ready(WIDE_S)
         killer.join()
-        until(lambda: not psutil.pid_exists(pid))
+        until(lambda: is_gone(pid))
 
 
 @pytest.mark.parametrize("write_mib", [0, 1])
@@ -197,8 +197,8 @@ def test_nothing_is_left_of_an_engine_that_is_killed() -> None:
         assert helper is not None
         holder.kill()
         holder.wait()
-        until(lambda: not psutil.pid_exists(pid))
-        until(lambda: not helper.is_running())
+        until(lambda: is_gone(pid))
+        until(lambda: is_gone(helper.pid))
 
 
 def test_a_lost_helper_is_replaced() -> None:
@@ -208,7 +208,7 @@ def test_a_lost_helper_is_replaced() -> None:
         assert pid is not None
         helper = psutil.Process(pid).ppid()
         os.kill(helper, signal.SIGKILL)
-        until(lambda: not psutil.pid_exists(pid))  # with its helper
+        until(lambda: is_gone(pid))  # with its helper
         with pytest.raises(ArtifactError):
             child.call("가", timeout_s=WIDE_S)
     assert run(targets.echo, "나", what="m", timeout_s=WIDE_S) == "나"
