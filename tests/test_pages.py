@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from itertools import groupby
 from pathlib import Path
+from unicodedata import normalize
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+GLOSSARY = Path("docs/glossary.ko.md")  # has no page beside it
 KOREAN = sorted(
-    page.relative_to(ROOT) for page in [*ROOT.glob("*.ko.md"), *(ROOT / "docs").rglob("*.ko.md")]
+    {page.relative_to(ROOT) for page in [*ROOT.glob("*.ko.md"), *(ROOT / "docs").rglob("*.ko.md")]}
+    - {GLOSSARY}
 )
+CONSOLE = Path("serving/console/page/texts.js")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"(?<=\s)(#|//) .*$", re.MULTILINE)
 NAMES = re.compile(
@@ -54,3 +58,43 @@ def test_a_page_names_the_same_things_in_both_languages(page: Path) -> None:
     """Options, settings, tests and files."""
     named = [set(NAMES.findall(text)) for text in ((ROOT / page).read_text("utf-8"), english(page))]
     assert named[0] ^ named[1] == set()
+
+
+def terms(column: int) -> list[str]:
+    """What a column of the glossary's table has."""
+    rows = re.findall(r"^\|(.*)\|$", (ROOT / GLOSSARY).read_text("utf-8"), re.MULTILINE)[2:]
+    return [word.strip() for row in rows for word in row.split("|")[column].split(",")]
+
+
+def pattern(words: list[str]) -> re.Pattern[str]:
+    """Those words where one begins, verbs in all forms: of 올리다 also 올린, 올립니다 and 올려. In
+    decomposed Hangul (NFD) all of them begin with the stem, the last ㅣ of which may become ㅕ."""
+    stems = (re.sub("(?<=.)다$", "", word) for word in words)
+    decomposed = (re.sub("\u1175$", "[\u1175\u1167]", normalize("NFD", stem)) for stem in stems)
+    return re.compile(rf"(?<!\w)(?:{'|'.join(decomposed)})", re.IGNORECASE)
+
+
+def avoided(text: str) -> list[str]:
+    """Words of the glossary's last column in a Korean text, as it has them."""
+    prose = re.sub(r"`[^`\n]*`|\]\([^)]*\)|https?://\S+", "_", FENCE.sub("", text))
+    prose = pattern(terms(1)).sub("_", normalize("NFD", prose))
+    return [
+        normalize("NFC", prose[found.start() : found.end() + 20].split("\n")[0])
+        for found in pattern(terms(2)).finditer(prose)
+    ]
+
+
+@pytest.mark.parametrize("page", KOREAN, ids=str)
+def test_a_korean_page_keeps_to_the_glossary(page: Path) -> None:
+    assert avoided((ROOT / page).read_text("utf-8")) == []
+
+
+def test_the_console_keeps_to_the_glossary() -> None:
+    _, korean = (ROOT / CONSOLE).read_text("utf-8").split("const KOREAN")
+    assert "저장소" in korean
+    assert avoided(korean) == []
+
+
+def test_the_glossary_knows_the_forms_of_a_word_and_no_others() -> None:
+    found = avoided("모델을 올려서, `올린`, 내립니다. 내려받고 끌어올리며 지켜보다 켜집니다.")
+    assert [words.split()[0] for words in found] == ["올려서,", "내립니다.", "켜집니다."]
