@@ -91,6 +91,20 @@ def _in_turns(results: Results) -> list[float]:
     return [r["turns_tokens_per_s"] / r["alone_tokens_per_s"] for r in results["turns"]["rounds"]]
 
 
+def second_turn_ms(results: Results, engine: str, key: str = "chat_s") -> list[float]:
+    """To the first token of a chat's second turn, in each round."""
+    return [1000 * entry[engine][key][1] for entry in results["prefixes"]["rounds"]]
+
+
+def answers(results: Results, engine: str, key: str) -> list[float]:
+    """First tokens of several answers to one prompt against that of one answer."""
+    found = []
+    for entry in results["prefixes"]["rounds"]:
+        several = entry[engine][f"answers_{entry['history'] // 4}"]
+        found.append(several[key] / several["one_s"])
+    return found
+
+
 def _ready(kind: str) -> Callable[[Results], list[float]]:
     return lambda r: [entry["ready_s"] for entry in r["loading"][kind]]
 
@@ -120,6 +134,8 @@ GOALS: tuple[Goal, ...] = (
     ("int8, B=8, tokens/s against its own B=1", ">=", 3, "x", _batched(INT8)),
     ("clients over HTTP, tokens/s against in-process B=8", ">=", 1, "x", _over_http),
     ("models in turns, tokens/s against one alone", ">=", 0.85, "x", _in_turns),
+    ("second turn of a chat, first token", "<=", 25, "ms", lambda r: second_turn_ms(r, "with")),
+    ("first tokens of n = 8 against n = 1", "<=", 1.3, "x", lambda r: answers(r, "with", "all_s")),
     ("load of an int8 model, page cache warm", "<=", 0.2, "s", _ready("warm")),
     ("load of an int8 model, page cache cold", "<=", 0.4, "s", _ready("cold")),
     ("RSS of a further int8 model, against its weights", "<=", 1.2, "x", _memory("rss_bytes")),

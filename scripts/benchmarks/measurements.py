@@ -24,7 +24,7 @@ from scripts.benchmarks.process import ROOT, BenchmarkError, Process
 from scripts.lib.documents import read_documents
 
 SPEED = tuple(contender.name for contender in CONTENDERS)
-PARTS = ("bandwidth", "turns", "serving", "loading", "memory", "accuracy")
+PARTS = ("bandwidth", "turns", "prefixes", "serving", "loading", "memory", "accuracy")
 DEMO = ("sowol", "dongju")
 OVERHEAD_TOKENS = 16
 BATCH = 8  # the rows of B=8
@@ -138,6 +138,13 @@ class Run:
                     sys.executable, "turns", arguments, self._log("turns")
                 )
                 self.results["turns"] = {"models": len(self.models), "rounds": []}
+        if "prefixes" in self.wanted:
+            with self._skipping("prefixes"):
+                arguments = ["onnxruntime", "int8", self.models[0]]
+                self._processes["prefixes"] = Process(
+                    sys.executable, "prefixes", arguments, self._log("prefixes")
+                )
+                self.results["prefixes"] = {"rounds": []}
         if "serving" in self.wanted:
             with self._skipping("serving"):
                 models = {"full": self.models[0], "tiny": self.tiny}
@@ -170,6 +177,8 @@ class Run:
             steps.append(("serving", self._serving))
         if "turns" in self._processes:
             steps.append(("turns", self._turns))
+        if "prefixes" in self._processes:
+            steps.append(("prefixes", self._prefixes))
         if "bandwidth" in self._processes:
             steps.append(("bandwidth", self._bandwidth))
         return [(name, step) for name, step in steps if name not in self.results["skipped"]]
@@ -199,6 +208,9 @@ class Run:
             "measure", texts=self.texts[:BATCH], new_tokens=new_tokens
         )
         self.results["turns"]["rounds"].append(found)
+
+    def _prefixes(self) -> None:
+        self.results["prefixes"]["rounds"].append(self._processes["prefixes"].call("measure"))
 
     def _serving(self) -> None:
         plan, server = self.plan, self._server

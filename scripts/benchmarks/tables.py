@@ -60,6 +60,23 @@ def _speed(results: Results) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def _prefixes(results: Results) -> Iterator[str]:
+    last = results["prefixes"]["rounds"][-1]
+    said, length = last["history"], last["history"] // 4
+    for engine, what in (("with", "with what is kept"), ("without", "without")):
+        for label, key in (("after a pause", "chat_s"), ("at once", "chat_at_once_s")):
+            values = goals.second_turn_ms(results, engine, key)
+            yield (
+                f"| the engine {what}, a chat's second turn, {said} tokens of history,"
+                f" {label}: ms to the first token | {shown(values, 0)} |"
+            )
+        for label, key in (("the first", "first_s"), ("the last", "all_s")):
+            yield (
+                f"| the engine {what}, eight answers to a prompt of {length}: first token of"
+                f" {label} against one answer's | {shown(goals.answers(results, engine, key), 2)} |"
+            )
+
+
 def _others(results: Results) -> Iterator[str]:
     if "bandwidth" in results:
         rates = [rate / 1e9 for rate in goals.bandwidth(results)]
@@ -78,6 +95,8 @@ def _others(results: Results) -> Iterator[str]:
         ):
             values = [entry[f"{key}_tokens_per_s"] for entry in rounds]
             yield f"| the engine, {label}: tokens/s | {shown(values, 0)} |"
+    if "prefixes" in results:
+        yield from _prefixes(results)
     if "serving" in results:
         rounds = results["serving"]["rounds"]
         rates = [entry["tokens_per_s"] for entry in rounds]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("mxnet", "onnxruntime-fp32", "onnxruntime-int8")
-PARTS = ("bandwidth", "turns", "loading", "memory", "accuracy")
+PARTS = ("bandwidth", "turns", "prefixes", "loading", "memory", "accuracy")
 
 
 def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
@@ -107,6 +107,20 @@ def test_the_tables_show_every_goal_and_contender(measured: tuple[dict[str, Any]
     for found in results["contenders"].values():
         assert f"| {found['label']} |" in output
     assert "\n".join(tables.lines(results)) in output
+
+
+def test_a_chats_turns_and_several_answers_are_timed_with_and_without_what_is_kept(
+    measured: tuple[dict[str, Any], str],
+) -> None:
+    (found,) = measured[0]["prefixes"]["rounds"]
+    for engine in ("with", "without"):
+        for chat in ("chat_s", "chat_at_once_s"):
+            assert len(found[engine][chat]) == 8
+            assert all(seconds > 0 for seconds in found[engine][chat])
+        several = found[engine]["answers_16"]
+        assert 0 < several["first_s"] <= several["all_s"]
+    goal = next(g for g in measured[0]["goals"] if g["name"].startswith("second turn"))
+    assert goal["rounds"] == [1000 * found["with"]["chat_s"][1]]
 
 
 def test_loads_are_timed_to_ready_and_on_to_the_first_token(
