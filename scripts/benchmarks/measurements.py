@@ -140,7 +140,7 @@ class Run:
                 self.results["turns"] = {"models": len(self.models), "rounds": []}
         if "prefixes" in self.wanted:
             with self._skipping("prefixes"):
-                arguments = ["onnxruntime", "int8", self.models[0]]
+                arguments = ["onnxruntime", "int8", str(self.models[0])]
                 self._processes["prefixes"] = Process(
                     sys.executable, "prefixes", arguments, self._log("prefixes")
                 )

@@ -74,8 +74,9 @@ def main() -> None:
     seeds = itertools.count()
 
     def prompt(length: int) -> list[int]:
-        ids: list[int] = np.random.default_rng(next(seeds)).integers(4, config.vocab_size, length)
-        return list(map(int, ids))
+        rng = np.random.default_rng(next(seeds))
+        ids: list[int] = rng.integers(4, config.vocab_size, length).tolist()
+        return ids
 
     def chat(engine: Engine, pause_s: float) -> list[float]:
         """Seconds to the first token of each turn; the second has `history` tokens before it."""
