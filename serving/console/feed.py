@@ -65,7 +65,7 @@ class Feed:
         self._listing: asyncio.Task[None] | None = None
         self._watchers = 0
 
-    def check_worker_memory(self) -> None:
+    def check_watchers(self) -> None:
         """Raises `Unavailable` if too many watch."""
         if self._watchers >= MAX_WATCHERS:
             raise Unavailable(f"{MAX_WATCHERS} pages watch already", retry_after_s=10)

@@ -7,6 +7,7 @@ GET /console/events    what it shows, as server-sent events (`serving.console.fe
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -25,22 +26,21 @@ from serving.api.stream import EVENTS
 from serving.console.feed import Feed
 
 PAGE = Path(__file__).with_name("page")
-INDEX = "index.html"
+INDEX, STYLE = "index.html", "style.css"
 TYPES = {
-    ".css": "text/css",
+    ".css": "text/css",  # it goes out in the page
     ".html": "text/html",
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-# Scripts and styles are files of this origin, and no text becomes markup.
+# Scripts are files of this origin, the style is known by its hash, and no text becomes markup.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
+    "default-src 'none'; script-src 'self'; style-src '{}'; img-src 'self'; connect-src 'self';"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS = {
     "cache-control": "no-cache",
-    "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
@@ -56,17 +56,26 @@ class _File:
     tag: str
 
     @classmethod
-    def read(cls, path: Path) -> _File:
-        content = path.read_bytes()
-        return cls(content, TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+    def of(cls, content: bytes, suffix: str) -> _File:
+        return cls(content, TYPES[suffix], f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+
+
+def _styled(page: bytes, style: bytes) -> tuple[_File, str]:
+    """The page with its style in it, which it is not painted without, and the policy for that."""
+    link = b'<link rel="stylesheet" href="/console/style.css">'
+    digest = base64.b64encode(hashlib.sha256(style).digest()).decode()
+    whole = page.replace(link, b"<style>" + style + b"</style>")
+    return _File.of(whole, ".html"), POLICY.format(f"sha256-{digest}")
 
 
 class Console:
     def __init__(self, gateway: Gateway) -> None:
         self._settings = gateway.settings
         self._feed = Feed(gateway)
-        files = (path for path in PAGE.iterdir() if path.suffix in TYPES)
-        self._files = {path.name: _File.read(path) for path in files}
+        paths = (path for path in PAGE.iterdir() if path.suffix in TYPES)
+        files = {path.name: path.read_bytes() for path in paths}
+        self._page, self._policy = _styled(files.pop(INDEX), files.pop(STYLE))
+        self._files = {name: _File.of(files[name], Path(name).suffix) for name in files}
 
     def routes(self) -> list[Route]:
         return [
@@ -78,16 +87,16 @@ class Console:
     async def page(self, request: Request) -> Response:
         if "text/html" not in ranges(request.headers.get("accept")):
             raise HTTPException(405)
-        return self._send(request, INDEX)
+        return self._send(request, self._page)
 
     async def file(self, request: Request) -> Response:
-        return self._send(request, request.path_params["file"])
-
-    def _send(self, request: Request, name: str) -> Response:
-        file = self._files.get(name)
+        file = self._files.get(request.path_params["file"])
         if file is None:
             raise HTTPException(404)
-        headers = {**HEADERS, "etag": file.tag}
+        return self._send(request, file)
+
+    def _send(self, request: Request, file: _File) -> Response:
+        headers = {**HEADERS, "content-security-policy": self._policy, "etag": file.tag}
         if file.tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(file.content, headers=headers, media_type=file.kind)
@@ -95,7 +104,7 @@ class Console:
     async def events(self, request: Request) -> Response:
         """Who may call models may look at them, and so may who manages them."""
         check_token(request, self._settings.management_token, self._settings.inference_token)
-        self._feed.check_worker_memory()
+        self._feed.check_watchers()
         return StreamingResponse(
             self._encoded(), media_type=EVENTS, headers={"cache-control": "no-store"}
         )

@@ -108,8 +108,8 @@ def test_only_so_many_may_watch(tmp_path: Path) -> None:
         for messages in watching:
             await anext(messages)
         with pytest.raises(Unavailable, match="watch already"):
-            feed.check_worker_memory()
+            feed.check_watchers()
         await watching[0].aclose()
-        feed.check_worker_memory()
+        feed.check_watchers()
 
     run(test)
