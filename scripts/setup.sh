@@ -246,6 +246,7 @@ install_uv() { # DIR
 run_uv() { # DIR ARGUMENT...
   local dir=$1 quiet=(-q)
   shift
+  [ "$1" != python ] || quiet=(--no-progress)  # which hides its errors when it is silent
   [ ! -t 2 ] || quiet=()
   like_pip "$dir"
   VIRTUAL_ENV=$dir UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1} CYTHON_FORCE_REGEN=1 CFLAGS=-O1 \

@@ -39,12 +39,12 @@ esac
 # Writes down which lists it installs.
 FAKE_UV = """#!/usr/bin/env bash
 [ "$UV_FIND_LINKS" = /a,/b ] || exit 64
-[ "$1" != -q ] || shift
+[ "$1" != -q ] && [ "$1" != --no-progress ] || shift
 case "$*" in
   "pip install "*--require-hashes*)
     echo "${@: -1}" >>"$LOG"; sleep "${UV_SLEEP:-0}"; exit "${UV_STATUS:-0}" ;;
   "pip install "* | "pip check") ;;
-  "python install 3.12") exit "${UV_STATUS:-0}" ;;
+  "python install 3.12") echo "uv said why" >&2; exit "${UV_STATUS:-0}" ;;
   "python find --managed-python 3.12") echo "$FETCHED_PYTHON" ;;
   *) exit 64 ;;
 esac
@@ -202,6 +202,7 @@ def test_where_uv_cannot_fetch_one_it_is_said_what_to_do(machine: Machine) -> No
     assert code == 1
     assert "Install one of them, or name it: PYTHON=" in err
     assert "python3 is 3.13" in err
+    assert "uv said why" in err
     assert not machine.venv.exists()
 
 
