@@ -1,4 +1,3 @@
-<<<<<<< HEAD
 """`pip install .` brings all that the packages need, not their Python alone."""
 
 from __future__ import annotations
@@ -38,38 +37,3 @@ def test_all_files_of_the_packages_are_in_the_wheel(tmp_path: Path) -> None:
         if file.is_file()
     }
     assert there - packed == LEFT_OUT
-=======
-"""`pip install .`: the package has all that the server and the command read."""
-
-from __future__ import annotations
-
-import subprocess
-import sys
-import zipfile
-from pathlib import Path
-
-from tests.e2e.server import REPOSITORY
-
-PACKAGES = ("common", "compat", "engine", "handlers", "scripts", "serving")
-# Of a checkout: pages, and what the shell and Docker run.
-LEFT_OUT = {".md", ".sh", ""}
-
-
-def test_the_wheel_has_every_file_of_the_packages_and_the_command(tmp_path: Path) -> None:
-    tracked = ["git", "ls-files", *PACKAGES, "pyproject.toml", "README.md", "LICENSE"]
-    listed = subprocess.check_output(tracked, cwd=REPOSITORY, text=True).splitlines()
-    for name in listed:
-        target = tmp_path / "checkout" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.symlink_to(REPOSITORY / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
-    subprocess.run([*command, "-w", tmp_path, tmp_path / "checkout"], check=True, timeout=120)
-    (file,) = tmp_path.glob("kogpt2_serving-*.whl")
-    with zipfile.ZipFile(file) as wheel:
-        packed = set(wheel.namelist())
-        (entry,) = (name for name in packed if name.endswith("entry_points.txt"))
-        assert "kogpt2 = scripts.cli:main" in wheel.read(entry).decode()
-    wanted = {name for name in listed if name.startswith(PACKAGES)}
-    missing = {name for name in wanted - packed if Path(name).suffix not in LEFT_OUT}
-    assert not missing
->>>>>>> 17f8c04 (The wheel has the gRPC protocol; the image has nothing of the command's; why uv could not fetch a Python is said)
