@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import queue
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -341,3 +343,22 @@ def test_a_deadline_of_the_clients_frees_its_rows(client: Any, server: Server) -
     assert status == "DEADLINE_EXCEEDED"
     eventually(lambda: running(server) == 0)
     assert steps(server, "slow") - begun < 1000
+
+
+@pytest.mark.slow
+def test_a_stop_waits_for_what_is_being_streamed(tmp_path: Path) -> None:
+    slow(tmp_path / "store" / "slow")
+    port = free_port()
+    with (
+        serving(tmp_path / "run", tmp_path / "store", GRPC_PORT=str(port)) as server,
+        triton.InferenceServerClient(f"127.0.0.1:{port}") as client,
+    ):
+        stream = Stream(client)
+        stream.ask("slow", id="1", max_new_tokens=300)
+        result, _ = stream.next()
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: not client.is_server_ready())
+        pieces = [generated(result), *stream.texts(1)["1"]]
+        assert len(pieces) == 300
+        client.stop_stream()
+        assert server.process.wait(WIDE_S) == 0
