@@ -40,7 +40,7 @@ class Plan:
     archived_layers: int = 4  # in fp16, about 130 MB as a .tar.gz
     starts: int = 5
     calls: int = 2000
-    streams: int = 200
+    streams: int = 100
     cold_calls: int = 10
     fetches: int = 3
     cycles: int = 100

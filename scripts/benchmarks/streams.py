@@ -23,7 +23,7 @@ from scripts.benchmarks.http_server import HTTPServer, UnixConnection, free_port
 from scripts.benchmarks.process import BenchmarkError
 
 TOKENS = 32
-WARM_UP = 20
+WARM_UP = 10
 JSON_HEADERS = {"Content-Type": "application/json"}
 SIZES = ("tiny", "full")
 
@@ -86,6 +86,8 @@ def _ways(server: HTTPServer, port: int, name: str, text: str, opened: ExitStack
 
 
 def _ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> tuple[float, float]:
+    connection.close()  # one that rests for long is closed by the other side
+    connection.connect()
     began = time.perf_counter()
     connection.request("POST", path, body, JSON_HEADERS)
     answer = connection.getresponse()
