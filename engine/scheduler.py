@@ -14,6 +14,8 @@ from engine.budget import Budget
 from engine.prefixes import COPIES, Prefix, Prefixes, shared
 from engine.sequence import Sequence, State
 
+# Tokens of an answer that may end before those to the same prompt have their turns.
+SHORT = 16
 LIKE = 4  # tokens of an answer that do not come back by chance
 
 
@@ -98,7 +100,7 @@ class Batch:
         chunks: list[Chunk] = []
         sequence = self.rows[-1] if self.rows and self.rows[-1].state is State.PREFILL else None
         done = self.model.length(len(self.rows) - 1) if sequence else 0
-        while room > 0:
+        while room > 0 or (sequence is None and self._follows(chunks)):
             if sequence is None:
                 sequence = self._admit()
                 if sequence is None:
@@ -120,6 +122,14 @@ class Batch:
             if done == len(sequence.prompt):
                 sequence = None
         return chunks
+
+    def _follows(self, chunks: list[Chunk]) -> bool:
+        """Whether the next in the queue can be a copy of one whose prompt is complete now, and who
+        may have gone by the next turn."""
+        if not chunks or not chunks[-1].completes or not self.waiting:
+            return False
+        last, following = self.rows[chunks[-1].row], self.waiting[0]
+        return following.prompt is last.prompt and last.parameters.max_new_tokens <= SHORT
 
     def _source(self, sequence: Sequence, chunks: list[Chunk]) -> Source | None:
         """Whose keys and values a sequence with a new row begins with, if anybody's.

@@ -212,6 +212,17 @@ def test_answers_to_one_prompt_have_it_computed_once(path: Path, length: int) ->
     assert (other.num_new, behind.num_new) == (50, 9)
 
 
+@pytest.mark.parametrize("new", [1, 2, 16])
+def test_short_answers_to_one_prompt_have_it_computed_once(path: Path, new: int) -> None:
+    """The first ends before there is room in a turn for the others."""
+    bench = Bench(path, max_rows=8)
+    prompt = bench.queue(2 * CHUNK, new=new, answers=8).prompt
+    several = [bench.queue_prompt(prompt, new=new, answers=8) for _ in range(7)]
+    bench.run()
+    assert bench.computed == 2 * CHUNK
+    assert len({tuple(sequence.ids) for sequence in several}) == 1
+
+
 def test_answers_whose_rows_are_copied_take_of_a_turns_room(path: Path) -> None:
     bench = Bench(path, max_rows=12)
     prompt = bench.queue(320, new=30, answers=12).prompt
