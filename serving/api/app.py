@@ -143,8 +143,9 @@ class App:
         with contextlib.suppress(EngineError):
             statistics = await gateway.engine.statistics(timeout_s=2)
         names = gateway.registry.engine_names()
+        waiting = {model.name: len(model.line.waiting) for model in gateway.registry.all()}
         # Of hundreds of models a fifth of a second's work.
-        text = await asyncio.to_thread(gateway.metrics.text, statistics, names)
+        text = await asyncio.to_thread(gateway.metrics.text, statistics, names, waiting)
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:

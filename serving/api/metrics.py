@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +107,14 @@ class Metrics:
             self._fetches.labels(str(model.fetched.hit).lower()).inc()
             self._fetched_bytes.inc(model.fetched.bytes)
 
-    def text(self, statistics: dict[str, Any] | None, names: dict[str, str]) -> bytes:
+    def text(
+        self,
+        statistics: dict[str, Any] | None,
+        names: dict[str, str],
+        waiting: Mapping[str, int],
+    ) -> bytes:
         """The exposition format. `names` maps the engine's names to those of all models that there
-        are; what belonged to others is dropped."""
+        are; what belonged to others is dropped. `waiting`: requests in the gateway, by model."""
         gone = self._labelled - {"", *names.values()}
         for metric in (
             self._requests, self._seconds, self._stages["fetched"], self._stages["loaded"]
@@ -118,7 +123,9 @@ class Metrics:
                 metric.remove_by_labels({"model": name})
                 self.tallies.pop(name, None)
         self._labelled -= gone
-        self._engine.statistics, self._engine.names = statistics, names
+        self._engine.statistics, self._engine.names, self._engine.waiting = (
+            statistics, names, waiting
+        )  # fmt: skip
         return generate_latest(self._registry)
 
 
@@ -139,21 +146,22 @@ GAUGES = {
     "kv_bytes": "Bytes of keys and values",
     "prefix_bytes": "Bytes of keys and values kept for prompts that begin alike",
     "running": "Sequences in the running batch",
-    "waiting": "Sequences in the queue",
 }
 
 
 class _EngineStatistics(Collector):
-    """The engine's own counters, as it gave them for this scrape."""
+    """The engine's own counters, as it gave them for this scrape, and who waits for it."""
 
     def __init__(self) -> None:
         self.statistics: dict[str, Any] | None = None
         self.names: dict[str, str] = {}
+        self.waiting: Mapping[str, int] = {}
 
     def collect(self) -> Iterator[Any]:
         up = GaugeMetricFamily("kogpt2_engine_up", "Whether the engine answers")
         up.add_metric([], float(self.statistics is not None))
         yield up
+        yield self._waiting()
         if self.statistics is None:
             return
         for name, text in (
@@ -187,3 +195,17 @@ class _EngineStatistics(Collector):
                 label = self.names.get(model["name"], model["name"])
                 histogram.add_metric([label], model[name]["buckets"], model[name]["sum"])
             yield histogram
+
+    def _waiting(self) -> Any:
+        waiting = dict(self.waiting)
+        for model in self.statistics["models"] if self.statistics else ():
+            name = self.names.get(model["name"], model["name"])
+            waiting[name] = waiting.get(name, 0) + model["waiting"]
+        family: Any = GaugeMetricFamily(
+            "kogpt2_model_waiting",
+            "Requests that wait in the gateway, and sequences in the engine's queue",
+            labels=["model"],
+        )
+        for name, count in waiting.items():
+            family.add_metric([name], count)
+        return family

@@ -193,7 +193,8 @@ def error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # nobody reads it
     if not isinstance(error, ServiceError):
-        logger.error("a request failed", exc_info=error)
+        fields = {"request_id": request.state.request_id}
+        logger.error("a request failed", exc_info=error, extra={"fields": fields})
         error = ServingError("an error inside the server; the log has it under the request id")
     headers = {}
     if error.retry_after_s is not None:

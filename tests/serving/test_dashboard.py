@@ -1,15 +1,18 @@
-"""The Grafana dashboard asks for metrics that exist."""
+"""The Grafana dashboard and the page on operations name what exists."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
+
+import pytest
 
 from common.histogram import Histogram
 from serving.api.metrics import Metrics
 
-DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "kogpt2.json"
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = ROOT / "deploy" / "grafana" / "kogpt2.json"
+OPERATIONS, SETTINGS = ROOT / "docs" / "operations.md", ROOT / "docs" / "settings.md"
 COUNTERS = ["requests", "tokens", "prompt_tokens", "cached_tokens", "steps", "rows"]
 GAUGES = ["weight_bytes", "kv_bytes", "prefix_bytes", "running", "waiting"]
 WAITED = Histogram()
@@ -30,18 +33,43 @@ STATISTICS = {
 }
 
 
-def test_every_metric_of_the_dashboard_is_served() -> None:
+@pytest.fixture(scope="module")
+def served() -> str:
     metrics = Metrics()
     metrics.request("시", 200, 0.1)
-    served = metrics.text(STATISTICS, {"시#m1": "시"}).decode()
-    asked = set(
-        re.findall(r"kogpt2_\w+", json.dumps(json.loads(DASHBOARD.read_text("utf-8"))["panels"]))
-    )
-    assert len(asked) > 10
-    for name in asked:
+    return metrics.text(STATISTICS, {"시#m1": "시"}, {"시": 3, "점수": 2}).decode()
+
+
+@pytest.mark.parametrize("file", [DASHBOARD, OPERATIONS], ids=["the dashboard", "the page"])
+def test_every_metric_that_is_named_is_served(served: str, file: Path) -> None:
+    named = set(re.findall(r"kogpt2_\w+\b(?!\*)", file.read_text("utf-8"))) - {"kogpt2_model_"}
+    assert len(named) > 10
+    for name in named:
         known = re.sub(r"_(bucket|sum|count)$", "", name)
         assert re.search(rf"^# TYPE ({name}|{known}) ", served, re.MULTILINE), name
-    assert 'kogpt2_model_cached_tokens_total{model="시"} 1.0' in served
-    assert "kogpt2_engine_prefix_bytes 2.0" in served
-    assert 'kogpt2_model_tokens_total{model="시"} 1.0' in served
-    assert 'kogpt2_model_residency{model="시",residency="parked"} 1.0' in served
+
+
+def test_every_setting_that_the_page_names_is_one() -> None:
+    named = set(re.findall(r"`([A-Z]+_[A-Z_]+)", OPERATIONS.read_text("utf-8")))
+    assert len(named) > 10
+    known = re.findall(r"^\| `(\w+)` \|", SETTINGS.read_text("utf-8"), re.MULTILINE)
+    assert named - set(known) == set()
+
+
+def test_a_models_numbers_go_by_its_name(served: str) -> None:
+    for line in (
+        'kogpt2_model_cached_tokens_total{model="시"} 1.0',
+        "kogpt2_engine_prefix_bytes 2.0",
+        'kogpt2_model_tokens_total{model="시"} 1.0',
+        'kogpt2_model_residency{model="시",residency="parked"} 1.0',
+    ):
+        assert line in served
+
+
+def test_who_waits_in_the_gateway_is_counted_with_who_waits_in_the_engine(served: str) -> None:
+    assert 'kogpt2_model_waiting{model="시"} 4.0' in served
+    assert 'kogpt2_model_waiting{model="점수"} 2.0' in served  # a script, which the engine lacks
+
+
+def test_who_waits_is_told_without_the_engine() -> None:
+    assert 'kogpt2_model_waiting{model="시"} 3.0' in Metrics().text(None, {}, {"시": 3}).decode()

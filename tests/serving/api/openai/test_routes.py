@@ -136,7 +136,9 @@ def test_the_engine_is_asked_for_what_the_client_wants() -> None:
     ]
 
 
-def test_an_error_of_ours_is_a_500_that_says_nothing_more() -> None:
+def test_an_error_of_ours_is_a_500_that_says_nothing_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test(client: openai.AsyncOpenAI, world: World) -> None:
         with pytest.raises(openai.InternalServerError) as caught:
             await client.completions.create(**ASKED)
@@ -146,6 +148,9 @@ def test_an_error_of_ours_is_a_500_that_says_nothing_more() -> None:
             "param": None,
             "code": None,
         }
+        (logged,) = (r for r in caplog.records if r.exc_info)
+        assert "비밀" in caplog.text
+        assert vars(logged)["fields"] == {"request_id": caught.value.request_id}
 
     run(Engine(ZeroDivisionError("비밀")), test, max_retries=0)
 
