@@ -66,19 +66,6 @@ def test_what_the_pages_say_can_be_typed(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.suffixes == [".ko", ".md"]], ids=str
-)
-def test_pages_in_both_languages_show_the_same_commands_and_options(page: Path) -> None:
-    texts = [
-        p.read_text(encoding="utf-8") for p in (page, page.with_name(page.name.replace(".ko", "")))
-    ]
-    korean, english = ([shlex.split(line)[:1] for line in lines(text)] for text in texts)
-    assert korean == english
-    korean_rows, english_rows = (re.findall(r"^\| (`--.*?) \|", text, re.M) for text in texts)
-    assert korean_rows == english_rows
-
-
-@pytest.mark.parametrize(
     ("given", "said"),
     [
         (["package"], "package: Missing argument 'FOLDER'."),
