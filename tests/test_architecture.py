@@ -48,8 +48,3 @@ def test_every_room_is_on_the_page(page: Path) -> None:
         inside = {p.parent for p in (ROOT / package).glob("*/*.py")} - {ROOT / package}
         found = {str(folder.relative_to(ROOT)) for folder in inside}
         assert found <= rooms | {"handlers/mms_home"}, package
-
-
-def test_both_languages_name_the_same() -> None:
-    english, korean = (re.findall(r"`[^`\n]+`", page.read_text("utf-8")) for page in PAGES)
-    assert sorted(english) == sorted(korean)

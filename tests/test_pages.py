@@ -1,4 +1,5 @@
-"""The pages in both languages say the same, by what can be compared without understanding them."""
+"""The pages name what is there, say the same in both languages, by what can be compared without
+understanding them, and keep to their glossary."""
 
 from __future__ import annotations
 
@@ -15,6 +16,10 @@ KOREAN = sorted(
     {page.relative_to(ROOT) for page in [*ROOT.glob("*.ko.md"), *(ROOT / "docs").rglob("*.ko.md")]}
     - {GLOSSARY}
 )
+PAGES = sorted(
+    page.relative_to(ROOT)
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")]
+)
 CONSOLE = Path("serving/console/page/texts.js")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"(?<=\s)(#|//) .*$", re.MULTILINE)
@@ -22,6 +27,13 @@ NAMES = re.compile(
     r"--[a-z][a-z-]+|\b[A-Z]+_[A-Z0-9_]+\b|\btest_\w+|[\w./-]+\.(?:py|json|yaml|txt|gz)\b",
     re.ASCII,  # a Korean particle ends a name
 )
+
+
+FOLDERS = "common|compat|engine|handlers|serving|scripts|deploy|tests|requirements|docs"
+OURS = re.compile(rf"`((?:{FOLDERS})/[\w./-]*\w)`")
+TESTS = re.compile(r"`(test_\w+)`")
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def english(page: Path) -> str:
@@ -45,6 +57,35 @@ def blocks(text: str) -> list[str]:
     return [COMMENT.sub("", b) if b[3] != "\n" else "" for b in FENCE.findall(text)]
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls its headings."""
+    found = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.fixture(scope="module")
+def tests() -> set[str]:
+    texts = (file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    return {name for text in texts for name in re.findall(r"def (test_\w+)", text)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_to_a_page_and_its_heading(page: Path) -> None:
+    for link in LINK.findall(FENCE.sub("", (ROOT / page).read_text("utf-8"))):
+        path, _, anchor = link.partition("#")
+        if not link.startswith(("http:", "https:")):
+            target = (ROOT / page).parent / path if path else ROOT / page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=str)
+def test_files_and_tests_that_a_page_names_are_there(page: Path, tests: set[str]) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    assert [file for file in OURS.findall(text) if not (ROOT / file).exists()] == []
+    assert set(TESTS.findall(text)) - tests == set()
+
+
 @pytest.mark.parametrize("page", KOREAN, ids=str)
 def test_a_page_has_the_same_parts_in_both_languages(page: Path) -> None:
     korean, other = (ROOT / page).read_text("utf-8"), english(page)
@@ -55,9 +96,10 @@ def test_a_page_has_the_same_parts_in_both_languages(page: Path) -> None:
 
 @pytest.mark.parametrize("page", KOREAN, ids=str)
 def test_a_page_names_the_same_things_in_both_languages(page: Path) -> None:
-    """Options, settings, tests and files."""
-    named = [set(NAMES.findall(text)) for text in ((ROOT / page).read_text("utf-8"), english(page))]
-    assert named[0] ^ named[1] == set()
+    """All that is in backticks, and elsewhere options, settings, tests and files."""
+    texts = (ROOT / page).read_text("utf-8"), english(page)
+    korean, other = ({*NAMES.findall(text), *CODE.findall(FENCE.sub("", text))} for text in texts)
+    assert korean ^ other == set()
 
 
 def terms(column: int) -> list[str]:

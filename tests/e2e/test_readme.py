@@ -53,15 +53,3 @@ def test_the_table_of_settings_is_the_codes(page: str) -> None:
         assert table in text, "kogpt2 settings prints the table"
     for variable, default in re.findall(r"^\| `(\w+)` \| (\S.*?) \|", table, re.MULTILINE):
         assert f"| `{variable}` | {default} |" in text, variable
-
-
-def test_both_tables_of_differences_name_the_same_things() -> None:
-    english, korean = (
-        [
-            sorted(re.findall(r"`([^`]+)`", line))
-            for line in (REPOSITORY / "docs" / name).read_text(encoding="utf-8").splitlines()
-            if line.startswith("|")
-        ]
-        for name in ("differences.md", "differences.ko.md")
-    )
-    assert english == korean
