@@ -96,4 +96,4 @@ def test_what_was_left_out_is_not_missed(image: str) -> None:
 def test_no_secret_or_test_of_the_checkout_is_in_it(image: str) -> None:
     found = inside(image, "find", "/opt/kogpt2", "-type", "f", "-not", "-name", "*.pyc")
     tops = {line.split("/")[3] for line in found.split()}
-    assert tops == {"bin", "common", "engine", "handlers", "model_store", "serving"}
+    assert tops == {"bin", "common", "compat", "engine", "handlers", "model_store", "serving"}

@@ -225,6 +225,15 @@ def ask(engine: Engine, ids: list[int], new: int) -> Request:
     return Request(engine, "m", Raw(ids), max_new_tokens=new).wait()
 
 
+def rest(engine: Engine) -> None:
+    """Waits until nothing is left to compute ahead. What is being completed stands nowhere
+    meanwhile, so it is looked for between two turns."""
+    settle(engine)
+    while engine._prefixes.unfinished():
+        until(lambda: not engine._prefixes.unfinished())
+        settle(engine)
+
+
 def test_an_answer_that_comes_back_is_computed_ahead_and_changes_no_text(
     engine: Engine, model_dir: Path
 ) -> None:
@@ -241,8 +250,7 @@ def test_an_answer_that_comes_back_is_computed_ahead_and_changes_no_text(
             assert request.ids() == without.ids()
             seen.append((turn, len(history) - cached(request)))
             history += request.ids()
-            until(lambda: not engine._prefixes.unfinished())
-            settle(engine)
+            rest(engine)
     # Of the first chat an answer has to come back before they are.
     assert [new for turn, new in seen[4:] if turn] == pytest.approx([28] * 6, abs=8)
     assert engine.models()[0]["kv_bytes"] == 0

@@ -268,7 +268,7 @@ def test_a_kept_rows_memory_goes_with_it(monkeypatch: pytest.MonkeyPatch, can_mo
     if not can_move:
         monkeypatch.setattr(mapping, "move", lambda *_: False)
     cache = MappedKVCache(buffers=24, heads=12, head_size=64, max_length=1024)
-    before, slack = anonymous_bytes(), 4 << 20
+    before, slack = anonymous_bytes(), 8 << 20
 
     def fill(row: int, length: int, value: float) -> None:
         cache.array[:, row, :, :length] = value
