@@ -241,8 +241,9 @@ install_uv() { # DIR
     --require-hashes -r "$ROOT/requirements/uv.txt" >&2
 }
 
-# uv with its progress bars on a terminal, silent but for errors elsewhere. Only gluonnlp is compiled,
-# of which nothing here is slow.
+# uv with its progress bars on a terminal, silent but for errors elsewhere. Of C only gluonnlp is
+# compiled, of which nothing here is slow; and all Python, which each process would compile for itself
+# where PYTHONDONTWRITEBYTECODE is set or the environment is another user's.
 run_uv() { # DIR ARGUMENT...
   local dir=$1 quiet=(-q)
   shift
@@ -250,6 +251,7 @@ run_uv() { # DIR ARGUMENT...
   [ ! -t 2 ] || quiet=()
   like_pip "$dir"
   VIRTUAL_ENV=$dir UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1} CYTHON_FORCE_REGEN=1 CFLAGS=-O1 \
+    UV_COMPILE_BYTECODE=1 \
     "$dir/bin/uv" ${quiet[@]+"${quiet[@]}"} "$@" </dev/null >&2
 }
 

@@ -90,7 +90,7 @@ def test_only_readiness_waits_for_models() -> None:
 def test_the_autoscaler_asks_for_a_metric_that_is_served() -> None:
     spec = RESOURCES["HorizontalPodAutoscaler", "kogpt2"]["spec"]
     name = spec["metrics"][0]["pods"]["metric"]["name"]
-    served = Metrics().text(STATISTICS, {"시#m1": "시"}).decode()
+    served = Metrics().text(STATISTICS, {"시#m1": "시"}, {"시": 0}).decode()
     assert f"# TYPE {name} gauge" in served
     target = spec["scaleTargetRef"]
     assert (target["kind"], target["name"]) in RESOURCES
