@@ -148,6 +148,7 @@ def test_the_model_that_was_asked_for_least_makes_room(fresh: Server) -> None:
     assert loaded(fresh) == ["m2", "m3"]
 
 
+@pytest.mark.slow
 def test_many_clients_of_a_cold_model_evict_one_model(fresh: Server) -> None:
     for name in ("m0", "m1"):
         text(fresh.predict(name, SHORT))

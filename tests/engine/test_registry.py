@@ -96,6 +96,7 @@ def test_a_prompt_in_pieces_gives_the_text_of_a_whole_one(
     assert is_greedy(model_dir, request.prompt, request.ids())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 300, CONTEXT - 1])
 def test_an_answer_may_take_all_of_the_context_and_no_more(
     engine: Engine, model: Model, model_dir: Path, length: int

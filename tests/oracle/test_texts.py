@@ -26,6 +26,8 @@ from tests.engine.hugging_face import KINDS
 from tests.oracle.comparison import TOLERANCE
 from tests.oracle.directories import DIRECTORIES, PROMPTS, Directory
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "texts.json").read_text(encoding="utf-8"))
 ORACLE_TIMEOUT_S = 300

@@ -27,6 +27,8 @@ from tests.engine.hugging_face import TINY, make_hugging_face, write_json
 from tests.engine.models import make_artifact, spiece
 from tests.engine.sentences import SENTENCES
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "model_store" / "corpus" / "sowol.txt"
 

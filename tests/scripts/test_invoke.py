@@ -19,6 +19,7 @@ from tests.scripts.conftest import Poets, Run
 PROMPT = ("--text", "나는 오늘", "--max-new-tokens", "16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["m0", "m0.tar.gz", "시/봄"])
 def test_the_text_of_a_fine_tune_is_printed(run: Run, served: Server, model: str) -> None:
     done = run("invoke", "--url", served.url(""), "--model", model, *PROMPT)

@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from zipfile import ZipFile
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("common", "compat", "engine", "handlers", "serving", "scripts")
 # What builds images and runs checks, in a checkout.

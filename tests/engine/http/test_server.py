@@ -70,6 +70,7 @@ def url(engine: EngineProcess, model_dir: Path) -> str:
     return f"/models/{quote(NAME, safe='')}"
 
 
+@pytest.mark.slow
 def test_the_engine_says_what_a_load_would_lack(engine: EngineProcess, model_dir: Path) -> None:
     asked = {"name": "a", "model_dir": str(model_dir)}
     status, room = engine.call("POST", "/room", asked)
@@ -468,6 +469,7 @@ def test_the_socket_is_for_this_user_only(engine: EngineProcess) -> None:
     assert stat.S_IMODE(engine.socket.stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_the_engine_ends_at_sigterm_and_leaves_the_models_alone(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -529,6 +531,7 @@ def run(**environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_file_in_place_of_the_socket_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "engine.sock").write_text("somebody's")
     done = run(ENGINE_SOCKET=str(tmp_path / "engine.sock"))

@@ -205,6 +205,7 @@ print(hashlib.sha256(answer(Path(sys.argv[2]), Path(sys.argv[3])).tobytes()).hex
 """
 
 
+@pytest.mark.slow
 def test_several_processes_may_build_the_same_entry_at_once(artifact: Path, cache: Path) -> None:
     root = Path(prepared.__file__).parents[2]
     command = [sys.executable, "-c", LOAD_AND_HASH, root, artifact, cache]

@@ -14,6 +14,8 @@ from tests.handlers.scripts.conventions.test_toolkit import BLOCK
 from tests.handlers.tensors.graphs import classifier
 from tests.handlers.test_handler_service import Worker
 
+pytestmark = pytest.mark.slow
+
 OURS = ("common", "engine", "handlers")
 SAYS = f"import {', '.join(OURS)}\nprint({' + '.join(f'{name}.WORD' for name in OURS)})\n"
 

@@ -12,6 +12,8 @@ import pytest
 from tests.e2e.server import eventually
 from tests.scripts.aws.cloud import BUCKET, MODELS, TRUST, WIDE_S, Cloud
 
+pytestmark = pytest.mark.slow
+
 DEPLOY = (
     "--models", MODELS, "--create-role", "--instance-type", "ml.m5.large",
     "--autoscale", "2:4:100", "--yes",

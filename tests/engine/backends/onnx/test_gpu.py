@@ -35,6 +35,8 @@ from tests.engine.engines import Request
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact, write_params
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[4]
 LINES = ("나 보기가 역겨워", "산에는 꽃 피네", "죽는 날까지 하늘을 우러러")
 
