@@ -411,8 +411,8 @@ def test_a_client_that_hangs_up_frees_its_rows(server: Server, client: openai.Op
     assert steps(server, "느린") - begun < 1000
 
     begun = steps(server, "느린")
-    hurried = client.with_options(timeout=1)
-    with pytest.raises(openai.APITimeoutError):
-        hurried.completions.create(**{**asked, "prompt": [PROMPT, PROMPT]})
+    hurried = client.with_options(timeout=0.5, max_retries=0)
+    with pytest.raises(openai.APITimeoutError):  # 32 rows of 1,000 tokens
+        hurried.completions.create(**{**asked, "prompt": [PROMPT] * 8})
     eventually(lambda: running(server) == 0)
     assert steps(server, "느린") - begun < 1000
