@@ -120,10 +120,27 @@ async def begin(
         await resources.enter_async_context(aclosing(items))
         return items, await anext(items)
 
-    return await while_restored(gateway, model, end, stream)
+    return await _while_restored(gateway, model, end, stream)
 
 
-async def while_restored(
+async def whole(
+    gateway: Gateway,
+    model: Model,
+    inputs: Any,
+    parameters: Mapping[str, Any],
+    end: float,
+    kind: str = "inputs",
+) -> dict[str, Any]:
+    """The whole answer, as `begin` has its first token."""
+
+    async def generate() -> dict[str, Any]:
+        left_s = max(end - time.monotonic(), 0.001)
+        return await gateway.engine.generate(model.engine_name, inputs, parameters, left_s, kind)
+
+    return await _while_restored(gateway, model, end, generate)
+
+
+async def _while_restored(
     gateway: Gateway, model: Model, end: float, ask: Callable[[], Awaitable[T]]
 ) -> T:
     """What `ask` returns, asked again where the engine is being started again."""

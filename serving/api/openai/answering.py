@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -18,7 +17,7 @@ from serving.api.openai.answers import Answer, Choices
 from serving.api.openai.asked import Asked
 from serving.api.openai.errors import error_body
 from serving.api.shared import Gateway
-from serving.api.stream import EVENTS, TokenStream, begin, while_restored
+from serving.api.stream import EVENTS, TokenStream, begin, whole
 from serving.models.model import Model
 from serving.names import normal_name
 
@@ -45,12 +44,7 @@ async def _whole(gateway: Gateway, model: Model, asked: Asked, end: float) -> li
 
     async def one(prompt: Any) -> dict[str, Any]:
         async with gateway.admission.place(model.line, end):
-            return await while_restored(gateway, model, end, lambda: generate(prompt))
-
-    async def generate(prompt: Any) -> dict[str, Any]:
-        left_s = max(end - time.monotonic(), 0.001)
-        name, kind = model.engine_name, asked.kind.value
-        return await gateway.engine.generate(name, prompt, asked.parameters, left_s, kind)
+            return await whole(gateway, model, prompt, asked.parameters, end, asked.kind.value)
 
     if len(asked.prompts) == 1:
         return [await one(asked.prompts[0])]

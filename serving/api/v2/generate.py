@@ -13,7 +13,6 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from common.errors import DeadlineExceeded, EngineError
 from common.parameters import Parameters
 from serving.api.invoke import Check, engine_model
 from serving.api.shared import Gateway
-from serving.api.stream import EVENTS, Item, TokenStream, begin, while_restored
+from serving.api.stream import EVENTS, Item, TokenStream, begin, whole
 from serving.api.v2.repository import read_object
 from serving.errors import BadRequest
 
@@ -90,12 +89,7 @@ async def generate(gateway: Gateway, request: Request, stream: bool, check: Chec
             pieces = _events(asked, first, items)
             return TokenStream(pieces, EVENTS, end, late, resources.pop_all())
 
-        async def ask() -> dict[str, Any]:
-            left_s = max(end - time.monotonic(), 0.001)
-            name = model.engine_name
-            return await gateway.engine.generate(name, asked.text, asked.parameters, left_s)
-
-        answer = await while_restored(gateway, model, end, ask)
+        answer = await whole(gateway, model, asked.text, asked.parameters, end)
         texts = [asked.before + completion["text"] for completion in answer["completions"]]
         output = texts[0] if len(texts) == 1 else texts
         return Response(orjson.dumps({**asked.head, "text_output": output}), media_type=JSON)

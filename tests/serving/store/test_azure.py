@@ -7,8 +7,6 @@ pip install -r requirements/store.txt
 from __future__ import annotations
 
 import shutil
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 
 from serving.errors import ArtifactChanged, ModelNotInStore, StoreAccessDenied, StoreUnavailable
 from serving.store import Cache, StoreSettings, drivers, open_store
+from tests.serving.store.emulator import emulator
 from tests.serving.store.s3 import archive
 
 pytest.importorskip("adlfs", reason="needs adlfs: pip install -r requirements/store.txt")
@@ -26,7 +25,6 @@ if shutil.which("azurite-blob") is None:
 
 pytestmark = pytest.mark.filterwarnings("default")  # the drivers' own
 LOCATION = "abfs://models/kogpt2/"
-START_S = 20
 # The account that every Azurite has; its key is public.
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
@@ -40,24 +38,10 @@ def connection(port: int, key: str = KEY) -> str:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    command = ["azurite-blob", "--blobHost", "127.0.0.1", "--blobPort", str(port), "--silent"]
-    command += ["--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry"]
-    azurite = subprocess.Popen(command)
-    try:
-        end = time.monotonic() + START_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert time.monotonic() < end
-                time.sleep(0.1)
+    command = ["azurite-blob", "--blobHost", "127.0.0.1", "--silent", "--inMemoryPersistence"]
+    command += ["--skipApiVersionCheck", "--disableTelemetry"]
+    with emulator(command, "--blobPort") as port:
         yield port
-    finally:
-        azurite.terminate()
-        azurite.wait()
 
 
 @pytest.fixture

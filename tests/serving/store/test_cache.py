@@ -18,26 +18,17 @@ from serving.errors import ArchiveError, ArtifactChanged, DiskFull, ModelTooLarg
 from serving.store import Cache, Store, StoredModel, download, open_store
 from serving.store.catalog import StoredFile
 from serving.store.s3 import S3Bucket
-from tests.serving.store.s3 import S3Server, archive, s3_server, settings
+from tests.serving.store.s3 import S3Server, archive, settings
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 KIB = 1024
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
-def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    server.empty()
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
+def ranged(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even small files come in several pieces."""
     monkeypatch.setattr(download, "RANGE_BYTES", 64 * KIB)
     monkeypatch.setattr(download, "PAUSE_S", 0.01)
-    return server
 
 
 def noise(size: int, seed: int = 0) -> bytes:

@@ -7,8 +7,6 @@ pip install -r requirements/store.txt
 from __future__ import annotations
 
 import shutil
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 
 from serving.errors import ArtifactChanged, ModelNotInStore, StoreUnavailable
 from serving.store import Cache, StoreSettings, drivers, open_store
+from tests.serving.store.emulator import emulator
 from tests.serving.store.s3 import archive
 
 pytest.importorskip("gcsfs", reason="needs gcsfs: pip install -r requirements/store.txt")
@@ -29,28 +28,13 @@ if shutil.which("gcp-storage-emulator") is None:
 
 pytestmark = pytest.mark.filterwarnings("default")  # the drivers' own
 LOCATION = "gs://models/kogpt2/"
-START_S = 20
 
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
     command = ["gcp-storage-emulator", "start", "--in-memory", "--host", "127.0.0.1"]
-    emulator = subprocess.Popen([*command, "--port", str(port), "--default-bucket", "models"])
-    try:
-        end = time.monotonic() + START_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert time.monotonic() < end
-                time.sleep(0.1)
+    with emulator([*command, "--default-bucket", "models"], "--port") as port:
         yield port
-    finally:
-        emulator.terminate()
-        emulator.wait()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,23 +16,10 @@ from serving.errors import (
 )
 from serving.store import Cache, open_store
 from serving.store import s3 as s3_module
-from tests.serving.store.s3 import BUCKET, S3Server, archive, s3_server, settings
+from tests.serving.store.s3 import BUCKET, S3Server, archive, settings
 
+pytestmark = pytest.mark.usefixtures("s3")
 LOCATION = f"s3://{BUCKET}/kogpt2/"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    server.empty()
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    return server
 
 
 def put_unpacked(s3: S3Server, name: str) -> None:
