@@ -66,12 +66,19 @@ class Residency:
         Raises what the step raises.
         """
         freed = 0
-        try:
-            while (shortage := await self._lacks(step)) is not None:
-                self._waiting.add(model.name)
-                freed += await self._make_room(model, shortage, freed)
-        finally:
-            self._waiting.discard(model.name)
+        while True:
+            before = self._others(model)
+            if (shortage := await self._lacks(step)) is None:
+                return
+            self._waiting.add(model.name)
+            try:
+                freed += await self._make_room(model, shortage, freed, before)
+            finally:
+                self._waiting.discard(model.name)
+
+    def _others(self, model: Model) -> dict[str, State]:
+        """Where all others stand, by id."""
+        return {other.id: other.state for other in self._registry.all() if other is not model}
 
     @staticmethod
     async def _lacks(step: Step) -> Shortage | None:
@@ -84,9 +91,12 @@ class Residency:
             return error
         return None
 
-    async def _make_room(self, model: Model, shortage: Shortage, freed: int) -> int:
+    async def _make_room(
+        self, model: Model, shortage: Shortage, freed: int, before: Mapping[str, State]
+    ) -> int:
         """Unloads what it takes, or waits for others that are being unloaded or loaded; returns the
-        bytes that were held. Raises `shortage` where none of that can help."""
+        bytes that were held. Raises `shortage` where none of that can help, and nothing has come or
+        gone since `before`, when the step that found no room was begun."""
         missing = shortage.missing_bytes
         if not missing:  # nobody knows: as much as the artifact has
             assert model.fetched is not None
@@ -103,8 +113,8 @@ class Residency:
             return 0
         useful = [m for m in useful if m.state is State.READY and not m.settings.pinned]
         coming = sum(self._workers.promised_bytes(m) for m in others)
-        arriving = any(self._is_arriving(m) for m in others)
-        if not arriving and sum(held[m.id] for m in useful) + coming < missing:
+        moving = any(self._is_arriving(m) for m in others) or self._others(model) != before
+        if not moving and sum(held[m.id] for m in useful) + coming < missing:
             raise shortage
         victims = self._choose(useful, held, shortage, missing)
         if not victims:

@@ -45,6 +45,8 @@ class FakeWorkers:
         self.connected: list[tuple[str, int]] = []  # names, and how many connections each got
         self.errors: dict[str, list[Exception]] = {}  # by name: what its next starts raise
         self.end_s = 0.0
+        self.settle_s = 0.0  # from when the engine has a model to when its load has ended
+        self.listing_s = 0.0
         self.residency = "hot"  # of all that the engine has
         self.hung: set[str] = set()  # names that do not start
         self.slow: asyncio.Event | None = None  # what `registered` and `held_by_engine` wait for
@@ -81,6 +83,7 @@ class FakeWorkers:
         self._sockets += 1
         model.socket = f"socket-{self._sockets}"
         self.in_engine[model.engine_name] = self.bytes_of(model)
+        await asyncio.sleep(self.settle_s)
 
     async def connect(self, model: Model) -> None:
         if self.listing is not None:
@@ -124,7 +127,9 @@ class FakeWorkers:
         pass
 
     async def held_bytes(self, models: Iterable[Model], engine_only: bool) -> dict[str, int]:
-        return {m.id: self.in_engine.get(m.engine_name, 0) for m in models}
+        held = {m.id: self.in_engine.get(m.engine_name, 0) for m in models}
+        await asyncio.sleep(self.listing_s)
+        return held
 
     def kill(self, model: Model) -> None:
         """Its worker."""

@@ -203,6 +203,25 @@ def test_room_that_another_load_takes_in_between_is_looked_for_again(tmp_path: P
     run(test)
 
 
+@pytest.mark.parametrize(("settle_s", "listing_s"), [(0.5, 0), (0.1, 0.3)])
+def test_room_that_a_model_takes_which_is_just_becoming_ready_is_waited_for(
+    tmp_path: Path, settle_s: float, listing_s: float
+) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, budget=200, names="abc")
+        await parts.load("p", settings=ModelSettings(pinned=True))
+        await used(parts, "a")
+        parts.workers.settle_s, parts.workers.listing_s = settle_s, listing_s
+        first = asyncio.create_task(use(parts, "b"))  # waits for a's room
+        while not any(name.startswith("b#") for name in parts.workers.in_engine):
+            await asyncio.sleep(0.01)
+        await use(parts, "c")
+        await first
+        assert parts.loaded() == ["c", "p"]
+
+    run(test)
+
+
 def test_a_full_cache_unloads_only_what_the_cache_holds(tmp_path: Path) -> None:
     async def test() -> None:
         parts = Parts(tmp_path, names="abcd")
