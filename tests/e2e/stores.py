@@ -28,6 +28,12 @@ LONG = {
     "inputs": "나는 오늘",
     "parameters": {"max_new_tokens": 1000, "num_return_sequences": 2, "temperature": 0.01},
 }
+# More than `endless` does before its client has left or its time is up, however late those are.
+ENDLESS_TOKENS = 8000
+ENDLESS = {
+    "inputs": "나는 오늘",
+    "parameters": {**LONG["parameters"], "max_new_tokens": ENDLESS_TOKENS},
+}
 
 
 def small(path: Path, seed: int = 0) -> Path:
@@ -38,6 +44,11 @@ def small(path: Path, seed: int = 0) -> Path:
 def slow(path: Path) -> Path:
     """A model that takes some seconds for `LONG`."""
     return make_artifact(path, layers=4, units=256, heads=4, vocab=160, max_length=1024)
+
+
+def endless(path: Path) -> Path:
+    """A model as slow, which can be asked for `ENDLESS`."""
+    return make_artifact(path, layers=4, units=256, heads=4, vocab=160, max_length=8192)
 
 
 def packed(folder: Path, archive: Path) -> Path:

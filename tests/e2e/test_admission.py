@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import LONG, SHORT, error, running, slow, small, statistics, text
+from tests.e2e.stores import ENDLESS, SHORT, endless, error, running, small, statistics, text
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ CLIENTS, AT_ONCE, LIMIT_S = 64, 16, 1
 
 @pytest.fixture(scope="module")
 def server(clean: Server) -> Server:
-    slow(clean.store / "느린")
+    endless(clean.store / "느린")
     small(clean.store / "빠른")
     assert clean.load("느린", response_timeout=LIMIT_S).status_code == 200
     assert clean.load("빠른").status_code == 200
@@ -53,7 +53,7 @@ def test_nobody_is_answered_after_its_deadline_and_nothing_is_worked_on_after_it
     server: Server,
 ) -> None:
     before = of(server, "느린")
-    answers = crowd(server, LONG)
+    answers = crowd(server, ENDLESS)
     eventually(lambda: running(server) == 0)
     after = of(server, "느린")
     streams = [a for a in answers if a.status_code == 200]  # they had begun, and ended in an error

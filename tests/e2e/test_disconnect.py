@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import LONG, running, slow, steps, text
+from tests.e2e.stores import ENDLESS, ENDLESS_TOKENS, endless, running, steps, text
 
-FEW = LONG["parameters"]["max_new_tokens"] / 2  # steps: fewer than a request needs
+FEW = ENDLESS_TOKENS / 2  # steps: fewer than a request needs
 
 
 @pytest.fixture(scope="module")
 def server(clean: Server) -> Server:
-    slow(clean.store / "느린")
+    endless(clean.store / "느린")
     assert clean.load("느린", initial_workers=2).status_code == 200
     return clean
 
 
 def send(server: Server) -> socket.socket:
     """A client that has sent a long request and not read anything."""
-    body = json.dumps(LONG).encode()
+    body = json.dumps(ENDLESS).encode()
     head = (
         "POST /predictions/%EB%8A%90%EB%A6%B0 HTTP/1.1\r\nHost: localhost\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -26,8 +26,10 @@ import requests
 from tests.e2e.scripts import transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import (
-    LONG,
+    ENDLESS,
+    ENDLESS_TOKENS,
     SHORT,
+    endless,
     error,
     in_flight,
     running,
@@ -48,6 +50,7 @@ WORKER = "model_service_worker"
 def fill(store: Path) -> None:
     for seed, name in enumerate(("a", "b", "봄")):
         small(store / name, seed)
+    endless(store / "endless")
     slow(store / "slow")
 
 
@@ -115,12 +118,12 @@ def test_ping_and_others_answer_while_a_model_is_busy(shared: Server) -> None:
 
 
 def test_a_time_limit_ends_the_request_and_not_the_worker(shared: Server) -> None:
-    assert shared.load("limited", "slow", response_timeout=1).status_code == 200
+    assert shared.load("limited", "endless", response_timeout=1).status_code == 200
     before = workers(shared)
-    body = {**LONG, "parameters": {**LONG["parameters"], "num_return_sequences": 16}}
+    body = {**ENDLESS, "parameters": {**ENDLESS["parameters"], "num_return_sequences": 16}}
     assert error(shared.predict("limited", body))[0] == 504
     eventually(lambda: running(shared) == 0)  # its places in the batch are free
-    assert steps(shared, "limited") < LONG["parameters"]["max_new_tokens"]  # it did not end
+    assert steps(shared, "limited") < ENDLESS_TOKENS  # it did not end
     assert text(shared.predict("limited", SHORT))
     assert workers(shared) == before
     shared.unload("limited")

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import running, serving, slow, small, steps, text
+from tests.e2e.stores import ENDLESS_TOKENS, endless, running, serving, small, steps, text
 from tests.engine.hugging_face import make_hugging_face, write_json
 
 TOKEN = "infer-me"  # noqa: S105
@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     store = folder / "store"
     small(store / "시" / "봄", 1)
     small(store / "여름", 2)
-    slow(store / "느린")
+    endless(store / "느린")
     make_hugging_face(store / "채팅", tokenizer_config={"chat_template": TEMPLATE})
     write_json(small(store / "한마디", 3) / "generation.json", {"template": "<usr>{글}<sys>"})
     with serving(folder / "run", store, INFERENCE_TOKEN=TOKEN) as server:
@@ -401,18 +401,23 @@ def test_streams_of_two_fine_tunes_at_once_are_not_mixed_up(
 
 
 def test_a_client_that_hangs_up_frees_its_rows(server: Server, client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "느린", "prompt": PROMPT, "max_tokens": 1000, "n": 4}
+    asked: dict[str, Any] = {
+        "model": "느린",
+        "prompt": PROMPT,
+        "max_tokens": ENDLESS_TOKENS,
+        "n": 4,
+    }
     begun = steps(server, "느린")
     stream = client.completions.create(**asked, stream=True)
     next(iter(stream))
     eventually(lambda: running(server) == 4)
     stream.close()
     eventually(lambda: running(server) == 0)
-    assert steps(server, "느린") - begun < 1000
+    assert steps(server, "느린") - begun < ENDLESS_TOKENS
 
     begun = steps(server, "느린")
     hurried = client.with_options(timeout=0.5, max_retries=0)
-    with pytest.raises(openai.APITimeoutError):  # 32 rows of 1,000 tokens
+    with pytest.raises(openai.APITimeoutError):  # 32 rows
         hurried.completions.create(**{**asked, "prompt": [PROMPT] * 8})
     eventually(lambda: running(server) == 0)
-    assert steps(server, "느린") - begun < 1000
+    assert steps(server, "느린") - begun < ENDLESS_TOKENS

@@ -12,13 +12,24 @@ import pytest
 import requests
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import LONG, SHORT, error, running, slow, small, steps, text
+from tests.e2e.stores import (
+    ENDLESS,
+    ENDLESS_TOKENS,
+    LONG,
+    SHORT,
+    endless,
+    error,
+    running,
+    small,
+    steps,
+    text,
+)
 
 
 @pytest.fixture(scope="module")
 def server(clean: Server) -> Server:
     small(clean.store / "봄")
-    slow(clean.store / "slow")
+    endless(clean.store / "slow")
     return clean
 
 
@@ -74,22 +85,15 @@ def test_several_sequences_are_told_apart(server: Server, ask: Ask) -> None:
     assert made == {i: sequence["generated_text"] for i, sequence in enumerate(whole)}
 
 
-def test_the_first_token_comes_long_before_the_last(server: Server, ask: Ask) -> None:
-    lines = ask("slow", LONG).iter_lines()
-    next(lines)
-    assert running(server) > 0
-    assert sum(1 for _ in lines) > 1000
-
-
 def test_a_client_that_goes_away_frees_its_place_and_the_model(server: Server, ask: Ask) -> None:
-    long = {**LONG, "parameters": {**LONG["parameters"], "num_return_sequences": 8}}
-    answer = ask("slow", long)
-    next(answer.iter_lines())
+    body = {**ENDLESS, "parameters": {**ENDLESS["parameters"], "num_return_sequences": 8}}
+    answer = ask("slow", body)
+    next(answer.iter_lines())  # long before the last
     assert running(server) == 8
     before = steps(server, "slow")
     answer.close()
     eventually(lambda: running(server) == 0)
-    assert steps(server, "slow") - before < LONG["parameters"]["max_new_tokens"] / 2
+    assert steps(server, "slow") - before < ENDLESS_TOKENS / 2
     assert server.unload("slow").status_code == 200
 
 

@@ -17,7 +17,7 @@ from onnx import TensorProto
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import running, serving, slow, small, text
+from tests.e2e.stores import ENDLESS_TOKENS, endless, running, serving, small, text
 from tests.handlers.tensors.graphs import identity
 
 PROMPT = "나는 오늘"
@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("triton")
     small(folder / "store" / "spring", 1)
     small(folder / "store" / "봄", 2)
-    slow(folder / "store" / "slow")
+    endless(folder / "store" / "slow")
     identity(folder / "store" / "texts" / "model.onnx", TensorProto.STRING, ["n"])
     with serving(folder / "run", folder / "store", **TOKENS) as server:
         yield server
@@ -176,12 +176,12 @@ def test_a_stream_is_the_text_in_events(server: Server) -> None:
 
 
 def test_a_client_that_leaves_a_stream_frees_its_row(server: Server) -> None:
-    asked = {"text_input": PROMPT, "max_tokens": 1000, "temperature": 0.01}
+    asked = {"text_input": PROMPT, "max_tokens": ENDLESS_TOKENS, "temperature": 0.01}
     answer = post(server, "slow", "generate_stream", asked, stream=True)
     next(answer.iter_lines())
     assert running(server) == 1
     answer.close()
-    eventually(lambda: running(server) == 0, 2)
+    eventually(lambda: running(server) == 0)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from serving.api.grpc.health import HEALTH, SERVING
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.messages import message
 from tests.e2e.server import Server, eventually, free_port
-from tests.e2e.stores import running, serving, slow, small, steps, text
+from tests.e2e.stores import ENDLESS_TOKENS, endless, running, serving, slow, small, steps, text
 from tests.handlers.tensors.graphs import TinyGPT2, identity
 
 PROMPT = "나는 오늘"
@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Serv
     folder = tmp_path_factory.mktemp("grpc")
     small(folder / "store" / "spring", 1)
     small(folder / "store" / "시" / "봄", 2)
-    slow(folder / "store" / "slow")
+    endless(folder / "store" / "slow")
     GPT2.save(folder / "store" / "gpt2" / "10" / "model.onnx")
     identity(folder / "store" / "texts" / "model.onnx", TensorProto.STRING, ["n"])
     tokens = {"INFERENCE_TOKEN": INFER, "MANAGEMENT_TOKEN": MANAGE}
@@ -322,18 +322,18 @@ def test_what_is_wrong_is_said(
 def test_a_cancelled_stream_frees_its_rows(client: Any, server: Server) -> None:
     stream = Stream(client)
     for id in ("1", "2"):
-        stream.ask("slow", id=id, max_new_tokens=1000)
+        stream.ask("slow", id=id, max_new_tokens=ENDLESS_TOKENS)
     eventually(lambda: running(server) == 2)
     stream.next()
     begun = steps(server, "slow")
     client.stop_stream(cancel_requests=True)
     eventually(lambda: running(server) == 0)
-    assert steps(server, "slow") - begun < 900
+    assert steps(server, "slow") - begun < ENDLESS_TOKENS / 2
 
 
 def test_a_deadline_of_the_clients_frees_its_rows(client: Any, server: Server) -> None:
     client.load_model("slow", headers=MANAGING)
-    parameters = {"max_new_tokens": 1000}
+    parameters = {"max_new_tokens": ENDLESS_TOKENS}
     begun = steps(server, "slow")
     status, _ = refused(
         lambda: client.infer(
@@ -342,7 +342,7 @@ def test_a_deadline_of_the_clients_frees_its_rows(client: Any, server: Server) -
     )
     assert status == "DEADLINE_EXCEEDED"
     eventually(lambda: running(server) == 0)
-    assert steps(server, "slow") - begun < 1000
+    assert steps(server, "slow") - begun < ENDLESS_TOKENS
 
 
 @pytest.mark.slow
