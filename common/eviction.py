@@ -3,7 +3,7 @@
 What a model is worth is what it would cost to do without it: how often it was asked for lately,
 times the seconds that it takes to bring back. The requests are remembered of models that are not
 loaded, too: so one that comes and goes is known for what it is, and a scan that asks for each model
-once costs none its place. `scripts/benchmarks/eviction_trace.py` compares it with others.
+once costs none its place. `benchmarks/switching/trace.py` compares it with others.
 """
 
 from __future__ import annotations

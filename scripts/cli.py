@@ -16,9 +16,10 @@ import click
 import typer
 from rich.markup import escape
 
+from benchmarks import bench, profile
+from benchmarks.gpu import check as gpu_check
 from scripts import options
 from scripts.aws import deploy, logs, push, status, teardown, upload
-from scripts.benchmarks import bench, gpu_check, profile
 from scripts.client import ask, latency_table, manage
 from scripts.lib import convert, fine_tune, package, settings
 from scripts.lib.problem import Failed, Problem

@@ -29,7 +29,7 @@ NAMES = re.compile(
 )
 
 
-FOLDERS = "common|compat|engine|handlers|serving|scripts|deploy|tests|requirements|docs"
+FOLDERS = "benchmarks|common|compat|engine|handlers|serving|scripts|deploy|tests|requirements|docs"
 OURS = re.compile(rf"`((?:{FOLDERS})/[\w./-]*\w)`")
 TESTS = re.compile(r"`(test_\w+)`")
 CODE = re.compile(r"`([^`\n]+)`")

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("common", "compat", "engine", "handlers", "serving", "scripts")
+PACKAGES = ("benchmarks", "common", "compat", "engine", "handlers", "serving", "scripts")
 # What builds images and runs checks, in a checkout.
 SHELL = ("build", "lock", "run", "serve", "setup.sh", "test")
 LEFT_OUT = {"compat/README.md", "scripts/lib/image_java", "scripts/lib/image_python"} | {

@@ -1,0 +1,143 @@
+"""Contender: llama.cpp with Q8_0 weights. Runs in the environment of the peers.
+
+The GGUF file is written here from the artifact. llama.cpp's GPT-2 knows the tanh form of GELU only,
+so its text differs a little; the work is the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.worker import Channel, Clock, generation
+from engine.artifacts import artifact as artifacts
+from engine.artifacts.artifact import Artifact
+from engine.artifacts.open import open_artifact
+
+BLOCKS = {
+    "attn_norm": artifacts.ATTENTION_NORM,
+    "attn_qkv": artifacts.QKV,
+    "attn_output": artifacts.ATTENTION_OUT,
+    "ffn_norm": artifacts.FFN_NORM,
+    "ffn_up": artifacts.FFN_HIDDEN,
+    "ffn_down": artifacts.FFN_OUT,
+}
+CONTEXT = 128  # tokens of a row; more than any generation here has
+
+
+def tensors(artifact: Artifact) -> Iterator[tuple[str, Any, bool]]:
+    """GGUF name, array, and whether it is quantized."""
+    w = artifact.weights
+    yield "token_embd.weight", w[artifacts.EMBEDDING], True  # also the output projection
+    yield "position_embd.weight", w[artifacts.POSITIONS], False
+    yield "output_norm.weight", w[f"{artifacts.FINAL_NORM}.gamma"], False
+    yield "output_norm.bias", w[f"{artifacts.FINAL_NORM}.beta"], False
+    for i in range(artifact.config.num_layers):
+        for theirs, ours in BLOCKS.items():
+            kinds = ("gamma", "beta") if theirs.endswith("norm") else ("weight", "bias")
+            weight, bias = (w[f"{ours.format(i)}.{kind}"] for kind in kinds)
+            yield f"blk.{i}.{theirs}.weight", weight, weight.ndim == 2
+            yield f"blk.{i}.{theirs}.bias", bias, False
+
+
+def export(artifact: Artifact, path: Path) -> None:
+    import gguf
+
+    c, q8 = artifact.config, gguf.GGMLQuantizationType.Q8_0
+    writer = gguf.GGUFWriter(path, "gpt2")
+    writer.add_context_length(c.max_length)
+    writer.add_embedding_length(c.units)
+    writer.add_feed_forward_length(c.hidden_size)
+    writer.add_block_count(c.num_layers)
+    writer.add_head_count(c.num_heads)
+    writer.add_layer_norm_eps(c.layer_norm_eps)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_vocab_size(c.vocab_size)
+    # Ids go in and come out, but llama.cpp's server wants to have words for them.
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"{i} " for i in range(c.vocab_size)])
+    writer.add_token_scores([0.0] * c.vocab_size)
+    writer.add_token_types([gguf.TokenType.NORMAL] * c.vocab_size)
+    writer.add_add_bos_token(False)
+    for name, array, quantized in tensors(artifact):
+        array = array.astype(np.float32)
+        if quantized:
+            writer.add_tensor(name, gguf.quants.quantize(array, q8), raw_dtype=q8)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    import llama_cpp as lib
+
+    path, threads, max_rows = sys.argv[1], int(sys.argv[2]), 8
+    lib.llama_backend_init()
+    model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+    if not model:
+        raise SystemExit(f"llama.cpp cannot load {path}")
+    options = lib.llama_context_default_params()
+    options.n_ctx = CONTEXT * max_rows
+    options.n_seq_max = max_rows
+    options.n_threads = options.n_threads_batch = threads
+    context = lib.llama_init_from_model(model, options)
+    vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    batch = lib.llama_batch_init(options.n_ctx, 0, 1)
+
+    def run(rows: list[tuple[int, int, list[int]]]) -> list[int]:
+        """Appends ids to rows, given as (row, its length so far, ids); the next id of each."""
+        n, last = 0, []
+        for row, begin, ids in rows:
+            for i, token in enumerate(ids):
+                batch.token[n], batch.pos[n] = token, begin + i
+                batch.n_seq_id[n], batch.seq_id[n][0] = 1, row
+                batch.logits[n] = i == len(ids) - 1
+                n += 1
+            last.append(n - 1)
+        batch.n_tokens = n
+        if lib.llama_decode(context, batch):
+            raise RuntimeError("llama_decode failed")
+        return [int(np.argmax(logits(at))) for at in last]
+
+    def logits(at: int) -> Any:
+        found = lib.llama_get_logits_ith(context, at)
+        return np.ctypeslib.as_array(ctypes.cast(found, FLOATS), (vocabulary,))
+
+    def generate(prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        next_ids = run([(row, 0, prompt) for row, prompt in enumerate(prompts)])
+        made = [[token] for token in next_ids]
+        clock.step()
+        for step in range(new_tokens - 1):
+            begin = len(prompts[0]) + step
+            next_ids = run([(row, begin, [token]) for row, token in enumerate(next_ids)])
+            for row, token in zip(made, next_ids, strict=True):
+                row.append(token)
+            clock.step()
+        return made
+
+    about = {
+        "version": f"llama-cpp-python {metadata.version('llama-cpp-python')}",
+        "weight_bytes": lib.llama_model_size(model),
+    }
+    Channel().serve(about, {"generate": generation(generate)})
+
+
+FLOATS = ctypes.POINTER(ctypes.c_float)
+
+
+def write(artifact: str, path: str) -> None:
+    export(open_artifact(artifact), Path(path))
+
+
+if __name__ == "__main__":
+    write(*sys.argv[2:]) if sys.argv[1] == "--export" else main()

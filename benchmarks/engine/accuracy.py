@@ -1,0 +1,93 @@
+"""Measured: how far int8 is from fp32, on logits and on greedy text.
+
+In shapes: T tokens of one text, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.worker import Channel
+from engine import backends
+from engine.artifacts.open import open_artifact
+from engine.backends.interface import BackendModel
+from engine.text.sentencepiece import SentencePieceTokenizer
+
+Logits = NDArray[np.float32]
+
+
+def greedy(model: BackendModel, prompt: list[int], new_tokens: int, eos: int | None) -> list[int]:
+    """New ids, up to the end of the text."""
+    logits = model.extend(model.add_row(), np.array(prompt))
+    made = [int(logits.argmax())]
+    while len(made) < new_tokens and made[-1] != eos:
+        made.append(int(model.decode(np.array(made[-1:]))[0].argmax()))
+    model.remove_last_row()
+    return made
+
+
+def forced(model: BackendModel, prompt: list[int], ids: list[int]) -> Logits:
+    """Logits (T, V) for each of `ids` when those before it are given."""
+    found = [model.extend(model.add_row(), np.array(prompt)).copy()]
+    found += [model.decode(np.array([token]))[0].copy() for token in ids[:-1]]
+    model.remove_last_row()
+    return np.stack(found)
+
+
+def log_softmax(logits: Logits) -> NDArray[np.float64]:
+    x = logits - logits.max(axis=-1, keepdims=True).astype(np.float64)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))  # type: ignore[no-any-return]
+
+
+def compare(folder: str, prompts: list[list[int]] | list[str], new_tokens: int) -> dict[str, Any]:
+    """int8 against fp32. `prompts` are ids or texts."""
+    artifact = open_artifact(folder)
+    tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
+    exact, fast = (backends.load(artifact, "onnxruntime", p) for p in ("fp32", "int8"))
+    try:
+        return compare_models(exact, fast, tokenizer, prompts, new_tokens)
+    finally:
+        exact.close()
+        fast.close()
+
+
+def compare_models(
+    exact: BackendModel,
+    fast: BackendModel,
+    tokenizer: SentencePieceTokenizer,
+    prompts: list[list[int]] | list[str],
+    new_tokens: int,
+) -> dict[str, Any]:
+    """How far `fast` is from `exact`, which writes the texts."""
+    same = positions = agreed = 0
+    worst = squares = power = divergence = 0.0
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        made = greedy(exact, ids, new_tokens, tokenizer.eos_id)
+        same += greedy(fast, ids, new_tokens, tokenizer.eos_id) == made
+        a, b = forced(exact, ids, made), forced(fast, ids, made)
+        positions += len(made)
+        agreed += int((a.argmax(axis=-1) == b.argmax(axis=-1)).sum())
+        worst = max(worst, float(np.abs(a - b).max()))
+        squares += float(np.square(a - b, dtype=np.float64).mean(axis=-1).sum())
+        power += float(a.var(axis=-1, dtype=np.float64).sum())
+        p, q = log_softmax(a), log_softmax(b)
+        divergence += float((np.exp(p) * (p - q)).sum())
+    return {
+        "texts": len(prompts),
+        "same_texts": same,
+        "tokens": positions,
+        "top1_agreement": agreed / positions,
+        "max_logit_error": worst,
+        "rms_logit_error": float(np.sqrt(squares / positions)),
+        "relative_logit_error": float(np.sqrt(squares / power)),
+        "kl_divergence": divergence / positions,
+    }
+
+
+if __name__ == "__main__":
+    Channel().serve({"arguments": sys.argv[1:]}, {"compare": compare})

@@ -1,0 +1,52 @@
+"""Measured: the engine with its scheduler, in one process, on several models or on one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from benchmarks.worker import Channel
+from common.parameters import Parameters
+from engine.http.answer import WaitingAnswer
+from engine.registry import Engine
+from engine.settings import Settings
+
+
+def main() -> None:
+    backend, precision, *folders = sys.argv[1:]
+    engine = Engine(Settings(backend=backend, precision=precision))
+    for i, folder in enumerate(folders):
+        engine.load(str(i), folder)
+
+    def ask(requests: list[tuple[int, str]], new_tokens: int) -> int:
+        """All at once; returns how many tokens came back."""
+        waiting = []
+        for model, text in requests:
+            answer = WaitingAnswer(1)
+            parameters = Parameters(max_new_tokens=new_tokens)
+            engine.submit(str(model), text, parameters, answer.emit, timeout_s=120, stream=False)
+            waiting.append(answer)
+        return sum(answer.wait()["completions"][0]["tokens"] for answer in waiting)
+
+    def timed(requests: list[tuple[int, str]], new_tokens: int, times: int = 1) -> float:
+        """Tokens per second, after a short warm-up."""
+        ask(requests, 2)
+        began = time.perf_counter()
+        tokens = sum(ask(requests, new_tokens) for _ in range(times))
+        return tokens / (time.perf_counter() - began)
+
+    def measure(texts: list[str], new_tokens: int) -> dict[str, Any]:
+        """Tokens per second of one model alone, of all in turns, and of a batch on one."""
+        return {
+            "alone_tokens_per_s": timed([(0, texts[0])], new_tokens, times=4),
+            "turns_tokens_per_s": timed([(i, texts[0]) for i in range(len(folders))], new_tokens),
+            "batch_tokens_per_s": timed([(0, text) for text in texts], new_tokens),
+        }
+
+    Channel().serve({"models": len(folders)}, {"measure": measure})
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Measured: a model's archive from S3 on this machine into its folder: the server's way, and that
+of `aws s3 cp` and `tar`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.http_server import free_port
+from benchmarks.process import BenchmarkError
+
+BUCKET, KEY = "benchmark", "model.tar.gz"
+START_S = 30.0
+# Any will do: the server on loopback checks none.
+ACCESS = {
+    "AWS_ACCESS_KEY_ID": "benchmark",
+    "AWS_SECRET_ACCESS_KEY": "benchmark",
+    "AWS_REGION": "us-east-1",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+def pack(folder: Path, archive: Path) -> Path:
+    """The archive, written unless it is there."""
+    if not archive.exists():
+        fresh = archive.with_suffix(".new")
+        with tarfile.open(fresh, "w:gz", compresslevel=6) as tar:
+            for path in sorted(p for p in folder.iterdir() if p.is_file()):
+                tar.add(path, path.name)
+        fresh.rename(archive)
+    return archive
+
+
+def measure(archive: Path, tries: int, workdir: Path, log: Path) -> dict[str, Any]:
+    """Seconds of each way, in turns. Needs moto (requirements/test.txt)."""
+    found: dict[str, Any] = {"bytes": archive.stat().st_size, "ours": [], "theirs": []}
+    found["their_way"] = "aws s3 cp" if shutil.which("aws") else "boto3's download_file"
+    before = {name: os.environ.get(name) for name in (*ACCESS, "AWS_ENDPOINT_URL_S3")}
+    try:
+        with _s3(log) as url:
+            os.environ.update({**ACCESS, "AWS_ENDPOINT_URL_S3": url})
+            _client().create_bucket(Bucket=BUCKET)
+            _client().upload_file(str(archive), BUCKET, KEY)
+            for _ in range(tries):
+                for way, fetch in (("ours", _ours), ("theirs", _theirs)):
+                    with tempfile.TemporaryDirectory(dir=workdir, prefix=".fetched-") as folder:
+                        found[way].append(fetch(Path(folder)))
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+    return found
+
+
+@contextmanager
+def _s3(log: Path) -> Iterator[str]:
+    """moto's server, in a process of its own."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with log.open("wb") as file:
+        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(url, server, log)
+        yield url
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    import requests
+
+    end = time.monotonic() + START_S
+    while server.poll() is None and time.monotonic() < end:
+        try:
+            requests.get(url, timeout=5)
+            return
+        except requests.ConnectionError:
+            time.sleep(0.05)
+    raise BenchmarkError(f"no S3 server (moto) started; ./scripts/test installs it ({log})")
+
+
+def _client() -> Any:
+    import boto3
+
+    return boto3.session.Session().client("s3")
+
+
+def _ours(folder: Path) -> dict[str, float]:
+    """What the gateway does: downloading and unpacking at the same time."""
+    from serving.store import Cache, StoreSettings, open_store
+
+    location = f"s3://{BUCKET}/"
+    began = time.perf_counter()
+    model = open_store(location).find(KEY.removesuffix(".tar.gz"))
+    fetched = Cache(StoreSettings(location, folder, 0, 4 << 30, (), ())).acquire(model)
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "download_s": fetched.download_s, "unpack_s": fetched.unpack_s}
+
+
+def _theirs(folder: Path) -> dict[str, float]:
+    """One after the other, as a script would."""
+    file = folder / KEY
+    began = time.perf_counter()
+    if shutil.which("aws"):
+        command = ["aws", "s3", "cp", "--quiet", f"s3://{BUCKET}/{KEY}", str(file)]
+        endpoint = ["--endpoint-url", os.environ["AWS_ENDPOINT_URL_S3"]]
+        subprocess.run([*command, *endpoint], check=True)
+    else:
+        _client().download_file(BUCKET, KEY, str(file))
+    downloaded = time.perf_counter()
+    subprocess.run(["tar", "-xzf", str(file), "-C", str(folder)], check=True)
+    done = time.perf_counter()
+    return {
+        "seconds": done - began,
+        "download_s": downloaded - began,
+        "unpack_s": done - downloaded,
+    }

@@ -1,0 +1,153 @@
+"""Measured: a stream's way through the gateway, by our own route, OpenAI's and gRPC.
+
+One client asks for the same text in turns: of the engine's own socket and by each route, so that
+differences are those of neighbours in time.
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from tqdm import tqdm
+
+from benchmarks.http_server import HTTPServer, UnixConnection, free_port
+from benchmarks.process import BenchmarkError
+
+TOKENS = 32
+WARM_UP = 10
+JSON_HEADERS = {"Content-Type": "application/json"}
+SIZES = ("tiny", "full")
+
+Results = dict[str, Any]
+# Asks once; gives when the first bytes came and when the last, in seconds.
+Way = Callable[[], tuple[float, float]]
+
+
+def measure(folders: dict[str, Path], text: str, count: int, log: Path) -> Results:
+    """By size and way, milliseconds to the first bytes (`first_ms`) and of the whole stream."""
+    with_grpc = importlib.util.find_spec("grpc") is not None
+    port = free_port() if with_grpc else 0
+    server = HTTPServer(folders, log, environment={"GRPC_PORT": str(port)})
+    try:
+        with ExitStack() as opened:
+            return {
+                size: _measure(_ways(server, port, size, text, opened), count) for size in SIZES
+            }
+    finally:
+        server.close()
+
+
+def _measure(ways: dict[str, Way], count: int) -> Results:
+    found: Results = {name: {"first_ms": [], "whole_ms": []} for name in ways}
+    for i in tqdm(range(WARM_UP + count), leave=False, disable=None):
+        for name, ask in ways.items():
+            first, whole = ask()
+            if i >= WARM_UP:
+                found[name]["first_ms"].append(1000 * first)
+                found[name]["whole_ms"].append(1000 * whole)
+    return found
+
+
+def _ways(server: HTTPServer, port: int, name: str, text: str, opened: ExitStack) -> dict[str, Way]:
+    rows = json.loads((server.run_dir / "models.json").read_text(encoding="utf-8"))
+    (id_,) = (row["id"] for row in rows if row["name"] == name)
+    parameters = {"max_new_tokens": TOKENS}
+    ours = {"inputs": text, "parameters": parameters, "stream": True}
+    openais = {"model": name, "prompt": text, "stream": True}
+    openais |= {"max_tokens": TOKENS, "temperature": 0}
+
+    def connected(connection: http.client.HTTPConnection, path: str, body: Any) -> Way:
+        opened.callback(connection.close)
+        content = json.dumps(body).encode()
+        return lambda: _ask(connection, path, content)
+
+    def tcp() -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", server.port)
+
+    engine = UnixConnection(server.run_dir / "engine.sock")
+    path = f"/models/{quote(f'{name}#{id_}', safe='')}/generate"
+    ways = {
+        "engine": connected(engine, path, {**ours, "timeout_s": 60}),
+        "own": connected(tcp(), f"/predictions/{name}", ours),
+        "openai": connected(tcp(), "/v1/completions", openais),
+    }
+    if port:
+        ways["grpc"] = _grpc_way(port, name, text, opened)
+    return ways
+
+
+def _ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> tuple[float, float]:
+    connection.close()  # one that rests for long is closed by the other side
+    connection.connect()
+    began = time.perf_counter()
+    connection.request("POST", path, body, JSON_HEADERS)
+    answer = connection.getresponse()
+    first_bytes = answer.read1()
+    first = time.perf_counter() - began
+    rest = answer.read()
+    whole = time.perf_counter() - began
+    if answer.status != 200 or b'"error"' in rest:
+        raise BenchmarkError(f"{path} answered {answer.status}: {first_bytes + rest!r:.300}")
+    return first, whole
+
+
+def _grpc_way(port: int, name: str, text: str, opened: ExitStack) -> Way:
+    import grpc
+
+    from serving.api.grpc.inference import SERVICE
+    from serving.api.grpc.messages import message
+
+    channel = opened.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}"))
+    stream = channel.stream_stream(
+        f"/{SERVICE}/ModelStreamInfer",
+        request_serializer=message("inference.ModelInferRequest").SerializeToString,
+        response_deserializer=message("inference.ModelStreamInferResponse").FromString,
+    )
+    request = message("inference.ModelInferRequest")(model_name=name)
+    tensor = request.inputs.add(name="text", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(text.encode())
+    request.parameters["max_new_tokens"].int64_param = TOKENS
+
+    def ask() -> tuple[float, float]:
+        began = time.perf_counter()
+        responses = stream(iter([request]), timeout=60)
+        answers = [next(responses)]
+        first = time.perf_counter() - began
+        answers += responses
+        whole = time.perf_counter() - began
+        if said := [answer.error_message for answer in answers if answer.error_message]:
+            raise BenchmarkError(f"gRPC answered: {said[0]}")
+        return first, whole
+
+    return ask
+
+
+# What is made of it
+
+
+def over(results: Results, size: str, way: str, other: str, key: str = "first_ms") -> list[float]:
+    """What `way` takes longer than `other`: the median of the differences of neighbours."""
+    found = results["streams"][size]
+    pairs = zip(found[way][key], found[other][key], strict=True)
+    return [statistics.median(a - b for a, b in pairs)]
+
+
+def lines(found: Results) -> Iterator[str]:
+    labels = {"engine": "the engine's socket", "own": "/predictions", "openai": "/v1/completions"}
+    for size, ways in found.items():
+        for way, times in ways.items():
+            first, whole = (statistics.median(times[key]) for key in ("first_ms", "whole_ms"))
+            label = labels.get(way, "gRPC")
+            yield (
+                f"| a stream of {TOKENS} tokens, {size} model, {label}: first and last, ms"
+                f" | {first:.2f} and {whole:.2f} |"
+            )

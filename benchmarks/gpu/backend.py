@@ -1,0 +1,200 @@
+"""Measured: one backend on a GPU, or what it runs there on the CPU, with several models.
+
+Each command answers for the models that `load` opened, in their order.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.contenders.ours import generate
+from benchmarks.engine import accuracy
+from benchmarks.worker import Channel, Clock, generation
+from common.errors import OutOfMemory
+from engine import backends
+from engine.artifacts.open import open_artifact
+from engine.backends.interface import BackendModel
+from engine.backends.onnx import cpu
+from engine.text.sentencepiece import SentencePieceTokenizer
+
+# The CPU stands in for a GPU of this much memory beside the weights.
+CPU_LIMIT_BYTES = 256 << 20
+BALLAST_BYTES = (1 << 30, 64 << 20, 4 << 20, 256 << 10, 16 << 10)
+
+
+class Checked:
+    def __init__(self, backend: str, device: str) -> None:
+        self.backend, self.device = backend, device
+        self.models: list[BackendModel] = []
+
+    def open(self, folder: str) -> BackendModel:
+        artifact = open_artifact(folder)
+        if self.device == "gpu":
+            precision = backends.precisions(self.backend, "gpu")[0]
+            return backends.load(artifact, self.backend, precision, device="gpu")
+        if self.backend == "mxnet":
+            from common.mxnet_compat import mx
+            from engine.backends.mxnet.gluon_model import MXNetModel
+
+            return MXNetModel(artifact, mx.cpu())
+        from engine.backends.onnx import gpu
+
+        return gpu.load(artifact, self._provider())
+
+    def _provider(self) -> Any:
+        from engine.backends.onnx.device import CPU, CUDA
+
+        return CUDA if self.device == "gpu" else replace(CPU, limit_bytes=CPU_LIMIT_BYTES)
+
+    def load(self, folder: str) -> dict[str, Any]:
+        """One more model, and its first token."""
+        began = time.perf_counter()
+        model = self.open(folder)
+        seconds = time.perf_counter() - began
+        self.models.append(model)
+        model.extend(model.add_row(), np.arange(4))
+        first_token = time.perf_counter() - began
+        model.remove_last_row()
+        return {
+            "seconds": seconds,
+            "first_token_s": first_token,
+            "weight_bytes": model.weight_bytes,
+            "memory_bytes": self.memory_bytes(),
+        }
+
+    def unload(self) -> int | None:
+        """All; the memory in use afterwards."""
+        while self.models:
+            self.models.pop().close()
+        return self.memory_bytes()
+
+    def memory_bytes(self) -> int | None:
+        """In use on the device by everybody; on the CPU by this process. None: nobody says."""
+        if self.device == "cpu":
+            lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+            return next(int(s.split()[1]) << 10 for s in lines if s.startswith("RssAnon"))
+        if shutil.which("nvidia-smi") is None:
+            return None
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i0"]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        return int(answer.stdout.split()[0]) << 20
+
+    def compare(self, folder: str, prompts: list[Any], new_tokens: int) -> dict[str, Any]:
+        """Against fp32 on the CPU."""
+        artifact = open_artifact(folder)
+        tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
+        exact, ours = cpu.load(artifact, "fp32"), self.open(folder)
+        try:
+            return accuracy.compare_models(exact, ours, tokenizer, prompts, new_tokens)
+        finally:
+            exact.close()
+            ours.close()
+
+    def generate(self, prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
+        """By the first model, all prompts in one batch."""
+        return generate(self.models[0], prompts, new_tokens, clock)
+
+    def rows(self, prompts: list[list[int]], steps: int) -> dict[str, float]:
+        """Logits of rows in one batch against the same rows alone: the largest difference, and the
+        logits' standard deviation."""
+        model = self.models[0]
+        tokens = np.random.default_rng(0).integers(4, model.config.vocab_size, steps)
+        for ids in prompts:
+            model.extend(model.add_row(), np.array(ids))
+        together = [model.decode(np.full(len(prompts), t)).copy() for t in tokens]
+        for _ in prompts:
+            model.remove_last_row()
+        worst = 0.0
+        for row, ids in enumerate(prompts):
+            model.extend(model.add_row(), np.array(ids))
+            for i, t in enumerate(tokens):
+                alone = model.decode(np.array([t]))[0]
+                worst = max(worst, float(np.abs(alone - together[i][row]).max()))
+            model.remove_last_row()
+        return {"max_difference": worst, "logits_std": float(np.std(together[0]))}
+
+    def turns(self, prompt: list[int], new_tokens: int) -> float:
+        """Tokens per second of all models, a token of each in turn."""
+        last = [int(m.extend(m.add_row(), np.array(prompt)).argmax()) for m in self.models]
+        began = time.perf_counter()
+        for _ in range(new_tokens):
+            for i, model in enumerate(self.models):
+                last[i] = int(model.decode(np.array([last[i]]))[0].argmax())
+        seconds = time.perf_counter() - began
+        for model in self.models:
+            model.remove_last_row()
+        return new_tokens * len(self.models) / seconds
+
+    def exhaust(self, folder: str, prompt: list[int], new_tokens: int) -> dict[str, bool]:
+        """Fills the device until nothing fits: another model must be refused as out of memory, and
+        once there is room again the first one must write what it wrote before."""
+        before = self.generate([prompt], new_tokens, Clock())
+        ballast, refused = self._fill(), False
+        try:
+            self.load(folder)
+        except OutOfMemory:
+            refused = True
+        ballast.clear()
+        if len(self.models) > 1:
+            self.models.pop().close()
+        self.load(folder)
+        return {"refused": refused, "same": self.generate([prompt], new_tokens, Clock()) == before}
+
+    def _fill(self) -> list[Any]:
+        allocate = self._mxnet_allocator() if self.backend == "mxnet" else self._onnx_allocator()
+        ballast: list[Any] = []
+        for size in BALLAST_BYTES:
+            while True:
+                try:
+                    ballast.append(allocate(size))
+                except OutOfMemory:
+                    break
+        return ballast
+
+    def _onnx_allocator(self) -> Callable[[int], Any]:
+        from engine.backends.onnx.device import buffers
+
+        held = buffers(self._provider(), 1)
+        seed = np.zeros((1, 1, 1, 64), dtype=np.float32)
+        return lambda size: held.grow(seed, (1, 1, size // 256, 64))
+
+    def _mxnet_allocator(self) -> Callable[[int], Any]:
+        from common.mxnet_compat import mx
+        from engine.backends.mxnet.gluon_model import out_of_memory
+
+        def allocate(size: int) -> Any:
+            with out_of_memory(mx.gpu(0), f"{size} bytes"):
+                array = mx.nd.zeros((size // 4,), ctx=mx.gpu(0))
+                array.wait_to_read()
+                return array
+
+        return allocate
+
+
+def main() -> None:
+    checked = Checked(*sys.argv[1:])
+    Channel().serve(
+        {"memory_bytes": checked.memory_bytes()},
+        {
+            "load": checked.load,
+            "unload": checked.unload,
+            "compare": checked.compare,
+            "generate": generation(checked.generate),
+            "rows": checked.rows,
+            "turns": checked.turns,
+            "exhaust": checked.exhaust,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Processes with less memory and a slower disk, as in a small container: a control group, by root.
+
+A page is charged to the group that first reads it, so files must be out of the page cache before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from benchmarks.process import BenchmarkError
+
+ROOT = Path("/sys/fs/cgroup")
+EMPTY_S = 10.0
+
+
+class ControlGroup:
+    """A context manager; `prefix` before a command puts what it runs into the group."""
+
+    def __init__(self, memory_mib: int, read_mb_s: int | None = None) -> None:
+        self._limits = (memory_mib << 20, read_mb_s)
+        one = not (ROOT / "cgroup.controllers").exists()
+        parents = [ROOT / "memory", ROOT / "blkio"] if one else [ROOT]
+        self._folders = [parent / f"kogpt2-benchmark-{os.getpid()}" for parent in parents]
+
+    def __enter__(self) -> ControlGroup:
+        memory_bytes, read_mb_s = self._limits
+        try:
+            for folder in self._folders:
+                folder.mkdir()
+            if len(self._folders) == 2:
+                memory, disk = self._folders
+                (memory / "memory.limit_in_bytes").write_text(str(memory_bytes))
+                rate = (disk / "blkio.throttle.read_bps_device", "{} {}")
+            else:
+                (memory,) = self._folders
+                (memory / "memory.max").write_text(str(memory_bytes))
+                rate = (memory / "io.max", "{} rbps={}")
+            if read_mb_s is not None:
+                file, line = rate
+                file.write_text(line.format(_disk(), read_mb_s * 1_000_000))
+        except OSError as error:
+            self.__exit__()
+            raise BenchmarkError(f"no control group: {error}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for folder in self._folders:
+            end = time.monotonic() + EMPTY_S
+            while folder.exists() and time.monotonic() < end:
+                with contextlib.suppress(OSError):  # the last process is about to go
+                    folder.rmdir()
+                time.sleep(0.02)
+
+    @property
+    def prefix(self) -> list[str]:
+        joining = "".join(f"echo $$ > {folder / 'cgroup.procs'}; " for folder in self._folders)
+        return ["/bin/sh", "-c", f'{joining}exec "$@"', "sh"]
+
+    def page_ins(self) -> dict[str, int]:
+        """Major faults and pages that were read again soon after they had been let go."""
+        rows = (self._folders[0] / "memory.stat").read_text(encoding="ascii").splitlines()
+        counts = {key: int(value) for key, _, value in (row.partition(" ") for row in rows)}
+        names = ("pgmajfault", "workingset_refault_file", "workingset_refault")
+        return {name: counts[name] for name in names if name in counts}
+
+
+def _disk() -> str:
+    """The numbers of the disk that the temporary files are on: limits are for whole disks."""
+    device = os.stat(Path.cwd()).st_dev
+    folder = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    if (folder / "partition").exists():
+        folder = folder.parent
+    return (folder / "dev").read_text(encoding="ascii").strip()

@@ -1,0 +1,203 @@
+"""Traces of requests to many models, and how many of them would find their model loaded.
+
+    python -m benchmarks.switching.trace
+
+prints, for `common.eviction` and what else one might do, the share of requests whose model is
+loaded (hits) and the seconds of loading for a request, where a fifth of all models fits. Belady's
+optimum knows the future; with models of unlike size or cost it is no optimum any more, but near.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from common.eviction import Held, Victims
+
+MODELS, REQUESTS, SEEDS = 100, 6000, 3
+ROOM = 0.2  # of what all models take
+SHORT, LONG = 5, 20  # requests of a burst
+SEVERAL = 0.5  # how much of the traffic a burst is while it lasts
+
+
+class Kind(NamedTuple):
+    """`zipf`: the exponent; `bursts`: how often one begins; `scans`: each asks for every model."""
+
+    zipf: float = 1.0
+    bursts: float = 0.02
+    scans: int = 2
+    moves: bool = True  # whether after a half other models are the popular ones
+    unlike: bool = False  # whether models differ in size and in what loading them costs
+
+
+KINDS = {
+    "Zipf alone": Kind(bursts=0, scans=0, moves=False),
+    "Zipf, bursts, scans": Kind(moves=False),
+    "... and then others are popular": Kind(),
+    "flatter Zipf (0.8)": Kind(zipf=0.8),
+    "many bursts": Kind(bursts=0.06),
+    "models of unlike size and cost": Kind(unlike=True),
+}
+
+
+def trace(seed: int, kind: Kind, models: int = MODELS, requests: int = REQUESTS) -> list[int]:
+    """Numbers of models, as they are asked for."""
+    chance = random.Random(seed)  # noqa: S311
+    ranked = list(range(models))
+    chance.shuffle(ranked)
+    popularity = [1 / (rank + 1) ** kind.zipf for rank in range(models)]
+    asked: list[int] = []
+    burst: list[int] = []
+    scans = [requests * (scan + 1) // (kind.scans + 1) for scan in range(kind.scans)]
+    moves = requests // 2 if kind.moves else requests
+    while len(asked) < requests:
+        if scans and len(asked) >= scans[0]:
+            del scans[0]
+            asked += range(models)
+        if len(asked) >= moves:
+            moves = requests
+            chance.shuffle(ranked)
+        if chance.random() < kind.bursts:
+            burst += [chance.choice(ranked)] * chance.randint(SHORT, LONG)
+        if burst and chance.random() < SEVERAL:
+            asked.append(burst.pop(chance.randrange(len(burst))))
+        else:
+            asked.append(chance.choices(ranked, popularity)[0])
+    return asked[:requests]
+
+
+def models_of(seed: int, kind: Kind, models: int = MODELS) -> dict[int, Held]:
+    chance = random.Random(seed)  # noqa: S311
+    if not kind.unlike:
+        return dict.fromkeys(range(models), Held(1, 1.0))
+    return {
+        m: Held(chance.choice((1, 1, 1, 4)), chance.choice((1.0, 1.0, 5.0))) for m in range(models)
+    }
+
+
+class Policy(Protocol):
+    def use(self, model: int, when: int) -> None: ...
+
+    def victims(self, loaded: dict[int, Held], missing: int) -> Sequence[int]: ...
+
+
+class Ours:
+    def __init__(self) -> None:
+        self._victims = Victims[int]()
+
+    def use(self, model: int, when: int) -> None:
+        self._victims.used(model)
+
+    def victims(self, loaded: dict[int, Held], missing: int) -> Sequence[int]:
+        return self._victims.choose(loaded, missing)
+
+
+class LRU:
+    def __init__(self) -> None:
+        self._used: dict[int, int] = {}
+
+    def use(self, model: int, when: int) -> None:
+        self._used[model] = when
+
+    def victims(self, loaded: dict[int, Held], missing: int) -> Sequence[int]:
+        return [min(loaded, key=self._used.__getitem__)]
+
+
+class GDSF:
+    """Greedy dual, size and frequency: requests since it was loaded times cost by size, and what
+    that was of the last one unloaded."""
+
+    def __init__(self, models: dict[int, Held]) -> None:
+        self._models = models
+        self._since: dict[int, int] = {}
+        self._priority: dict[int, float] = {}
+        self._last = 0.0
+
+    def use(self, model: int, when: int) -> None:
+        self._since[model] = self._since.get(model, 0) + 1
+        size, cost_s = self._models[model]
+        self._priority[model] = self._last + self._since[model] * cost_s / size
+
+    def victims(self, loaded: dict[int, Held], missing: int) -> Sequence[int]:
+        victim = min(loaded, key=self._priority.__getitem__)
+        self._last = self._priority[victim]
+        del self._since[victim]
+        return [victim]
+
+
+class Belady:
+    """The one that is asked for again last."""
+
+    def __init__(self, asked: Sequence[int]) -> None:
+        self._next = [math.inf] * len(asked)
+        self._coming: dict[int, float] = {}
+        later: dict[int, int] = {}
+        for when in range(len(asked) - 1, -1, -1):
+            self._next[when] = later.get(asked[when], math.inf)
+            later[asked[when]] = when
+
+    def use(self, model: int, when: int) -> None:
+        self._coming[model] = self._next[when]
+
+    def victims(self, loaded: dict[int, Held], missing: int) -> Sequence[int]:
+        return [max(loaded, key=self._coming.__getitem__)]
+
+
+def replay(
+    policy: Policy, asked: Sequence[int], models: dict[int, Held], room: int
+) -> tuple[float, float]:
+    """Hits by request, and seconds of loading by request."""
+    loaded: dict[int, Held] = {}
+    hits, cost_s = 0, 0.0
+    for when, model in enumerate(asked):
+        policy.use(model, when)
+        if model in loaded:
+            hits += 1
+            continue
+        cost_s += models[model].cost_s
+        while loaded:
+            missing = sum(h.bytes for h in loaded.values()) + models[model].bytes - room
+            if missing <= 0:
+                break
+            for victim in policy.victims(loaded, missing):
+                del loaded[victim]
+        loaded[model] = models[model]
+    return hits / len(asked), cost_s / len(asked)
+
+
+def results(
+    kind: Kind, models: int = MODELS, requests: int = REQUESTS
+) -> dict[str, tuple[float, float]]:
+    """By policy, over some traces."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(SEEDS):
+        asked, all_models = trace(seed, kind, models, requests), models_of(seed, kind, models)
+        room = int(ROOM * sum(h.bytes for h in all_models.values()))
+        policies: dict[str, Policy] = {
+            "LRU": LRU(),
+            "GDSF": GDSF(all_models),
+            "common.eviction": Ours(),
+            "Belady": Belady(asked),
+        }
+        for name, policy in policies.items():
+            found.setdefault(name, []).append(replay(policy, asked, all_models, room))
+    return {
+        name: (sum(hits for hits, _ in runs) / SEEDS, sum(cost for _, cost in runs) / SEEDS)
+        for name, runs in found.items()
+    }
+
+
+def table() -> Iterator[str]:
+    for number, (words, kind) in enumerate(KINDS.items()):
+        found = results(kind)
+        if not number:
+            yield "| hits, and seconds of loading a request | " + " | ".join(found) + " |"
+            yield "|---|" + "---|" * len(found)
+        cells = (f"{hits:.1%}, {cost:.2f} s" for hits, cost in found.values())
+        yield f"| {words} | " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

@@ -1,0 +1,237 @@
+"""kogpt2 bench measures a tiny model, and its ratios are those of its own rounds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from benchmarks import random_model
+from benchmarks.gateway import measurements as gateway
+from benchmarks.report import goals, tables
+from benchmarks.switching import clients as switching_clients
+from benchmarks.switching import measurements as switching
+from engine.artifacts.open import open_artifact
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("mxnet", "onnxruntime-fp32", "onnxruntime-int8")
+PARTS = ("bandwidth", "turns", "prefixes", "loading", "memory", "accuracy")
+
+
+def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.cli", "bench", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The JSON and the output of a quick run of what needs neither peers nor Java."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    only = ",".join(("guides", *OURS, *PARTS))
+    result = run("--quick", "--only", only, "--workdir", folder, "--json", folder / "found.json")
+    assert result.returncode == 0, result.stderr
+    return json.loads((folder / "found.json").read_text(encoding="utf-8")), result.stdout
+
+
+def test_everything_asked_for_is_measured(measured: tuple[dict[str, Any], str]) -> None:
+    results, _ = measured
+    assert results["skipped"] == {}
+    assert set(results["contenders"]) == {"guides", *OURS}
+    assert set(PARTS) <= set(results)
+    for name, found in results["contenders"].items():
+        assert set(found["rows"]) == ({"1"} if name == "guides" else {"1", "8"})
+        for rows in found["rows"].values():
+            (entry,) = rows["rounds"]
+            assert 0 < entry["step_s"] < entry["seconds"]
+    assert results["machine"]["cores"] >= 1
+    assert {"mxnet", "onnxruntime"} <= set(results["machine"]["packages"])
+
+
+def test_the_fp32_contenders_write_the_same_text(measured: tuple[dict[str, Any], str]) -> None:
+    contenders = measured[0]["contenders"]
+    expected = contenders["guides"]["ids"]
+    assert len(expected) == measured[0]["plan"]["new_tokens"]
+    assert contenders["mxnet"]["ids"] == expected
+    assert contenders["onnxruntime-fp32"]["ids"] == expected
+
+
+def test_a_ratio_compares_measurements_of_the_same_round(
+    measured: tuple[dict[str, Any], str],
+) -> None:
+    results, _ = measured
+
+    def seconds(name: str, rows: str) -> float:
+        (entry,) = results["contenders"][name]["rows"][rows]["rounds"]
+        found: float = entry["seconds"]
+        return found
+
+    by_name = {goal["name"]: goal for goal in results["goals"]}
+    ratio = seconds("guides", "1") / seconds("onnxruntime-int8", "1")
+    goal = by_name["int8, B=1, against the guides' loop"]
+    assert goal["rounds"] == pytest.approx([ratio])
+    assert goal["met"] is (ratio >= goal["limit"])
+    batched = by_name["mxnet, B=8, tokens/s against its own B=1"]
+    assert batched["value"]["median"] == pytest.approx(
+        8 * seconds("mxnet", "1") / seconds("mxnet", "8")
+    )
+
+
+def test_a_goal_is_the_median_over_rounds_and_one_not_measured_has_no_value() -> None:
+    def contender(seconds: list[float]) -> dict[str, Any]:
+        rounds = [{"seconds": s, "first_token_s": s / 2, "step_s": s / 2} for s in seconds]
+        return {"label": "", "weight_bytes": 1, "rows": {"1": {"rounds": rounds}}}
+
+    results = {
+        "plan": {"new_tokens": 4},
+        "contenders": {
+            "guides": contender([10.0, 40.0, 93.0]),
+            "onnxruntime-int8": contender([1.0, 1.0, 3.0]),
+        },
+    }
+    found = {goal["name"]: goal for goal in goals.goals(results)}
+    guides = found["int8, B=1, against the guides' loop"]
+    assert guides["rounds"] == pytest.approx([10, 40, 31])
+    assert guides["value"] == pytest.approx({"min": 10, "median": 31, "max": 40})
+    assert guides["met"] is True
+    assert "value" not in found["int8, B=1, against llama.cpp Q8_0"]
+
+
+def test_the_tables_show_every_goal_and_contender(measured: tuple[dict[str, Any], str]) -> None:
+    results, output = measured
+    for goal in results["goals"]:
+        assert f"| {goal['name']} |" in output
+    for found in results["contenders"].values():
+        assert f"| {found['label']} |" in output
+    assert "\n".join(tables.lines(results)) in output
+
+
+def test_a_chats_turns_and_several_answers_are_timed_with_and_without_what_is_kept(
+    measured: tuple[dict[str, Any], str],
+) -> None:
+    (found,) = measured[0]["prefixes"]["rounds"]
+    for engine in ("with", "without"):
+        for chat in ("chat_s", "chat_at_once_s"):
+            assert len(found[engine][chat]) == 8
+            assert all(seconds > 0 for seconds in found[engine][chat])
+        several = found[engine]["answers_16"]
+        assert 0 < several["first_s"] <= several["all_s"]
+    goal = next(g for g in measured[0]["goals"] if g["name"].startswith("second turn"))
+    assert goal["rounds"] == [1000 * found["with"]["chat_s"][1]]
+
+
+def test_loads_are_timed_to_ready_and_on_to_the_first_token(
+    measured: tuple[dict[str, Any], str],
+) -> None:
+    loading = measured[0]["loading"]
+    for kind in ("warm", "cold"):
+        for entry in loading[kind]:
+            assert 0 < entry["ready_s"] < entry["first_token_s"]
+            assert 0 <= entry["resident_share"] <= 1
+
+
+def test_the_random_model_is_tokenized_into_what_it_wrote(tmp_path: Path) -> None:
+    config = random_model.TINY
+    folder = random_model.make(tmp_path, config, seed=0)
+    artifact = open_artifact(folder)
+    assert artifact.config == config
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.tokenizer_file))
+    ids = np.random.default_rng(1).integers(len(random_model.SPECIAL), len(tokenizer), 50).tolist()
+    text = "".join(tokenizer.id_to_piece(i) for i in ids)
+    assert tokenizer.encode(text) == ids
+    assert random_model.text_of([random_model.BOS, *ids]) == text
+    before = (folder / "kogpt2.params").stat().st_mtime_ns
+    assert random_model.make(tmp_path, config, seed=0) == folder
+    assert (folder / "kogpt2.params").stat().st_mtime_ns == before
+
+
+def test_help_shows_an_example_and_a_wrong_name_lists_the_right_ones() -> None:
+    shown = run("--help")
+    assert shown.returncode == 0
+    assert "kogpt2 bench --quick" in shown.stdout
+    wrong = run("--only", "triton")
+    assert wrong.returncode == 2
+    assert "triton" in wrong.stderr
+    assert "llama.cpp" in wrong.stderr
+
+
+def test_the_gateway_is_measured_and_every_goal_of_it_is_shown(tmp_path: Path) -> None:
+    result = run("--gateway", "--quick", "--workdir", tmp_path, "--json", tmp_path / "found.json")
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert results["skipped"] == {}
+    assert set(gateway.PARTS) <= set(results)
+    for goal in results["goals"]:
+        assert f"| {goal['name']} |" in result.stdout
+        assert goal["value"]["median"] > -100, goal
+    assert "\n".join(gateway.lines(results)) in result.stdout
+    cycles = results["cycles"]
+    assert len(cycles["after_each"]) > cycles["cycles"]
+    assert cycles["after"] == cycles["after_each"][-1]
+
+
+def test_what_the_gateway_adds_is_the_median_difference_of_pairs() -> None:
+    calls = {"gateway_ms": [3.0, 50.0, 4.0], "mms_ms": [2.5, 49.0, 9.0]}
+    assert gateway.added_ms({"calls": calls}) == [0.5]
+
+
+def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    parts = ("trace", "swaps")
+    result = run(
+        "--switching", "--quick", "--only", ",".join(parts), "--workdir", tmp_path, "--json", file
+    )
+    results = json.loads(file.read_text(encoding="utf-8"))
+    assert set(results["skipped"]) <= {"llama.cpp"}, result.stderr
+    assert "\n".join(switching.lines(results)) in result.stdout
+    trace = results["trace"]["now"]
+    (one,) = trace["rounds"]
+    assert trace["faults"] == {"wrong": 0, "lost": 0, "4xx": 0, "5xx": 0}
+    assert len(one["asked"]) == results["plan"]["requests"]
+    assert {a["model"] for a in one["asked"]} == set(one["warm_up"])
+    for asked in one["asked"]:
+        assert 0 < asked["first_s"] <= asked["seconds"]
+        assert asked["tokens"] == results["plan"]["new_tokens"]
+    states = {state: q["count"] for state, q in trace["first_token_s"].items()}
+    assert states.pop("all") == sum(states.values())
+    assert set(states) <= set(switching_clients.STATES)
+    assert trace["hits"]["LRU"] <= trace["hits"]["Belady"] <= 1
+    assert one["memory"]["pss"] <= one["memory"]["rss"]
+    assert len(results["swaps"]["now"]["asked"]) == results["plan"]["models"]
+
+
+def test_an_answer_that_another_model_would_give_is_wrong_and_half_of_one_is_lost() -> None:
+    def asked(text: str, error: str = "") -> switching_clients.Asked:
+        return switching_clients.Asked("봄", 0, "hot", 1, 0, 0.1, 0.2, 2, text, error)
+
+    answers = [
+        asked("가나"),
+        asked("다라"),
+        asked("가", "lost: 1 tokens of 2"),
+        asked("", "503: 😴"),
+    ]
+    found = switching_clients.count_faults(answers, {("봄", 0): "가나"})
+    assert (found["wrong"], found["lost"], found["4xx"], found["5xx"]) == (1, 1, 0, 1)
+
+
+def test_no_two_fine_tunes_share_a_tensor_and_each_is_written_once(tmp_path: Path) -> None:
+    folders = random_model.fine_tunes(tmp_path, random_model.TINY, 3)
+    first, second, third = (open_artifact(folder).weights for folder in folders)
+    for name in first:
+        assert not np.array_equal(first[name], second[name]), name
+        assert not np.array_equal(second[name], third[name]), name
+    written = [(folder / "kogpt2.params").stat().st_mtime_ns for folder in folders]
+    assert random_model.fine_tunes(tmp_path, random_model.TINY, 3) == folders
+    assert [(folder / "kogpt2.params").stat().st_mtime_ns for folder in folders] == written
+    random_model.hollow(folders[0])
+    hollow = (folders[0] / "kogpt2.params").stat()
+    assert hollow.st_mtime_ns == written[0]
+    assert hollow.st_size == (folders[1] / "kogpt2.params").stat().st_size
+    assert hollow.st_blocks == 0

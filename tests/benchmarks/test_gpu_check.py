@@ -1,0 +1,89 @@
+"""kogpt2 gpu-check runs what a GPU would, on the CPU, and finds what is wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+
+from benchmarks.gpu import table as gpu_table
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.cli",
+        "gpu-check",
+        "--quick",
+        "--workdir",
+        folder,
+        *args,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    folder = tmp_path_factory.mktemp("gpu_check")
+    result = run(folder, "--device", "cpu")
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads((folder / "gpu_check.json").read_text(encoding="utf-8")), result.stdout
+
+
+def test_both_backends_are_right_on_the_cpu(checked: tuple[dict[str, Any], str]) -> None:
+    results, _ = checked
+    assert results["skipped"] == {}
+    assert list(gpu_table.failures(results)) == []
+    for backend, found in results["backends"].items():
+        for name in ("sowol", "dongju"):
+            assert found["accuracy"][name]["same_texts"] == 3
+        assert len(found["loads"]) == results["plan"]["models"]
+        assert found["turns_tokens_per_s"] > 0
+        error = found["accuracy"]["random"]["relative_logit_error"]
+        assert (1e-5 < error < 5e-3) if backend == "onnxruntime" else error < 1e-5
+    assert results["backends"]["onnxruntime"]["exhausted"] == {"refused": True, "same": True}
+
+
+def test_the_table_is_markdown_that_says_it_was_the_cpu(
+    checked: tuple[dict[str, Any], str],
+) -> None:
+    _, output = checked
+    assert output.startswith("**The CPU in place of a GPU**")
+    rows = [line for line in output.splitlines() if line.startswith("|")]
+    assert len(rows) == 13
+    assert {row.count("|") for row in rows} == {4}
+
+
+def test_what_is_wrong_is_said(checked: tuple[dict[str, Any], str]) -> None:
+    results = copy.deepcopy(checked[0])
+    found = results["backends"]["onnxruntime"]
+    found["accuracy"]["dongju"]["relative_logit_error"] = 0.02
+    found["accuracy"]["sowol"]["same_texts"] = 2
+    found["rows"]["max_difference"] = 1.0
+    found["exhausted"]["refused"] = False
+    said = "\n".join(gpu_table.failures(results))
+    for part in ("off by 2.0e-02", "2 of 3 texts of sowol", "depends on its batch", "not refused"):
+        assert part in said
+    assert "mxnet" not in said
+
+
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="it can use a GPU"
+)
+def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
+    result = run(tmp_path)
+    assert result.returncode == 1
+    assert "mxnet-cu117" in result.stderr
+    assert "onnxruntime-gpu" in result.stderr
+    assert "Traceback" not in result.stderr
