@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from common.parameters import Parameters
@@ -191,6 +193,76 @@ def test_however_logits_lie_a_draw_is_that_of_a_full_sort_and_sorts_few(
         assert token == kept[at] or near
 
 
+@st.composite
+def odd_logits(draw: st.DrawFn) -> NDArray[np.float32]:
+    """Of any size up to some thousands: flat, peaked, in steps, with many equal ones, the largest
+    side by side or far apart."""
+    size = draw(st.integers(1, 6000))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    logits = rng.standard_normal(size) * draw(st.sampled_from([0.0, 1e-3, 1.0, 3.0, 30.0]))
+    if draw(st.booleans()):
+        logits = np.round(logits * draw(st.sampled_from([1, 4]))) / 2
+    for _ in range(draw(st.integers(0, 2))):
+        begin, step = draw(st.integers(0, size - 1)), draw(st.integers(1, 150))
+        logits[begin::step][: draw(st.integers(1, 80))] += draw(st.sampled_from([0.5, 7.0, -1e30]))
+    return logits.astype(np.float32)
+
+
+@settings(deadline=None)
+@given(
+    odd_logits(),
+    st.sampled_from([1e-300, 1e-3, 0.5, 0.8, 1.0, 7.0]),
+    st.sampled_from([0, 1, 2, 50, 600, 5999]),
+    st.sampled_from([1e-9, 0.3, 0.95, 1 - 1e-9, 1.0]),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_a_draw_is_that_of_a_full_sort_whatever_the_logits(
+    logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, uniform: float
+) -> None:
+    parameters = Parameters(
+        do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, seed=0
+    )
+    sampler = Sampler(parameters)
+    sampler._random = Always(uniform)  # type: ignore[assignment]
+    token, _ = sampler.choose(logits, [])
+
+    temperature = max(temperature, 1e-6)
+    order = np.argsort(-logits, kind="stable")[: top_k or None]
+    if top_p == 1.0 and len(order) == len(logits):
+        order = np.arange(len(logits))  # nothing is cut off, so nothing is sorted
+    shares = softmax(logits[order] / np.float64(temperature))
+    through = np.cumsum(shares)
+    at = int(np.flatnonzero(order == token)[0])  # it is one of the top k
+    assert shares[at] > 0
+    before, rounded = through[at] - shares[at], 1e-5
+    assert before <= top_p + rounded
+    # What is kept reaches top_p, and no more than the token that does.
+    ends = int(min(np.searchsorted(through, top_p - rounded), len(order) - 1))
+    until = int(min(np.searchsorted(through, top_p + rounded), len(order) - 1))
+    assert uniform * through[ends] <= through[at] + rounded
+    assert before <= uniform * through[until] + rounded
+
+
+class Always:
+    """Stands in for the random numbers: always the same one."""
+
+    def __init__(self, number: float) -> None:
+        self._number = number
+
+    def random(self) -> float:
+        return self._number
+
+
+def test_no_draw_is_a_token_without_probability() -> None:
+    """Where the sum over all is rounded, the last tokens are not drawn for it."""
+    logits = np.full(50_000, -1e30, dtype=np.float32)
+    logits[:40_000] = logits_of(1, 40_000, 0.01)
+    for options in ({}, {"top_p": 0.9999}, {"top_k": 45_000}):
+        sampler = Sampler(Parameters(do_sample=True, seed=0, **options))
+        sampler._random = Always(1 - 2**-53)  # type: ignore[assignment]
+        assert sampler.choose(logits, [])[0] < 40_000
+
+
 def test_twenty_thousand_draws_follow_the_distribution() -> None:
     logits = np.log(np.array([0.5, 0.25, 0.15, 0.08, 0.02])).astype(np.float32)
     found = np.bincount(draws(logits, 20_000, seed=1), minlength=5) / 20_000
@@ -221,6 +293,17 @@ def test_the_repetition_penalty_makes_seen_tokens_less_likely(penalty: float) ->
 
         assert token == int(expected.argmax())
         np.testing.assert_array_equal(logits, before)  # the backend's array is left as it is
+
+
+def test_the_repetition_penalty_knows_what_was_chosen_since() -> None:
+    sampler, ids = Sampler(Parameters(repetition_penalty=1.3)), [3, 3, 5]
+    for seed in range(30):
+        logits = logits_of(seed, 40)
+        expected = Sampler(Parameters(repetition_penalty=1.3)).choose(logits, list(ids))
+        found = sampler.choose(logits, ids)
+        assert found == expected
+        ids.append(found[0])
+    assert len(set(ids)) > 10
 
 
 def test_a_penalty_of_one_changes_nothing() -> None:
