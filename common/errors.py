@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from reprlib import Repr
+from typing import Any
+
 MAX_MESSAGE = 2000
+SHORT = Repr()
+SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
 
 
 def cut(text: str, most: int = MAX_MESSAGE) -> str:
@@ -10,6 +15,11 @@ def cut(text: str, most: int = MAX_MESSAGE) -> str:
     artifact's, and what is said of it comes after it."""
     half = (most - 3) // 2
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
+
+def quoted(value: Any, most: int = 100) -> str:
+    """What somebody sent, as Python writes it; `repr` itself fails for what is nested deeply."""
+    return cut(SHORT.repr(value), most)
 
 
 class ServiceError(Exception):

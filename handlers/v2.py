@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, quoted
 from common.media_types import BINARY, HEADER_SIZE, JSON
 
 FIELDS = ("id", "parameters", "inputs", "outputs")
@@ -56,7 +56,8 @@ def is_request(value: Any) -> bool:
 
 def split(body: bytes, header_size: str) -> tuple[bytes, bytes]:
     """The JSON and what stands behind it. Raises `InvalidRequest`."""
-    if not header_size.isdecimal() or int(header_size) > len(body):
+    known = header_size.isdecimal() and len(header_size) < 16
+    if not known or int(header_size) > len(body):
         raise InvalidRequest(
             f"the length of the JSON is {header_size[:50]!r}, must be a number of bytes up to"
             f" {len(body)}, the body's"
@@ -87,19 +88,20 @@ def parse(
     for given in value["inputs"]:
         name = given["name"]
         if not isinstance(name, str) or name not in inputs:
-            raise InvalidRequest(f"input {name!r:.100} is not known; known are {_listed(inputs)}")
+            raise InvalidRequest(f"input {quoted(name)} is not known; known are {_listed(inputs)}")
         if name in tensors:
             raise InvalidRequest(f"input {name} is there twice")
         _check_fields(given, INPUT_FIELDS, f"inputs.{name}.")
         datatype, right = given.get("datatype"), inputs[name].partition(" ")[0]
         if datatype != right:
-            raise InvalidRequest(f"{name} has datatype {datatype!r:.50}, must be {right}")
+            raise InvalidRequest(f"{name} has datatype {quoted(datatype, 50)}, must be {right}")
         data = given.get("data")
         size = _parameters(given, f"inputs.{name}: ").get("binary_data_size")
         if size is not None:
             if type(size) is not int or not 0 <= size <= len(rest):
+                said = quoted(size, 50)
                 raise InvalidRequest(
-                    f"binary_data_size of {name} is {size!r:.50}, but {len(rest)} bytes are left"
+                    f"binary_data_size of {name} is {said}, but {len(rest)} bytes are left"
                 )
             data, rest = rest[:size], rest[size:]
         shape = given.get("shape")

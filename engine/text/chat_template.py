@@ -61,6 +61,9 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             message = f"line {error.lineno}: {error.message}"
             raise InvalidRequest(f"this model's {file} is no chat template: {message}") from None
+        except (SyntaxError, ValueError, RecursionError) as error:  # of the Python that it becomes
+            message = f"{type(error).__name__}: {error}"
+            raise InvalidRequest(f"this model's {file} is no chat template: {message}") from None
 
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt, up to where the assistant answers. Raises `InvalidRequest`, whatever the

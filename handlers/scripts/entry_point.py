@@ -9,6 +9,7 @@ SageMaker's SDK requires an entry point: one that says nothing is none.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import os
 import re
@@ -124,8 +125,9 @@ def _first(root: Path, paths: Iterable[str]) -> Path | None:
     """The first that is there, if it is in the model's folder."""
     for path in paths:
         file = Path(os.path.normpath(root / path))
-        if file.is_relative_to(root) and file.is_file():
-            return file
+        with contextlib.suppress(OSError):  # a name that the file system cannot have
+            if file.is_relative_to(root) and file.is_file():
+                return file
     return None
 
 

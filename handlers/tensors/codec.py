@@ -11,13 +11,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from common.errors import InvalidRequest, NotAcceptable, UnsupportedMediaType
+from common.errors import InvalidRequest, NotAcceptable, UnsupportedMediaType, quoted
 from common.media_types import JSON
 
 Array = NDArray[Any]
@@ -85,31 +86,42 @@ def from_values(value: Any, spec: TensorSpec) -> Array:
     """Nested lists as an array of the spec's type, of whatever shape they have."""
     if spec.datatype == "BYTES":
         return _texts(value, spec)
+    if _holds_text(value):
+        raise InvalidRequest(f"{spec.name} holds what are no numbers, must be {spec}")
     try:
         array = np.array(value)
     except ValueError:
         raise InvalidRequest(f"{spec.name} has rows of different lengths, must be {spec}") from None
     if array.dtype.kind in "fO" and spec.dtype.kind in "iu":
-        array = _exact_integers(value, array)
+        return _exact_integers(value, array, spec)
     return cast(array, spec)
 
 
-def _exact_integers(value: Any, array: Array) -> Array:
+def _holds_text(value: Any) -> bool:
+    """Beside a text numpy makes texts of all numbers, each with room for the longest one."""
+    level = [[value]]
+    while level:
+        kinds = set(map(type, chain.from_iterable(level)))
+        if str in kinds:
+            return True
+        level = [v for row in level for v in row if type(v) is list] if list in kinds else []
+    return False
+
+
+def _exact_integers(value: Any, array: Array, spec: TensorSpec) -> Array:
     """numpy makes floats of integers that are beyond int64 together with others."""
     exact = np.array(value, dtype=object)
-    if not all(type(number) is int for number in exact.ravel()):
-        return array
-    try:
-        return exact.astype(np.uint64)
-    except OverflowError:
-        return array
+    if exact.size == 0 or not all(type(number) is int for number in exact.ravel()):
+        return cast(array, spec)
+    _check_range(int(exact.min()), int(exact.max()), spec)
+    return exact.astype(spec.dtype)
 
 
 def _texts(value: Any, spec: TensorSpec) -> Array:
     array = np.array(value, dtype=object)
     for text in array.ravel():
         if not isinstance(text, str):
-            what = "rows of different lengths" if isinstance(text, list) else repr(text)[:50]
+            what = "rows of different lengths" if isinstance(text, list) else quoted(text, 50)
             raise InvalidRequest(f"{spec.name} holds {what}, must be texts: {spec}")
     return array
 
@@ -126,11 +138,7 @@ def cast(array: Array, spec: TensorSpec) -> Array:
     if kind not in {"f": "iuf", "i": "iu", "u": "iu"}.get(wanted.kind, ""):
         raise InvalidRequest(f"{spec.name} holds {_kind(array)}, must be {spec}")
     if wanted.kind in "iu":
-        limits = np.iinfo(wanted)
-        low, high = int(array.min()), int(array.max())
-        if low < limits.min or high > limits.max:
-            bad = low if low < limits.min else high
-            raise InvalidRequest(f"{spec.name} holds {bad}, which is no {spec.datatype}")
+        _check_range(int(array.min()), int(array.max()), spec)
         return array.astype(wanted)
     with np.errstate(over="ignore"):
         converted = array.astype(wanted)
@@ -138,6 +146,13 @@ def cast(array: Array, spec: TensorSpec) -> Array:
     if lost.any():
         raise InvalidRequest(f"{spec.name} holds {array[lost][0]}, which is no {spec.datatype}")
     return converted
+
+
+def _check_range(low: int, high: int, spec: TensorSpec) -> None:
+    limits = np.iinfo(spec.dtype)
+    if low < limits.min or high > limits.max:
+        bad = low if low < limits.min else high
+        raise InvalidRequest(f"{spec.name} holds {bad}, which is no {spec.datatype}")
 
 
 def _kind(array: Array) -> str:
@@ -212,13 +227,15 @@ def from_npy(body: bytes) -> Array:
     file = io.BytesIO(body)
     try:
         version = npy.read_magic(file)
-        if version not in ((1, 0), (2, 0)):
-            raise InvalidRequest(f"the body is NPY of version {version}, must be 1.0 or 2.0")
-        one = version == (1, 0)
-        read = npy.read_array_header_1_0 if one else npy.read_array_header_2_0
-        shape, fortran, dtype = read(file)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not NPY: {str(error).splitlines()[0]}") from None
+        if version in ((1, 0), (2, 0)):
+            one = version == (1, 0)
+            read = npy.read_array_header_1_0 if one else npy.read_array_header_2_0
+            shape, fortran, dtype = read(file)
+    except Exception as error:  # a header is Python: what reads it raises all sorts
+        reason = str(error).split("\n")[0] or type(error).__name__
+        raise InvalidRequest(f"the body is not NPY: {reason}") from None
+    if version not in ((1, 0), (2, 0)):
+        raise InvalidRequest(f"the body is NPY of version {version}, must be 1.0 or 2.0")
     if dtype.kind not in "biuf":
         raise InvalidRequest(f"the body is NPY of {dtype}, must be of numbers")
     count, rest = math.prod(shape), len(body) - file.tell()
@@ -228,9 +245,11 @@ def from_npy(body: bytes) -> Array:
             f" holds {rest}"
         )
     array = np.frombuffer(body, dtype, count, file.tell())
-    native: Array = array.reshape(shape, order="F" if fortran else "C").astype(
-        dtype.newbyteorder("="), order="C", copy=False
-    )
+    try:
+        array = array.reshape(shape, order="F" if fortran else "C")
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"the body announces a shape that no array has: {error}") from None
+    native: Array = array.astype(dtype.newbyteorder("="), order="C", copy=False)
     return native
 
 

@@ -78,7 +78,7 @@ def _plain(
 ) -> tuple[bytes, str]:
     kind = accepted(accept, codec.MEDIA_TYPES)
     outputs = model.run(inputs, [spec.name for spec in model.metadata.outputs], timeout_s)
-    _check_size(outputs)
+    _check_size(outputs, kind)
     return _checked(codec.encode(outputs, kind), kind)
 
 
@@ -115,9 +115,13 @@ def _inputs(model: TensorModel, value: Any) -> dict[str, Array]:
     return inputs
 
 
-def _check_size(outputs: Mapping[str, Array]) -> None:
-    """Before they are written as text, which takes two bytes a value at least."""
-    if sum(2 * array.size for array in outputs.values()) > MAX_ANSWER_BYTES:
+def _check_size(outputs: Mapping[str, Array], kind: str = JSON) -> None:
+    """Before they are written: as text a value takes two bytes at least, and in NPY each text four
+    times as many as the longest has characters."""
+    least = 2
+    if kind == codec.NPY and (texts := [a for a in outputs.values() if a.dtype == object]):
+        least = 4 * max((len(str(text)) for array in texts for text in array.flat), default=0)
+    if sum(least * array.size for array in outputs.values()) > MAX_ANSWER_BYTES:
         _too_large()
 
 

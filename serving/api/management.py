@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common.errors import ServiceError
+from common.errors import ServiceError, quoted
 from serving.api.shared import Gateway, check_origin, check_token, read_json_object
 from serving.errors import BadRequest, ServingError
 from serving.mms.launcher import HANDLER
@@ -86,7 +86,7 @@ class Management:
         )
         if _text(given, "runtime") not in RUNTIMES:
             known = ", ".join(filter(None, RUNTIMES))
-            raise BadRequest(f"runtime is {given['runtime']!r:.100}, can be {known}")
+            raise BadRequest(f"runtime is {quoted(given['runtime'])}, can be {known}")
         if "response_timeout" in given:  # another name for it
             given.setdefault("timeout_s", options["response_timeout"])
         settings = ModelSettings.parse({k: v for k, v in given.items() if k in SETTINGS})
@@ -214,8 +214,8 @@ def _handler(value: str) -> str:
     """`module` or `module:function`, a file of the model's own."""
     if not OWN_HANDLER.fullmatch(value):
         raise BadRequest(
-            f"handler is {value!r:.100}, must be a Python file of the model and what in it answers:"
-            " service:handle, service.py or path/service.py:Class"
+            f"handler is {quoted(value)}, must be a Python file of the model and what in it"
+            " answers: service:handle, service.py or path/service.py:Class"
         )
     return value
 
@@ -225,7 +225,7 @@ def _integer(given: Mapping[str, Any], name: str, low: int, high: int, default: 
     if isinstance(value, str) and INTEGER.fullmatch(value):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise BadRequest(f"{name} must be an integer from {low} to {high}, is {value!r:.100}")
+        raise BadRequest(f"{name} must be an integer from {low} to {high}, is {quoted(value)}")
     return value
 
 
@@ -234,5 +234,5 @@ def _boolean(given: Mapping[str, Any], name: str, default: bool) -> bool:
     if isinstance(value, str) and value.lower() in ("true", "false"):
         value = value.lower() == "true"
     if not isinstance(value, bool):
-        raise BadRequest(f"{name} must be true or false, is {value!r:.100}")
+        raise BadRequest(f"{name} must be true or false, is {quoted(value)}")
     return value

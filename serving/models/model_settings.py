@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from common.errors import quoted
 from serving.errors import BadRequest
 
 FILE = "serving.json"
@@ -106,17 +107,17 @@ def _checked(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
         value = _from_text(value)
     if kind == "boolean":
         if not isinstance(value, bool):
-            raise BadRequest(f"{name} must be true or false, is {value!r:.100}")
+            raise BadRequest(f"{name} must be true or false, is {quoted(value)}")
         return value
     if kind == "string":
         if value not in schema["enum"]:
-            raise BadRequest(f"{name} must be {' or '.join(schema['enum'])}, is {value!r:.100}")
+            raise BadRequest(f"{name} must be {' or '.join(schema['enum'])}, is {quoted(value)}")
         return value
     low, high = schema["minimum"], schema["maximum"]
     right = isinstance(value, int if kind == "integer" else int | float)
     if not right or isinstance(value, bool) or not low <= value <= high:
         what = "an integer" if kind == "integer" else "a number"
-        raise BadRequest(f"{name} must be {what} from {low} to {high}, is {value!r:.100}")
+        raise BadRequest(f"{name} must be {what} from {low} to {high}, is {quoted(value)}")
     return value
 
 

@@ -103,7 +103,10 @@ def _local_path(location: str) -> Path | None:
     """The path of a `file://` url, or of what is no url at all."""
     if "://" not in location:
         return Path(location)
-    parts = urlsplit(location)
+    try:
+        parts = urlsplit(location)
+    except ValueError:  # half an IPv6 address
+        return None
     if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
         return None
     return Path(unquote(parts.path))

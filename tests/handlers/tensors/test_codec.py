@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.errors import EngineError, InvalidRequest, NotAcceptable, UnsupportedMediaType
-from common.media_types import JSON
+from common.media_types import BINARY, HEADER_SIZE, JSON
 from handlers.model_spec import client_name
 from handlers.tensors import codec, tensor_model, v2
 from handlers.tensors.codec import CSV, NPY, TensorSpec
@@ -20,6 +20,7 @@ from handlers.tensors.codec import CSV, NPY, TensorSpec
 IMAGE = TensorSpec("data", "FP32", ("batch", 2, 3))
 ROWS = TensorSpec("data", "FP32", ("batch", 2))
 IDS = TensorSpec("input_ids", "INT64", ("batch", "sequence"))
+WIDE = TensorSpec("ids", "UINT64", ("batch", "sequence"))
 TEXTS = TensorSpec("text", "BYTES", ("batch",))
 VALUES = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
 
@@ -71,6 +72,7 @@ def test_csv_of_tokens_has_a_line_for_each_row() -> None:
         (b"[[true, false]]", JSON, ROWS, "true and false, must be FP32"),
         (b"[[1.5]]", JSON, IDS, "fractions, must be INT64"),
         (b"[[18446744073709551615]]", JSON, IDS, "18446744073709551615, which is no INT64"),
+        (b"[[18446744073709551615, -1]]", JSON, WIDE, "-1, which is no UINT64"),
         (b'{"a": 1}', JSON, ROWS, "no numbers"),
         (b"[" * 100_000, JSON, ROWS, "not JSON"),
         (b"", JSON, ROWS, "not JSON"),
@@ -117,6 +119,24 @@ def test_no_more_memory_is_taken_than_was_sent() -> None:
     body = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header) + 1) + header.encode() + b"\n"
     with pytest.raises(InvalidRequest, match="799999999992 bytes, but holds 0"):
         codec.decode(body, NPY, ROWS)
+
+
+def test_a_long_text_among_many_values_takes_no_room_in_each() -> None:
+    long = "가" * 100_000
+    with pytest.raises(InvalidRequest, match="no numbers"):
+        codec.decode(json.dumps([[0] * 100_000, [long]]).encode(), JSON, ROWS)
+    answered = Same()
+    body = json.dumps(["나"] * 1000 + [long]).encode()
+    assert tensor_model.transform_fn(answered, body, JSON, JSON)[0]
+    with pytest.raises(EngineError, match="ask for fewer outputs"):
+        tensor_model.transform_fn(answered, body, JSON, NPY)
+
+
+def test_the_length_of_the_json_is_a_number_of_bytes() -> None:
+    for size in ("9" * 5000, "-1", "٣", "", "3"):
+        kind = f"{BINARY};{HEADER_SIZE}={size}"
+        with pytest.raises(InvalidRequest, match="length of the JSON"):
+            tensor_model.transform_fn(Same(), b"{}", kind, None)
 
 
 def test_other_types_are_refused_by_name() -> None:
@@ -265,6 +285,15 @@ def test_damaged_binary_texts_are_refused(data: bytes) -> None:
 
 
 # Around a model
+
+
+class Same:
+    """A model that answers the texts that it gets."""
+
+    metadata = v2.Metadata("m", "test", [TEXTS], [TEXTS])
+
+    def run(self, inputs: Any, outputs: Any, timeout_s: Any) -> Any:
+        return inputs
 
 
 class Double:

@@ -1,0 +1,89 @@
+"""Feeds hostile inputs to every parser of foreign bytes, for as long as it is told.
+
+python -m tests.fuzz --minutes 10              all of them in turn
+python -m tests.fuzz --minutes 10 npy torch    these
+python -m tests.fuzz --atheris npy             with coverage as the guide (pip install atheris)
+
+A defect ends it: the input is kept in a file that is named, and `python -m tests.fuzz npy --file F`
+shows it again. With a new file in tests/fuzz/corpus/npy it stays found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+
+from tests.fuzz.cases import case, seeds
+from tests.fuzz.targets import TARGETS, attempt
+
+ROUND = 200
+MEASURED = 20  # one in so many has its memory measured
+STALL_S = 5.0  # of one input
+
+
+def tried(name: str, data: bytes, measured: bool = True) -> bool:
+    """Whether it was taken; a defect is told with the input that shows it, and raised."""
+    began = time.process_time()
+    try:
+        taken = attempt(TARGETS[name], data, measured)
+        assert time.process_time() - began < STALL_S, "it took too long"
+    except BaseException:
+        path = Path(f"fuzz-{name}")
+        path.write_bytes(data)
+        print(f"{name}: the input is in {path.absolute()}", file=sys.stderr)
+        raise
+    return taken
+
+
+def run(names: list[str], minutes: float, seed: int) -> None:
+    rng, known = random.Random(seed), {name: seeds(name) for name in names}  # noqa: S311
+    counts = {name: [0, 0] for name in names}
+    end = time.monotonic() + 60 * minutes
+    while time.monotonic() < end:
+        for name in names:
+            for i in range(ROUND):
+                data = case(rng, known[name])
+                counts[name][tried(name, data, measured=i % MEASURED == 0)] += 1
+                if time.monotonic() > end:
+                    break
+    print(f"seed {seed}\n{'parser':16}{'inputs':>10}{'taken':>10}{'refused':>10}")
+    for name, (refused, taken) in counts.items():
+        print(f"{name:16}{refused + taken:10}{taken:10}{refused:10}")
+    print(f"{'together':16}{sum(map(sum, counts.values())):10}  defects: 0")
+
+
+def guided(name: str) -> None:
+    """Until it finds something, or is stopped."""
+    import atheris
+
+    atheris.instrument_all()
+    atheris.Setup([sys.argv[0]], lambda data: tried(name, bytes(data)))
+    atheris.Fuzz()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="parser", help=", ".join(TARGETS))
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--atheris", action="store_true", help="one parser, guided by coverage")
+    parser.add_argument("--file", type=Path, help="one parser, this input alone")
+    given = parser.parse_args()
+    unknown = set(given.names) - TARGETS.keys()
+    if unknown or ((given.atheris or given.file) and len(given.names) != 1):
+        parser.error(f"name {'one of ' if not unknown else ''}{', '.join(TARGETS)}")
+    if given.file:
+        print("taken" if tried(given.names[0], given.file.read_bytes()) else "refused")
+    elif given.atheris:
+        guided(given.names[0])
+    else:
+        run(given.names or [*TARGETS], given.minutes, given.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""Every parser of bytes that strangers send or store, as a function of those bytes.
+
+A target returns for what is right and raises a `ServiceError` for what is wrong; anything else that
+it raises, and memory beyond a small multiple of the input, is a defect.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import json
+import tempfile
+import tracemalloc
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+import numpy as np
+
+from common.errors import ServiceError
+from common.fields import MAX_STOP_CHARACTERS
+from common.json_body import read_json
+from common.media_types import BINARY, HEADER_SIZE, accepted, media_type
+from common.model_files import MANIFEST
+from engine.artifacts.open import open_artifact
+from engine.artifacts.read_params import index_params
+from engine.artifacts.read_safetensors import index_safetensors
+from engine.artifacts.read_torch import index_torch
+from engine.artifacts.tensor_index import Index, map_index
+from engine.prepared.manifest import from_manifest, read
+from engine.text.answer_text import AnswerText
+from engine.text.chat_template import ChatTemplate
+from handlers import payload
+from handlers.scripts.entry_point import find_script, manifest_name
+from handlers.tensors import tensor_model, v2
+from handlers.tensors.codec import CSV, NPY, Array, TensorSpec
+from handlers.text import v2 as text_v2
+from serving.api.encoding import Decoder
+from serving.api.openai import asked
+from serving.api.v2.generate import parse as parse_generate
+from serving.errors import BadRequest
+from serving.models.model_settings import FILE, ModelSettings
+from serving.names import is_clean, model_name
+from serving.store.archive import extract
+from serving.store.locate import locate, open_store
+from serving.store.settings import StoreSettings
+from tests.engine.hugging_face import make_hugging_face
+from tests.engine.models import make_artifact
+
+LIMIT = 100_000  # of bodies
+FREE_BYTES, TIMES_BYTES = 8 << 20, 500
+SIZE = 4  # of what says how a binary request is divided
+
+MESSAGES = [{"role": "system", "content": "시"}, {"role": "user", "content": "나 보기가"}]
+PIECES = (
+    *("{% for m in messages %}", "{% endfor %}", "{% if m %}", "{% else %}", "{% endif %}"),
+    *("{{ m.content }}", "{{ m['role'] }}", "{{ eos_token }}", "{{ bos_token }}", "가", "\ud800"),
+    *("{% set x = messages %}", "{% set ns = namespace(a=x) %}", "{% set ns.a = ns %}", "{{ ns }}"),
+    *("{{ x | tojson }}", "{{ x[0] | items | list }}", "{{ x.__class__.__mro__ }}", "{% break %}"),
+    *("{{ ''.format.__globals__ }}", "{{ '%c' % 55296 }}", "{{ raise_exception('안 돼') }}"),
+    *("{{ x.append(1) }}", "{{ strftime_now('%Y') }}", "{% generation %}", "{% endgeneration %}"),
+    *("{% macro f() %}", "{% endmacro %}", "{{ f() }}", "{% include 'a' %}", "{{ cycler }}"),
+    *("{{ messages | map(attribute='__class__') | list }}", "{{ 1/0 }}", "{#", "#}", "{{", "}}"),
+)
+
+ENDS = contextlib.ExitStack()
+atexit.register(ENDS.close)
+
+Target = Callable[[bytes], object]
+
+
+@contextlib.contextmanager
+def bounded(length: int) -> Iterator[None]:
+    """Fails if more memory is taken inside than an input of this length may cost."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < FREE_BYTES + TIMES_BYTES * length, f"{peak} bytes for {length}"
+
+
+def attempt(target: Target, data: bytes, measured: bool = True) -> bool:
+    """Whether it was taken. A refusal is in words that can be sent. Measuring memory is slow."""
+    with bounded(len(data)) if measured else contextlib.nullcontext():
+        try:
+            target(data)
+            status = 200
+        except ServiceError as error:
+            error.message.encode("utf-8")
+            status = error.status
+    assert status < 500 or status == 507
+    return status == 200
+
+
+class Echo:
+    """A model of tensors that answers what it is sent."""
+
+    def __init__(self, *datatypes: str) -> None:
+        specs = [TensorSpec(f"x{i}", kind, ("n", None)) for i, kind in enumerate(datatypes)]
+        self.metadata = v2.Metadata("되풀이", "test", specs, specs)
+
+    def run(
+        self, inputs: dict[str, Array], outputs: list[str], _: float | None
+    ) -> dict[str, Array]:
+        return {name: inputs[name] for name in outputs}
+
+
+FLOATS, TEXTS, SEVERAL = Echo("FP32"), Echo("BYTES"), Echo("INT64", "BOOL", "UINT8", "FP64")
+
+
+def tensors(kind: str, *models: Echo) -> Target:
+    def target(data: bytes) -> None:
+        for model in models:
+            with contextlib.suppress(ServiceError):
+                tensor_model.transform_fn(model, data, kind, CSV)
+        tensor_model.transform_fn(models[0], data, kind, "*/*")
+
+    return target
+
+
+def binary_tensors(data: bytes) -> None:
+    """The first bytes say where the JSON ends."""
+    size, body = data[:SIZE].decode("latin-1").strip(), data[SIZE:]
+    kind = f"{BINARY};{HEADER_SIZE}={size}"
+    for model in (SEVERAL, TEXTS, FLOATS):
+        with contextlib.suppress(ServiceError):
+            tensor_model.transform_fn(model, body, kind, None)
+    asked = text_v2.parse(body, kind)
+    if asked is not None:
+        payload.parse(asked.body, "application/json")
+
+
+def text_request(data: bytes) -> None:
+    found = text_v2.parse(data, "application/json")
+    request = payload.parse(data if found is None else found.body, "application/json")
+    answer = {"completions": [{"text": "가", "tokens": 1, "finish_reason": "stop"}], "seconds": 0}
+    body, _ = payload.format_answer(request, answer, "application/json")
+    if found is not None:
+        text_v2.answer(found, body, "시")
+
+
+def plain_text(data: bytes) -> None:
+    payload.parse(data, "text/plain")
+
+
+def types(data: bytes) -> None:
+    header = data.decode("latin-1")
+    with contextlib.suppress(ServiceError):
+        payload.parse(b'"a"', header)
+    media_type(header)
+    accepted(header, ("application/json", "text/plain"))
+
+
+def compressed(data: bytes) -> None:
+    for encoding in ("gzip", "deflate"):
+        decoder = Decoder(encoding, LIMIT)
+        with contextlib.suppress(ServiceError):
+            for at in range(0, len(data), 50):
+                decoder.feed(data[at : at + 50])
+            assert len(decoder.finish()) <= LIMIT
+
+
+def json_object(data: bytes) -> dict[str, object]:
+    value = read_json(data)
+    if not isinstance(value, dict):
+        raise BadRequest("no object")
+    return value
+
+
+def openai(data: bytes) -> None:
+    body = json_object(data)
+    with contextlib.suppress(ServiceError):
+        asked.completion(body)
+    asked.chat(body)
+
+
+def generate(data: bytes) -> None:
+    parse_generate("시", json_object(data), stream=b"\x01" in data)
+
+
+def model_settings(data: bytes) -> None:
+    """As a load request's body, its query, and the file beside a model."""
+    with contextlib.suppress(ServiceError):
+        ModelSettings.parse(dict(parse_qsl(data.decode("utf-8", "replace"))))
+    ModelSettings.parse(json_object(data))
+
+
+def names(data: bytes) -> None:
+    name = data.decode("utf-8", "surrogateescape")
+    found = model_name(name)
+    assert is_clean(found)
+    assert model_name(found) == found
+
+
+def url(data: bytes) -> None:
+    """Nothing outside of the store is found, and no host is asked."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "store"
+        root.mkdir()
+        for name in ("시.tar.gz", "../secret.tar.gz"):
+            (root / name).write_bytes(b"x")
+        stores = StoreSettings(str(root), Path(folder) / "cache", 1, 1, (root,), ())
+        address = data.decode("utf-8", "replace").replace("ROOT", str(root))
+        try:
+            found = locate(address, open_store(str(root)), stores)
+        except OSError as error:  # a name that the file system cannot have
+            raise BadRequest(str(error)) from None
+        assert (root / found.url).resolve().is_relative_to(root)
+
+
+def template(data: bytes) -> None:
+    """Each byte is a piece of a chat template."""
+    source = "".join(PIECES[byte % len(PIECES)] for byte in data[:40])
+    ChatTemplate(source, "chat_template.jinja", {"eos_token": "</s>"}).render(MESSAGES)
+
+
+def stops(data: bytes) -> None:
+    """Stop and strip texts; what is told piece by piece is what the whole text gives."""
+    said = read_json(data)
+    if not isinstance(said, dict) or not all(isinstance(v, list) for v in said.values()):
+        raise BadRequest("no lists")
+    pieces, stop, strip = (
+        [v[:most] for v in said.get(name, ())[:16] if isinstance(v, str) and v]
+        for name, most in (("pieces", 300), ("stop", MAX_STOP_CHARACTERS), ("strip", 64))
+    )
+
+    class Pieces:
+        def feed(self, token: int) -> str:
+            return pieces[token]
+
+        def flush(self) -> str:
+            return ""
+
+    def told(ends: list[str]) -> str:
+        answer, text = AnswerText(Pieces(), tuple(stop), tuple(ends)), ""  # type: ignore[arg-type]
+        for token in range(len(pieces)):
+            piece, ended = answer.write(token)
+            text += piece
+            if ended:
+                return text
+        return text + answer.write(0, "stop")[0]
+
+    whole = "".join(pieces)
+    cuts = [at for s in stop if (at := whole.find(s)) >= 0]
+    if not cuts:
+        assert told([]) == whole
+    assert told([]) in whole
+    assert told(strip) in told([])
+
+
+def in_file(name: str, index_file: Callable[[Path], Index]) -> Target:
+    def target(data: bytes) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / name
+            path.write_bytes(data)
+            for array in map_index(path.parent, index_file(path)).values():
+                assert np.asarray(array).nbytes <= len(data)
+
+    return target
+
+
+@cache
+def model(kind: str) -> Path:
+    """A small model, there until this process ends."""
+    folder = Path(ENDS.enter_context(tempfile.TemporaryDirectory()))
+    if kind == "config.json":
+        return make_hugging_face(folder / kind, layers=1, units=16, vocab=440, max_length=8)
+    return make_artifact(folder / kind, layers=1, units=16, heads=2, vocab=200, max_length=8)
+
+
+def in_artifact(name: str) -> Target:
+    """One file of a model's folder."""
+
+    def target(data: bytes) -> None:
+        (model(name) / name).write_bytes(data)
+        open_artifact(model(name))
+        from_manifest(model(name), json.loads(json.dumps(read(str(model(name))))))
+
+    return target
+
+
+def manifest(data: bytes) -> None:
+    """Of a `.mar`, and the settings beside a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / MANIFEST
+        path.parent.mkdir()
+        path.write_bytes(data)
+        (Path(folder) / FILE).write_bytes(data)
+        (Path(folder) / "service.py").write_text("def handle(data, context): ...")
+        with contextlib.suppress(ServiceError):
+            ModelSettings.read(Path(folder))
+        manifest_name(folder)
+        find_script(folder)
+
+
+def archive(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "m").mkdir()
+        extract(io.BytesIO(data), Path(folder) / "m", "모델.tar.gz", LIMIT, lambda size: None)
+        found = [*Path(folder).rglob("*")]
+        assert sum(f.stat().st_size for f in found if f.is_file() and not f.is_symlink()) <= LIMIT
+
+
+def grpc_infer(data: bytes) -> None:
+    from google.protobuf.message import DecodeError
+
+    from serving.api.grpc.convert import from_http, one_text, to_http
+    from serving.api.grpc.messages import message
+
+    try:
+        request = message("inference.ModelInferRequest").FromString(data)
+    except DecodeError:
+        raise BadRequest("gRPC says so itself") from None
+    with contextlib.suppress(ServiceError):
+        one_text(request)
+    body, headers = to_http(request)
+    length = next(iter(headers.values()), None)
+    kind = f"{BINARY};{HEADER_SIZE}={length}" if length else "application/json"
+    for model in (SEVERAL, TEXTS, FLOATS):
+        with contextlib.suppress(ServiceError):
+            answer, kind = tensor_model.transform_fn(model, body, kind, "*/*")
+            from_http(answer, kind.partition(f";{HEADER_SIZE}=")[2] or None)
+
+
+TARGETS: dict[str, Target] = {
+    "archive": archive,
+    "compressed": compressed,
+    "config.json": in_artifact("config.json"),
+    "csv": tensors(CSV, FLOATS, TEXTS),
+    "generate": generate,
+    "generation.json": in_artifact("generation.json"),
+    "grpc": grpc_infer,
+    "json": tensors("application/json", FLOATS, SEVERAL, TEXTS),
+    "manifest": manifest,
+    "names": names,
+    "npy": tensors(NPY, FLOATS, Echo("BOOL"), Echo("INT64")),
+    "openai": openai,
+    "params": in_file("any.params", index_params),
+    "safetensors": in_file("any.safetensors", index_safetensors),
+    "settings": model_settings,
+    "stops": stops,
+    "template": template,
+    "text": plain_text,
+    "text-json": text_request,
+    "torch": in_file("any.bin", index_torch),
+    "types": types,
+    "url": url,
+    "v2-binary": binary_tensors,
+}

@@ -1,0 +1,41 @@
+"""No input makes a parser of foreign bytes fail in another way than by an error of ours, or take
+more memory than it is long allows. `python -m tests.fuzz` does the same for longer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.__main__ import tried
+from tests.fuzz.cases import CORPUS, case, seeds
+from tests.fuzz.targets import TARGETS
+
+CASES = settings(
+    max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_was_found_once_is_found_no_more(name: str) -> None:
+    taken = [tried(name, data) for data in seeds(name)]
+    assert any(taken)  # else nothing is known of what is right
+
+
+def test_every_parser_has_a_corpus_and_every_corpus_a_parser() -> None:
+    assert {path.name for path in CORPUS.iterdir()} | {"torch"} == set(TARGETS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_any_input_is_taken_or_refused(name: str) -> None:
+    known = seeds(name)
+
+    @CASES
+    @given(st.integers(0, 2**32))
+    def attempt(seed: int) -> None:
+        tried(name, case(random.Random(seed), known))  # noqa: S311
+
+    attempt()
