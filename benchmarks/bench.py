@@ -8,7 +8,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,98 +60,53 @@ def run(options: Bench) -> int:
     kogpt2 bench --switching        eight models where five fit, and what a swap takes
     kogpt2 bench --switching --against 3e223a9 --sweep
     """
-    # What was started is ended, however this ends.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    if options.gateway:
-        return measure_gateway(options)
-    if options.switching:
-        return measure_switching(options)
-    return measure_engine(options)
-
-
-def chosen(only: str | None, known: Sequence[str]) -> tuple[str, ...]:
-    """Raises `Problem` where `only` has a name that is not known."""
-    wanted = tuple(only.split(",")) if only else tuple(known)
-    if unknown := [name for name in wanted if name not in known]:
-        raise Problem(f"--only {unknown[0]}: known are {', '.join(known)}")
-    return wanted
-
-
-def measure_gateway(options: Bench) -> int:
-    from benchmarks.gateway import measurements as gateway
-
-    began = time.monotonic()
-    wanted = chosen(options.only, gateway.PARTS)
-    workdir = options.workdir.resolve()
-    print(f"working in {workdir}", file=sys.stderr)
-    plan = gateway.Plan.quick() if options.quick else gateway.Plan()
-    results = gateway.measure(plan, wanted, workdir)
-    results["seconds"] = time.monotonic() - began
-    file = options.json or workdir / "gateway.json"
-    file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print("\n".join(gateway.lines(results)))
-    print(f"\n{file}, {results['seconds']:.0f} s in all")
-    return 1 if results["skipped"] else 0
-
-
-def measure_switching(options: Bench) -> int:
     from benchmarks.contenders import peers
+    from benchmarks.engine import measurements as engine
+    from benchmarks.gateway import measurements as gateway
+    from benchmarks.process import BenchmarkError
+    from benchmarks.run import Run
     from benchmarks.switching import measurements as switching
 
+    # What was started is ended, however this ends.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
-    wanted = chosen(options.only, switching.PARTS) if options.only else switching.DEFAULT
+    kinds: dict[str, tuple[type[Run], Any]] = {
+        "gateway": (gateway.GatewayRun, gateway.Plan),
+        "switching": (switching.SwitchingRun, switching.Plan),
+        "benchmark": (engine.EngineRun, engine.Plan),
+    }
+    name = next((name for name in ("gateway", "switching") if vars(options)[name]), "benchmark")
+    kind, plans = kinds[name]
+    wanted = options.only.split(",") if options.only else [*kind.DEFAULT]
+    if unknown := [part for part in wanted if part not in kind.PARTS]:
+        raise Problem(f"--only {unknown[0]}: known are {', '.join(kind.PARTS)}")
     if options.sweep and "sweep" not in wanted:
-        wanted = (*wanted, "sweep")
-    workdir = options.workdir.resolve()
-    print(f"working in {workdir}", file=sys.stderr)
-    plan = switching.Plan.quick() if options.quick else switching.Plan()
-    names = ("models", "clients", "minutes", "engine_mib", "container_mib", "rounds")
-    given = {name: value for name in names if (value := getattr(options, name))}
-    plan = dataclasses.replace(plan, **given)
-    file = options.json or workdir / "switching.json"
-
-    def save(results: dict[str, Any]) -> None:
-        results["seconds"] = time.monotonic() - began
-        file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-    results = switching.measure(plan, wanted, workdir, options.against, save)
-    save(results)
-    print("\n".join(switching.lines(results)))
-    if "sweep" in results:
-        peers.draw(file, options.plot or workdir / "switching.png", "switching_plot")
-    print(f"\n{file}, {results['seconds']:.0f} s in all")
-    return 1 if set(results["skipped"]) - set(peers.MODULES) else 0
-
-
-def measure_engine(options: Bench) -> int:
-    from benchmarks.contenders import peers
-    from benchmarks.engine import measurements
-    from benchmarks.process import BenchmarkError
-    from benchmarks.report import goals, tables
-
-    began = time.monotonic()
-    known = (*measurements.SPEED, *measurements.PARTS)
-    wanted = chosen(options.only, known)
+        wanted.append("sweep")
     if options.install_peers:
         peers.install()
         return 0
+    plan = plans.quick() if options.quick else plans()
+    asked = {f.name: vars(options).get(f.name) for f in dataclasses.fields(plan)}
+    plan = dataclasses.replace(plan, **{name: value for name, value in asked.items() if value})
     workdir = options.workdir.resolve()
     print(f"working in {workdir}", file=sys.stderr)
-    plan = measurements.Plan.quick() if options.quick else measurements.Plan()
-    if options.rounds:
-        plan = dataclasses.replace(plan, rounds=options.rounds)
-    results = measurements.Run(plan, wanted, workdir).measure()
-    results["goals"] = list(goals.goals(results))
-    results["seconds"] = time.monotonic() - began
-    file = options.json or workdir / "benchmark.json"
-    file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print("\n".join(tables.lines(results)))
-    plot = options.plot or workdir / "benchmark.png"
-    try:
-        peers.draw(file, plot)
-        print(f"\n{file}, {plot}, {results['seconds']:.0f} s in all")
-    except BenchmarkError as error:
-        print(f"\n{file}, {results['seconds']:.0f} s in all; {error}")
-        if options.plot:
-            return 1
+    measured = kind(plan, wanted, workdir)
+    results, file = measured.results, options.json or workdir / f"{name}.json"
+
+    def save() -> None:
+        results["seconds"] = time.monotonic() - began
+        file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    measured.measure(save)
+    save()
+    print(f"{measured.lines()}\n\n{file}, {results['seconds']:.0f} s in all")
+    if "sweep" in results or results.get("contenders"):
+        plot = options.plot or workdir / f"{name}.png"
+        try:
+            peers.draw(file, plot, measured.log("plot"))
+            print(plot)
+        except BenchmarkError as error:
+            print(f"no plot: {error}", file=sys.stderr)
+            if options.plot:
+                return 1
     return 1 if set(results["skipped"]) - set(peers.MODULES) else 0

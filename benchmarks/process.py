@@ -1,4 +1,4 @@
-"""A measured process, seen from the script: started, asked, ended."""
+"""Measured programs, seen from outside: started, waited for, asked, ended."""
 
 from __future__ import annotations
 
@@ -6,26 +6,92 @@ import json
 import os
 import select
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scripts.lib.problem import Failed
 
 ROOT = Path(__file__).resolve().parents[1]
-START_S = 300.0
-CALL_S = 300.0
-STOP_S = 10.0
+START_S = 120.0
+ANSWER_S = 300.0
+STOP_S = 15.0
+
+P = TypeVar("P", bound="Program")
 
 
 class BenchmarkError(Failed):
     """Something could not be measured; the message says what and why."""
 
 
-class Process:
-    """`python -m benchmarks.MODULE arguments` with the given interpreter.
+class Program:
+    """A program on this process's cores, which writes to `log`. A context manager.
 
-    It has this process's cores. `about` is what it says of itself once it is ready.
+    `ready_s` is how long it took to what `_wait` waited for.
+    """
+
+    ready_s: float
+
+    def __init__(
+        self,
+        command: Sequence[Path | str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        root: Path = ROOT,
+        pipe: int = subprocess.DEVNULL,
+    ) -> None:
+        self._log, self._began = log, time.perf_counter()
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [*map(str, command)],
+                cwd=root,
+                env={**os.environ, **(environment or {})},
+                stdin=pipe,
+                stdout=file if pipe == subprocess.DEVNULL else pipe,
+                stderr=file,
+                bufsize=0,
+            )
+        self.pid = self._process.pid
+
+    def _wait(self, ready: Callable[[], object]) -> None:
+        try:
+            while not ready():
+                if self._process.poll() is not None or time.perf_counter() > self._began + START_S:
+                    raise self._failure("did not start")
+                time.sleep(0.02)
+        except BaseException:
+            self.close()
+            raise
+        self.ready_s = time.perf_counter() - self._began
+
+    def _failure(self, what: str) -> BenchmarkError:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        return BenchmarkError(f"{self._log.stem} {what}: {last} ({self._log})")
+
+    def __enter__(self: P) -> P:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._await_end()
+
+    def _await_end(self) -> None:
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Worker(Program):
+    """`python -m benchmarks.MODULE arguments`, which `benchmarks.worker` is the inside of.
+
+    `about` is what it says of itself once it is ready.
     """
 
     def __init__(
@@ -36,28 +102,14 @@ class Process:
         log: Path,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.name, self._log = module, log
-        command = [str(python), "-m", f"benchmarks.{module}", *map(str, arguments)]
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                bufsize=0,
-            )
+        command = [python, "-m", f"benchmarks.{module}", *arguments]
+        super().__init__(command, log, environment, pipe=subprocess.PIPE)
         self._left = b""
         try:
-            self.about: dict[str, Any] = self._answer(START_S)
-        except BenchmarkError:
+            self.about: dict[str, Any] = self._answer()
+        except BaseException:
             self.close()
             raise
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def call(self, command: str, **options: Any) -> Any:
         """The command's result. Raises `BenchmarkError`."""
@@ -67,41 +119,26 @@ class Process:
             self._process.stdin.write(order.encode())
         except BrokenPipeError:
             raise self._failure("ended") from None
-        return self._answer(CALL_S)
+        return self._answer()
 
-    def _answer(self, timeout_s: float) -> Any:
+    def _answer(self) -> Any:
         out = self._process.stdout
         assert out is not None
         while b"\n" not in self._left:
-            ready, _, _ = select.select([out], [], [], timeout_s)
-            if not ready:
-                raise self._failure(f"said nothing for {timeout_s:.0f} s")
-            piece = out.read(1 << 16)
-            if not piece:
+            if not select.select([out], [], [], ANSWER_S)[0]:
+                raise self._failure(f"said nothing for {ANSWER_S:.0f} s")
+            if not (piece := out.read(1 << 16)):
                 raise self._failure("ended")
             self._left += piece
         line, _, self._left = self._left.partition(b"\n")
         answer = json.loads(line)
         if "error" in answer:
-            raise BenchmarkError(f"{self.name}: {answer['error']} ({self._log})")
+            raise BenchmarkError(f"{self._log.stem}: {answer['error']} ({self._log})")
         return answer["result"]
 
-    def _failure(self, what: str) -> BenchmarkError:
-        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "")
-        return BenchmarkError(f"{self.name} {what}: {last} ({self._log})")
-
     def close(self) -> None:
+        """It ends by itself once nobody can ask any more."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
-        await_end(self._process, STOP_S)
-
-
-def await_end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Waits so long for a process that was told to end, and then kills it."""
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        self._await_end()

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import shutil
+import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from sentencepiece import sentencepiece_model_pb2
 from tqdm import tqdm
 
+from benchmarks.process import ROOT
 from engine.artifacts.artifact import EMBEDDING, POSITIONS, shapes
 from engine.artifacts.config import GPT2Config
 from scripts.lib.params_writer import write_params
@@ -77,6 +79,13 @@ def fine_tunes(workdir: Path, config: GPT2Config, count: int) -> list[Path]:
         turn = 1 + folders.index(folder)
         _write(folder, config, ((name, _turned(name, w, turn)) for name, w in base), "float16")
     return folders
+
+
+def demo(name: str, workdir: Path) -> Path:
+    """One of the two real models: the artifact's folder in `workdir`."""
+    with tarfile.open(ROOT / "model_store" / f"{name}.tar.gz") as archive:
+        archive.extractall(workdir / name, filter="data")
+    return workdir / name
 
 
 def hollow(folder: Path) -> None:

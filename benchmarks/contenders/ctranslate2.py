@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,19 +10,12 @@ import ctranslate2
 
 from benchmarks.worker import Channel, Clock, generation
 
-QUANTIZATION = "int8"
-
-
-def export(source: str, folder: str) -> None:
-    """Converts what transformers saved."""
-    converter = ctranslate2.converters.TransformersConverter(source)
-    converter.convert(folder, quantization=QUANTIZATION)
-
 
 def main() -> None:
     folder, threads = sys.argv[1:]
+    names = json.loads((Path(folder) / "vocabulary.json").read_text(encoding="utf-8"))
     model = ctranslate2.Generator(
-        folder, device="cpu", compute_type=QUANTIZATION, intra_threads=int(threads)
+        folder, device="cpu", compute_type="int8", intra_threads=int(threads)
     )
 
     def generate(prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
@@ -34,7 +28,7 @@ def main() -> None:
             return False
 
         found = model.generate_batch(
-            [[f"t{i}" for i in prompt] for prompt in prompts],
+            [[names[i] for i in prompt] for prompt in prompts],
             min_length=new_tokens,
             max_length=new_tokens,
             include_prompt_in_result=False,
@@ -50,4 +44,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    export(*sys.argv[2:]) if sys.argv[1] == "--export" else main()
+    main()

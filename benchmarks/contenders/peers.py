@@ -1,7 +1,8 @@
-"""The engines that ours is compared with: their environment, and the model in their formats."""
+"""The engines that ours is compared with: their environment, and a model in their formats."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,7 +11,10 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from benchmarks import random_model
 from benchmarks.process import ROOT, BenchmarkError
+from engine.artifacts.open import open_artifact
+from scripts.lib.converting import to_hugging_face
 from scripts.lib.environment import ensure_environment
 
 ENVIRONMENT = ROOT / ".venv-benchmark"
@@ -19,7 +23,8 @@ SERVER = ENVIRONMENT / "bin" / "llama-server"
 UV = ENVIRONMENT / "bin" / "uv"
 GROUP = f"{ROOT}/pyproject.toml:llama-cpp"  # compiled here, which may fail
 MODULES = {"transformers": "transformers", "ctranslate2": "ctranslate2", "llama.cpp": "llama_cpp"}
-EXPORT_S = 300.0
+RUN_S = 300.0
+MISSING = "not installed: kogpt2 bench --install-peers"
 OPTIONS = ("BUILD_SHARED_LIBS", "LLAMA_OPENSSL", "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI")
 CMAKE = ("-DCMAKE_BUILD_TYPE=Release", *(f"-D{name}=OFF" for name in OPTIONS))
 BUILD = ("--target", SERVER.name, "--parallel", str(os.cpu_count() or 1))
@@ -53,64 +58,49 @@ def _build_server() -> bool:
     return True
 
 
-def llama_server() -> Path:
-    """Raises `BenchmarkError` where it is not installed."""
-    if not SERVER.exists():
-        raise BenchmarkError("not installed: kogpt2 bench --install-peers")
-    return SERVER
-
-
-def missing(name: str) -> str | None:
-    """Why a peer cannot be measured, or None."""
-    if not PYTHON.exists():
-        return "not installed: kogpt2 bench --install-peers"
-    found = subprocess.run(
-        [
-            str(PYTHON),
-            "-c",
-            f"import importlib.util as u; exit(u.find_spec({MODULES[name]!r}) is None)",
-        ]
-    )
-    return "not installed: kogpt2 bench --install-peers" if found.returncode else None
+def python(name: str) -> Path:
+    """A peer's. Raises `BenchmarkError` where it is not installed."""
+    if not [*ENVIRONMENT.glob(f"lib/python3*/site-packages/{MODULES[name]}")]:
+        raise BenchmarkError(MISSING)
+    return PYTHON
 
 
 def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
     """The artifact in the peer's format, in `folder`; made unless it is there."""
-    target = folder / f"{artifact.name}.{name}"
-    if name == "transformers":
-        return _make("transformers", artifact, target, log)
-    if name == "ctranslate2":
-        saved = export("transformers", artifact, folder, log)
-        return _make("ctranslate2", saved, target, log)
-    return _make("llama_cpp", artifact, folder / f"{artifact.name}.gguf", log)
-
-
-def _make(module: str, source: Path, target: Path, log: Path) -> Path:
+    target = folder / f"{artifact.name}.{'gguf' if name == 'llama.cpp' else name}"
     if target.exists():
         return target
-    target.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     building = target.with_name(f".{target.name}")
-    if building.is_dir():
-        shutil.rmtree(building)
-    with log.open("ab") as file:
-        done = subprocess.run(
-            [str(PYTHON), "-m", f"benchmarks.contenders.{module}", "--export", source, building],
-            cwd=ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            stdout=file,
-            stderr=file,
-            timeout=EXPORT_S,
-        )
-    if done.returncode:
-        raise BenchmarkError(f"the model could not be converted by {module}, see {log}")
+    shutil.rmtree(building, ignore_errors=True)
+    if name == "transformers":
+        building.mkdir()
+        to_hugging_face(open_artifact(artifact), building, [], lambda size: None)
+        file = building / "tokenizer_config.json"  # CTranslate2 wants to know the unknown
+        said = {**json.loads(file.read_text("utf-8")), "unk_token": random_model.SPECIAL[0]}
+        file.write_text(json.dumps(said), encoding="utf-8")
+    elif name == "ctranslate2":
+        saved = export("transformers", artifact, folder, log)
+        converter = ENVIRONMENT / "bin" / "ct2-transformers-converter"
+        _run(log, converter, "--model", saved, "--output_dir", building, "--quantization", "int8")
+    else:
+        _run(log, PYTHON, "-m", "benchmarks.contenders.llama_cpp", "--export", artifact, building)
     building.rename(target)
     return target
 
 
-def draw(results: Path, plot: Path, module: str = "plot") -> None:
+def draw(results: Path, plot: Path, log: Path) -> None:
     """Draws the plot with the peers' matplotlib."""
     if not PYTHON.exists():
-        raise BenchmarkError("no plot: matplotlib comes with kogpt2 bench --install-peers")
-    command = [str(PYTHON), "-m", f"benchmarks.report.{module}", str(results), str(plot)]
-    if subprocess.run(command, cwd=ROOT).returncode:
-        raise BenchmarkError("the plot could not be drawn")
+        raise BenchmarkError(MISSING)
+    _run(log, PYTHON, "-m", "benchmarks.report.plot", results, plot)
+
+
+def _run(log: Path, *command: str | Path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with log.open("ab") as file:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=RUN_S
+        )
+    if done.returncode:
+        raise BenchmarkError(f"{Path(command[0]).name} failed, see {log}")

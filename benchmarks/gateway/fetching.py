@@ -3,6 +3,7 @@ of `aws s3 cp` and `tar`."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -10,16 +11,16 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import urllib.request
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from benchmarks.http_server import free_port
-from benchmarks.process import BenchmarkError
+from benchmarks.process import Program
+from benchmarks.report.goals import Results
+from benchmarks.server import free_port
 
 BUCKET, KEY = "benchmark", "model.tar.gz"
-START_S = 30.0
 # Any will do: the server on loopback checks none.
 ACCESS = {
     "AWS_ACCESS_KEY_ID": "benchmark",
@@ -47,51 +48,29 @@ def measure(archive: Path, tries: int, workdir: Path, log: Path) -> dict[str, An
     """Seconds of each way, in turns. Needs moto (requirements/test.txt)."""
     found: dict[str, Any] = {"bytes": archive.stat().st_size, "ours": [], "theirs": []}
     found["their_way"] = "aws s3 cp" if shutil.which("aws") else "boto3's download_file"
-    before = {name: os.environ.get(name) for name in (*ACCESS, "AWS_ENDPOINT_URL_S3")}
-    try:
-        with _s3(log) as url:
-            os.environ.update({**ACCESS, "AWS_ENDPOINT_URL_S3": url})
-            _client().create_bucket(Bucket=BUCKET)
-            _client().upload_file(str(archive), BUCKET, KEY)
-            for _ in range(tries):
-                for way, fetch in (("ours", _ours), ("theirs", _theirs)):
-                    with tempfile.TemporaryDirectory(dir=workdir, prefix=".fetched-") as folder:
-                        found[way].append(fetch(Path(folder)))
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+    with S3(log) as server, mock.patch.dict(os.environ, ACCESS, AWS_ENDPOINT_URL_S3=server.url):
+        _client().create_bucket(Bucket=BUCKET)
+        _client().upload_file(str(archive), BUCKET, KEY)
+        for _ in range(tries):
+            for way, fetch in (("ours", _ours), ("theirs", _theirs)):
+                with tempfile.TemporaryDirectory(dir=workdir, prefix=".fetched-") as folder:
+                    found[way].append(fetch(Path(folder)))
     return found
 
 
-@contextmanager
-def _s3(log: Path) -> Iterator[str]:
-    """moto's server, in a process of its own."""
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with log.open("wb") as file:
-        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_for(url, server, log)
-        yield url
-    finally:
-        server.kill()
-        server.wait()
+class S3(Program):
+    """moto's server."""
 
+    def __init__(self, log: Path) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        super().__init__([sys.executable, "-m", "moto.server", "-H127.0.0.1", f"-p{port}"], log)
+        self._wait(self._is_there)
 
-def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    import requests
-
-    end = time.monotonic() + START_S
-    while server.poll() is None and time.monotonic() < end:
-        try:
-            requests.get(url, timeout=5)
-            return
-        except requests.ConnectionError:
-            time.sleep(0.05)
-    raise BenchmarkError(f"no S3 server (moto) started; ./scripts/test installs it ({log})")
+    def _is_there(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(self.url, timeout=5):  # noqa: S310
+            return True
+        return False
 
 
 def _client() -> Any:
@@ -130,3 +109,9 @@ def _theirs(folder: Path) -> dict[str, float]:
         "download_s": downloaded - began,
         "unpack_s": done - downloaded,
     }
+
+
+def slower(results: Results) -> list[float]:
+    found = results["fetching"]
+    pairs = zip(found["ours"], found["theirs"], strict=True)
+    return [ours["seconds"] / theirs["seconds"] for ours, theirs in pairs]

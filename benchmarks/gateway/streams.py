@@ -15,35 +15,31 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from tqdm import tqdm
 
-from benchmarks.http_server import HTTPServer, UnixConnection, free_port
 from benchmarks.process import BenchmarkError
+from benchmarks.report.goals import Goal, Results
+from benchmarks.report.tables import Row
+from benchmarks.server import HEADERS, Server, UnixConnection, free_port
 
 TOKENS = 32
 WARM_UP = 10
-JSON_HEADERS = {"Content-Type": "application/json"}
 SIZES = ("tiny", "full")
 
-Results = dict[str, Any]
 # Asks once; gives when the first bytes came and when the last, in seconds.
 Way = Callable[[], tuple[float, float]]
 
 
-def measure(folders: dict[str, Path], text: str, count: int, log: Path) -> Results:
+def measure(store: Path, folders: dict[str, Path], text: str, count: int, log: Path) -> Results:
     """By size and way, milliseconds to the first bytes (`first_ms`) and of the whole stream."""
-    with_grpc = importlib.util.find_spec("grpc") is not None
-    port = free_port() if with_grpc else 0
-    server = HTTPServer(folders, log, environment={"GRPC_PORT": str(port)})
-    try:
-        with ExitStack() as opened:
-            return {
-                size: _measure(_ways(server, port, size, text, opened), count) for size in SIZES
-            }
-    finally:
-        server.close()
+    port = free_port() if importlib.util.find_spec("grpc") else 0
+    environment = {"GRPC_PORT": str(port)}
+    with (
+        Server(store, log, folders, environment=environment) as server,
+        ExitStack() as opened,
+    ):
+        return {size: _measure(_ways(server, port, size, text, opened), count) for size in SIZES}
 
 
 def _measure(ways: dict[str, Way], count: int) -> Results:
@@ -57,9 +53,7 @@ def _measure(ways: dict[str, Way], count: int) -> Results:
     return found
 
 
-def _ways(server: HTTPServer, port: int, name: str, text: str, opened: ExitStack) -> dict[str, Way]:
-    rows = json.loads((server.run_dir / "models.json").read_text(encoding="utf-8"))
-    (id_,) = (row["id"] for row in rows if row["name"] == name)
+def _ways(server: Server, port: int, name: str, text: str, opened: ExitStack) -> dict[str, Way]:
     parameters = {"max_new_tokens": TOKENS}
     ours = {"inputs": text, "parameters": parameters, "stream": True}
     openais = {"model": name, "prompt": text, "stream": True}
@@ -70,15 +64,12 @@ def _ways(server: HTTPServer, port: int, name: str, text: str, opened: ExitStack
         content = json.dumps(body).encode()
         return lambda: _ask(connection, path, content)
 
-    def tcp() -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", server.port)
-
     engine = UnixConnection(server.run_dir / "engine.sock")
-    path = f"/models/{quote(f'{name}#{id_}', safe='')}/generate"
+    path = f"/models/{server.engines_name(name)}/generate"
     ways = {
         "engine": connected(engine, path, {**ours, "timeout_s": 60}),
-        "own": connected(tcp(), f"/predictions/{name}", ours),
-        "openai": connected(tcp(), "/v1/completions", openais),
+        "own": connected(server.connect(), f"/predictions/{name}", ours),
+        "openai": connected(server.connect(), "/v1/completions", openais),
     }
     if port:
         ways["grpc"] = _grpc_way(port, name, text, opened)
@@ -89,7 +80,7 @@ def _ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> tupl
     connection.close()  # one that rests for long is closed by the other side
     connection.connect()
     began = time.perf_counter()
-    connection.request("POST", path, body, JSON_HEADERS)
+    connection.request("POST", path, body, HEADERS)
     answer = connection.getresponse()
     first_bytes = answer.read1()
     first = time.perf_counter() - began
@@ -141,13 +132,35 @@ def over(results: Results, size: str, way: str, other: str, key: str = "first_ms
     return [statistics.median(a - b for a, b in pairs)]
 
 
-def lines(found: Results) -> Iterator[str]:
+GOALS: tuple[Goal, ...] = (
+    (
+        "first bytes of a full-size model's stream after the engine's, median",
+        "<=",
+        3,
+        "ms",
+        lambda r: over(r, "full", "own", "engine"),
+    ),
+    (
+        "OpenAI's route over our own, first bytes, median",
+        "<=",
+        0.5,
+        "ms",
+        lambda r: over(r, "tiny", "openai", "own"),
+    ),
+    (
+        f"OpenAI's route over our own, a stream of {TOKENS} tokens, median",
+        "<=",
+        0.5,
+        "ms",
+        lambda r: over(r, "tiny", "openai", "own", "whole_ms"),
+    ),
+)
+
+
+def rows(found: Results) -> Iterator[Row]:
     labels = {"engine": "the engine's socket", "own": "/predictions", "openai": "/v1/completions"}
     for size, ways in found.items():
         for way, times in ways.items():
             first, whole = (statistics.median(times[key]) for key in ("first_ms", "whole_ms"))
-            label = labels.get(way, "gRPC")
-            yield (
-                f"| a stream of {TOKENS} tokens, {size} model, {label}: first and last, ms"
-                f" | {first:.2f} and {whole:.2f} |"
-            )
+            what = f"a stream of {TOKENS} tokens, {size} model, {labels.get(way, 'gRPC')}"
+            yield f"{what}: first and last, ms", f"{first:.2f} and {whole:.2f}"

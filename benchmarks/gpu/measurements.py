@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import tarfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import random_model
-from benchmarks.process import ROOT, BenchmarkError, Process
+from benchmarks.process import BenchmarkError, Worker
 from engine.artifacts.config import GPT2Config
 
 BACKENDS = {"mxnet": "fp32", "onnxruntime": "fp16"}  # on a GPU
@@ -39,78 +37,57 @@ def measure(plan: Plan, device: str, wanted: Sequence[str], workdir: Path) -> di
     """Raises `BenchmarkError` where nothing could be measured; a backend that could not is among
     `skipped`, with the reason."""
     random = [str(random_model.make(workdir, plan.config, seed)) for seed in range(plan.models)]
-    demo = {name: str(_unpack(name, workdir)) for name in DEMO_MODELS}
+    prompts = random_model.prompts(plan.config, plan.rows, plan.prompt_tokens)
+    compared: dict[str, tuple[str, Sequence[Any]]] = {
+        name: (str(random_model.demo(name, workdir)), lines) for name, lines in DEMO_MODELS.items()
+    }
+    compared["random"] = (random[0], prompts[:2])
     found: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     for backend in wanted:
         print(f"measuring {backend} on the {device}", file=sys.stderr)
+        # MXNet would fill the machine's memory
+        exhaust = device == "gpu" or backend == "onnxruntime"
+        log = workdir / f"gpu_check-{backend}.log"
         try:
-            with _process(backend, device, workdir) as process:
-                found[backend] = _measure(plan, process, backend, device, random, demo)
+            with Worker(sys.executable, "gpu.backend", [backend, device], log) as worker:
+                found[backend] = _measure(plan, worker, random, prompts, compared, exhaust)
         except BenchmarkError as error:
             skipped[backend] = str(error)
+            continue
+        found[backend]["precision"] = BACKENDS[backend]
     if not found:
         raise BenchmarkError("; ".join(skipped.values()))
-    return {
-        "device": device,
-        "plan": dataclasses.asdict(plan),
-        "backends": found,
-        "skipped": skipped,
-    }
-
-
-@contextmanager
-def _process(backend: str, device: str, workdir: Path) -> Iterator[Process]:
-    log = workdir / f"gpu_check-{backend}.log"
-    process = Process(sys.executable, "gpu.backend", [backend, device], log)
-    try:
-        yield process
-    finally:
-        process.close()
+    plan_of = dataclasses.asdict(plan)
+    return {"device": device, "plan": plan_of, "backends": found, "skipped": skipped}
 
 
 def _measure(
     plan: Plan,
-    process: Process,
-    backend: str,
-    device: str,
+    worker: Worker,
     random: list[str],
-    demo: dict[str, str],
+    prompts: list[list[int]],
+    compared: dict[str, tuple[str, Sequence[Any]]],
+    exhaust: bool,
 ) -> dict[str, Any]:
-    prompts = random_model.prompts(plan.config, plan.rows, plan.prompt_tokens)
-    found: dict[str, Any] = {"precision": BACKENDS[backend]}
-    found["accuracy"] = {
-        name: process.call(
-            "compare", folder=demo[name], prompts=list(lines), new_tokens=plan.new_tokens
-        )
-        for name, lines in DEMO_MODELS.items()
+    tokens = {"new_tokens": plan.new_tokens}
+    found: dict[str, Any] = {
+        "accuracy": {
+            name: worker.call("compare", folder=folder, prompts=list(texts), **tokens)
+            for name, (folder, texts) in compared.items()
+        },
+        "empty_bytes": worker.call("unload"),
+        "loads": [worker.call("load", folder=folder) for folder in random],
+        "rows": worker.call("rows", prompts=prompts, steps=4),
     }
-    found["accuracy"]["random"] = process.call(
-        "compare", folder=random[0], prompts=prompts[:2], new_tokens=plan.new_tokens
-    )
-    found["empty_bytes"] = process.call("unload")
-    found["loads"] = [process.call("load", folder=folder) for folder in random]
-    found["rows"] = process.call("rows", prompts=prompts, steps=4)
     for rows in (1, plan.rows):
         found[f"B={rows}"] = [
-            process.call("generate", prompts=prompts[:rows], new_tokens=plan.new_tokens)["steps_s"]
+            worker.call("generate", prompts=prompts[:rows], **tokens)["steps_s"]
             for _ in range(plan.rounds)
         ]
-    found["turns_tokens_per_s"] = process.call(
-        "turns", prompt=prompts[0], new_tokens=plan.new_tokens
-    )
-    found["unloaded_bytes"] = process.call("unload")
-    if device == "gpu" or backend == "onnxruntime":  # MXNet would fill the machine's memory
-        process.call("load", folder=random[0])
-        found["exhausted"] = process.call(
-            "exhaust", folder=random[1], prompt=prompts[0], new_tokens=plan.new_tokens
-        )
+    found["turns_tokens_per_s"] = worker.call("turns", prompt=prompts[0], **tokens)
+    found["unloaded_bytes"] = worker.call("unload")
+    if exhaust:
+        worker.call("load", folder=random[0])
+        found["exhausted"] = worker.call("exhaust", folder=random[1], prompt=prompts[0], **tokens)
     return found
-
-
-def _unpack(name: str, workdir: Path) -> Path:
-    folder = workdir / name
-    folder.mkdir(exist_ok=True)
-    with tarfile.open(ROOT / "model_store" / f"{name}.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder

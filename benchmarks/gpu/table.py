@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
+
+from benchmarks.report.tables import table
 
 Found = dict[str, Any]
 
@@ -25,42 +27,47 @@ def lines(results: Found) -> Iterator[str]:
     yield (
         f"Random models of {config['num_layers']} layers x {config['units']} units, vocabulary"
         f" {config['vocab_size']:,}; {plan['prompt_tokens']}-token prompts,"
-        f" {plan['new_tokens']} new tokens; medians of {plan['rounds']} rounds"
+        f" {plan['new_tokens']} new tokens; medians of {plan['rounds']} rounds\n"
     )
-    yield ""
-    yield "| | " + " | ".join(f"{name} {f['precision']}" for name, f in found.items()) + " |"
-    yield "|---" * (len(found) + 1) + "|"
-    for title, cell in _rows(plan):
-        yield f"| {title} | " + " | ".join(cell(f) for f in found.values()) + " |"
+    titles = _titles(plan)
+    columns = [_column(f, plan["rows"]) for f in found.values()]
+    head = ("", *(f"{name} {f['precision']}" for name, f in found.items()))
+    yield from table(head, [*zip(titles, *columns, strict=True)])
     for name, reason in results["skipped"].items():
-        yield f"\nnot measured: {name} ({reason})"
+        yield f"not measured: {name} ({reason})"
 
 
-def _rows(plan: Found) -> Iterator[tuple[str, Callable[[Found], str]]]:
-    rows, models = plan["rows"], plan["models"]
-    yield "logits against fp32 on the CPU, relative error", lambda f: f"{_error(f):.1e}"
-    yield "greedy texts of the demo models that are the same", _texts
-    yield (
-        f"a row among {rows} against alone, largest difference of a logit",
-        lambda f: f"{f['rows']['max_difference']:.1e}",
-    )
-    yield "B=1, tokens/s (a decode step, ms)", lambda f: _speed(f["B=1"], 1)
-    yield f"B={rows}, tokens/s (a decode step, ms)", lambda f: _speed(f[f"B={rows}"], rows)
-    yield f"{models} models in turn, tokens/s", lambda f: f"{f['turns_tokens_per_s']:,.0f}"
-    yield (
+def _titles(plan: Found) -> list[str]:
+    return [
+        "logits against fp32 on the CPU, relative error",
+        "greedy texts of the demo models that are the same",
+        f"a row among {plan['rows']} against alone, largest difference of a logit",
+        "B=1, tokens/s (a decode step, ms)",
+        f"B={plan['rows']}, tokens/s (a decode step, ms)",
+        f"{plan['models']} models in turn, tokens/s",
         "load, s: the first model, a further one",
-        lambda f: (
-            f"{f['loads'][0]['seconds']:.2f},"
-            f" {statistics.median(load['seconds'] for load in f['loads'][1:]):.2f}"
-        ),
-    )
-    yield "a model's weights, MB", lambda f: _mb(f["loads"][0]["weight_bytes"])
-    yield "memory of a further model, MB", _further
-    yield (
+        "a model's weights, MB",
+        "memory of a further model, MB",
         "memory in use with none, before and after, MB",
-        lambda f: f"{_mb(f['empty_bytes'])}, {_mb(f['unloaded_bytes'])}",
-    )
-    yield "memory that runs out", _exhausted
+        "memory that runs out",
+    ]
+
+
+def _column(f: Found, rows: int) -> list[str]:
+    first, *more = f["loads"]
+    return [
+        f"{_error(f):.1e}",
+        _texts(f),
+        f"{f['rows']['max_difference']:.1e}",
+        _speed(f["B=1"], 1),
+        _speed(f[f"B={rows}"], rows),
+        f"{f['turns_tokens_per_s']:,.0f}",
+        f"{first['seconds']:.2f}, {statistics.median(load['seconds'] for load in more):.2f}",
+        _mb(first["weight_bytes"]),
+        _further(f),
+        f"{_mb(f['empty_bytes'])}, {_mb(f['unloaded_bytes'])}",
+        _exhausted(f),
+    ]
 
 
 def failures(results: Found) -> Iterator[str]:
@@ -125,11 +132,6 @@ def _device(device: str) -> str:
 
 def _packages() -> str:
     """MXNet and onnxruntime have another name where they are built for a GPU."""
-    names = ("mxnet", "mxnet-cu117", "mxnet-cu112", "onnxruntime", "onnxruntime-gpu")
-    found = []
-    for name in names:
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    found = {d.name: d.version for d in metadata.distributions()}
+    ours = [name for name in sorted(found) if name.startswith(("mxnet", "onnxruntime"))]
+    return ", ".join(f"{name} {found[name]}" for name in ours)

@@ -1,4 +1,4 @@
-"""Draws the results: python -m benchmarks.report.plot RESULTS.json PLOT.png, with matplotlib."""
+"""Draws a run: python -m benchmarks.report.plot RESULTS.json PLOT.png, with matplotlib."""
 
 from __future__ import annotations
 
@@ -13,62 +13,98 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from benchmarks.report import goals
+from benchmarks.engine.speeds import floor_ms, tokens_per_s
 
 OURS, THEIRS = "#1f6fb2", "#9aa5b1"
+COLORS = (OURS, THEIRS, "#c44e52")
+QUANTILES = {"p50": ":", "p90": "--", "p99": "-"}
+POLICIES = {"measured": "-", "LRU": ":", "Belady": "--"}
 
 
 def main() -> None:
     source, target = map(Path, sys.argv[1:])
     results = json.loads(source.read_text(encoding="utf-8"))
-    names = [n for n in results["contenders"] if goals.tokens_per_s(results, n, 1)]
-    labels = [results["contenders"][name]["label"] for name in names]
-    colors = [OURS if label.startswith("ours") else THEIRS for label in labels]
+    plan, machine = results["plan"], results["machine"]
+    draw, what = (_sweep, _sweep_of(plan)) if "sweep" in results else (_speeds, _speeds_of(plan))
+    figure = draw(results)
+    for axis in figure.axes:
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    figure.suptitle(f"{machine['cores']} cores of {machine['cpu']}; {what}", fontsize=10)
+    figure.savefig(target, dpi=150)
+
+
+def _speeds_of(plan: dict[str, Any]) -> str:
+    return (
+        f"{plan['config']['num_layers']} x {plan['config']['units']},"
+        f" {plan['prompt_tokens']}-token prompt, {plan['new_tokens']} new tokens,"
+        f" medians of {plan['rounds']} rounds"
+    )
+
+
+def _speeds(results: dict[str, Any]) -> Any:
+    """A bar for each contender: milliseconds per token, and tokens per second of eight."""
+    names = [n for n in results["contenders"] if tokens_per_s(results, n, 1)]
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(12, 1.6 + 0.45 * len(names)), sharey=True, layout="constrained"
     )
-    per_token = [[1000 / rate for rate in goals.tokens_per_s(results, n, 1)] for n in names]
-    bars(left, labels, per_token, colors, 1)
+    found = [results["contenders"][name] for name in names]
+    labels = [one["label"] for one in found]
+    _bars(left, labels, [[1000 / r for r in tokens_per_s(results, n, 1)] for n in names], 1)
     left.set_xscale("log")
     left.set_xlabel("ms per token, one request (log scale; less is better)")
     if results.get("bandwidth", {}).get("rounds"):
         for place, name in enumerate(names):
-            floor = goals.floor_ms(results, name)
+            floor = floor_ms(results, name)
             left.plot([floor, floor], [place - 0.4, place + 0.4], color="black", linewidth=1.5)
         left.plot([], [], color="black", linewidth=1.5, label="weight bytes / read bandwidth")
         figure.legend(loc="outside lower left", frameon=False, fontsize=8)
-    together = [
-        goals.tokens_per_s(results, n, 8 if "8" in results["contenders"][n]["rows"] else 1)
-        for n in names
-    ]
-    bars(right, labels, together, colors, 0)
+    rows = [8 if "8" in one["rows"] else 1 for one in found]
+    _bars(right, labels, [tokens_per_s(results, *n) for n in zip(names, rows, strict=True)], 0)
     right.set_xlabel("tokens/s, eight requests (the guides' loop: one at a time)")
     left.invert_yaxis()
-    plan, machine = results["plan"], results["machine"]
-    figure.suptitle(
-        f"{machine['cores']} cores of {machine['cpu']};"
-        f" {plan['config']['num_layers']} x {plan['config']['units']},"
-        f" {plan['prompt_tokens']}-token prompt, {plan['new_tokens']} new tokens,"
-        f" medians of {plan['rounds']} rounds",
-        fontsize=10,
-    )
-    figure.savefig(target, dpi=150)
+    return figure
 
 
-def bars(axis: Any, labels: list[str], values: list[list[float]], colors: Any, digits: int) -> None:
+def _bars(axis: Any, labels: list[str], values: list[list[float]], digits: int) -> None:
     """A bar for each median with its value, and a line from the least to the most."""
+    colors = [OURS if label.startswith("ours") else THEIRS for label in labels]
     medians = [statistics.median(v) for v in values]
-    places = range(len(labels))
     around = [
         [m - min(v) for m, v in zip(medians, values, strict=True)],
         [max(v) - m for m, v in zip(medians, values, strict=True)],
     ]
+    places = range(len(labels))
     drawn = axis.barh(places, medians, color=colors, xerr=around, ecolor="#555555", capsize=2)
     axis.bar_label(drawn, [f"{m:.{digits}f}" for m in medians], padding=4, fontsize=9)
     axis.set_yticks(places, labels)
     axis.margins(x=0.15)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+
+
+def _sweep_of(plan: dict[str, Any]) -> str:
+    return f"{plan['models']} models, {plan['clients']} clients, {plan['new_tokens']} tokens each"
+
+
+def _sweep(results: dict[str, Any]) -> Any:
+    """Time to first token and hits, by the share of the models that fits."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for color, (side, steps) in zip(COLORS, results["sweep"].items(), strict=False):
+        shares = [100 * step["share"] for step in steps]
+
+        def line(axis: Any, style: str, key: str, values: list[float]) -> None:
+            axis.plot(shares, values, style, color=color, marker=".", label=f"{side}, {key}")  # noqa: B023
+
+        for key, style in QUANTILES.items():
+            line(left, style, key, [1000 * s["first_token_s"]["all"][key] for s in steps])
+        for key, style in POLICIES.items():
+            line(right, style, key, [100 * s["hits"][key] for s in steps])
+    left.set_yscale("log")
+    left.set_ylabel("time to first token, ms (log scale)")
+    right.set_ylabel("requests that found their model hot, %")
+    for axis in (left, right):
+        axis.set_xlabel("models that fit into the memory, %")
+        axis.legend(frameon=False, fontsize=8)
+    return figure
 
 
 if __name__ == "__main__":

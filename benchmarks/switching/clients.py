@@ -5,37 +5,19 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.process import BenchmarkError
+from benchmarks.switching.servers import LlamaServer, Ours
 
 ANSWER_S = 120.0
 STATES = ("hot", "warm", "parked", "cold")
-
-
-class Server(Protocol):
-    """What is asked: ours, or a peer's."""
-
-    port: int
-    pid: int
-
-    def states(self) -> dict[str, str]:
-        """By model, one of `STATES`; a model that is not named is cold."""
-        ...
-
-    def call(self, model: str, ids: list[int], new_tokens: int) -> tuple[str, dict[str, Any]]:
-        """The path and the body of a call that answers with a stream."""
-        ...
-
-    def token(self, line: bytes) -> str | None:
-        """The text of a line of the stream; None if it brings no token."""
-        ...
-
-    def close(self) -> None: ...
+HEADERS = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
 
 
 @dataclass(frozen=True)
@@ -53,23 +35,28 @@ class Asked:
     text: str
     error: str = ""
 
+    def row(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "text"}
+
 
 class Client:
     """One connection that stays open."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(
+        self, server: Ours | LlamaServer, prompts: Sequence[list[int]], new_tokens: int
+    ) -> None:
+        self._server, self._prompts, self._new_tokens = server, prompts, new_tokens
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
 
-    def ask(self, model: str, prompt: int, ids: list[int], new_tokens: int) -> Asked:
+    def ask(self, model: str, prompt: int = 0, new_tokens: int | None = None) -> Asked:
+        new_tokens = new_tokens or self._new_tokens
         states = self._server.states()
         state, hot = states.get(model, "cold"), sum(s == "hot" for s in states.values())
-        path, body = self._server.call(model, ids, new_tokens)
-        headers = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
+        path, body = self._server.stream(model, self._prompts[prompt], new_tokens)
         began = time.perf_counter()
         first, texts, error = 0.0, [], ""
         try:
-            self._connection.request("POST", path, json.dumps(body).encode(), headers)
+            self._connection.request("POST", path, json.dumps(body).encode(), HEADERS)
             answer = self._connection.getresponse()
             if answer.status != 200:
                 error = f"{answer.status}: {answer.read(500).decode('utf-8', 'replace')}"
@@ -89,12 +76,19 @@ class Client:
         text = "".join(texts)
         return Asked(model, prompt, state, hot, began, first, seconds, len(texts), text, error)
 
+    def must(self, model: str, prompt: int = 0, new_tokens: int | None = None) -> Asked:
+        """Raises `BenchmarkError` where the answer is an error."""
+        answer = self.ask(model, prompt, new_tokens)
+        if answer.error:
+            raise BenchmarkError(f"{model}: {answer.error}")
+        return answer
+
     def close(self) -> None:
         self._connection.close()
 
 
 def run(
-    server: Server,
+    server: Ours | LlamaServer,
     trace: Sequence[tuple[str, int]],
     prompts: Sequence[list[int]],
     clients: int,
@@ -108,33 +102,20 @@ def run(
     """
     numbers = itertools.count()
     found: dict[int, Asked] = {}
-    failures: list[BaseException] = []
     began = time.perf_counter()
 
-    def client(offset_s: float) -> None:
-        asking = Client(server)
-        try:
-            time.sleep(offset_s)
-            while (number := next(numbers)) < len(trace) and not failures:
+    def client(number: int) -> None:
+        with closing(Client(server, prompts, new_tokens)) as asking:
+            time.sleep(pause_s * number / clients)
+            while (at := next(numbers)) < len(trace):
                 if limit_s is not None and time.perf_counter() - began > limit_s:
                     return
-                model, prompt = trace[number]
-                found[number] = asking.ask(model, prompt, prompts[prompt], new_tokens)
+                found[at] = asking.ask(*trace[at])
                 time.sleep(pause_s)
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            asking.close()
 
-    offsets = [pause_s * i / clients for i in range(clients)]
-    threads = [threading.Thread(target=client, args=(offset,)) for offset in offsets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise BenchmarkError(f"a client failed: {failures[0]!r}")
-    return [found[number] for number in sorted(found)], time.perf_counter() - began
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(client, range(clients)))
+    return [found[at] for at in sorted(found)], time.perf_counter() - began
 
 
 def count_faults(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-TICKS = os.sysconf("SC_CLK_TCK")
+from benchmarks.page_cache import rollup
+
 # By a word of the command, the first that fits. "texts" are the engine's processes that tokenize.
 KINDS = (
     ("java", "MMS"),
@@ -21,28 +20,27 @@ KINDS = (
 )
 
 
-def processes(pid: int) -> Iterator[psutil.Process]:
+def processes(pid: int) -> list[psutil.Process]:
     parent = psutil.Process(pid)
-    yield parent
-    yield from parent.children(recursive=True)
+    return [parent, *parent.children(recursive=True)]
 
 
 def memory(pid: int) -> dict[str, Any]:
     """Bytes of the process and all below it. `anonymous` is the share of what no file holds."""
-    found: dict[str, Any] = {"rss": 0, "pss": 0, "anonymous": 0, "processes": 0, "by_kind": {}}
+    kinds: dict[str, dict[str, int]] = {}
     for process in processes(pid):
         try:
-            rollup = _numbers(Path(f"/proc/{process.pid}/smaps_rollup"))
-            kind = _kind(" ".join(process.cmdline()))
-        except (OSError, psutil.Error, ValueError):  # it has just ended
+            found = rollup(process.pid)
+            command = " ".join(process.cmdline())
+        except (OSError, psutil.Error):  # it has just ended
             continue
-        each = {"rss": rollup["Rss"], "pss": rollup["Pss"], "anonymous": rollup["Pss_Anon"]}
-        of_kind = found["by_kind"].setdefault(kind, dict.fromkeys(found.keys() - {"by_kind"}, 0))
-        for counts in (found, of_kind):
-            counts["processes"] += 1
-            for key, value in each.items():
-                counts[key] += value
-    return found
+        kind = next((kind for word, kind in KINDS if word in command), "others")
+        each = {"rss": found["Rss"], "pss": found["Pss"], "anonymous": found["Pss_Anon"]}
+        counts = kinds.setdefault(kind, dict.fromkeys((*each, "processes"), 0))
+        for key, value in {**each, "processes": 1}.items():
+            counts[key] += value
+    keys = ("rss", "pss", "anonymous", "processes")
+    return {key: sum(k[key] for k in kinds.values()) for key in keys} | {"by_kind": kinds}
 
 
 def usage(pid: int) -> dict[str, float]:
@@ -55,19 +53,9 @@ def usage(pid: int) -> dict[str, float]:
         try:
             # After the name in brackets: field 3 of proc(5) is the first.
             stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8")
-            fields = stat.rpartition(")")[2].split()
-            found["major_faults"] += int(fields[9])
-            found["cpu_s"] += sum(map(int, fields[11:15])) / TICKS
+            found["major_faults"] += int(stat.rpartition(")")[2].split()[9])
+            found["cpu_s"] += sum(process.cpu_times()[:4])
             found["read_bytes"] += int(process.io_counters().read_bytes)
         except (OSError, psutil.Error):
             continue
     return found
-
-
-def _kind(command: str) -> str:
-    return next((kind for word, kind in KINDS if word in command), "others")
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    lines = path.read_text(encoding="ascii").splitlines()[1:]
-    return {key: int(rest.split()[0]) * 1024 for key, _, rest in (x.partition(":") for x in lines)}

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from benchmarks.report.tables import table
 from common.eviction import Held, Victims
 
 MODELS, REQUESTS, SEEDS = 100, 6000, 3
@@ -167,6 +168,11 @@ def replay(
     return hits / len(asked), cost_s / len(asked)
 
 
+def policies(asked: Sequence[int], models: dict[int, Held]) -> dict[str, Policy]:
+    """By name, for one trace."""
+    return {"LRU": LRU(), "GDSF": GDSF(models), "common.eviction": Ours(), "Belady": Belady(asked)}
+
+
 def results(
     kind: Kind, models: int = MODELS, requests: int = REQUESTS
 ) -> dict[str, tuple[float, float]]:
@@ -175,13 +181,7 @@ def results(
     for seed in range(SEEDS):
         asked, all_models = trace(seed, kind, models, requests), models_of(seed, kind, models)
         room = int(ROOM * sum(h.bytes for h in all_models.values()))
-        policies: dict[str, Policy] = {
-            "LRU": LRU(),
-            "GDSF": GDSF(all_models),
-            "common.eviction": Ours(),
-            "Belady": Belady(asked),
-        }
-        for name, policy in policies.items():
+        for name, policy in policies(asked, all_models).items():
             found.setdefault(name, []).append(replay(policy, asked, all_models, room))
     return {
         name: (sum(hits for hits, _ in runs) / SEEDS, sum(cost for _, cost in runs) / SEEDS)
@@ -189,15 +189,11 @@ def results(
     }
 
 
-def table() -> Iterator[str]:
-    for number, (words, kind) in enumerate(KINDS.items()):
-        found = results(kind)
-        if not number:
-            yield "| hits, and seconds of loading a request | " + " | ".join(found) + " |"
-            yield "|---|" + "---|" * len(found)
-        cells = (f"{hits:.1%}, {cost:.2f} s" for hits, cost in found.values())
-        yield f"| {words} | " + " | ".join(cells) + " |"
-
-
 if __name__ == "__main__":
-    print("\n".join(table()))
+    simulated = {words: results(kind) for words, kind in KINDS.items()}
+    rows = [
+        (words, *(f"{hits:.1%}, {cost:.2f} s" for hits, cost in found.values()))
+        for words, found in simulated.items()
+    ]
+    head = ("hits, and seconds of loading a request", *next(iter(simulated.values())))
+    print(*table(head, rows), sep="\n")

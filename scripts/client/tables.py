@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,16 +28,18 @@ def percent(share: float) -> str:
     return f"{share * 100:.1f} %"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns for a terminal; the first and those without a head flush left."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
+    """Columns for a terminal, or in Markdown; the first and those without a head flush left."""
     made = Table(*head, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    if markdown:
+        made = Table(*head, box=MARKDOWN)
     for column in made.columns[1:]:
         column.justify = "right" if column.header else "left"
     for row in rows:
         made.add_row(*map(Text, row))
     with (console := Console(file=io.StringIO(), width=1000)).capture() as captured:
         console.print(made)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
 
 
 def get(value: Any, *path: str) -> Any:

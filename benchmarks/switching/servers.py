@@ -1,0 +1,102 @@
+"""The servers that switch: ours, and llama.cpp's as a router, a process of its own for each model.
+
+That router does what llama-swap does: it starts a process for a model that is asked for, and ends
+that of the least recently used one where there would be more than so many.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import random_model
+from benchmarks.contenders.peers import MISSING, SERVER
+from benchmarks.process import BenchmarkError, Program
+from benchmarks.server import Server, free_port
+from engine.http.client import EngineClient
+
+CONTEXT = 512  # tokens of all requests of a model of llama.cpp's together
+
+
+class Ours(Server):
+    """Over a folder of models, with a small budget."""
+
+    def __init__(
+        self,
+        store: Path,
+        log: Path,
+        engine_mib: int,
+        environment: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> None:
+        environment = {"ENGINE_MEMORY_MIB": str(engine_mib), **(environment or {})}
+        super().__init__(store, log, environment=environment, **more)
+        self._engine = EngineClient(str(self.run_dir / "engine.sock"))
+
+    def states(self) -> dict[str, str]:
+        """By model, one of `clients.STATES`; one that is not named is cold.
+
+        A server that knows no residency has models loaded, or not.
+        """
+        rows = self._engine.request("GET", "/models")["models"]
+        # To the engine a model is called what the gateway calls it, "#" and its id.
+        return {row["name"].rpartition("#")[0]: row.get("residency", "hot") for row in rows}
+
+    def stream(self, model: str, ids: list[int], new_tokens: int) -> tuple[str, dict[str, Any]]:
+        """The path and the body of a call that answers with a stream."""
+        parameters = {"max_new_tokens": new_tokens}
+        body = {"inputs": random_model.text_of(ids), "parameters": parameters, "stream": True}
+        return f"/predictions/{model}", body
+
+    def token(self, line: bytes) -> str | None:
+        """The text of a line of the stream; None if it brings no token."""
+        event = json.loads(line)
+        return event["text"] if "token" in event else None
+
+
+class LlamaServer(Program):
+    """`models_dir` has the GGUF files; a model is called what its file is, without the suffix."""
+
+    def __init__(self, models_dir: Path, at_once: int, rows: int, log: Path) -> None:
+        if not SERVER.exists():
+            raise BenchmarkError(MISSING)
+        self.port = free_port()
+        options = {
+            "models-dir": models_dir,
+            "models-max": at_once,
+            "host": "127.0.0.1",
+            "port": self.port,
+            "ctx-size": CONTEXT,
+            "parallel": rows,
+            "threads": len(os.sched_getaffinity(0)),
+            "threads-batch": len(os.sched_getaffinity(0)),
+        }
+        given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        super().__init__([SERVER, *given, "--no-ui", "--no-warmup"], log)
+        self._wait(lambda: self._get("/health"))
+
+    def _get(self, path: str) -> Any:
+        """None where it does not answer."""
+        try:
+            url = f"http://127.0.0.1:{self.port}{path}"
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return json.load(answer)
+        except OSError:
+            return None
+
+    def states(self) -> dict[str, str]:
+        rows = (self._get("/v1/models") or {}).get("data", [])
+        return {row["id"]: "hot" for row in rows if row["status"]["value"] == "loaded"}
+
+    def stream(self, model: str, ids: list[int], new_tokens: int) -> tuple[str, dict[str, Any]]:
+        body = {"model": model, "prompt": ids, "n_predict": new_tokens, "stream": True}
+        body |= {"temperature": 0, "return_tokens": True, "ignore_eos": True}
+        return "/completion", body | {"cache_prompt": False}  # ours keeps no prompts either
+
+    def token(self, line: bytes) -> str | None:
+        event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+        return event["content"] if event.get("tokens") else None

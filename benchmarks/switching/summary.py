@@ -1,0 +1,72 @@
+"""What the rounds of a trace say together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.run import Results
+from benchmarks.switching.clients import STATES
+from benchmarks.switching.trace import policies, replay
+from common.eviction import Held
+
+
+def each_further(steps: list[Results]) -> Results:
+    """What each model after the second added, on average, by kind of process."""
+    second, last, more = steps[1], steps[-1], max(len(steps) - 2, 1)
+    return {
+        kind: {
+            key: (counts[key] - second["by_kind"].get(kind, {}).get(key, 0)) / more
+            for key in ("rss", "pss", "anonymous")
+        }
+        for kind, counts in last["by_kind"].items()
+    }
+
+
+def joined(rounds: list[Results]) -> Results:
+    """The rounds with what is said of all their requests together."""
+    asked = [a for one in rounds for a in one["asked"]]
+    states = {state: [a["first_s"] for a in asked if a["state"] == state] for state in STATES}
+    everything = {"all": [a["first_s"] for a in asked if not a["error"]]}
+    against = [one["tokens_per_s"] / one["alone_tokens_per_s"] for one in rounds]
+    room = max(one["room"] for one in rounds)
+    return {
+        "rounds": rounds,
+        "first_token_s": {
+            state: quantiles(values)
+            for state, values in {**everything, **states}.items()
+            if values or state == "all"
+        },
+        "tokens_per_s": statistics.median(one["tokens_per_s"] for one in rounds),
+        "against_alone": statistics.median(against),
+        "room": room,
+        "hits": hits(rounds, room),
+        "faults": {
+            key: sum(one["faults"][key] for one in rounds)
+            for key in ("wrong", "lost", "4xx", "5xx")
+        },
+    }
+
+
+def hits(rounds: list[Results], room: int) -> dict[str, float]:
+    """The share of requests that found their model hot, and what caches of that room would have."""
+    asked = [a for one in rounds for a in one["asked"]]
+    measured = sum(a["state"] == "hot" for a in asked) / max(len(asked), 1)
+    order = [*rounds[0]["warm_up"], *(a["model"] for a in rounds[0]["asked"])]
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(order))}
+    trace = [numbers[name] for name in order]
+    counted = len(trace) / max(len(rounds[0]["asked"]), 1)  # none of the warm-up is a hit
+    models = dict.fromkeys(numbers.values(), Held(1, 1.0))
+    return {"measured": measured} | {
+        name: counted * replay(policy, trace, models, max(room, 1))[0]
+        for name, policy in policies(trace, models).items()
+    }
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    if len(values) < 2:
+        value = values[0] if values else float("nan")
+        return {"count": len(values)} | dict.fromkeys(("p50", "p90", "p99", "most"), value)
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    named = {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98], "most": max(values)}
+    return {"count": len(values), **named}
