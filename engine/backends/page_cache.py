@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+MADV_COLD = 20  # Linux 5.4
 MADV_POPULATE_READ = 22  # Linux 5.14
 PAGE = mmap.PAGESIZE
 
@@ -43,8 +44,10 @@ def read_in(spans: Iterable[Span]) -> int:
 
 def let_go(spans: Iterable[Span]) -> None:
     """Has the pages count as nobody's: they stay as long as the kernel has no other use for them,
-    and come back at a touch."""
+    and come back at a touch. They are the first to go: else the kernel took what another model has
+    just read, and which has not been touched so often."""
     for span in spans:
+        _libc.madvise(*span, MADV_COLD)
         _libc.madvise(*span, mmap.MADV_DONTNEED)
 
 
