@@ -130,7 +130,8 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
     """Runs until SIGTERM. Raises `ServingError` if it cannot start; an `ExceptionGroup` when work
     in the background has ended with an error."""
     listeners = [listen(settings.host, port) for port in settings.ports]
-    HTTPProtocol.max_connections = min(settings.max_connections, _open_files() // 2)
+    shares = 3 if settings.grpc_port else 2  # gRPC has as many connections, and one is left
+    HTTPProtocol.max_connections = min(settings.max_connections, _open_files() // shares)
     async with _gateway(settings, run_dir, secret) as gateway:
         app = App(gateway)
         config = uvicorn.Config(

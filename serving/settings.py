@@ -103,7 +103,8 @@ class Settings:
     max_connections: int = setting(
         "MAX_CONNECTIONS",
         4096,
-        "clients' connections; the one that has been silent for longest makes room for one more",
+        "clients' connections; the one that has been silent for longest makes room for one more."
+        " gRPC has as many of its own, and refuses one more",
     )
     script_workers: int = setting(
         "SCRIPT_WORKERS",

@@ -131,8 +131,11 @@ class HTTPProtocol(HttpToolsProtocol):
             self._start_timer(self.head_s, self._too_slow)
         try:
             self._feed(data)
-        except httptools.HttpParserError:
-            self._refuse(BadRequest("this is not HTTP/1.1"))
+        except httptools.HttpParserError as error:
+            said = error.__context__  # of `_check_head`
+            if not isinstance(said, BadRequest):
+                said = BadRequest("this is not HTTP/1.1")
+            self._refuse(said)
         else:
             # The parser keeps a head, a chunk's or a trailer to its end, however long.
             if self._unread > MAX_HEADER_BYTES:
@@ -172,9 +175,23 @@ class HTTPProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if not self._in_head:
             return
+        self._check_head()
         self._unread, self._in_head, self.waiting_since = 0, False, None
         self._stop_timer()
         super().on_headers_complete()
+
+    def _check_head(self) -> None:
+        """Raises `BadRequest` for what a proxy in front may have read otherwise (RFC 9112, 3.2 and
+        6.1); the parser itself refuses lengths that contradict each other."""
+        version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
+        if version not in ("1.0", "1.1"):
+            raise BadRequest(f"this is HTTP/{version}, must be HTTP/1.1")
+        if names.count(b"host") > 1:
+            raise BadRequest("there is more than one Host")
+        if b"transfer-encoding" in names:
+            coding = dict(self.headers)[b"transfer-encoding"].strip().lower()
+            if coding != b"chunked" or version != "1.1":
+                raise BadRequest("Transfer-Encoding can only be chunked, in HTTP/1.1")
 
     def on_body(self, body: bytes) -> None:
         self._unread = 0

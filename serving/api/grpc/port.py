@@ -25,11 +25,12 @@ async def grpc_port(gateway: Gateway, asgi: ASGIApp, grace_s: float) -> AsyncIte
     """Listens; whatever is still being answered at the end has `grace_s`. Raises `StartError`."""
     settings = gateway.settings
     server = grpc.aio.server(
-        maximum_concurrent_rpcs=settings.max_connections,
+        maximum_concurrent_rpcs=HTTPProtocol.max_connections,
         options=[
             ("grpc.max_receive_message_length", settings.max_request_bytes + HEADROOM_BYTES),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),
+            ("grpc.max_allowed_incoming_connections", HTTPProtocol.max_connections),
             ("grpc.server_handshake_timeout_ms", round(1000 * HTTPProtocol.head_s)),
             ("grpc.max_connection_idle_ms", round(1000 * IDLE_S)),
         ],

@@ -39,6 +39,7 @@ class Served:
             Route("/echo", self._echo, methods=["POST", "GET"]),
             Route("/refuse", self._refuse, methods=["POST"]),
             Route("/stream", self._stream),
+            Route("/name/{name:path}", self._name),
             Route("/wait", self._wait, methods=["POST", "GET"]),
         ]
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -69,6 +70,10 @@ class Served:
     @staticmethod
     async def _refuse(request: Request) -> Response:
         return JSONResponse({"code": 413}, 413)
+
+    @staticmethod
+    async def _name(request: Request) -> Response:
+        return Response(request.path_params["name"])
 
     @staticmethod
     async def _stream(request: Request) -> Response:
@@ -342,7 +347,7 @@ def test_a_head_has_a_time_to_arrive() -> None:
 
 def test_of_too_many_connections_the_one_that_waited_longest_goes() -> None:
     with (
-        serve(max_connections=3) as served,
+        serve(max_connections=3, head_s=60) as served,
         served.connect() as busy,
         served.connect() as slow,
         served.connect() as slower,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -383,6 +385,42 @@ def test_a_client_that_does_not_speak_the_protocol_is_hung_up_on(
                 pass
         writer.close()
         assert (await client("ServerLive")).live
+
+    run(test)
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+
+
+def test_connections_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HTTPProtocol, "max_connections", 3)
+
+    def told(connection: socket.socket) -> bytes:
+        """What is said first: nothing to who is one too many."""
+        try:
+            connection.sendall(PREFACE)
+            return connection.recv(1)
+        except ConnectionError:
+            return b""
+
+    async def test(client: Client, world: World) -> None:
+        address = "127.0.0.1", world.gateway.settings.grpc_port
+        with contextlib.ExitStack() as open_ones:
+
+            async def connect() -> tuple[socket.socket, bytes]:
+                connection = open_ones.enter_context(socket.create_connection(address, WIDE_S))
+                return connection, await asyncio.to_thread(told, connection)
+
+            assert (await client("ServerLive", {})).live  # one of them
+            first, answer = await connect()
+            assert answer
+            assert (await connect())[1]
+            assert (await connect())[1] == b""
+            assert (await client("ServerLive", {})).live
+            first.close()
+            with anyio.fail_after(WIDE_S):
+                while not (await connect())[1]:
+                    await asyncio.sleep(0.05)
 
     run(test)
 
