@@ -42,7 +42,7 @@ class Server(Program):
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="serve-")
         self.run_dir = Path(self._folder.name) / "run"
-        self.port, self._management_port = free_port(), free_port()
+        self.port, self.management_port = free_port(), free_port()
         settings = {
             "ENGINE_BACKEND": backend[0],
             "ENGINE_PRECISION": backend[1],
@@ -54,7 +54,7 @@ class Server(Program):
         }
         command = [*prefix, sys.executable, "-m", "serving.entrypoint", "serve"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--management-port", str(self._management_port)]
+        command += ["--management-port", str(self.management_port)]
         super().__init__(command, log, settings, root)
         self._wait(lambda: '"ready after' in log.read_text(encoding="utf-8"))
         try:
@@ -69,7 +69,7 @@ class Server(Program):
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=CALL_S)
 
     def _management(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self._management_port, timeout=CALL_S)
+        return http.client.HTTPConnection("127.0.0.1", self.management_port, timeout=CALL_S)
 
     def unload(self, name: str) -> None:
         call(self._management(), f"/models/{name}", None, "DELETE")

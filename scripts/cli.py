@@ -20,6 +20,7 @@ from benchmarks import bench, profile
 from benchmarks.gpu import check as gpu_check
 from scripts import options
 from scripts.aws import deploy, logs, push, status, teardown, upload
+from scripts.chaos import chaos
 from scripts.client import ask, latency_table, manage
 from scripts.lib import convert, fine_tune, package, settings
 from scripts.lib.problem import Failed, Problem
@@ -60,6 +61,7 @@ PANELS: dict[str, dict[str, Callable[[Any], int | None]]] = {
         "latency-table": latency_table.run,
         "profile": profile.run,
         "gpu-check": gpu_check.run,
+        "chaos": chaos.run,
     },
     "About": {"settings": settings.run},
 }

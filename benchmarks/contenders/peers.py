@@ -89,11 +89,11 @@ def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
     return target
 
 
-def draw(results: Path, plot: Path, log: Path) -> None:
+def draw(results: Path, plot: Path, log: Path, module: str = "benchmarks.report.plot") -> None:
     """Draws the plot with the peers' matplotlib."""
     if not PYTHON.exists():
         raise BenchmarkError(MISSING)
-    _run(log, PYTHON, "-m", "benchmarks.report.plot", results, plot)
+    _run(log, PYTHON, "-m", module, results, plot)
 
 
 def _run(log: Path, *command: str | Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.process import BenchmarkError
@@ -58,6 +59,20 @@ class ControlGroup:
     def prefix(self) -> list[str]:
         joining = "".join(f"echo $$ > {folder / 'cgroup.procs'}; " for folder in self._folders)
         return ["/bin/sh", "-c", f'{joining}exec "$@"', "sh"]
+
+    @contextlib.contextmanager
+    def limited(self, left_bytes: int) -> Iterator[None]:
+        """Meanwhile, its processes may take so much beside what they use, and no more."""
+        folder = self._folders[0]
+        two = (folder / "memory.max").exists()
+        limit = folder / ("memory.max" if two else "memory.limit_in_bytes")
+        usage = folder / ("memory.current" if two else "memory.usage_in_bytes")
+        with contextlib.suppress(OSError):  # more is used by now
+            limit.write_text(str(int(usage.read_text()) + left_bytes))
+        try:
+            yield
+        finally:
+            limit.write_text(str(self._limits[0]))
 
     def page_ins(self) -> dict[str, int]:
         """Major faults and pages that were read again soon after they had been let go."""

@@ -1,0 +1,164 @@
+"""Does to a running server what a plan says, and takes it back."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from scripts.chaos.history import Done
+from scripts.chaos.plan import Fault, Plan
+from scripts.chaos.store import Store
+from scripts.chaos.system import System
+
+SLOW_CONNECTIONS = 1000
+# What a shrinking limit leaves beside what is used: less than a worker is asked to have.
+LEFT_BYTES = 48 << 20
+CLOCKS = ("-1d", "+0", "+400d")
+
+
+class NotHere(Exception):
+    """This machine does not allow such a fault."""
+
+
+class Injector:
+    """`clock`: the file that libfaketime reads, if the server has it."""
+
+    def __init__(self, system: System, store: Store, clock: Path | None = None) -> None:
+        self._system, self._store, self._clock = system, store, clock
+        self.done: list[Done] = []
+        self._threads: list[threading.Thread] = []
+        self._stop = threading.Event()
+
+    def run(self, plan: Plan) -> None:
+        """Returns when all that the plan does has been taken back; `stop` ends it earlier."""
+        began = time.monotonic()
+        for fault in plan.faults:
+            if self._stop.wait(max(began + fault.at_s - time.monotonic(), 0)):
+                break
+            thread = threading.Thread(target=self._inject, args=(fault,), name=fault.kind)
+            thread.start()
+            self._threads.append(thread)
+        self._stop.wait(max(began + plan.seconds - time.monotonic(), 0))
+        for thread in self._threads:
+            thread.join()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _inject(self, fault: Fault) -> None:
+        word, _, name = fault.kind.partition(" ")
+        ways: dict[str, Callable[[str, Fault], contextlib.AbstractContextManager[None]]] = {
+            "kill": self._killed,
+            "stop": self._stopped,
+            "store": self._broken_store,
+            "disk": self._full_disk,
+            "memory": self._less_memory,
+            "clock": self._other_time,
+            "slow": self._slow_connections,
+        }
+        began, skipped = time.monotonic(), ""
+        try:
+            with ways[word](name, fault):
+                if word != "kill":
+                    self._stop.wait(fault.seconds)
+        except NotHere as error:
+            skipped = str(error)
+        self.done.append(Done(fault.kind, began, time.monotonic(), skipped))
+
+    def _process(self, name: str, fault: Fault) -> psutil.Process:
+        found = self._system.processes(name)
+        if not found:
+            raise NotHere(f"no {name} at this time")
+        return found[fault.pick % len(found)]
+
+    @contextlib.contextmanager
+    def _killed(self, name: str, fault: Fault) -> Iterator[None]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._process(name, fault).kill()
+        yield
+
+    @contextlib.contextmanager
+    def _stopped(self, name: str, fault: Fault) -> Iterator[None]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = self._process(name, fault)
+            process.send_signal(signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGCONT)
+            return
+        yield
+
+    @contextlib.contextmanager
+    def _broken_store(self, mode: str, fault: Fault) -> Iterator[None]:
+        self._store.mode = mode
+        try:
+            yield
+        finally:
+            if self._store.mode == mode:
+                self._store.mode = ""
+
+    @contextlib.contextmanager
+    def _full_disk(self, name: str, fault: Fault) -> Iterator[None]:
+        disks = self._system.disks
+        if not disks.mounted:
+            raise NotHere("mounts are not allowed")
+        disks.fill(name)
+        try:
+            yield
+        finally:
+            disks.empty(name)
+
+    @contextlib.contextmanager
+    def _less_memory(self, name: str, fault: Fault) -> Iterator[None]:
+        group = self._system.group
+        if group is None:
+            raise NotHere("control groups are not allowed")
+        with group.limited(LEFT_BYTES):
+            yield
+
+    @contextlib.contextmanager
+    def _other_time(self, name: str, fault: Fault) -> Iterator[None]:
+        if self._clock is None:
+            raise NotHere("libfaketime is not installed")
+        self._clock.write_text(CLOCKS[fault.pick % len(CLOCKS)], encoding="ascii")
+        try:
+            yield
+        finally:
+            self._clock.write_text("+0", encoding="ascii")
+
+    @contextlib.contextmanager
+    def _slow_connections(self, name: str, fault: Fault) -> Iterator[None]:
+        """Each sends half a request's head, and no more."""
+        with contextlib.ExitStack() as stack:
+            for _ in range(SLOW_CONNECTIONS):
+                with contextlib.suppress(OSError):  # the gateway may be away
+                    address = ("127.0.0.1", self._system.port)
+                    slow = stack.enter_context(socket.create_connection(address, timeout=5))
+                    slow.sendall(b"POST /predictions/a HTTP/1.1\r\nHost: slow\r\nX-")
+            yield
+
+
+def clock_file(folder: Path) -> tuple[Path, dict[str, str]] | None:
+    """What has the server read its clock by libfaketime: the file to write, and its environment;
+    None where that is not installed. Only the time of day is another one: what waits and what is
+    due go by the monotonic clock."""
+    found = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+    if not found:
+        return None
+    file = folder / "clock"
+    file.write_text("+0", encoding="ascii")
+    return file, {
+        "LD_PRELOAD": str(found[0]),
+        "FAKETIME_TIMESTAMP_FILE": str(file),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }

@@ -1,0 +1,257 @@
+"""One run: a server, clients, faults, and what the checker says of it all."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import random_model
+from benchmarks.process import BenchmarkError
+from benchmarks.switching.control_group import ControlGroup
+from scripts.chaos.checker import AGREE_S, Violation, check
+from scripts.chaos.clients import MIX, PROMPTS, Clients, Models
+from scripts.chaos.faults import Injector, clock_file
+from scripts.chaos.history import LOAD, UNLOAD, History, View, text_key
+from scripts.chaos.plan import Plan
+from scripts.chaos.store import Store, store
+from scripts.chaos.system import System
+from scripts.lib.problem import Failed
+
+MODELS = Models(("소월", "동주", "steady"), ("봄", "여름", "moving"), 3)
+GROUP_MIB = 4096
+REQUEST_S, LOAD_S = 20, 40
+SETTLED = ("java", "launcher", "engine", "gateway", "host", "zygote")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a run is.
+
+    room_mib: the engine's budget
+    loaded: whether the steady models are loaded first, or on demand
+    heal: how much longer than a quiet machine this one may take
+    """
+
+    clients: int = 8
+    models: Models = MODELS
+    mix: Mapping[str, int] = field(default_factory=lambda: MIX)
+    room_mib: int = 64
+    loaded: bool = True
+    heal: float = 1.0
+
+
+def nothing(system: System) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext()
+
+
+@dataclass
+class Result:
+    history: History
+    violations: list[Violation]
+    log: str  # of the server
+
+
+def run(
+    plan: Plan,
+    size: Size | None = None,
+    say: Callable[[str], None] = print,
+    beside: Callable[[System], contextlib.AbstractContextManager[object]] = nothing,
+) -> Result:
+    """Carries a plan out on a server of its own and checks what happened; `beside` is entered when
+    the clients begin, and left when they have ended."""
+    size = size or Size()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
+        kept = stack.enter_context(store(folder / "moto.log"))
+        environment = {**kept.environment, **_limits(plan, size)}
+        clock = clock_file(folder)
+        if clock is not None:
+            environment |= clock[1]
+        system = stack.enter_context(System(folder, environment, _group(stack)))
+        one = _Run(plan, size, system, kept, clock and clock[0], say)
+        try:
+            history = one.carry_out(beside)
+        except BaseException:
+            say(system.log.read_text(encoding="utf-8", errors="replace")[-4000:])
+            raise
+        log = system.log.read_text(encoding="utf-8", errors="replace")
+    return Result(history, check(history, size.heal), log)
+
+
+def _limits(plan: Plan, size: Size) -> dict[str, str]:
+    return {
+        "REQUEST_TIMEOUT_S": str(REQUEST_S),
+        "LOAD_TIMEOUT_S": str(LOAD_S),
+        "ENGINE_MEMORY_MIB": str(size.room_mib),
+        "SAGEMAKER_MULTI_MODEL": str(plan.multi_model).lower(),
+        "DRAIN_S": "5",
+    }
+
+
+def _group(stack: contextlib.ExitStack) -> ControlGroup | None:
+    try:
+        return stack.enter_context(ControlGroup(GROUP_MIB))
+    except BenchmarkError:
+        return None
+
+
+class _Run:
+    def __init__(
+        self,
+        plan: Plan,
+        size: Size,
+        system: System,
+        store: Store,
+        clock: Path | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.plan, self.size, self.say = plan, size, say
+        self.system, self.store = system, store
+        self.archives = archives(size.models)
+        self.clients = Clients(
+            system.ports, size.models, plan.seed, size.clients, self._put, size.mix
+        )
+        store.changing = self._change
+        self.injector = Injector(system, store, clock)
+        self.history = History(plan.seed, plan.multi_model, REQUEST_S, LOAD_S, {}, time.monotonic())
+
+    def _put(self, model: str, version: int) -> None:
+        self.store.put(model, self.archives[model, version])
+
+    def _change(self, model: str) -> None:
+        """In mid-download. A steady one stays what it is."""
+        if model in self.size.models.moving:
+            self.clients.replace(-1, f"{self.plan.seed}-change-{time.monotonic_ns()}", model)
+
+    def carry_out(
+        self, beside: Callable[[System], contextlib.AbstractContextManager[object]]
+    ) -> History:
+        history, clients, system = self.history, self.clients, self.system
+        self._learn_texts()
+        before, reserved = system.counted(), system.reserved_bytes()
+        files = {kind: _open_files(system, kind) for kind in SETTLED}
+        clients.ops = clients.first_versions(history.began)
+        for model in self.size.models.steady if self.size.loaded else ():
+            self._surely(LOAD, model)
+        self.say(f"{len(self.plan.faults)} faults in {self.plan.seconds:.0f} s")
+        clients.start()
+        try:
+            with beside(system):
+                self.injector.run(self.plan)
+                clients.pause()
+            history.views.append(self._agreed())
+        finally:
+            self.injector.stop()
+            clients.stop()
+        self._answers_again()
+        history.left = list(self._left(before, reserved, files))
+        history.ops = sorted(clients.ops, key=lambda op: op.begin)
+        history.faults = sorted(self.injector.done, key=lambda fault: fault.begin)
+        history.lines = dict(system.request_lines())
+        return history
+
+    def _learn_texts(self) -> None:
+        """What each version of each model says alone, before anything is broken."""
+        for model, version in reversed(self.archives):  # the first version comes last
+            self._put(model, version)
+            self._surely(LOAD, model)
+            for route in ("predictions", "completions"):
+                for prompt in range(len(PROMPTS)):
+                    op = self.clients.ask(-1, route, model, prompt)
+                    if op.status != 200:
+                        raise Failed(f"{model} does not answer: {op.status} {op.message}{op.lost}")
+                    self.history.texts[text_key(model, version, route, prompt)] = op.text
+            self._surely(UNLOAD, model)
+        said = [text for key, text in self.history.texts.items() if key.endswith("predictions\n0")]
+        if len(set(said)) < len(said):
+            raise Failed("two models say the same, so they cannot be told apart")
+
+    def _surely(self, kind: str, model: str) -> None:
+        op = self.clients.ask(-1, kind, model)
+        if op.status != 200:
+            raise Failed(f"{kind} of {model}: {op.status} {op.message}{op.lost}")
+
+    def _agreed(self) -> View:
+        return self.system.agreed(AGREE_S * self.size.heal)
+
+    def _answers_again(self) -> None:
+        """After the last fault, all models answer; the checker sees the requests."""
+        for model in self.size.models.all:
+            if self.plan.multi_model:
+                self.clients.ask(-1, LOAD, model)
+            op = self.clients.ask(-1, "predictions", model)
+            if op.status != 200:
+                self.history.left.append(f"{model} does not answer: {op.status} {op.message}")
+
+    def _left(
+        self, before: Counter[str], reserved: int, files: dict[str, dict[int, int]]
+    ) -> Iterator[str]:
+        """What is there after all was unloaded, and was not at the start."""
+        yield from self.history.left
+        for model in self.size.models.all:
+            op = self.clients.ask(-1, UNLOAD, model)
+            if op.status not in (200, 404):
+                yield f"{model} is not unloaded: {op.status} {op.message}"
+        view = self._agreed()
+        yield from view.differences()
+        if view.engine:
+            yield f"the engine still has {view.engine}"
+        now, more = self.system.counted(), Counter[str]()
+        end = time.monotonic() + AGREE_S * self.size.heal
+        while time.monotonic() < end:
+            now = self.system.counted()
+            more = Counter({k: now[k] - before[k] for k in now if _is_left(k, now[k] - before[k])})
+            if not more:
+                break
+            time.sleep(0.2)
+        for what, count in more.items():
+            yield f"{count:+d} {what}"
+        if (bytes_now := self.system.reserved_bytes()) != reserved:
+            yield f"the engine has reserved {bytes_now} bytes, at the start {reserved}"
+        for kind in SETTLED:
+            for pid, count in _open_files(self.system, kind).items():
+                # Connections that are kept, threads that are: not what grows.
+                if count > files[kind].get(pid, count) + 40:
+                    yield f"{kind} has {count} files open, {files[kind][pid]} at the start"
+
+
+def _is_left(what: str, more: int) -> bool:
+    """Fetched and prepared models stay, that is what these folders are for; so do downloads that
+    were cut short."""
+    if what in ("files in cache", "files in prepared"):
+        return False
+    return more != 0 if what.endswith("processes") else more > 0
+
+
+def _open_files(system: System, kind: str) -> dict[int, int]:
+    found = {}
+    for process in system.processes(kind):
+        with contextlib.suppress(Exception):
+            found[process.pid] = process.num_fds()
+    return found
+
+
+def archives(models: Models) -> dict[tuple[str, int], bytes]:
+    """By model and version, each with weights of its own."""
+    found: dict[tuple[str, int], bytes] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for model in models.all:
+            for version in range(models.versions_of(model)):
+                made = random_model.make(Path(folder), random_model.TINY, len(found))
+                found[model, version] = _packed(made)
+    return found
+
+
+def _packed(folder: Path) -> bytes:
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w:gz", compresslevel=1) as tar:
+        for file in sorted(folder.iterdir()):
+            tar.add(file, file.name)
+    return plain.getvalue()

@@ -1,0 +1,179 @@
+"""Whether anything grows: what the server's processes and folders hold, looked at again and
+again."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from benchmarks.report import machine
+from benchmarks.switching import process_tree
+from scripts.chaos.checker import Violation
+from scripts.chaos.clients import Models
+from scripts.chaos.history import PUT, History
+from scripts.chaos.plan import Plan
+from scripts.chaos.run import Result, Size
+from scripts.chaos.system import System
+from scripts.client.tables import ms, percent, table
+
+MODELS, MOVING = 100, 10
+# Of 1.1 MB each with a request's keys and values: a fifth of them has room.
+ROOM_MIB = 9
+LOOK_S = 10.0
+WARM_UP = 1 / 6  # of the whole: the first ten minutes of an hour
+DRIFT, P99_DRIFT = 0.05, 0.10
+MIX = {"predictions": 60, "predictions-stream": 40, PUT: 1}
+# Kinds of faults that leave the machine as it was; what is killed begins again with less.
+FAULTS = ("kill worker", "kill host", "store 503", "store change", "store truncate", "stop engine")
+# What all of a run's samples have. Log bytes are those of a request.
+KEYS = ("rss", "pss", "files_open", "threads", "processes", "sockets", "files", "log_bytes")
+
+
+def plan(seed: int, minutes: float) -> Plan:
+    """A fault a minute."""
+    drawn = Plan.draw(seed, 60 * minutes, 60.0, FAULTS)
+    return Plan(seed, drawn.seconds, False, drawn.faults)
+
+
+def size(clients: int, models: int, heal: float) -> Size:
+    names = tuple(f"시-{number}" for number in range(models))
+    moving = max(models * MOVING // MODELS, 1)
+    chosen = Models(names[moving:], names[:moving], 2, zipf=1.0)
+    room_mib = max(ROOM_MIB * models // MODELS, 3)
+    return Size(clients, chosen, MIX, room_mib, loaded=False, heal=heal)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """`at_s`: after the first one. Bytes, and counts."""
+
+    at_s: float
+    rss: int
+    pss: int
+    files_open: int
+    threads: int
+    processes: int
+    sockets: int
+    files: int
+    log_bytes: int
+
+
+class Samples:
+    """A context manager that takes one each `LOOK_S`."""
+
+    def __init__(self, system: System) -> None:
+        self.all: list[Sample] = []
+        self._system, self._began = system, time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Samples:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            with contextlib.suppress(OSError, psutil.Error):  # a process that has just ended
+                self.all.append(self._sample())
+
+    def _sample(self) -> Sample:
+        system = self._system
+        memory = process_tree.memory(system.pid)
+        open_files = threads = 0
+        for process in process_tree.processes(system.pid):
+            with contextlib.suppress(psutil.Error):
+                open_files += process.num_fds()
+                threads += process.num_threads()
+        counts = system.counted()
+        return Sample(
+            time.monotonic() - self._began,
+            memory["rss"],
+            memory["pss"],
+            open_files,
+            threads,
+            memory["processes"],
+            len(list(system.run_dir.glob(".mms.sock.*"))),
+            sum(count for what, count in counts.items() if what.startswith("files")),
+            system.log.stat().st_size,
+        )
+
+
+def judged(samples: Sequence[Sample], history: History) -> dict[str, Any]:
+    """How much each has grown from the part after the warm-up to the last part, as long."""
+    last_s = samples[-1].at_s
+    part_s = WARM_UP * last_s
+    first = [s for s in samples if part_s <= s.at_s < 2 * part_s]
+    last = [s for s in samples if s.at_s >= last_s - part_s]
+    found: dict[str, Any] = {}
+    for key in KEYS[:-1]:
+        before, after = (statistics.median(getattr(s, key) for s in part) for part in (first, last))
+        found[key] = {"first": before, "last": after, "drift": after / max(before, 1) - 1}
+    answered = sum(op.status > 0 for op in history.ops)
+    found["log_bytes_a_request"] = (samples[-1].log_bytes - samples[0].log_bytes) / answered
+    found["first_token_p99_s"] = dict(_first_tokens(history, part_s, last_s))
+    return found
+
+
+def _first_tokens(history: History, part_s: float, last_s: float) -> Iterator[tuple[str, float]]:
+    ops = [op for op in history.ops if op.status == 200 and op.first_s is not None]
+    if not ops:
+        return
+    began, ended = ops[0].begin, ops[-1].begin
+    for name, start, stop in (
+        ("first", began + part_s, began + 2 * part_s),
+        ("last", ended - part_s, ended),
+    ):
+        seconds = [op.first_s for op in ops if start <= op.begin <= stop and op.first_s is not None]
+        if len(seconds) > 1:
+            yield name, statistics.quantiles(seconds, n=100)[98]
+
+
+def results(samples: Samples, result: Result, commit: str) -> dict[str, Any]:
+    history = result.history
+    kept: list[Violation] = result.violations
+    return {
+        "commit": commit,
+        "machine": machine.describe(),
+        "seconds": samples.all[-1].at_s,
+        "requests": len(history.ops),
+        "violations": [f"{violation.rule}: {violation.said}" for violation in kept],
+        "left": history.left,
+        "faults": [fault.kind for fault in history.faults],
+        "judged": judged(samples.all, history),
+        "samples": [asdict(sample) for sample in samples.all],
+    }
+
+
+def lines(results: dict[str, Any]) -> list[str]:
+    """Each with its drift, and whether that is more than it may be."""
+    judged = results["judged"]
+    rows = []
+    for key in KEYS[:-1]:
+        one = judged[key]
+        much = "too much" if one["drift"] > DRIFT else ""
+        drift = percent(one["drift"])
+        rows.append([key, f"{one['first']:,.0f}", f"{one['last']:,.0f}", drift, much])
+    first, last = (judged["first_token_p99_s"].get(part) for part in ("first", "last"))
+    if first and last:
+        much = "too much" if last > first * (1 + P99_DRIFT) else ""
+        rows.append(["first token p99 ms", ms(first), ms(last), percent(last / first - 1), much])
+    found = [table(["", "after the warm-up", "at the end", "drift", ""], rows)]
+    found.append(f"log bytes a request: {judged['log_bytes_a_request']:.0f}")
+    return found

@@ -1,0 +1,231 @@
+"""The server under test: its processes by kind, what its parts say they have, what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.server import Server, UnixConnection
+from benchmarks.switching.control_group import ControlGroup
+from common.errors import EngineError
+from engine.http.client import EngineClient
+from scripts.chaos.history import View
+
+# Words of the command lines. The texts' processes are forks of the zygote.
+COMMANDS = {
+    "java": "ModelServer",
+    "launcher": "serving.mms.launcher",
+    "engine": "-m engine ",
+    "gateway": "serving.gateway",
+    "host": "handlers.host",
+    "worker": "model_service_worker",
+    "zygote": "engine.sandbox.zygote",
+    "texts": "engine.sandbox.zygote",
+}
+# The three folders that a fault fills. What else the server writes to is its log.
+DISKS = {"run": "RUN_DIR", "cache": "MODEL_CACHE", "prepared": "ENGINE_CACHE_DIR"}
+DISK_MIB = 96
+QUIET_S = 60.0  # the most that is waited for all parts to agree
+
+
+class System(Server):
+    """The server, with each of its folders a small disk of its own where mounts are allowed.
+
+    Use as a context manager.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        environment: Mapping[str, str],
+        group: ControlGroup | None = None,
+    ) -> None:
+        self.group, self.disks = group, Disks(folder)
+        self.log = folder / "server.log"
+        try:
+            super().__init__(
+                folder,
+                self.log,
+                backend=("onnxruntime", "fp32"),
+                environment={**environment, **self.disks.environment},
+                prefix=group.prefix if group else (),
+            )
+        except BaseException:
+            self.disks.close()
+            raise
+        self.run_dir = self.disks.folders["run"]
+
+    def __enter__(self) -> System:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.everything():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGCONT)
+        below = self.everything()
+        self.close()
+        for process in below:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.disks.close()
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        return self.port, self.management_port
+
+    # Processes
+
+    def everything(self) -> list[psutil.Process]:
+        return _below(self.pid)
+
+    def processes(self, kind: str) -> list[psutil.Process]:
+        """See `processes_of`."""
+        return processes_of(self.pid, kind)
+
+    # What its parts have
+
+    def view(self, quiet_s: float) -> View:
+        """Raises `OSError`, `EngineError` or `ValueError` where one does not answer."""
+        engine = EngineClient(str(self.run_dir / "engine.sock"))
+        try:
+            held = engine.request("GET", "/models", timeout_s=5)["models"]
+        finally:
+            engine.close()
+        mms = _json(UnixConnection(self.run_dir / "mms.sock"), "/models?limit=100")["models"]
+        listed = _json(
+            http.client.HTTPConnection("127.0.0.1", self.management_port), "/models?limit=100"
+        )["models"]
+        return View(
+            time.monotonic(),
+            quiet_s,
+            [model["modelName"] for model in listed],
+            [model["name"] for model in held],
+            [model["modelName"] for model in mms],
+            [path.name for path in (self.run_dir / "workers").iterdir()],
+            len(self.processes("worker")),
+            len(list(self.run_dir.glob(".mms.sock.*"))),
+        )
+
+    def agreed(self, within_s: float) -> View:
+        """How it looks as soon as all agree, or after `within_s`. Raises `TimeoutError` where a
+        part does not answer at all."""
+        began = time.monotonic()
+        while True:
+            quiet_s = time.monotonic() - began
+            try:
+                view = self.view(quiet_s)
+            except (OSError, EngineError, ValueError, KeyError) as error:
+                if quiet_s > QUIET_S:
+                    raise TimeoutError(f"no answer in quiet: {error}") from error
+            else:
+                if quiet_s > within_s or not view.differences():
+                    return view
+            time.sleep(0.1)
+
+    # What it leaves
+
+    def counted(self) -> Counter[str]:
+        """Processes by kind, and files in each folder."""
+        found = Counter({f"{kind} processes": len(self.processes(kind)) for kind in COMMANDS})
+        for name, folder in self.disks.folders.items():
+            found[f"files in {name}"] = sum(
+                not path.name.endswith((".pin", ".fetch")) for path in folder.rglob("*")
+            )
+        return found
+
+    def reserved_bytes(self) -> int:
+        """What the engine holds of its budget."""
+        engine = EngineClient(str(self.run_dir / "engine.sock"))
+        try:
+            said = engine.request("GET", "/statistics")
+            return int(said["weight_bytes"]) + int(said["kv_bytes"])
+        finally:
+            engine.close()
+
+    def request_lines(self) -> Counter[str]:
+        """How many lines of the log each request has that says its end."""
+        found: Counter[str] = Counter()
+        for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines():
+            if '"request_id"' in line and '"path"' in line:
+                with contextlib.suppress(ValueError):
+                    found[json.loads(line)["request_id"]] += 1
+        return found
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def processes_of(pid: int, kind: str) -> list[psutil.Process]:
+    """Those of a kind below a server's process that live, the oldest first."""
+    found = []
+    for process in _below(pid):
+        with contextlib.suppress(psutil.Error):
+            line = " ".join([*process.cmdline(), ""])
+            if process.status() == psutil.STATUS_ZOMBIE or COMMANDS[kind] not in line:
+                continue
+            if kind in ("zygote", "texts"):
+                parent = process.parent()
+                forked = parent is not None and COMMANDS["zygote"] in " ".join(parent.cmdline())
+                if forked != (kind == "texts"):
+                    continue
+            found.append((process.create_time(), process.pid, process))
+    return [process for *_, process in sorted(found, key=lambda row: row[:2])]
+
+
+class Disks:
+    """A folder for each of `DISKS`, on a small tmpfs of its own where mounts are allowed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folders = {name: folder / name for name in DISKS}
+        self.mounted = False
+        for path in self.folders.values():
+            path.mkdir(exist_ok=True)
+        if os.geteuid() == 0:
+            done = [self._mount(path) for path in self.folders.values()]
+            self.mounted = all(done)
+        self.environment = {DISKS[name]: str(path) for name, path in self.folders.items()}
+
+    @staticmethod
+    def _mount(path: Path) -> bool:
+        options = ["-t", "tmpfs", "-o", f"size={DISK_MIB}m", "kogpt2-chaos", str(path)]
+        return subprocess.run(["mount", *options], capture_output=True).returncode == 0
+
+    def fill(self, name: str) -> None:
+        with contextlib.suppress(OSError), (self.folders[name] / "filler").open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+
+    def empty(self, name: str) -> None:
+        (self.folders[name] / "filler").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        for path in self.folders.values():
+            subprocess.run(["umount", "--lazy", str(path)], capture_output=True)
+
+
+def _json(connection: http.client.HTTPConnection, path: str) -> dict[str, Any]:
+    try:
+        connection.connect()
+        connection.sock.settimeout(5)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        found: dict[str, Any] = json.loads(answer.read())
+        return found
+    finally:
+        connection.close()

@@ -1,0 +1,141 @@
+"""The checker finds what no correct server could have done, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.chaos.checker import check
+from scripts.chaos.history import Done, History, Op
+from tests.chaos.histories import ask, fault, history, load, op, put, text, unload, view
+
+
+def rules(history: History) -> list[str]:
+    return [violation.rule for violation in check(history)]
+
+
+SOUND: dict[str, tuple[Op, ...]] = {
+    "loaded, asked, unloaded": (load(0), ask(2), unload(3)),
+    "404 before the load": (ask(0, 404), load(1)),
+    "404 after the unload": (load(0), unload(2), ask(4, 404)),
+    "either while it is loaded": (load(0), ask(0.2, 404), ask(0.2)),
+    "either while it is unloaded": (load(0), unload(2), ask(2.2, 404), ask(2.2)),
+    "the version of the load": (load(0), put(1, 2), ask(3)),
+    "a version that came during the load": (load(0), put(1, 0.5), ask(3, text=text(1))),
+    "the next version after a load": (
+        *(load(0), put(1, 2), unload(3), load(5)),
+        ask(7, text=text(1)),
+    ),
+    "a load of what is there": (load(0), load(2, 409)),
+    "a load of what is unloaded just now": (load(0), unload(2), load(2.5, 409)),
+    "a client that hung up": (load(0), op("predictions-stream", 2, 3, 0, hung_up=True)),
+    "404 after a load that was given up and may go on": (
+        *(load(0), unload(2, 0, hung_up=True)),
+        ask(9, 404),
+    ),
+}
+
+
+@pytest.mark.parametrize("ops", SOUND.values(), ids=SOUND)
+def test_what_a_correct_server_may_do_is_no_violation(ops: tuple[Op, ...]) -> None:
+    assert check(history(*ops)) == []
+
+
+UNSOUND: dict[str, tuple[str, tuple[Op, ...]]] = {
+    "no answer": ("answered", (load(0), ask(2, 0, lost="RemoteDisconnected"))),
+    "another model's text": ("right", (load(0), ask(2, text=text(0, "여름")))),
+    "half a text": ("right", (load(0), ask(2, text=text(0)[:3]))),
+    "a version that was not there yet": ("right", (load(0), ask(2, text=text(1)), put(1, 3))),
+    "the version of before an unload": (
+        "right",
+        (load(0), unload(2), put(1, 4), load(5), ask(7)),
+    ),
+    "a version newer than the load": ("right", (load(0), put(1, 2), ask(3, text=text(1)))),
+    "404 of what is loaded": ("true", (load(0), ask(2, 404))),
+    "an unload of what is loaded finds nothing": ("true", (load(0), unload(2, 404))),
+    "an answer of what is unloaded": ("unloaded", (load(0), unload(2), ask(4))),
+    "an answer of what nobody has loaded": ("unloaded", (ask(4),)),
+    "409 of a free name": ("true", (load(0), unload(2), load(4, 409))),
+    "503 without a reason": ("true", (load(0), ask(2, 503))),
+    "500": ("true", (load(0), ask(2, 500))),
+    "429 with eight clients": ("true", (load(0), ask(2, 429))),
+    "400 of a right request": ("true", (load(0), ask(2, 400))),
+    "504 before the deadline": ("true", (load(0), op("predictions", 2, 10, 504))),
+    "an answer after the deadline": ("in time", (load(0), op("predictions", 2, 26))),
+}
+
+
+@pytest.mark.parametrize(("rule", "ops"), UNSOUND.values(), ids=UNSOUND)
+def test_what_no_correct_server_does_is_found(rule: str, ops: tuple[Op, ...]) -> None:
+    assert rules(history(*ops)) == [rule]
+
+
+def test_on_demand_nothing_that_the_store_has_is_404_and_a_call_loads_it() -> None:
+    assert rules(history(ask(0), unload(1), ask(3), multi_model=False)) == []
+    assert rules(history(ask(0, 404), multi_model=False)) == ["true"]
+    assert rules(history(ask(0), load(1, 409), multi_model=False)) == []
+    assert rules(history(load(1, 409), multi_model=False)) == ["true"]
+
+
+REASONS = [
+    (503, fault("kill engine", 1)),
+    (503, fault("stop zygote", 1, 1.5)),
+    (500, fault("kill worker", 1)),
+    (507, fault("disk run", 1, 3)),
+    (403, fault("store 403", 1, 3)),
+]
+
+
+@pytest.mark.parametrize(("status", "reason"), REASONS)
+def test_an_error_is_true_only_with_a_fault_that_gives_it(status: int, reason: Done) -> None:
+    assert rules(history(load(0), ask(2, status), faults=(reason,))) == []
+    skipped = Done(reason.kind, reason.begin, reason.end, "not possible here")
+    for other in (skipped, fault("slow connections", 1, 3), fault(reason.kind, 90)):
+        assert rules(history(load(0), ask(2, status), faults=(other,))) == ["true"]
+    assert rules(history(load(0), ask(60, status), faults=(reason,))) == ["true"]
+
+
+def test_only_a_gateway_that_was_killed_may_leave_a_request_without_an_answer() -> None:
+    lost = (load(0), ask(2, 0, lost="RemoteDisconnected"))
+    assert rules(history(*lost, faults=(fault("kill gateway", 2.2),))) == []
+    assert rules(history(*lost, faults=(fault("kill engine", 2.2),))) == ["answered"]
+
+
+def test_time_that_the_gateway_stood_still_does_not_count() -> None:
+    late = (load(0), op("predictions", 2, 28))
+    assert rules(history(*late, faults=(fault("stop gateway", 3, 8),))) == []
+    assert rules(history(*late, faults=(fault("stop engine", 3, 8),))) == ["in time"]
+
+
+def test_the_log_has_each_request_once() -> None:
+    made = history(load(0), ask(2))
+    made.lines[made.ops[-1].id] = 2
+    assert rules(made) == ["answered"]
+    made.lines[made.ops[-1].id] = 0
+    assert rules(made) == ["answered"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"listed": []},
+        {"engine": []},
+        {"mms": ["a-1", "a-2"]},
+        {"folders": []},
+        {"workers": 2},
+        {"sockets": 0},
+        {"mms": ["a-2"]},
+    ],
+    ids=str,
+)
+def test_parts_that_do_not_agree_when_all_is_quiet_are_found(wrong: dict[str, object]) -> None:
+    made = history(load(0))
+    made.views = [view()]
+    assert rules(made) == []
+    made.views = [view(**wrong)]
+    assert set(rules(made)) == {"agree"}
+
+
+def test_what_is_left_at_the_end_is_said() -> None:
+    made = history(load(0))
+    made.left = ["+1 worker processes"]
+    assert rules(made) == ["left"]
