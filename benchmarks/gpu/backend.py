@@ -169,7 +169,7 @@ class Checked:
 
     def _mxnet_allocator(self) -> Callable[[int], Any]:
         from common.mxnet_compat import mx
-        from engine.backends.mxnet.gluon_model import out_of_memory
+        from engine.backends.mxnet.kv_cache import out_of_memory
 
         def allocate(size: int) -> Any:
             with out_of_memory(mx.gpu(0), f"{size} bytes"):

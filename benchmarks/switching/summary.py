@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -28,7 +29,7 @@ def joined(rounds: list[Results]) -> Results:
     asked = [a for one in rounds for a in one["asked"]]
     states = {state: [a["first_s"] for a in asked if a["state"] == state] for state in STATES}
     everything = {"all": [a["first_s"] for a in asked if not a["error"]]}
-    against = [one["tokens_per_s"] / one["alone_tokens_per_s"] for one in rounds]
+    against = [one["tokens_per_s"] / (one["alone_tokens_per_s"] or math.inf) for one in rounds]
     room = max(one["room"] for one in rounds)
     return {
         "rounds": rounds,

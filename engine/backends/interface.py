@@ -7,8 +7,9 @@ thread, one at a time.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,30 @@ class Kept(Protocol):
     def num_bytes(self) -> int: ...
 
 
-class BackendModel(Protocol):
+class KVCache(Protocol):
+    """Keys and values of the rows of a running batch."""
+
+    lengths: list[int]  # of each row, in tokens
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def num_bytes_for(self, lengths: Sequence[int]) -> int: ...
+
+    def add_row(self) -> int: ...
+
+    def move_row(self, source: int, target: int) -> None: ...
+
+    def copy_row(self, source: int, target: int, length: int) -> None: ...
+
+    def keep_row(self, row: int, length: int) -> Any: ...
+
+    def fill_row(self, row: int, kept: Any, length: int, last: bool) -> None: ...
+
+    def remove_last_row(self) -> None: ...
+
+
+class BackendModel(ABC):
     """One loaded model and the K/V cache of its running batch."""
 
     config: GPT2Config
@@ -42,45 +66,59 @@ class BackendModel(Protocol):
     # them, where at least two tokens are computed at once, with edges at the multiples of `CHUNK`.
     piece: int
     keeps: bool  # whether it has `keep_row`
-    mapped: list[Span]  # its weights, where they are mapped files; empty where they are its memory
+    mapped: Sequence[Span] = ()  # its weights, where they are mapped files and not its memory
+    _cache: KVCache
 
-    def add_row(self) -> int:
-        """Opens an empty row behind the last one; returns its index."""
-
+    @abstractmethod
     def extend(self, row: int, ids: Ids) -> Logits:
         """Prefill: appends `ids` (T,) to one row; returns the logits (V,) after the last."""
 
+    @abstractmethod
     def decode(self, ids: Ids) -> Logits:
         """Appends ids[i] to row i for the first B = len(ids) rows; returns their logits (B, V).
 
         The array may be reused by the next call. Rows from B on are left as they are.
         """
 
+    @abstractmethod
+    def close(self) -> None:
+        """Frees everything; the model cannot be used afterwards."""
+
+    def add_row(self) -> int:
+        """Opens an empty row behind the last one; returns its index."""
+        return self._cache.add_row()
+
     def move_row(self, source: int, target: int) -> None:
         """Row `target` becomes what row `source` is."""
+        self._cache.move_row(source, target)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """An empty row `target` becomes what the first `length` tokens of row `source` are."""
+        self._cache.copy_row(source, target, length)
 
     def keep_row(self, row: int, length: int) -> Kept:
         """Takes the first `length` tokens out of the batch; the row has nothing then."""
+        kept: Kept = self._cache.keep_row(row, length)
+        return kept
 
     def fill_row(self, row: int, kept: Kept, length: int, last: bool) -> None:
         """An empty row becomes what the first `length` tokens were that were kept. With `last`
         nobody wants these any more: they may be taken."""
+        self._cache.fill_row(row, kept, length, last)
 
     def remove_last_row(self) -> None:
         """Closes the last row and gives back its memory."""
+        self._cache.remove_last_row()
 
     def length(self, row: int) -> int:
         """How many tokens the row's cache holds."""
+        return self._cache.lengths[row]
 
     def kv_bytes_for(self, lengths: Sequence[int]) -> int:
         """What the cache will take once the rows that are open now have grown to `lengths`."""
+        return self._cache.num_bytes_for(lengths)
 
     @property
     def kv_bytes(self) -> int:
         """Resident bytes of keys and values."""
-
-    def close(self) -> None:
-        """Frees everything; the model cannot be used afterwards."""
+        return self._cache.num_bytes

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
-
-from common.errors import InvalidRequest, OutOfMemory
-from common.memory import is_out_of_memory
+from common.errors import InvalidRequest
 from common.mxnet_compat import CPU_WORKERS, mx
 from engine.artifacts.artifact import Artifact
 from engine.backends import nvidia
-from engine.backends.interface import CHUNK, Ids, Logits
-from engine.backends.mxnet.gpt2 import GPT2, KeptRow, ShardedKVCache
+from engine.backends.interface import CHUNK, BackendModel, Ids, Logits
+from engine.backends.mxnet.gpt2 import GPT2
+from engine.backends.mxnet.kv_cache import ShardedKVCache, out_of_memory
 from engine.backends.mxnet.rows import row_counts
-from engine.backends.page_cache import Span
 
 MAX_ROWS = 32  # on a GPU
 
 
-class MXNetModel:
-    """A `BackendModel` on `engine.backends.mxnet.gpt2`."""
+class MXNetModel(BackendModel):
+    """On `engine.backends.mxnet.gpt2`."""
+
+    _cache: ShardedKVCache
 
     def __init__(self, artifact: Artifact, ctx: mx.Context, shards: int = 0) -> None:
         """`shards` side by side, see `GPT2.shard`; 0: the weights as they are, as a GPU wants."""
         self.config = artifact.config
-        self.mapped: list[Span] = []
         self.piece, self.keeps = CHUNK[ctx.device_type], True
         self.weight_bytes = artifact.fp32_bytes
         self.kv_bytes_per_token = artifact.config.kv_bytes_per_token
@@ -52,9 +48,6 @@ class MXNetModel:
         for array in self._model.arrays():  # now, not at the first request, it fails if it does
             array.wait_to_read()
 
-    def add_row(self) -> int:
-        return self._cache.add_row()
-
     def extend(self, row: int, ids: Ids) -> Logits:
         logits: Logits = self._run(row, row + 1, ids[None, :])[0]
         return logits
@@ -69,35 +62,6 @@ class MXNetModel:
             result: Logits = logits.asnumpy()
         return result
 
-    def move_row(self, source: int, target: int) -> None:
-        with out_of_memory(self._ctx, "moving a row"):
-            self._cache.move_row(source, target)
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        with out_of_memory(self._ctx, "copying a row"):
-            self._cache.copy_row(source, target, length)
-
-    def keep_row(self, row: int, length: int) -> KeptRow:
-        with out_of_memory(self._ctx, "keeping a row"):
-            return self._cache.keep_row(row, length)
-
-    def fill_row(self, row: int, kept: Any, length: int, last: bool) -> None:
-        with out_of_memory(self._ctx, "copying a row"):
-            self._cache.fill_row(row, kept, length)
-
-    def remove_last_row(self) -> None:
-        self._cache.remove_last_row()
-
-    def length(self, row: int) -> int:
-        return self._cache.lengths[row]
-
-    def kv_bytes_for(self, lengths: Sequence[int]) -> int:
-        return self._cache.num_bytes_for(lengths)
-
-    @property
-    def kv_bytes(self) -> int:
-        return self._cache.num_bytes
-
     def close(self) -> None:
         self._model.free()
         del self._model, self._cache
@@ -107,23 +71,6 @@ class MXNetModel:
 def _shards(heads: int, cores: int) -> int:
     """As many as there are cores, but so that each has the same number of heads."""
     return max(n for n in range(1, min(heads, cores) + 1) if heads % n == 0)
-
-
-@contextmanager
-def out_of_memory(ctx: mx.Context, what: str) -> Iterator[None]:
-    """Turns MXNet's allocation failures into `OutOfMemory`.
-
-    Operators run later, on MXNet's threads; what fails there is raised by whoever waits for the
-    result, so waiting belongs inside.
-    """
-    try:
-        yield
-    except MemoryError as error:
-        raise OutOfMemory(f"{ctx} has no room for {what}") from error
-    except mx.MXNetError as error:
-        if not is_out_of_memory(str(error)):
-            raise
-        raise OutOfMemory(f"{ctx} has no room for {what}") from error
 
 
 def _first_gpu() -> mx.Context:

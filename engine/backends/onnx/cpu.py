@@ -20,7 +20,7 @@ from common.memory import return_freed_memory
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.backends import mapping
-from engine.backends.interface import CHUNK, Ids, Logits
+from engine.backends.interface import CHUNK, BackendModel, Ids, Logits
 from engine.backends.onnx import frames
 from engine.backends.onnx.frames import Frame
 from engine.prepared.cache import Prepared, prepared
@@ -35,11 +35,12 @@ _pieces: dict[str, int] = {}  # by frame
 to_ort = onnxruntime.OrtValue.ortvalue_from_numpy  # no copy, as long as the array is contiguous
 
 
-class OnnxModel:
-    """A `BackendModel` on a graph of `engine.backends.onnx.graph`."""
+class OnnxModel(BackendModel):
+    """On a graph of `engine.backends.onnx.graph`."""
 
     max_rows = MAX_ROWS
     keeps = True
+    _cache: MappedKVCache
 
     def __init__(self, config: GPT2Config, found: Prepared, frame: Frame | None = None) -> None:
         """`frame`: one that is not to be had from those that are kept."""
@@ -78,9 +79,6 @@ class OnnxModel:
             self.remove_last_row()
         return PIECE if np.array_equal(found[0], found[1]) else CHUNK["cpu"]
 
-    def add_row(self) -> int:
-        return self._cache.add_row()
-
     def extend(self, row: int, ids: Ids) -> Logits:
         """Any number of ids after any number of cached ones: exact, since the row is alone."""
         begin = self._cache.lengths[row]
@@ -112,31 +110,6 @@ class OnnxModel:
         for row in range(rows):
             self._cache.lengths[row] += 1
         return self._logits[:rows]
-
-    def move_row(self, source: int, target: int) -> None:
-        self._cache.move_row(source, target)
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        self._cache.copy_row(source, target, length)
-
-    def keep_row(self, row: int, length: int) -> KeptRow:
-        return self._cache.keep_row(row, length)
-
-    def fill_row(self, row: int, kept: Any, length: int, last: bool) -> None:
-        self._cache.fill_row(row, kept, length, last)
-
-    def remove_last_row(self) -> None:
-        self._cache.remove_last_row()
-
-    def length(self, row: int) -> int:
-        return self._cache.lengths[row]
-
-    def kv_bytes_for(self, lengths: Sequence[int]) -> int:
-        return sum(lengths) * self.kv_bytes_per_token
-
-    @property
-    def kv_bytes(self) -> int:
-        return self._cache.num_bytes
 
     def close(self) -> None:
         del self._bindings, self._session, self._cache, self._embedding, self._positions
@@ -213,6 +186,10 @@ class MappedKVCache:
     @property
     def num_bytes(self) -> int:
         return sum(map(self._bytes, self.lengths))
+
+    def num_bytes_for(self, lengths: Sequence[int]) -> int:
+        buffers, _, heads = self.array.shape[:3]
+        return sum(lengths) * buffers * heads * self._token_bytes
 
     def _bytes(self, length: int) -> int:
         """Of the pages that `length` tokens touch."""

@@ -17,26 +17,25 @@ from common.errors import OutOfMemory
 from common.memory import return_freed_memory
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
-from engine.backends.interface import CHUNK, Ids, Kept, Logits
+from engine.backends.interface import CHUNK, BackendModel, Ids, Logits
 from engine.backends.kv_capacity import grown
 from engine.backends.onnx.cpu import MAX_ROWS, check_ids, to_ort
 from engine.backends.onnx.device import CUDA, Buffers, Provider, buffers, open_session
 from engine.backends.onnx.graph import GPT2Graph, kv_names, padded_head_size
-from engine.backends.page_cache import Span
 
 ITEM_BYTES = 2  # fp16
 
 
-class OnnxGpuModel:
-    """A `BackendModel` on the fp16 graph of `engine.backends.onnx.graph`."""
+class OnnxGpuModel(BackendModel):
+    """On the fp16 graph of `engine.backends.onnx.graph`."""
 
     max_rows = MAX_ROWS
     piece, keeps = CHUNK["gpu"], False
+    _cache: DeviceKVCache
 
     def __init__(self, artifact: Artifact, provider: Provider = CUDA) -> None:
         self.config = artifact.config
         graph = GPT2Graph(artifact.config, artifact.weights, "fp16")
-        self.mapped: list[Span] = []
         self.weight_bytes = sum(part.num_bytes for part in graph.parts)
         weights = {name: to_ort(tensor) for name, tensor in graph.external.items()}
         self._session = open_session(graph.model.SerializeToString(), provider, weights)
@@ -47,17 +46,13 @@ class OnnxGpuModel:
         self.kv_bytes_per_token = self._cache.token_bytes
         # Where a step's logits go, always the same place, on the CPU.
         self._logits = np.zeros((MAX_ROWS, artifact.config.vocab_size), dtype=np.float32)
-        self._bindings: dict[int, Any] = {}  # of the first rows' buffers, until these move
-
-    def add_row(self) -> int:
-        return self._cache.add_row()
 
     def extend(self, row: int, ids: Ids) -> Logits:
         """Any number of ids after any number of cached ones: exact, since the row is alone."""
         begin = self._cache.lengths[row]
         end = begin + len(ids)
         check_ids(self.config, ids, end)
-        self._grow(end)
+        self._cache.hold(end)
         logits = np.empty((1, self.config.vocab_size), dtype=np.float32)
         binding = self._bind(row, row + 1, logits)
         self._run(binding, ids[None], np.arange(begin, end)[None])
@@ -70,54 +65,20 @@ class OnnxGpuModel:
         lengths = np.array(self._cache.lengths[:rows])
         end = int(lengths.max()) + 1
         check_ids(self.config, ids, end)
-        self._grow(end)
-        if rows not in self._bindings:
-            self._bindings[rows] = self._bind(0, rows, self._logits[:rows])
-        self._run(self._bindings[rows], ids[:, None], lengths[:, None])
+        self._cache.hold(end)
+        bindings = self._cache.bindings
+        if rows not in bindings:
+            bindings[rows] = self._bind(0, rows, self._logits[:rows])
+        self._run(bindings[rows], ids[:, None], lengths[:, None])
         for row in range(rows):
             self._cache.lengths[row] += 1
         return self._logits[:rows]
 
-    def move_row(self, source: int, target: int) -> None:
-        if self._cache.lengths[source]:
-            self._grow(self._cache.lengths[source])
-        self._cache.move_row(source, target)
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        self.move_row(source, target)
-        self._cache.lengths[target] = length
-
-    def keep_row(self, row: int, length: int) -> Kept:
-        raise NotImplementedError
-
-    def fill_row(self, row: int, kept: Kept, length: int, last: bool) -> None:
-        raise NotImplementedError
-
-    def remove_last_row(self) -> None:
-        self._cache.remove_last_row()
-        if not self._cache.lengths:
-            self._bindings.clear()
-
-    def length(self, row: int) -> int:
-        return self._cache.lengths[row]
-
-    def kv_bytes_for(self, lengths: Sequence[int]) -> int:
-        return self._cache.num_bytes_for(lengths)
-
-    @property
-    def kv_bytes(self) -> int:
-        return self._cache.num_bytes
-
     def close(self) -> None:
         moved = self._cache.moved
-        del self._bindings, self._session, self._weights, self._cache
+        del self._session, self._weights, self._cache
         moved.trim()
         return_freed_memory()
-
-    def _grow(self, length: int) -> None:
-        if not self._cache.holds(length):
-            self._bindings.clear()
-            self._cache.grow(length)
 
     def _run(self, binding: Any, ids: Ids, positions: Ids) -> None:
         """ids, positions (B, T). What is bound here is copied to the device now."""
@@ -180,6 +141,7 @@ class DeviceKVCache:
         self.lengths: list[int] = []
         self.moved = moved
         self.buffers: list[Buffer] = []
+        self.bindings: dict[int, Any] = {}  # of the first rows' buffers, until these move
         self._max_length = config.max_length
         self._heads, self._head_size = config.num_heads, padded_head_size(config)
         self.token_bytes = moved.count * self._heads * self._head_size * ITEM_BYTES
@@ -205,15 +167,15 @@ class DeviceKVCache:
         self.lengths.append(0)
         return len(self.lengths) - 1
 
-    def holds(self, length: int) -> bool:
-        """Whether all rows have buffers of `length` tokens."""
+    def hold(self, length: int) -> None:
+        """All rows get buffers of `length` tokens. Raises `OutOfMemory`; what the rows hold is as
+        before then."""
         rows = len(self.lengths)
         held = (rows <= b.shape[0] and length <= b.shape[2] for b in self.buffers)
-        return bool(self.buffers) and all(held)
-
-    def grow(self, length: int) -> None:
-        """Raises `OutOfMemory`; what the rows hold is as before then."""
-        rows, capacity = self._shape_for(len(self.lengths), length)
+        if self.buffers and all(held):
+            return
+        self.bindings.clear()
+        rows, capacity = self._shape_for(rows, length)
         shape = (rows, self._heads, capacity, self._head_size)
         as_floats = (*shape[:3], self._head_size // 2)
         if not self.buffers:
@@ -225,18 +187,28 @@ class DeviceKVCache:
                 self.buffers[i] = Buffer(self.moved.grow(buffer.value, as_floats), shape)
 
     def move_row(self, source: int, target: int) -> None:
-        """Row `target` becomes what row `source` is."""
+        self.copy_row(source, target, self.lengths[source])
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
         if source == target:
             return
-        self.lengths[target] = self.lengths[source]
         if self.lengths[source]:
+            self.hold(self.lengths[source])
             sources, targets = ([b.address(row) for b in self.buffers] for row in (source, target))
             self.moved.copy(sources, targets, self.buffers[0].row_items // 2)
+        self.lengths[target] = length
+
+    def keep_row(self, row: int, length: int) -> None:
+        raise NotImplementedError
+
+    def fill_row(self, row: int, kept: None, length: int, last: bool) -> None:
+        raise NotImplementedError
 
     def remove_last_row(self) -> None:
         self.lengths.pop()
         if not self.lengths:
             self.buffers = []
+            self.bindings.clear()
 
 
 def load(artifact: Artifact, provider: Provider = CUDA) -> OnnxGpuModel:
