@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 LOAD = b"L"
+READ_BYTES = 65_536
 
 
 class LoadedModel:
@@ -45,11 +46,32 @@ class LoadedModel:
                 self._handler.__self__.close()
 
 
+class Reader:
+    """A socket to read from in small pieces: MMS's parser asks for each number alone, some sixty
+    times a request."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._read, self._at = b"", 0
+
+    @property
+    def holds_more(self) -> bool:
+        return self._at < len(self._read)
+
+    def recv(self, size: int) -> bytes:
+        """From 1 to `size` bytes; none at the end."""
+        if not self.holds_more:
+            self._read, self._at = self._socket.recv(max(size, READ_BYTES)), 0
+        begin, self._at = self._at, min(self._at + size, len(self._read))
+        return self._read[begin : self._at]
+
+
 class Connection:
     """Answers one message of MMS after the other."""
 
     def __init__(self, connection: socket.socket, model: LoadedModel) -> None:
         self.socket, self._model = connection, model
+        self._reader = Reader(connection)
         self._service: Any = None
         self._handler: Any = None
         self._pipes = contextlib.ExitStack()
@@ -57,15 +79,19 @@ class Connection:
         self._turn = threading.Lock()
 
     def answer(self) -> bool:
-        """Waits for the next message and answers it. False when MMS has hung up."""
+        """Waits for the next message and answers it, and what came with it. False when MMS has hung
+        up."""
         with self._turn:
-            return self._answer()
+            while self._answer():
+                if not self._reader.holds_more:
+                    return True
+            return False
 
     def _answer(self) -> bool:
         from mms.protocol.otf_message_handler import create_load_model_response, retrieve_msg
 
         try:
-            command, message = retrieve_msg(self.socket)
+            command, message = retrieve_msg(self._reader)
         except (ValueError, OSError):
             return False
         if command != LOAD:

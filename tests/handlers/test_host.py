@@ -129,13 +129,17 @@ class Model:
         return connection.recv(1 << 16)
 
     def ask(self, connection: socket.socket, body: bytes) -> bytes:
-        message = b"I" + _sized("id") + struct.pack("!i", -1) + _sized("body")
-        message += _sized("application/octet-stream") + struct.pack("!i", len(body)) + body
-        connection.sendall(message + struct.pack("!ii", -1, -1))
+        connection.sendall(_request(body))
         return connection.recv(1 << 16)
 
     def notes(self) -> list[str]:
         return (self.slot / "notes").read_text().split()
+
+
+def _request(body: bytes) -> bytes:
+    message = b"I" + _sized("id") + struct.pack("!i", -1) + _sized("body")
+    message += _sized("application/octet-stream") + struct.pack("!i", len(body)) + body
+    return message + struct.pack("!ii", -1, -1)
 
 
 def _sized(text: str) -> bytes:
@@ -177,6 +181,24 @@ def test_connections_to_one_model_share_what_it_loaded(start: Callable[..., Proc
     eventually(
         lambda: sorted(model.notes()) == sorted(["loaded"] + 20 * ["connected", "disconnected"])
     )
+
+
+def test_messages_are_answered_however_they_arrive(start: Callable[..., Processes]) -> None:
+    model = start().own("a")
+    connection = model.connect()
+    model.load(connection)
+    for byte in _request("봄".encode()):
+        connection.sendall(bytes([byte]))
+    assert "a heard 봄".encode() in connection.recv(1 << 16)
+    large = b"x" * 300_000
+    connection.sendall(_request(b"1") + _request(large) + _request(b"3"))
+    expected = [b"a heard 1", b"a heard " + large, b"a heard 3"]
+    answers = b""
+    while any(answer not in answers for answer in expected):
+        more = connection.recv(1 << 16)
+        assert more
+        answers += more
+    assert b"a heard x" in model.ask(connection, b"x")
 
 
 def test_a_request_that_fails_costs_nobody_a_connection(start: Callable[..., Processes]) -> None:
