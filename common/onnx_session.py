@@ -72,7 +72,7 @@ def open_graph(path: Path) -> Any:
 
 def run_blank(session: Any) -> None:
     """One step on zeros, a row of one token; every dimension that is not fixed is 1."""
-    types = {"tensor(float)": np.float32, "tensor(int32)": np.int32}
+    types = {"tensor(float)": np.float32, "tensor(int32)": np.int32, "tensor(int8)": np.int8}
     given: dict[str, Any] = {}
     for entry in session.get_inputs():
         shape = [size if isinstance(size, int) else 1 for size in entry.shape]
@@ -103,11 +103,22 @@ def pack(graph: bytes, tensors: dict[str, Any], path: Path) -> Path:
         "save_external_prepacked_constant_initializers": "1",
     }.items():
         options.add_session_config_entry(f"session.{key}", value)
+    _open_given(graph, tensors, options)
+    return weights
+
+
+def open_given(graph: bytes, tensors: dict[str, Any]) -> Any:
+    """Opens a graph for a run or two: its external initializers, `tensors`, are not packed."""
+    options = session_options()
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    return _open_given(graph, tensors, options)
+
+
+def _open_given(graph: bytes, tensors: dict[str, Any], options: Any) -> Any:
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(tensor) for tensor in tensors.values()]
     options.add_external_initializers(list(tensors), values)
     with out_of_memory("the model"):
-        onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-    return weights
+        return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
 @contextmanager

@@ -26,7 +26,8 @@ class Settings:
     precision: str = setting(
         "ENGINE_PRECISION",
         "",
-        "`fp32`, or with onnxruntime `int8` (its default), and on a GPU `fp16`",
+        "`fp32`, or with onnxruntime `int8` (its default) or `int8-kv8`, whose keys and values are"
+        " int8, too, and on a GPU `fp16`",
     )
     device: str = setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
     memory_mib: int = setting(

@@ -1,4 +1,5 @@
-"""Measured: how far int8 is from fp32, on logits and on greedy text.
+"""Measured: how far int8 is from fp32, on logits and on greedy text; with keys and values in fp32,
+and in int8, too.
 
 In shapes: T tokens of one text, V vocabulary.
 """
@@ -43,11 +44,13 @@ def log_softmax(logits: Logits) -> NDArray[np.float64]:
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))  # type: ignore[no-any-return]
 
 
-def compare(folder: str, prompts: list[list[int]] | list[str], new_tokens: int) -> dict[str, Any]:
-    """int8 against fp32. `prompts` are ids or texts."""
+def compare(
+    folder: str, precision: str, prompts: list[list[int]] | list[str], new_tokens: int
+) -> dict[str, Any]:
+    """`precision` against fp32. `prompts` are ids or texts."""
     artifact = open_artifact(folder)
     tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
-    exact, fast = (backends.load(artifact, "onnxruntime", p) for p in ("fp32", "int8"))
+    exact, fast = (backends.load(artifact, "onnxruntime", p) for p in ("fp32", precision))
     try:
         return compare_models(exact, fast, tokenizer, prompts, new_tokens)
     finally:

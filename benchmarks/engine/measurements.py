@@ -178,12 +178,14 @@ class EngineRun(Run):
     def _accuracy(self) -> Results:
         with Worker(sys.executable, "engine.accuracy", [], self.log("accuracy")) as worker:
             return {
-                name: worker.call(
+                name if precision == "int8" else f"{name}, {precision}": worker.call(
                     "compare",
                     folder=str(folder),
+                    precision=precision,
                     prompts=prompts,
                     new_tokens=self.plan.new_tokens,
                 )
+                for precision in ("int8", "int8-kv8")
                 for name, folder, prompts in self._accuracy_cases()
             }
 

@@ -14,13 +14,14 @@ from engine.prepared.manifest import Run, directly
 BACKENDS = ("mxnet", "onnxruntime")
 _MODULES = {"mxnet": "mxnet.gluon_model", "onnxruntime": "onnx.cpu"}
 DEVICES = ("cpu", "gpu")
+KV_SHARE = {"fp16": 2, "int8-kv8": 4}  # of fp32's keys and values others have
 
 
 def precisions(backend: str, device: str) -> tuple[str, ...]:
     """What a backend can compute in on a device, its default first."""
     if backend == "mxnet":
         return ("fp32",)
-    return ("fp16",) if device == "gpu" else ("int8", "fp32")
+    return ("fp16",) if device == "gpu" else ("int8", "int8-kv8", "fp32")
 
 
 def check(backend: str, precision: str, device: str) -> None:
@@ -32,11 +33,15 @@ def check(backend: str, precision: str, device: str) -> None:
             f"precision is {precision!r}, must be one of {', '.join(precisions(backend, device))}"
             f" for backend {backend} on the {device}"
         )
+    if precision == "int8-kv8":
+        from engine.backends.onnx import int8_kv
+
+        int8_kv.check()
 
 
 def weight_bytes(config: GPT2Config, backend: str, precision: str) -> int:
     """What a model's weights will take, for admission before anything is allocated."""
-    if precision == "int8":
+    if precision.startswith("int8"):
         # A byte each, a scale for 64, and the packed form's own; the fp32 tables are page cache.
         return config.num_parameters * 6 // 5
     return (2 if precision == "fp16" else 4) * config.num_parameters
@@ -44,7 +49,7 @@ def weight_bytes(config: GPT2Config, backend: str, precision: str) -> int:
 
 def row_bytes(config: GPT2Config, precision: str) -> int:
     """What the keys and values of one row of full context will take."""
-    return config.max_length * config.kv_bytes_per_token // (2 if precision == "fp16" else 1)
+    return config.max_length * config.kv_bytes_per_token // KV_SHARE.get(precision, 1)
 
 
 def preloaded(backend: str, device: str) -> tuple[str, ...]:

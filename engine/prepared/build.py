@@ -50,7 +50,7 @@ def build(
     sizes = [part.num_bytes for part in graph.parts]
     # Each core packs a matrix, which is there as given, as packed, and as it is kept.
     needed = 1.25 * sum(sizes) + 3 * sum(sorted(sizes)[-cpu_count() :])
-    needed += (1.1 if graph.precision == "int8" else 4) * embedding.size
+    needed += (1.1 if graph.quantized else 4) * embedding.size
     if shutil.disk_usage(store.building).free < needed:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are needed in {store.building}")
 
@@ -73,7 +73,7 @@ def build(
     with ThreadPoolExecutor(cpu_count()) as pool:
         parts = _largest_first(pool, add, graph.parts)
         entry["positions"] = embeddings.add_floats(artifact.weights[POSITIONS], store)
-        if graph.precision != "int8":
+        if not graph.quantized:
             entry["embedding"] = embeddings.add_floats(embedding, store)
         elif not artifact.config.tie_word_embeddings:
             quantized = quantize.quantize(embedding, quantize.block_size(embedding.shape[1]))

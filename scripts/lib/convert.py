@@ -17,7 +17,7 @@ class Convert:
     source: Path = argument("the model's folder, v1 or Hugging Face")
     target: Path = argument("the folder to make; it must not be there")
     to: Literal["hf", "v1", "prepared", "onnx"] = option(..., "what to make")
-    precision: Literal["int8", "fp32"] = option("int8", "of prepared")
+    precision: Literal["int8", "int8-kv8", "fp32"] = option("int8", "of prepared")
     past: bool = option(False, "of onnx: with keys and values of earlier tokens")
     spiece: Path | None = option(None, "of v1: the sentencepiece model, where the source has none")
     text: Path | None = option(

@@ -255,7 +255,7 @@ def verify(source: Artifact, target: Path, kind: str, precision: str, with_past:
             after = logits(open_artifact(target), "fp32", Path(work))
     error = float(np.abs(after - before).max())
     same = int((after.argmax(axis=1) == before.argmax(axis=1)).sum())
-    if precision == "int8":
+    if precision.startswith("int8"):
         return (
             f"logits: {error:.3g} apart at most, of {float(before.std()):.3g} standard deviation;"
             f" the likeliest token is the same for {same} of {len(before)} prompts"

@@ -1,4 +1,5 @@
-"""Runs a model with onnxruntime on the CPU: fp32, or int8 weights with int8 arithmetic."""
+"""Runs a model with onnxruntime on the CPU: fp32, or int8 weights with int8 arithmetic, and keys
+and values in fp32 or int8."""
 
 from __future__ import annotations
 
@@ -29,6 +30,9 @@ from engine.prepared.manifest import Run, directly
 MAX_ROWS = 32
 PAGE = mmap.PAGESIZE
 PIECE = 16  # where the number of tokens that are computed at once changes no bit
+FLOAT = np.dtype(np.float32)
+
+Values = NDArray[Any]  # keys and values, fp32 or int8
 
 _pieces: dict[str, int] = {}  # by frame
 
@@ -46,7 +50,6 @@ class OnnxModel(BackendModel):
         """`frame`: one that is not to be had from those that are kept."""
         self.config = config
         self.weight_bytes = found.weight_bytes
-        self.kv_bytes_per_token = config.kv_bytes_per_token
         self._embedding, self._positions = found.embedding, found.positions
         self._frame = frame or frames.take(found.frame, found.pieces)
         self.mapped = self._frame.windows if self._frame.can_show_another else []
@@ -54,7 +57,9 @@ class OnnxModel(BackendModel):
         past = [i for i in self._session.get_inputs() if i.name.startswith("past_")]
         self._kv_names = [i.name.removeprefix("past_") for i in past]
         _, heads, _, head_size = past[0].shape
-        self._cache = MappedKVCache(len(past), heads, head_size, config.max_length)
+        dtype = np.dtype(np.int8 if past[0].type == "tensor(int8)" else np.float32)
+        self.kv_bytes_per_token = config.kv_bytes_per_token * dtype.itemsize // 4
+        self._cache = MappedKVCache(len(past), heads, head_size, config.max_length, dtype)
         # What a decode step reads and writes, always in the same place.
         self._x = np.zeros((MAX_ROWS, 1, config.units), dtype=np.float32)
         self._last = np.zeros(MAX_ROWS, dtype=np.int32)
@@ -155,9 +160,16 @@ class MappedKVCache:
     copied, and without new pages, which cost ten times as much as copying.
     """
 
-    def __init__(self, buffers: int, heads: int, head_size: int, max_length: int) -> None:
+    def __init__(
+        self,
+        buffers: int,
+        heads: int,
+        head_size: int,
+        max_length: int,
+        dtype: np.dtype[Any] = FLOAT,
+    ) -> None:
         self.lengths: list[int] = []
-        self._token_bytes = 4 * head_size
+        self._dtype, self._token_bytes = dtype, dtype.itemsize * head_size
         whole_pages = PAGE // np.gcd(PAGE, self._token_bytes)  # tokens
         self._capacity = int(-(-max_length // whole_pages) * whole_pages)
         self._row_bytes = heads * self._capacity * self._token_bytes
@@ -166,13 +178,13 @@ class MappedKVCache:
 
     def _reserve(
         self, buffers: int, rows: int, heads: int, head_size: int
-    ) -> tuple[mmap.mmap, NDArray[np.float32]]:
+    ) -> tuple[mmap.mmap, Values]:
         try:
             memory = mmap.mmap(-1, buffers * rows * self._row_bytes, flags=mapping.RESERVED)
         except OSError as error:
             raise OutOfMemory("there is no address space for keys and values") from error
         shape = (buffers, rows, heads, self._capacity, head_size)
-        return memory, np.frombuffer(memory, np.float32).reshape(shape)
+        return memory, np.frombuffer(memory, self._dtype).reshape(shape)
 
     def _renew(self) -> None:
         """Gives all memory back, and makes one mapping of the many that rows leave which came from
@@ -239,11 +251,11 @@ class MappedKVCache:
         else:
             self._renew()
 
-    def _release(self, row: NDArray[np.float32]) -> None:
+    def _release(self, row: Values) -> None:
         for address in _addresses(row):
             mapping.release(address, self._row_bytes)
 
-    def _move(self, source: NDArray[np.float32], target: NDArray[np.float32], length: int) -> None:
+    def _move(self, source: Values, target: Values, length: int) -> None:
         """Two rows (buffers, heads, capacity, head size): their pages, or where that is not to be
         had, what `length` tokens have on them."""
         pairs = enumerate(zip(_addresses(source), _addresses(target), strict=True))
@@ -253,7 +265,7 @@ class MappedKVCache:
                 target[i, :, :length] = source[i, :, :length]
                 mapping.release(old, self._row_bytes)
 
-    def _cut(self, row: NDArray[np.float32], before: int, length: int) -> None:
+    def _cut(self, row: Values, before: int, length: int) -> None:
         """Gives back the pages behind `length` of a row that has had `before` tokens."""
         kept, had = self._head_bytes(length), self._head_bytes(before)
         if kept < had:
@@ -266,7 +278,7 @@ class MappedKVCache:
         return -(-length * self._token_bytes // PAGE) * PAGE
 
 
-def _addresses(row: NDArray[np.float32]) -> Iterator[int]:
+def _addresses(row: Values) -> Iterator[int]:
     """Where a row (buffers, heads, capacity, head size) begins in each buffer."""
     first = row.ctypes.data
     return (first + buffer * row.strides[0] for buffer in range(len(row)))
@@ -277,7 +289,7 @@ class KeptRow:
     """Keys and values of a row that is done: `array` (buffers, heads, capacity, head size)."""
 
     memory: mmap.mmap  # the array's
-    array: NDArray[np.float32]
+    array: Values
     length: int  # tokens
     num_bytes: int
 
@@ -285,7 +297,7 @@ class KeptRow:
 def load(
     artifact: Artifact, precision: str, *, cache_dir: Path | None = None, run: Run = directly
 ) -> OnnxModel:
-    """Loads a model, `precision` `fp32` or `int8`, from the cache of prepared models.
+    """Loads a model, `precision` `fp32`, `int8` or `int8-kv8`, from the cache of prepared models.
 
     The cache (see `engine.prepared.cache`) is `cache_dir` or a folder in the artifact's own; `run`
     builds what is not in it. Raises `OutOfMemory`, `ArtifactError`.

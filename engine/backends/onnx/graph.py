@@ -27,6 +27,7 @@ Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperat
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from common.errors import ArtifactError
 from engine.artifacts import artifact
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.tensor_index import Weights
-from engine.backends.onnx import quantize
+from engine.backends.onnx import int8_kv, quantize
 
 Array = NDArray[Any]
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
@@ -87,6 +88,7 @@ class GPT2Graph:
         self.config, self.weights, self.precision = config, weights, precision
         self.parts: list[Part] = []
         self._half = precision == "fp16"
+        self.quantized = precision in ("int8", int8_kv.PRECISION)
         self._initializers: dict[str, Any] = {}
         self._nodes: list[Any] = []
         self._last_token = self._tensor("last_token", np.array(-1, dtype=np.int64))
@@ -136,18 +138,39 @@ class GPT2Graph:
             w_out = _pad_heads(w_out.T, c.num_heads, c).T
         qkv = self._dense(x, w, b, name)  # (B, T, 3C): q, k, v, heads inside each
         y = f"{name}.y"
+        inputs = [qkv, "", "", f"past_{i}_k", f"past_{i}_v", "seqlens_k", "total"]
+        attributes: dict[str, Any] = {"num_heads": c.num_heads, "kv_num_heads": c.num_heads}
+        if self.precision == int8_kv.PRECISION:
+            inputs += ["", "", "", "", "", *self._kv_scales(i)]
+            attributes |= {"kv_cache_bit_width": 8}
+            attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL"}
         self._nodes.append(
             helper.make_node(
                 "GroupQueryAttention",
-                [qkv, "", "", f"past_{i}_k", f"past_{i}_v", "seqlens_k", "total"],
+                inputs,
                 [y, f"present_{i}_k", f"present_{i}_v"],
                 domain=MICROSOFT,
-                num_heads=c.num_heads,
-                kv_num_heads=c.num_heads,
                 scale=c.attention_scale(i),
+                **attributes,
             )
         )
         return self._dense(y, w_out, self.weights[out + ".bias"], out)
+
+    def _kv_scales(self, i: int) -> list[str]:
+        """(1, H, 1, hs) each"""
+        names = [f"{i}_{part}.scale" for part in "kv"]
+        shape = (1, self.config.num_heads, 1, padded_head_size(self.config))
+        self._add(
+            {name: (shape, np.dtype(np.float32)) for name in names},
+            lambda: dict(zip(names, self._all_kv_scales[2 * i : 2 * i + 2], strict=True)),
+        )
+        return names
+
+    @functools.cached_property
+    def _all_kv_scales(self) -> NDArray[np.float32]:
+        exact = GPT2Graph(self.config, self.weights, "fp32")
+        model = exact.model.SerializeToString()
+        return int8_kv.measured(model, exact.external, self.config, self.weights)
 
     def _feed_forward(self, x: str, i: int) -> str:  # (B, T, C) -> (B, T, C)
         hidden, out = artifact.FFN_HIDDEN.format(i), artifact.FFN_OUT.format(i)
@@ -168,7 +191,7 @@ class GPT2Graph:
         output = output or f"{name}.out"
         dtype = np.float16 if self._half else np.float32
         bias = "" if b is None else self._tensor(f"{name}.bias", b, dtype)
-        if self.precision == "int8":
+        if self.quantized:
             block = quantize.block_size(w.shape[1])
             blocks = -(-w.shape[1] // block)
             q, scales = f"{name}.q", f"{name}.scales"
@@ -233,7 +256,8 @@ class GPT2Graph:
     def _model(self) -> Any:
         c, info = self.config, helper.make_tensor_value_info
         F, I32 = TensorProto.FLOAT, TensorProto.INT32
-        kv_type = TensorProto.FLOAT16 if self._half else F
+        kv_types = {"fp16": TensorProto.FLOAT16, int8_kv.PRECISION: TensorProto.INT8}
+        kv_type = kv_types.get(self.precision, F)
         kv: list[str | int | None] = ["B", c.num_heads, "M", padded_head_size(c)]
         if self._half:
             tokens = [info(name, I32, ["B", "T"]) for name in ("ids", "positions")]

@@ -16,17 +16,23 @@ import pytest
 
 from common.errors import InvalidRequest, OutOfMemory, PromptTooLong
 from common.memory import return_freed_memory
+from engine import backends
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 from engine.backends import mapping
 from engine.backends.interface import CHUNK, BackendModel
-from engine.backends.onnx import cpu, gpu
+from engine.backends.onnx import cpu, gpu, int8_kv
 from engine.backends.onnx.cpu import MAX_ROWS, PAGE, PIECE, MappedKVCache
 from engine.backends.onnx.device import CPU
 from tests.engine.models import make_artifact
 
 VOCAB = 500
-PRECISIONS = ("fp32", "int8", "fp16")
+KV8 = (
+    pytest.mark.slow,
+    pytest.mark.skipif(not int8_kv.is_supported(), reason="onnxruntime lacks it"),
+)
+INT8 = ("int8", pytest.param("int8-kv8", marks=KV8))
+PRECISIONS = ("fp32", *INT8, "fp16")
 SIZES: tuple[dict[str, Any], ...] = (
     {},
     {"activation": "gelu_new"},
@@ -115,7 +121,8 @@ def test_fp32_equals_the_mxnet_backend(models: Models, sizes: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_int8_is_close_to_fp32(models: Models, sizes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("precision", INT8)
+def test_int8_is_close_to_fp32(models: Models, precision: str, sizes: dict[str, Any]) -> None:
     """Within 5% of the logits' spread.
 
     A block of 64 normal numbers has its maximum near 2.5 sigma, so a step is 0.02 sigma and the
@@ -124,7 +131,7 @@ def test_int8_is_close_to_fp32(models: Models, sizes: dict[str, Any]) -> None:
     """
     calls = [some_ids(40).tolist(), [7], [8]]
     for int8, fp32 in zip(
-        single(models.load("int8", **sizes), calls),
+        single(models.load(precision, **sizes), calls),
         single(models.load("fp32", **sizes), calls),
         strict=True,
     ):
@@ -309,7 +316,7 @@ def test_a_kept_rows_memory_goes_with_it(monkeypatch: pytest.MonkeyPatch, can_mo
 
 
 @pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", *INT8])
 def test_a_row_that_begins_with_kept_pieces_goes_on_bit_for_bit(
     models: Models, precision: str, last: bool
 ) -> None:
@@ -353,6 +360,28 @@ def test_kv_bytes_are_those_of_the_rows_in_use(models: Models) -> None:
     assert model.kv_bytes == 2 * 2 * 2 * 2 * PAGE
     model.remove_last_row()
     assert model.kv_bytes == 0
+
+
+@KV8[1]
+def test_keys_and_values_in_int8_take_a_quarter(models: Models) -> None:
+    taken = {}
+    for precision in ("int8", "int8-kv8"):
+        model = models.load(precision)
+        model.add_row()
+        model.extend(0, some_ids(128))
+        taken[precision] = model.kv_bytes
+        row = backends.row_bytes(model.config, precision)
+        assert row == model.kv_bytes_for([model.config.max_length])
+        model.remove_last_row()
+    assert taken["int8"] == 4 * taken["int8-kv8"]
+
+
+def test_keys_and_values_in_int8_are_refused_where_onnxruntime_lacks_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("common.onnx_session.VERSION", "1.23.2")
+    with pytest.raises(InvalidRequest, match=r"needs onnxruntime 1\.31.*Python 3\.11"):
+        backends.check("onnxruntime", "int8-kv8", "cpu")
 
 
 def test_a_model_that_is_opened_keeps_no_memory_that_only_opening_took(tmp_path: Path) -> None:
