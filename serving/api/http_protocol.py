@@ -188,9 +188,10 @@ class HTTPProtocol(HttpToolsProtocol):
             raise BadRequest(f"this is HTTP/{version}, must be HTTP/1.1")
         if names.count(b"host") > 1:
             raise BadRequest("there is more than one Host")
-        if b"transfer-encoding" in names:
-            coding = dict(self.headers)[b"transfer-encoding"].strip().lower()
-            if coding != b"chunked" or version != "1.1":
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings:
+            chunked = len(codings) == 1 and codings[0].strip().lower() == b"chunked"
+            if not chunked or version != "1.1":
                 raise BadRequest("Transfer-Encoding can only be chunked, in HTTP/1.1")
 
     def on_body(self, body: bytes) -> None:

@@ -55,6 +55,8 @@ AMBIGUOUS = {
     "nul": post(b"X-A: b\0\r\n", HIDDEN),
     "two-codings": post(CHUNKED + b"Transfer-Encoding: identity\r\n", NO_CHUNKS + HIDDEN),
     "chunked-not-last": post(b"Transfer-Encoding: chunked, identity\r\n", NO_CHUNKS + HIDDEN),
+    "another-coding-before": post(b"Transfer-Encoding: gzip\r\n" + CHUNKED, NO_CHUNKS + HIDDEN),
+    "chunked-twice": post(CHUNKED + CHUNKED, NO_CHUNKS + HIDDEN),
     "another-coding-too": post(b"Transfer-Encoding: gzip, chunked\r\n", NO_CHUNKS + HIDDEN),
     "another-coding": post(b"Transfer-Encoding: xchunked\r\n", NO_CHUNKS + HIDDEN),
     "coding-and-more": post(b"Transfer-Encoding: chunked-x\r\n", NO_CHUNKS + HIDDEN),
