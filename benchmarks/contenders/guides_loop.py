@@ -19,12 +19,7 @@ from engine.backends.mxnet.gpt2 import GPT2
 
 def main() -> None:
     artifact = open_artifact(sys.argv[1])
-    model = GPT2(artifact.config)
-    model.collect_params().setattr("grad_req", "null")
-    for name, parameter in model._collect_params_with_prefix().items():
-        if name in artifact.weights:
-            parameter.initialize(mx.init.Zero())
-            parameter.set_data(mx.nd.array(artifact.weights[name], dtype="float32"))
+    model = GPT2(artifact.config, artifact.weights)
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.tokenizer_file))
     pieces = [tokenizer.id_to_piece(i) for i in range(len(tokenizer))]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}

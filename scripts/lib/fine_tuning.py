@@ -27,10 +27,9 @@ from tqdm import tqdm
 
 from common.errors import ArtifactError
 from common.mxnet_compat import mx
-from engine.artifacts.artifact import OUTPUT, Artifact
+from engine.artifacts.artifact import Artifact, shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
-from engine.artifacts.tensor_index import Weights
 from engine.backends.mxnet.gpt2 import GPT2
 from scripts.lib.documents import Documents, read_documents
 from scripts.lib.fine_tune import FineTune
@@ -135,23 +134,27 @@ def batches(examples: list[list[int]], batch_size: int, pad: int) -> Iterator[An
 
 
 def train(
-    model: GPT2,
+    config: GPT2Config,
+    weights: dict[str, Any],
     documents: Documents,
     tokenizer: Tokenizer,
     steps: int,
     options: FineTune,
     label: str,
 ) -> str:
-    """Trains the model in place; returns a line about the loss per token and the time."""
-    window = min(options.max_length, model.config.max_length) - 1
+    """Trains MXNet's arrays in place; returns a line about the loss per token and the time."""
+    window = min(options.max_length, config.max_length) - 1
     examples = make_examples(documents, tokenizer, window)
     unknown = sum(e.count(tokenizer.unk) for e in examples) / sum(map(len, examples))
     if unknown > 0.01:
         print(f"{label}: {unknown:.0%} of the text is unknown to the tokenizer", file=sys.stderr)
     np.random.seed(options.seed)
-    peak = options.learning_rate or (2e-3 if model.config.units <= 256 else 5e-5)
-    parameters = model.collect_params()
-    trainer = mx.gluon.Trainer(parameters, "adam", {"learning_rate": peak, "beta2": 0.99})
+    peak = options.learning_rate or (2e-3 if config.units <= 256 else 5e-5)
+    for weight in weights.values():
+        weight.attach_grad()
+    model = GPT2(config, weights)
+    adam = mx.optimizer.Adam(learning_rate=peak, beta2=0.99)
+    update = mx.optimizer.get_updater(adam)
     warm_up = max(steps // 10, 1)
     data = batches(examples, options.batch_size, tokenizer.pad)
     began, losses = time.monotonic(), []
@@ -164,41 +167,40 @@ def train(
                 scores = mx.nd.log_softmax(model(ids[:, :-1]))  # (B, T - 1, V)
                 loss = -(mx.nd.pick(scores, labels) * mask).sum() / mask.sum()
             loss.backward()
-            gradients = [p.grad() for p in parameters.values()]
+            gradients = [weight.grad for weight in weights.values()]
             mx.gluon.utils.clip_global_norm(gradients, 1.0, check_isfinite=False)
             done = (step - warm_up) / max(steps - warm_up, 1)
             decay = 0.5 + 0.5 * math.cos(math.pi * max(done, 0))  # cosine, to zero
-            trainer.set_learning_rate(peak * min((step + 1) / warm_up, decay))
-            trainer.step(1)
+            adam.set_learning_rate(peak * min((step + 1) / warm_up, decay))
+            for i, weight in enumerate(weights.values()):
+                update(i, weight.grad, weight)
             losses.append(float(loss.asscalar()))
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
     last = sum(losses[-10:]) / len(losses[-10:])
     return f"loss {losses[0]:.3f} -> {last:.3f} in {time.monotonic() - began:.0f} s"
 
 
-def new_model(config: GPT2Config, weights: Weights | None, seed: int) -> GPT2:
-    """A GPT-2 with the given weights, or with random ones."""
+def random_weights(config: GPT2Config, seed: int) -> dict[str, Any]:
     mx.random.seed(seed)
-    model = GPT2(config)
-    model.initialize(mx.init.Normal(0.02))
-    for name, parameter in model._collect_params_with_prefix().items():
-        if weights is not None and name in weights:
-            parameter.set_data(mx.nd.array(weights[name], dtype="float32"))
-    return model
+    found = {}
+    for name, shape in sorted(shapes(config), key=lambda each: each[0].startswith("_ffn_layers")):
+        if name.endswith(".weight"):
+            found[name] = mx.nd.random.normal(scale=0.02, shape=shape)
+        else:
+            found[name] = (mx.nd.ones if name.endswith(".gamma") else mx.nd.zeros)(shape)
+    return found
 
 
-def pack(model: GPT2, spiece: bytes, out: Path) -> None:
+def pack(config: GPT2Config, weights: dict[str, Any], spiece: bytes, out: Path) -> None:
     """Writes the archive: the same files give the same bytes."""
     name = out.name.removesuffix(".tar.gz")
-    arrays = model._collect_params_with_prefix()
-    del arrays[OUTPUT]  # the tied copy of the embedding
     # The flags are for other families.
-    said = {n: v for n, v in dataclasses.asdict(model.config).items() if not isinstance(v, bool)}
-    config = json.dumps(said, indent=2) + "\n"
-    files = {"config.json": config.encode(), f"{name}.spiece": spiece}
+    said = {n: v for n, v in dataclasses.asdict(config).items() if not isinstance(v, bool)}
+    description = json.dumps(said, indent=2) + "\n"
+    files = {"config.json": description.encode(), f"{name}.spiece": spiece}
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{name}-") as work:
         params, archive = Path(work, "params"), Path(work, "archive")
-        mx.nd.save(str(params), {key: value.data() for key, value in arrays.items()})
+        mx.nd.save(str(params), weights)
         files[f"{name}.params"] = params.read_bytes()
         with (
             archive.open("wb") as file,
@@ -244,16 +246,17 @@ def train_base(texts: list[Path], out: Path, options: FineTune) -> None:
         hidden_size=4 * options.units,
         max_length=options.max_length,
     )
-    model = new_model(config, None, options.seed)
+    weights = random_weights(config, options.seed)
     result = train(
-        model,
+        config,
+        weights,
         documents,
         Tokenizer(spiece_file, config.vocab_size),
         options.base_steps,
         options,
         "base",
     )
-    pack(model, spiece, out)
+    pack(config, weights, spiece, out)
     print(f"base: {result}")
 
 
@@ -262,10 +265,11 @@ def fine_tune(base: Path, text: Path, out: Path, options: FineTune) -> None:
         artifact = open_base(base, Path(work))
         if artifact.tokenizer_file.suffix != ".spiece":
             raise Problem(f"{base} is no v1 model: kogpt2 convert makes one of it")
-        model = new_model(artifact.config, artifact.weights, options.seed)
+        config = artifact.config
+        weights = {n: mx.nd.array(w, dtype="float32") for n, w in artifact.weights.items()}
         tokenizer = Tokenizer(artifact.tokenizer_file, artifact.config.vocab_size)
-        result = train(
-            model, read_documents(text), tokenizer, options.steps, options, out.name.split(".")[0]
-        )
-        pack(model, artifact.tokenizer_file.read_bytes(), out)
+        name = out.name.split(".")[0]
+        documents = read_documents(text)
+        result = train(config, weights, documents, tokenizer, options.steps, options, name)
+        pack(config, weights, artifact.tokenizer_file.read_bytes(), out)
     print(f"{out}: {out.stat().st_size / 1e6:.2f} MB, {result}")

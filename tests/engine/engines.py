@@ -138,14 +138,9 @@ def prompt_of(encode: Callable[[str], list[int]], length: int) -> str:
 
 @functools.cache
 def uncached_model(path: Path) -> Any:
-    """The Gluon model of an artifact, to be called with whole texts."""
+    """The MXNet model of an artifact, to be called with whole texts."""
     artifact = open_artifact(path)
-    model = GPT2(artifact.config)
-    for name, parameter in model._collect_params_with_prefix().items():
-        if name in artifact.weights:
-            parameter.initialize(mx.init.Zero())
-            parameter.set_data(mx.nd.array(artifact.weights[name], dtype="float32"))
-    return model
+    return GPT2(artifact.config, artifact.weights)
 
 
 def is_greedy(path: Path, prompt: list[int], new: list[int]) -> bool:

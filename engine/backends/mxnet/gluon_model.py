@@ -20,33 +20,16 @@ class MXNetModel(BackendModel):
     _cache: ShardedKVCache
 
     def __init__(self, artifact: Artifact, ctx: mx.Context, shards: int = 0) -> None:
-        """`shards` side by side, see `GPT2.shard`; 0: the weights as they are, as a GPU wants."""
+        """`shards` side by side, see `GPT2`; 0: the weights as they are, as a GPU wants."""
         self.config = artifact.config
         self.piece, self.keeps = CHUNK[ctx.device_type], True
         self.weight_bytes = artifact.fp32_bytes
         self.kv_bytes_per_token = artifact.config.kv_bytes_per_token
         self.max_rows = row_counts()[-1] if ctx.device_type == "cpu" else MAX_ROWS
         self._ctx = ctx
-        self._model = GPT2(artifact.config)
-        try:
-            self._fill(artifact, shards)
-        except BaseException:
-            self._model.free()
-            ctx.empty_cache()
-            raise
+        self._model = GPT2(artifact.config, artifact.weights, ctx, shards)
+        self._model.wait()  # now, not at the first request, it fails if it does
         self._cache = ShardedKVCache(artifact.config, ctx, self._model.num_shards)
-
-    def _fill(self, artifact: Artifact, shards: int) -> None:
-        self._model.collect_params().setattr("grad_req", "null")  # no room for gradients
-        for name, parameter in self._model._collect_params_with_prefix().items():
-            if name in artifact.weights:  # the tied projection is the embedding itself
-                parameter.initialize(mx.init.Zero(), ctx=self._ctx)
-                weight = mx.nd.array(artifact.weights[name], dtype="float32", ctx=self._ctx)
-                parameter.set_data(weight)
-        if shards:
-            self._model.shard(shards)
-        for array in self._model.arrays():  # now, not at the first request, it fails if it does
-            array.wait_to_read()
 
     def extend(self, row: int, ids: Ids) -> Logits:
         logits: Logits = self._run(row, row + 1, ids[None, :])[0]
@@ -63,7 +46,6 @@ class MXNetModel(BackendModel):
         return result
 
     def close(self) -> None:
-        self._model.free()
         del self._model, self._cache
         self._ctx.empty_cache()  # MXNet keeps a GPU's freed memory, for itself
 
