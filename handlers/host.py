@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from common.lazy_imports import lazily_imported
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
-from handlers.lazy_imports import lazily_imported
 from handlers.mms_connection import Connection, LoadedModel
 from handlers.scripts.confinement.rules import missing
 from handlers.worker import CONNECTIONS_AT_ONCE, LEFT_ALONE_S, NEVER_CONNECTED_S

@@ -22,8 +22,8 @@ import threading
 import time
 from pathlib import Path
 
+from common.lazy_imports import lazily_imported
 from common.oom import WORKER, expendable
-from handlers.lazy_imports import lazily_imported
 from handlers.mms_connection import Connection, LoadedModel
 from handlers.scripts.output import print_anything
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 from retrying import retry
 
+from common.lazy_imports import lazily_imported
 from common.oom import SERVER, expendable
 from common.trees import remove
 from common.worker_protocol import MAX_RESPONSE_BYTES
@@ -148,7 +149,9 @@ def main() -> None:
     expendable(SERVER)
     output = JsonOutput("mms")  # Java and MMS itself print some lines past its log
     warnings.filterwarnings("ignore", "pkg_resources is deprecated")  # the toolkit uses it
-    from sagemaker_inference import model_server
+    # All models wait for this process after Java has died.
+    with lazily_imported("numpy", "scipy", "scipy.sparse", "boto3"):
+        from sagemaker_inference import model_server
 
     run_dir = Path(os.environ["RUN_DIR"])
     model_server.MMS_CONFIG_FILE = str(run_dir / "mms.properties")

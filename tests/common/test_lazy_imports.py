@@ -5,7 +5,7 @@ import sys
 
 CODE = """
 import sys
-from handlers.lazy_imports import lazily_imported
+from common.lazy_imports import lazily_imported
 with lazily_imported("numpy", "scipy", "scipy.sparse"):
     import handlers.handler_service
 assert "numpy" not in sys.modules and "scipy" not in sys.modules
@@ -19,3 +19,18 @@ assert numpy.array([1]).sum() == 1 and decoder.scipy.sparse.load_npz is scipy.sp
 
 def test_the_toolkit_is_imported_without_numpy_and_still_decodes() -> None:
     subprocess.run([sys.executable, "-c", CODE], check=True, timeout=60)
+
+
+LAUNCHER = """
+import sys, warnings
+from common.lazy_imports import lazily_imported
+warnings.simplefilter("ignore")
+with lazily_imported("numpy", "scipy", "scipy.sparse", "boto3"):
+    from sagemaker_inference import model_server
+assert not {"numpy", "scipy", "boto3"} & set(sys.modules)
+assert model_server.boto3.client.__module__ == "boto3"
+"""
+
+
+def test_the_toolkit_starts_multi_model_server_without_numpy_and_boto3() -> None:
+    subprocess.run([sys.executable, "-c", LAUNCHER], check=True, timeout=60)
