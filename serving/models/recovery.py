@@ -77,7 +77,7 @@ class Recovery:
         listening = self._workers.listening()
         for model, starts in seen:
             if model.starts == starts and self._is_lost(model, registered, listening):
-                self._restore(model)
+                self._restore(model, registered, listening)
         await self._end_strangers(registered)
         await asyncio.to_thread(self._workers.remove_unused_sockets)
 
@@ -94,17 +94,21 @@ class Recovery:
         for id in registered - {model.id for model in self._registry.all()}:
             await self._workers.unregister(id)
 
-    def _restore(self, model: Model) -> None:
-        """Unless it has failed so often that it is not due yet."""
+    def _restore(self, model: Model, registered: set[str], listening: set[str]) -> None:
+        """Unless it has failed so often that it is not due yet. What has died with Multi Model
+        Server or the engine has not failed: those are started again ever later themselves."""
         restarts, now = model.restarts, time.monotonic()
-        if now < restarts.next_at:
+        died = model.id in registered and model.socket not in listening
+        own = died or bool(restarts.reason)
+        if own and now < restarts.next_at:
             return
         if now - restarts.back_at > STEADY_S:
             restarts.failures = 0
         model.restoring = True
-        model.work = self._registry.spawn(self._start_again(model))
+        model.work = self._registry.spawn(self._start_again(model, own))
 
-    async def _start_again(self, model: Model) -> None:
+    async def _start_again(self, model: Model, own: bool) -> None:
+        """`own`: it was the worker itself that had ended."""
         restarts = model.restarts
         try:
             async with self._workers.turn:
@@ -118,7 +122,8 @@ class Recovery:
             del self._missed[model.id]
             logger.info("model %s is back", model.name)
             restarts.back_at, restarts.reason = time.monotonic(), ""
-            self._back_off(model)
+            if own:
+                self._back_off(model)
             self._registry.save()  # its socket is another one
         except (Unavailable, EngineUnavailable) as error:  # which is not the model's fault
             logger.error("model %s did not come back yet: %s", model.name, error.message)
@@ -177,8 +182,9 @@ class Recovery:
                 registered = {model.id} if await self._workers.is_registered(model.id) else set()
                 if model.starts != starts or model.restoring:
                     continue
-                if not self._is_lost(model, registered, self._workers.listening()):
+                listening = self._workers.listening()
+                if not self._is_lost(model, registered, listening):
                     return
-                self._restore(model)
+                self._restore(model, registered, listening)
             await asyncio.sleep(WAIT_S)
         raise Unavailable(f"Model {model.name} is being loaded again", retry_after_s=retry_s)

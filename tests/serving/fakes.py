@@ -36,7 +36,8 @@ class FakeWorkers:
     def __init__(self, budget: int = 1000) -> None:
         self.turn = asyncio.Semaphore(2)
         self.budget, self.size = budget, Counter[str]()  # bytes, by name
-        self.running: dict[str, Model] = {}  # by id
+        self.running: dict[str, Model] = {}
+        self.dead: set[str] = set()  # sockets of workers whose processes have ended
         self.in_engine: dict[str, int] = {}  # bytes, by the engine's name
         self.promised: dict[str, int] = {}  # the same, of loads that have asked for room
         self.starts: Counter[str] = Counter()  # by name
@@ -121,7 +122,10 @@ class FakeWorkers:
         return dict.fromkeys(self.in_engine, self.residency)
 
     def listening(self) -> set[str]:
-        return {model.socket for model in self.running.values()}
+        return {model.socket for model in self.running.values()} - self.dead
+
+    def works(self, model: Model) -> bool:
+        return model.id in self.running and model.socket in self.listening()
 
     def remove_unused_sockets(self) -> None:
         pass
@@ -132,8 +136,12 @@ class FakeWorkers:
         return held
 
     def kill(self, model: Model) -> None:
-        """Its worker."""
-        del self.running[model.id]
+        """Its worker's process: Multi Model Server still knows of it."""
+        self.dead.add(model.socket)
+
+    def restart_mms(self) -> None:
+        """All workers end with it, and it knows of none."""
+        self.running.clear()
 
 
 class FakeCache:

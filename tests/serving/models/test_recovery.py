@@ -40,7 +40,7 @@ def test_a_lost_worker_comes_back(tmp_path: Path) -> None:
         async with watched(parts):
             parts.workers.kill(model)
             await asyncio.sleep(3)
-            assert model.id in parts.workers.running
+            assert parts.workers.works(model)
             assert parts.workers.starts["a"] == 2
 
     run(test)
@@ -83,7 +83,7 @@ def test_an_answer_that_makes_no_sense_ends_nothing(tmp_path: Path) -> None:
             parts.workers.kill(model)
             parts.workers.listing = None
             await asyncio.sleep(3)
-            assert model.id in parts.workers.running
+            assert parts.workers.works(model)
 
     run(test)
 
@@ -119,13 +119,13 @@ def test_a_model_that_cannot_come_back_backs_off_and_says_so(tmp_path: Path) -> 
             other = await parts.load("b")
             parts.workers.kill(other)
             await asyncio.sleep(3)
-            assert other.id in parts.workers.running
+            assert parts.workers.works(other)
             with pytest.raises(Unavailable) as refused:  # at once, and truly
                 await parts.recovery.wait_for(model, 60)
             assert 2 < (refused.value.retry_after_s or 0) <= 60
             parts.workers.errors.clear()
             await asyncio.sleep(65)
-            assert model.id in parts.workers.running
+            assert parts.workers.works(model)
             assert not model.restarts.reason
 
     run(test)
@@ -137,7 +137,7 @@ def test_a_worker_that_dies_again_and_again_backs_off_too(tmp_path: Path) -> Non
         model = await parts.load("a")
         async with watched(parts):
             for _ in range(300):
-                if model.id in parts.workers.running and not model.restoring:
+                if parts.workers.works(model) and not model.restoring:
                     parts.workers.kill(model)
                 await asyncio.sleep(1)
             assert parts.workers.starts["a"] < 12
@@ -146,6 +146,25 @@ def test_a_worker_that_dies_again_and_again_backs_off_too(tmp_path: Path) -> Non
             parts.workers.kill(model)
             await asyncio.sleep(3)
             assert parts.workers.starts["a"] == starts + 1
+
+    run(test)
+
+
+def test_what_dies_with_mms_or_the_engine_comes_back_at_once_however_often(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        models = [await parts.load(name) for name in ("봄", "여름")]
+        async with watched(parts):
+            for _ in range(6):
+                parts.workers.restart_mms()
+                await asyncio.sleep(3)
+                assert all(map(parts.workers.works, models))
+                parts.workers.in_engine.clear()
+                await asyncio.sleep(6)
+                assert len(parts.workers.in_engine) == 2
+            parts.workers.kill(models[0])  # and its own death is not its second
+            await asyncio.sleep(3)
+            assert parts.workers.works(models[0])
 
     run(test)
 
@@ -159,7 +178,7 @@ def test_a_restart_while_mms_is_away_is_not_the_models_fault(tmp_path: Path) -> 
             parts.workers.kill(model)
             await asyncio.sleep(1)
             await parts.recovery.wait_for(model, 60)  # a request is answered after all
-            assert model.id in parts.workers.running
+            assert parts.workers.works(model)
 
     run(test)
 
@@ -169,7 +188,7 @@ def test_what_was_seen_before_a_worker_was_started_again_does_not_end_it(tmp_pat
         parts = Parts(tmp_path)
         first = await parts.load("a")
         async with watched(parts):
-            parts.workers.kill(first)
+            del parts.workers.running[first.id]
             parts.workers.slow = asyncio.Event()  # a listing that lacks it, and takes its time
             await asyncio.sleep(2)
             loaded = await parts.load("b")
