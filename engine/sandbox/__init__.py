@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from common.errors import ArtifactError, EngineError, named
+from common.errors import ArtifactError, EngineError, EngineUnavailable, named
 from engine.sandbox.messages import receive, send
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,7 @@ MIB = 1 << 20
 HELPER_S = 10.0
 STATUS_S = 5.0
 Target = Callable[..., Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class Sandbox:
         """What the child's callable returns for these arguments.
 
         Raises the `EngineError` that it raises, and `ArtifactError` if the child ends or has not
-        answered after `timeout_s`, which ends it (`alive` tells the two apart).
+        answered after `timeout_s`, which ends it (`alive` tells the two apart); `EngineUnavailable`
+        if it is lost with the helper, which says nothing of what it read.
         """
         return self._exchange(list(arguments), timeout_s)
 
@@ -178,7 +180,7 @@ class Sandbox:
             return self._error(f"it took more than {self._limits.memory_mib} MiB")
         return named(name, message) or self._error(f"its reader failed ({name})")
 
-    def _death(self) -> ArtifactError:
+    def _death(self) -> EngineError:
         """How the child ended, which closed its connection."""
         if self._pid is None:
             return self._gone()
@@ -191,7 +193,8 @@ class Sandbox:
             return self._gone()
         self._end()
         if status is None:
-            return self._error("its reader went away")
+            why = f"{self._what} could not be read: its reader went away"
+            return EngineUnavailable(why, retry_after_s=1)
         if status == -signal.SIGXCPU:
             return self._error(f"it took more than {self._limits.cpu_s} s of computing")
         if status == -signal.SIGKILL:
@@ -292,5 +295,17 @@ def run(
     timeout_s: float,
 ) -> Any:
     """What `target(*arguments)` returns in a child of its own. Raises as `Sandbox.call` does."""
-    with Sandbox(target, *arguments, what=what, limits=limits) as child:
-        return child.ready(timeout_s)
+
+    def once() -> Any:
+        with Sandbox(target, *arguments, what=what, limits=limits) as child:
+            return child.ready(timeout_s)
+
+    return again(once)
+
+
+def again(work: Callable[[], T]) -> T:
+    """What `work` returns, done once more where its child was lost with the helper."""
+    try:
+        return work()
+    except EngineUnavailable:
+        return work()

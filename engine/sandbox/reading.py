@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from common.errors import ArtifactError, Cancelled
-from engine.sandbox import Limits, Sandbox
+from common.errors import ArtifactError, Cancelled, EngineUnavailable
+from engine.sandbox import Limits, Sandbox, again
 
 # Beyond what a gateway waits for a load by default: whoever waits gives up first.
 TIMEOUT_S = 600.0
@@ -22,16 +22,20 @@ class Reading:
 
     def run(self, target: Any, *arguments: Any, what: str, limits: Limits) -> Any:
         """Raises what `engine.sandbox.Sandbox.call` does, and `Cancelled`."""
-        self.check()
-        with Sandbox(target, *arguments, what=what, limits=limits) as child:
-            with self._lock:
-                self._child = child
-            try:
-                self.check()
-                return child.ready(TIMEOUT_S)
-            except ArtifactError:
-                self.check()  # it ended because of that
-                raise
+
+        def once() -> Any:
+            self.check()
+            with Sandbox(target, *arguments, what=what, limits=limits) as child:
+                with self._lock:
+                    self._child = child
+                try:
+                    self.check()
+                    return child.ready(TIMEOUT_S)
+                except (ArtifactError, EngineUnavailable):
+                    self.check()  # it ended because of that
+                    raise
+
+        return again(once)
 
     def check(self) -> None:
         """Raises `Cancelled` once it is given up."""

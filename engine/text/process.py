@@ -18,10 +18,17 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from common.errors import ArtifactError, DeadlineExceeded, EngineError, InvalidRequest, Overloaded
+from common.errors import (
+    ArtifactError,
+    DeadlineExceeded,
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+)
 from common.parameters import Parameters
 from engine.artifacts.artifact import Artifact
-from engine.sandbox import Limits, Sandbox
+from engine.sandbox import Limits, Sandbox, again
 from engine.sequence import Sequence, Token
 from engine.statistics import Statistics
 from engine.text import child as text_child
@@ -67,6 +74,9 @@ class Texts:
         self._thread.start()
 
     def _start(self) -> Sandbox:
+        return again(self._start_once)
+
+    def _start_once(self) -> Sandbox:
         limits = Limits(MEMORY_MIB)
         try:
             child = Sandbox(text_child.serve, *self._arguments, what=self.file, limits=limits)
@@ -238,27 +248,37 @@ class Texts:
             self._statistics.finished(time.monotonic() - sequence.queued_at)
 
     def _call(self, timeout_s: float, *arguments: Any) -> Any:
-        """Asks the process, a new one if the last has ended.
+        """Asks the process, a new one if the last has ended; once more where it ended while a
+        prompt was cut, for it may have been killed long before.
 
-        Raises what it raises, `DeadlineExceeded` if it stalls, `EngineError` if it ends.
+        Raises what it raises, `DeadlineExceeded` if it stalls, `EngineUnavailable` if it is lost
+        with all others, `EngineError` if it ends.
         """
-        began = time.monotonic()
-        try:
-            if not self._child.alive:
-                self._child = self._start()
+        for last in (arguments[0] == "write", True):
+            began = time.monotonic()
+            try:
+                if not self._child.alive:
+                    self._child = self._start()
+                    if self._closed is not None:
+                        self._child.kill()
+                    began = time.monotonic()
+                return self._child.call(*arguments, timeout_s=timeout_s)
+            except (ArtifactError, EngineUnavailable) as error:
                 if self._closed is not None:
-                    self._child.kill()
-                began = time.monotonic()
-            return self._child.call(*arguments, timeout_s=timeout_s)
-        except ArtifactError as error:
-            if self._closed is not None:
-                raise self._closed from None
-            late = time.monotonic() - began >= timeout_s
-            raise self._give_up(error.message, DeadlineExceeded if late else EngineError) from None
+                    raise self._closed from None
+                kind = EngineUnavailable if isinstance(error, EngineUnavailable) else EngineError
+                if late := time.monotonic() - began >= timeout_s:
+                    kind = DeadlineExceeded
+                ended = not self._child.alive
+                failure = self._give_up(error.message, kind)
+                if last or late or not ended:
+                    raise failure from None
+        raise AssertionError("it was returned or raised")
 
     def _give_up(self, why: str, kind: type[EngineError] = EngineError) -> EngineError:
         """Ends the process, and the answers that it knew; the next call starts another."""
         self._child.kill()
-        error = kind(f"the tokenizer's process ended: {why}")
+        retry_after_s = 1 if kind is EngineUnavailable else None
+        error = kind(f"the tokenizer's process ended: {why}", retry_after_s=retry_after_s)
         self._end([], error)
         return error

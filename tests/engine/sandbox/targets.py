@@ -36,6 +36,13 @@ def servant(prefix: str) -> Callable[[str], str]:
     return serve
 
 
+def wait_for(path: str) -> str:
+    """What the file has, once it is there."""
+    while not (file := Path(path)).exists() or not (text := file.read_text("utf-8")):
+        time.sleep(0.01)
+    return text
+
+
 def refuse() -> None:
     raise InvalidRequest("안 돼요")
 

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from common.errors import ArtifactError, InvalidRequest, PromptTooLong
+from common.errors import ArtifactError, EngineUnavailable, InvalidRequest, PromptTooLong
 from engine.sandbox import Limits, Sandbox, run
 from tests.engine.engines import is_gone, until
 from tests.engine.sandbox import targets
@@ -209,6 +210,20 @@ def test_a_lost_helper_is_replaced() -> None:
         helper = psutil.Process(pid).ppid()
         os.kill(helper, signal.SIGKILL)
         until(lambda: is_gone(pid))  # with its helper
-        with pytest.raises(ArtifactError):
+        with pytest.raises(EngineUnavailable, match="went away"):  # the file is not to blame
             child.call("가", timeout_s=WIDE_S)
     assert run(targets.echo, "나", what="m", timeout_s=WIDE_S) == "나"
+
+
+def test_what_is_lost_with_the_helper_is_done_again(tmp_path: Path) -> None:
+    file = tmp_path / "글"
+    with Sandbox(targets.servant, "", what="m") as child, ThreadPoolExecutor(1) as pool:
+        child.ready(WIDE_S)
+        helper = psutil.Process(child.pid).parent()
+        assert helper is not None
+        found = pool.submit(run, targets.wait_for, str(file), what="m", timeout_s=WIDE_S)
+        until(lambda: len(helper.children()) == 2)
+        helper.kill()
+        until(lambda: is_gone(helper.pid))
+        file.write_text("다시", encoding="utf-8")
+        assert found.result() == "다시"

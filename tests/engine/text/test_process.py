@@ -20,6 +20,7 @@ from common.errors import (
     ArtifactError,
     DeadlineExceeded,
     EngineError,
+    EngineUnavailable,
     InvalidRequest,
     ModelNotFound,
     Overloaded,
@@ -130,6 +131,30 @@ def test_a_process_that_dies_ends_the_answers_of_its_model_alone(
     assert is_greedy(good, running.prompt, running.ids())
     again = Request(engine_, "bad", PROMPT, max_new_tokens=20).wait()
     assert is_greedy(other, again.prompt, again.ids())
+
+
+def test_a_process_that_was_killed_while_nobody_asked_costs_no_answer(
+    engine_: Engine, good: Path
+) -> None:
+    engine_.load("good", str(good))
+    pid = child(engine_, "good")
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not psutil.pid_exists(pid))
+    asked = Request(engine_, "good", PROMPT, max_new_tokens=5).wait()
+    assert is_greedy(good, asked.prompt, asked.ids())
+
+
+def test_processes_that_are_lost_with_their_helper_are_worth_another_try(
+    engine_: Engine, good: Path
+) -> None:
+    engine_.load("good", str(good))
+    lost = Request(engine_, "good", PROMPT, max_new_tokens=240)
+    until(lambda: bool(lost.tokens))
+    os.kill(psutil.Process(child(engine_, "good")).ppid(), signal.SIGKILL)
+    assert isinstance(lost.wait().error, EngineUnavailable)
+    assert lost.error.retry_after_s
+    again = Request(engine_, "good", PROMPT, max_new_tokens=5).wait()
+    assert is_greedy(good, again.prompt, again.ids())
 
 
 def test_an_answer_that_stalls_is_given_up(
