@@ -43,7 +43,7 @@ class Checked:
             return backends.load(artifact, self.backend, precision, device="gpu")
         if self.backend == "mxnet":
             from common.mxnet_compat import mx
-            from engine.backends.mxnet.gluon_model import MXNetModel
+            from engine.backends.mxnet.model import MXNetModel
 
             return MXNetModel(artifact, mx.cpu())
         from engine.backends.onnx import gpu

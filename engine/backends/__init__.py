@@ -12,7 +12,7 @@ from engine.backends.interface import BackendModel
 from engine.prepared.manifest import Run, directly
 
 BACKENDS = ("mxnet", "onnxruntime")
-_MODULES = {"mxnet": "mxnet.gluon_model", "onnxruntime": "onnx.cpu"}
+_MODULES = {"mxnet": "mxnet.model", "onnxruntime": "onnx.cpu"}
 DEVICES = ("cpu", "gpu")
 KV_SHARE = {"fp16": 2, "int8-kv8": 4}  # of fp32's keys and values others have
 
@@ -86,9 +86,9 @@ def load(
     """
     check(backend, precision, device)
     if backend == "mxnet":
-        from engine.backends.mxnet import gluon_model
+        from engine.backends.mxnet import model as mxnet_model
 
-        return gluon_model.load(artifact, device=device)
+        return mxnet_model.load(artifact, device=device)
     if device == "gpu":
         from engine.backends.onnx import gpu
 

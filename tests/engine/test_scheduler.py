@@ -15,7 +15,7 @@ from common.parameters import Parameters
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import BackendModel
-from engine.backends.mxnet import gluon_model
+from engine.backends.mxnet import model as mxnet_model
 from engine.budget import Budget
 from engine.prefixes import Prefixes
 from engine.scheduler import Batch, Chunk
@@ -36,7 +36,7 @@ class Bench:
         max_rows: int = 4,
         budget_tokens: int = 100_000,
         kept_tokens: int = 0,
-        load: Callable[[Artifact], BackendModel] = gluon_model.load,
+        load: Callable[[Artifact], BackendModel] = mxnet_model.load,
     ) -> None:
         self.model = load(open_artifact(path))
         self.token_bytes = self.model.config.kv_bytes_per_token

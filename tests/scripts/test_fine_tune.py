@@ -15,7 +15,7 @@ import sentencepiece
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import BackendModel
-from engine.backends.mxnet import gluon_model
+from engine.backends.mxnet import model as mxnet_model
 from scripts.lib.documents import read_documents
 from scripts.lib.fine_tuning import open_base, train_tokenizer
 from scripts.lib.problem import Problem
@@ -175,7 +175,7 @@ class Demo:
 
     def __init__(self, name: str, folder: Path) -> None:
         artifact = unpack(STORE / f"{name}.tar.gz", folder / name)
-        self.model: BackendModel = gluon_model.load(artifact)
+        self.model: BackendModel = mxnet_model.load(artifact)
         self.tokenizer = sentencepiece.SentencePieceProcessor(
             model_file=str(artifact.tokenizer_file)
         )

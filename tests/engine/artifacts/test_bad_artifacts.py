@@ -15,7 +15,7 @@ from common.errors import MAX_MESSAGE, ArtifactError
 from engine.artifacts import read_torch as torch_file
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_torch import index_torch, read_torch
-from engine.backends.mxnet import gluon_model
+from engine.backends.mxnet import model as mxnet_model
 from tests.engine.artifacts.torch_files import Saved, state_dict, write
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact
@@ -191,7 +191,7 @@ def test_a_layer_of_five_thousand_digits(tmp_path: Path) -> None:
 def test_a_hidden_layer_narrower_than_the_shards(tmp_path: Path) -> None:
     """It is a model, if an odd one: cutting its one unit in two left an empty shard."""
     folder = make_hugging_face(tmp_path / "m", hidden=1)
-    model = gluon_model.load(open_artifact(folder))
+    model = mxnet_model.load(open_artifact(folder))
     model.add_row()
     assert np.isfinite(model.extend(0, np.array([1, 2]))).all()
     model.close()

@@ -110,9 +110,9 @@ def greedy(model: BackendModel, ids: Any, steps: int) -> list[int]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MXNet meets old names of numpy's
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_fp32_equals_the_mxnet_backend(models: Models, sizes: dict[str, Any]) -> None:
-    from engine.backends.mxnet import gluon_model
+    from engine.backends.mxnet import model as mxnet_model
 
-    model, reference = models.load("fp32", **sizes), gluon_model.load(models.artifact(**sizes))
+    model, reference = models.load("fp32", **sizes), mxnet_model.load(models.artifact(**sizes))
     calls = [some_ids(9).tolist(), *([t] for t in some_ids(8, seed=1).tolist())]
     for ours, theirs in zip(single(model, calls), single(reference, calls), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)

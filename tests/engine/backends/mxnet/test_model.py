@@ -16,8 +16,8 @@ from common.memory import return_freed_memory
 from common.mxnet_compat import mx
 from engine import backends
 from engine.artifacts.open import open_artifact
-from engine.backends.mxnet import gluon_model
-from engine.backends.mxnet.gluon_model import MXNetModel
+from engine.backends.mxnet import model as mxnet_model
+from engine.backends.mxnet.model import MXNetModel
 from tests.engine.backends.onnx.test_cpu import status_bytes
 from tests.engine.models import make_artifact
 
@@ -54,7 +54,7 @@ def test_weights_as_a_gpu_has_them_compute_what_shards_do(tmp_path: Path, activa
 
 @pytest.mark.parametrize("length", [1, 64, 70])
 def test_a_copied_row_goes_on_as_the_other_would_have(tmp_path: Path, length: int) -> None:
-    model = gluon_model.load(open_artifact(make_artifact(tmp_path / "model")))
+    model = mxnet_model.load(open_artifact(make_artifact(tmp_path / "model")))
     ids = np.random.default_rng(0).integers(0, 500, 100)
 
     model.extend(model.add_row(), ids[:length])
@@ -70,7 +70,7 @@ def test_a_copied_row_goes_on_as_the_other_would_have(tmp_path: Path, length: in
 
 
 def test_a_row_that_begins_with_kept_pieces_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    model = gluon_model.load(open_artifact(make_artifact(tmp_path / "model", max_length=512)))
+    model = mxnet_model.load(open_artifact(make_artifact(tmp_path / "model", max_length=512)))
     piece = model.piece
     rng = np.random.default_rng(0)
     first, second = rng.integers(0, 500, 3 * piece), rng.integers(0, 500, 4 * piece + 5)
@@ -119,7 +119,7 @@ def test_a_row_has_the_same_logits_alone_and_beside_any_others(
     tmp_path: Path, shape: dict[str, Any]
 ) -> None:
     """Bit for bit: rows of all lengths, up to the most, that join while others run, and leave."""
-    model = gluon_model.load(
+    model = mxnet_model.load(
         open_artifact(make_artifact(tmp_path / "model", max_length=250, **shape))
     )
     rng = np.random.default_rng(0)
@@ -166,7 +166,7 @@ def test_closing_a_model_frees_it_at_once(tmp_path: Path) -> None:
     artifact = open_artifact(make_artifact(tmp_path / "model", units=256, heads=4, vocab=20_000))
 
     def cycle() -> int:
-        model = gluon_model.load(artifact)
+        model = mxnet_model.load(artifact)
         model.extend(model.add_row(), np.arange(9))
         model.close()
         return_freed_memory()
@@ -189,13 +189,13 @@ SHORT_OF_MEMORY = """
 import gc, resource, sys
 import numpy as np
 from engine.artifacts.open import open_artifact
-from engine.backends.mxnet import gluon_model
+from engine.backends.mxnet import model as mxnet_model
 from common.errors import OutOfMemory
 from common.memory import return_freed_memory
 from tests.engine.backends.onnx.test_cpu import status_bytes
 
 wide, large = map(open_artifact, sys.argv[1:])
-model = gluon_model.load(wide)
+model = mxnet_model.load(wide)
 expected = model.extend(model.add_row(), np.arange(1100) % 500)
 gc.disable()
 
@@ -213,7 +213,7 @@ def short(room, call):
     return status_bytes("RssAnon") - before
 
 large.weights  # they are mapped, which is memory of its own
-kept = short(large.fp32_bytes // 2, lambda: gluon_model.load(large))
+kept = short(large.fp32_bytes // 2, lambda: mxnet_model.load(large))
 print("kept", kept < large.fp32_bytes / 4)
 for row in range(1, 8):
     model.extend(model.add_row(), np.arange(3))
@@ -225,7 +225,7 @@ for _ in range(9):
     model.remove_last_row()
 again = model.extend(model.add_row(), np.arange(1100) % 500)
 print("same", np.array_equal(expected, again))
-other = gluon_model.load(large)
+other = mxnet_model.load(large)
 print("loads", other.extend(other.add_row(), np.arange(3)).shape)
 """
 
