@@ -8,7 +8,7 @@ from common.errors import ServiceError
 from common.logs import log_as_json
 from common.settings import read_settings
 from engine.backends import import_backend
-from engine.http.server import serve
+from engine.http.listener import serve
 from engine.settings import Settings
 
 # The thread that computes holds the interpreter's lock; the one that answers waits so long for it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import (
-    ArtifactError,
     Cancelled,
     DeadlineExceeded,
     EngineError,
@@ -24,22 +22,16 @@ from common.errors import (
 )
 from common.memory import MIB, container_memory, return_freed_memory
 from common.parameters import Parameters
-from engine import backends
-from engine.artifacts.artifact import Artifact
-from engine.backends.interface import CHUNK, BackendModel
+from engine.backends.interface import CHUNK
 from engine.budget import Budget
+from engine.loader import Loader
 from engine.model import Model
 from engine.prefixes import Prefixes
-from engine.prepared.manifest import Manifests, Run, Stamps, stamps_of
-from engine.prepared.prune import prune
 from engine.residency import Residency
 from engine.sandbox.reading import Reading
-from engine.scheduler import Batch
 from engine.sequence import Sequence, Token
 from engine.settings import Settings
-from engine.statistics import Statistics
 from engine.step_loop import Loop
-from engine.text.process import Texts
 from engine.text.prompts import Chat, Inputs
 
 # Two workers (`serving.models.worker_memory`).
@@ -54,8 +46,6 @@ class Engine:
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
         self.budget = Budget(self.settings.budget_bytes, self.settings.overcommit)
-        self._cache_dir = Path(self.settings.cache_dir) if self.settings.cache_dir else None
-        self._manifests = Manifests(self._cache_dir)
         self._models: dict[str, Model] = {}
         self._loading: dict[str, Future[Model]] = {}
         self._changed = threading.Condition()  # guards what is loaded, where it is, what waits
@@ -63,11 +53,11 @@ class Engine:
         self._prefixes = Prefixes(limit, self._unwanted_bytes, _short_bytes)
         self.budget.given = self._prefixes.shrink
         self._residency = Residency(self._changed, self._models, self.budget, self._prefixes)
-        self._chunk = CHUNK[self.settings.device]
+        self._loader = Loader(self.settings, self.budget, self._prefixes, self._residency)
         self._loop = Loop(
             self._changed,
             self._models,
-            self._chunk,
+            CHUNK[self.settings.device],
             self._lose,
             self._residency.advance,
             self._prefixes,
@@ -92,7 +82,7 @@ class Engine:
         `ArtifactError`, `OutOfMemory`, `InvalidRequest`; `ModelAlreadyLoaded` if the name stands
         for another folder, backend or precision. A failed load leaves nothing behind.
         """
-        backend, precision = self._resolve(backend, precision)
+        backend, precision = self._loader.resolve(backend, precision)
         wanted = (Path(model_dir).resolve(), backend, precision)
         reading = reading or Reading()
         while True:
@@ -109,7 +99,7 @@ class Engine:
             except Cancelled:
                 continue  # it was given up by whoever did the work
         try:
-            model = self._load(name, *wanted, max_rows or self.settings.max_rows, reading)
+            model = self._loader.load(name, *wanted, max_rows or self.settings.max_rows, reading)
         except BaseException as error:
             with self._changed:
                 del self._loading[name]
@@ -137,23 +127,13 @@ class Engine:
         What it reads, a load need not read again. Raises what `load` would for want of room or for
         an artifact that is none.
         """
-        config = self._manifests.open(Path(model_dir), (reading or Reading()).run).config
-        backend, precision = self._resolve(backend, precision)
-        needed = backends.weight_bytes(config, backend, precision)
+        backend, precision = self._loader.resolve(backend, precision)
+        needed, row = self._loader.needs(Path(model_dir), backend, precision, reading or Reading())
         with self._changed:
             known = self._models.keys() | self._loading.keys()
         to_come = sum(size for other, size in (promised or {}).items() if other not in known)
-        self.budget.check(needed, backends.row_bytes(config, precision), name, to_come)
+        self.budget.check(needed, row, name, to_come)
         return needed
-
-    def _resolve(self, backend: str | None, precision: str | None) -> tuple[str, str]:
-        """With the defaults for what is not given. Raises `InvalidRequest`."""
-        backend = backend or self.settings.backend
-        default = self.settings.precision if backend == self.settings.backend else ""
-        known = backends.precisions(backend, self.settings.device)
-        precision = precision or default or known[0]
-        backends.check(backend, precision, self.settings.device)
-        return backend, precision
 
     @staticmethod
     def _same(model: Model, wanted: tuple[Path, str, str]) -> Model:
@@ -163,79 +143,6 @@ class Engine:
                 f" ({model.backend}, {model.precision}); unload it first"
             )
         return model
-
-    def _load(
-        self,
-        name: str,
-        path: Path,
-        backend: str,
-        precision: str,
-        max_rows: int,
-        reading: Reading,
-    ) -> Model:
-        started = time.monotonic()
-        stamps = stamps_of(path)
-        artifact = self._manifests.open(path, reading.run)
-        needed = backends.weight_bytes(artifact.config, backend, precision)
-        row = backends.row_bytes(artifact.config, precision)
-        self.budget.declare(needed, row, name)
-        model = texts = None
-        statistics = Statistics()
-        try:
-            texts = Texts(artifact, statistics, self.settings.max_queue)
-            model = Model(
-                name=name,
-                path=path,
-                backend=backend,
-                precision=precision,
-                config=artifact.config,
-                open=self._opener(artifact, stamps, backend, precision),
-                texts=texts,
-                batch=Batch(max_rows, self.budget, self._chunk, self._prefixes),
-                reserved_bytes=needed,
-                statistics=statistics,
-            )
-            self._residency.enter(model, reading)
-            if self._cache_dir is not None:
-                prune(self._cache_dir, self.settings.cache_max_mib * MIB)
-        except BaseException:
-            if model is not None:
-                self._residency.release(model)
-            if texts is not None:
-                texts.close(ModelNotFound(f"{name} was not loaded"))
-            self.budget.withdraw(needed, row)
-            return_freed_memory()
-            raise
-        model.load_s = time.monotonic() - started
-        return model
-
-    def _opener(
-        self, artifact: Artifact, stamps: Stamps, backend: str, precision: str
-    ) -> Callable[[Run], BackendModel]:
-        """What opens the artifact, as often as it is called. It raises `ArtifactError` where it has
-        to read the artifact's files and they are not those of `stamps` any more."""
-
-        def check() -> None:
-            if stamps_of(artifact.path) != stamps:
-                raise ArtifactError(f"{artifact.path.name} has changed since it was loaded")
-
-        def load(run: Run) -> BackendModel:
-            def checked(*arguments: Any, **options: Any) -> Any:
-                check()
-                return run(*arguments, **options)
-
-            if backend == "mxnet" or self.settings.device == "gpu":
-                check()
-            return backends.load(
-                dataclasses.replace(artifact),  # what it maps goes with it
-                backend,
-                precision,
-                device=self.settings.device,
-                cache_dir=self._cache_dir,
-                run=checked,
-            )
-
-        return load
 
     def unload(self, name: str, unless: Callable[[], bool] = lambda: False) -> None:
         """Frees a model and gives its memory back; its running requests fail with 404.

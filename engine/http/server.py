@@ -28,28 +28,19 @@ answer does: a worker that dies, however it dies, leaves no model behind.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import socket
-import stat
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
-import uvicorn
-import uvloop
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from common.errors import Cancelled, EngineError, InvalidRequest, NeverFits, OutOfMemory
 from common.parameters import Parameters
-from engine import backends, sandbox
 from engine.http import leases
 from engine.http.answer import Answer
 from engine.http.protocol import (
@@ -60,10 +51,10 @@ from engine.http.protocol import (
     text_of,
     token_body,
 )
+from engine.http.stream import NdjsonStream, disconnected
 from engine.registry import Engine
 from engine.sandbox.reading import Reading
 from engine.sequence import Token
-from engine.settings import Settings
 from engine.text.prompts import Inputs
 
 logger = logging.getLogger(__name__)
@@ -129,14 +120,14 @@ class EngineApp:
             yield json_line(loaded)
             await self.stopping.wait()
 
-        return _NdjsonStream(hold(), lambda: self._leases.release(name))
+        return NdjsonStream(hold(), lambda: self._leases.release(name))
 
     async def _unless_gone(self, request: Request, work: Callable[[Reading], T]) -> T:
         """What `work` returns, on a thread; given up if the client goes or the engine stops."""
         reading = Reading()
         working = asyncio.ensure_future(run_in_threadpool(work, reading))
         ends: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(_disconnected(request.receive)),
+            asyncio.ensure_future(disconnected(request.receive)),
             asyncio.ensure_future(self.stopping.wait()),
         ]
         try:
@@ -220,7 +211,7 @@ class EngineApp:
         )
         cancelled = asyncio.Event()
         self._running.setdefault(request_id, set()).add(cancelled)
-        gone = asyncio.ensure_future(_disconnected(request.receive))
+        gone = asyncio.ensure_future(disconnected(request.receive))
         called_off = asyncio.ensure_future(cancelled.wait())
         try:
             ends: list[asyncio.Future[Any]] = [finished, gone, called_off]
@@ -274,32 +265,7 @@ class EngineApp:
                     body |= prompt_body(sequences[0])
                 yield json_line(body)
 
-        return _NdjsonStream(lines(), lambda: self._engine.cancel(sequences))
-
-
-class _NdjsonStream(StreamingResponse):
-    """A stream that ends when its client goes, and calls `closed` however it ends."""
-
-    def __init__(self, lines: AsyncIterator[str], closed: Callable[[], None]) -> None:
-        super().__init__(lines, media_type="application/x-ndjson")
-        self._closed = closed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = asyncio.ensure_future(self.stream_response(send))
-        gone = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait([body, gone], return_when=asyncio.FIRST_COMPLETED)
-            if body.done():
-                await body
-        finally:
-            body.cancel()
-            gone.cancel()
-            self._closed()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        return NdjsonStream(lines(), lambda: self._engine.cancel(sequences))
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
@@ -308,51 +274,3 @@ async def _error_response(request: Request, error: Exception) -> Response:
     if error.retry_after_s is not None:
         headers["Retry-After"] = f"{error.retry_after_s:.0f}"
     return JSONResponse(error.to_body(), status_code=error.status, headers=headers)
-
-
-def listen(path: str) -> socket.socket:
-    """Binds a unix socket that only this user can reach, in place of a stale one."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISSOCK(os.stat(path).st_mode):
-            os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)
-    try:
-        listener.bind(path)
-    finally:
-        os.umask(before)
-    listener.listen(512)
-    return listener
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, app: EngineApp) -> None:
-        super().__init__(config)
-        self._app = app
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        self._app.stopping.set()
-        self.should_exit = True  # uvicorn's own would raise the signal again and skip engine.close
-
-
-def serve(settings: Settings) -> None:
-    """Runs until SIGTERM or SIGINT; requests in flight are finished, at most for 25 s."""
-    sandbox.prepare(*backends.preloaded(settings.backend, settings.device))
-    engine = Engine(settings)
-
-    async def main() -> None:
-        app = EngineApp(engine)
-        config = uvicorn.Config(
-            app.asgi,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=25,
-        )
-        await _Server(config, app).serve(sockets=[listener])
-        await asyncio.to_thread(engine.close)  # its thread calls into the loop to the end
-
-    listener = listen(settings.socket)
-    logger.info("the engine listens on %s (%s)", settings.socket, settings.backend)
-    uvloop.run(main())

@@ -1,0 +1,70 @@
+"""The engine's socket, and the server on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from engine import backends, sandbox
+from engine.http.server import EngineApp
+from engine.registry import Engine
+from engine.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def listen(path: str) -> socket.socket:
+    """Binds a unix socket that only this user can reach, in place of a stale one."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(path)
+    finally:
+        os.umask(before)
+    listener.listen(512)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, app: EngineApp) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self._app.stopping.set()
+        self.should_exit = True  # uvicorn's own would raise the signal again and skip engine.close
+
+
+def serve(settings: Settings) -> None:
+    """Runs until SIGTERM or SIGINT; requests in flight are finished, at most for 25 s."""
+    sandbox.prepare(*backends.preloaded(settings.backend, settings.device))
+    engine = Engine(settings)
+
+    async def main() -> None:
+        app = EngineApp(engine)
+        config = uvicorn.Config(
+            app.asgi,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=25,
+        )
+        await _Server(config, app).serve(sockets=[listener])
+        await asyncio.to_thread(engine.close)  # its thread calls into the loop to the end
+
+    listener = listen(settings.socket)
+    logger.info("the engine listens on %s (%s)", settings.socket, settings.backend)
+    uvloop.run(main())
