@@ -14,11 +14,9 @@ from engine.artifacts.files import map_file, parse_json
 from engine.artifacts.tensor_index import (
     Index,
     Tensor,
-    Weights,
     check_count,
     check_name,
     contiguous,
-    map_index,
 )
 
 MAX_HEADER_BYTES = 16 << 20  # the format allows 100 MB; a tensor takes 100 bytes of it
@@ -34,11 +32,6 @@ DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-
-
-def read_safetensors(path: Path) -> Weights:
-    """Name -> array. Raises `ArtifactError` for a file that is damaged or cut short."""
-    return map_index(path.parent, index_safetensors(path))
 
 
 def index_safetensors(path: Path) -> Index:

@@ -25,10 +25,8 @@ from engine.artifacts.tensor_index import (
     MAX_DIMENSIONS,
     Index,
     Tensor,
-    Weights,
     check_count,
     check_name,
-    map_index,
 )
 
 MAX_PICKLE_BYTES = 64 << 20
@@ -60,16 +58,11 @@ class _Storage(NamedTuple):
     length: int
 
 
-def read_torch(path: Path) -> Weights:
-    """Name -> array of a state_dict that `torch.save` wrote (torch 1.6 or later).
+def index_torch(path: Path) -> Index:
+    """Where each tensor of a state_dict is that `torch.save` wrote (torch 1.6 or later).
 
     Raises `ArtifactError` for anything else, for example a whole pickled model.
     """
-    return map_index(path.parent, index_torch(path))
-
-
-def index_torch(path: Path) -> Index:
-    """Where each tensor is. Raises `ArtifactError`."""
     try:
         with open_file(path) as file:
             if not zipfile.is_zipfile(file):

@@ -14,8 +14,9 @@ import pytest
 from common.errors import MAX_MESSAGE, ArtifactError
 from engine.artifacts import read_torch as torch_file
 from engine.artifacts.open import open_artifact
-from engine.artifacts.read_torch import index_torch, read_torch
+from engine.artifacts.read_torch import index_torch
 from engine.backends.mxnet import model as mxnet_model
+from tests.engine.artifacts.reading import read_torch
 from tests.engine.artifacts.torch_files import Saved, state_dict, write
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact

@@ -16,11 +16,11 @@ from common.errors import ArtifactError
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, QKV, shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
-from engine.artifacts.read_safetensors import read_safetensors
 from engine.backends import BACKENDS
 from engine.registry import Engine
 from engine.settings import Settings
 from scripts.lib.safetensors_writer import write_safetensors
+from tests.engine.artifacts.reading import read_safetensors
 from tests.engine.engines import Request, is_greedy
 from tests.engine.hugging_face import (
     EOS,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.errors import ArtifactError
-from engine.artifacts.read_torch import read_torch
+from tests.engine.artifacts.reading import read_torch
 
 REAL = Path(__file__).with_name("pytorch_model.bin")
 
