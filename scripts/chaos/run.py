@@ -135,7 +135,8 @@ class _Run:
     ) -> History:
         history, clients, system = self.history, self.clients, self.system
         self._learn_texts()
-        before, reserved = system.counted(), system.reserved_bytes()
+        before, names = system.counted(), system.files("run")
+        reserved = system.reserved_bytes()
         files = {kind: _open_files(system, kind) for kind in SETTLED}
         clients.ops = clients.first_versions(history.began)
         for model in self.size.models.steady if self.size.loaded else ():
@@ -151,7 +152,7 @@ class _Run:
             self.injector.stop()
             clients.stop()
         self._answers_again()
-        history.left = list(self._left(before, reserved, files))
+        history.left = list(self._left(before, names, reserved, files))
         history.ops = sorted(clients.ops, key=lambda op: op.begin)
         history.faults = sorted(self.injector.done, key=lambda fault: fault.begin)
         history.lines = dict(system.request_lines())
@@ -190,8 +191,19 @@ class _Run:
             if op.status != 200:
                 self.history.left.append(f"{model} does not answer: {op.status} {op.message}")
 
+    def _more(self, before: Counter[str], names: set[str]) -> list[str]:
+        """Processes that were not there, or are not any more, and files in RUN_DIR. Those that are
+        fetched and prepared are to stay, in folders of their own."""
+        now = self.system.counted()
+        found = [f"{now[k] - before[k]:+d} {k}" for k in now if now[k] != before[k]]
+        return [*found, *sorted(self.system.files("run") - names)]
+
     def _left(
-        self, before: Counter[str], reserved: int, files: dict[str, dict[int, int]]
+        self,
+        before: Counter[str],
+        names: set[str],
+        reserved: int,
+        files: dict[str, dict[int, int]],
     ) -> Iterator[str]:
         """What is there after all was unloaded, and was not at the start."""
         yield from self.history.left
@@ -203,16 +215,10 @@ class _Run:
         yield from view.differences()
         if view.engine:
             yield f"the engine still has {view.engine}"
-        now, more = self.system.counted(), Counter[str]()
         end = time.monotonic() + AGREE_S * self.size.heal
-        while time.monotonic() < end:
-            now = self.system.counted()
-            more = Counter({k: now[k] - before[k] for k in now if _is_left(k, now[k] - before[k])})
-            if not more:
-                break
+        while (more := self._more(before, names)) and time.monotonic() < end:
             time.sleep(0.2)
-        for what, count in more.items():
-            yield f"{count:+d} {what}"
+        yield from more
         if (bytes_now := self.system.reserved_bytes()) != reserved:
             yield f"the engine has reserved {bytes_now} bytes, at the start {reserved}"
         for kind in SETTLED:
@@ -220,14 +226,6 @@ class _Run:
                 # Connections that are kept, threads that are: not what grows.
                 if count > files[kind].get(pid, count) + 40:
                     yield f"{kind} has {count} files open, {files[kind][pid]} at the start"
-
-
-def _is_left(what: str, more: int) -> bool:
-    """Fetched and prepared models stay, that is what these folders are for; so do downloads that
-    were cut short."""
-    if what in ("files in cache", "files in prepared"):
-        return False
-    return more != 0 if what.endswith("processes") else more > 0
 
 
 def _open_files(system: System, kind: str) -> dict[int, int]:

@@ -136,13 +136,17 @@ class System(Server):
     # What it leaves
 
     def counted(self) -> Counter[str]:
-        """Processes by kind, and files in each folder."""
-        found = Counter({f"{kind} processes": len(self.processes(kind)) for kind in COMMANDS})
-        for name, folder in self.disks.folders.items():
-            found[f"files in {name}"] = sum(
-                not path.name.endswith((".pin", ".fetch")) for path in folder.rglob("*")
-            )
-        return found
+        """Processes by kind."""
+        return Counter({f"{kind} processes": len(self.processes(kind)) for kind in COMMANDS})
+
+    def files(self, *disks: str) -> set[str]:
+        """Paths in these of its folders, all of them if none is named."""
+        folders = (self.disks.folders[name] for name in disks or DISKS)
+        return {
+            str(path.relative_to(self.disks.folder))
+            for folder in folders
+            for path in folder.rglob("*")
+        }
 
     def reserved_bytes(self) -> int:
         """What the engine holds of its budget."""
@@ -191,6 +195,7 @@ class Disks:
     """A folder for each of `DISKS`, on a small tmpfs of its own where mounts are allowed."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.folders = {name: folder / name for name in DISKS}
         self.mounted = False
         for path in self.folders.values():
