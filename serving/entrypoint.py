@@ -69,8 +69,9 @@ def serve(settings: Settings) -> int:
     close_to_others()
     check_device(settings.device, settings.backend)
     check_java()
-    for port in (*settings.ports, *filter(None, [settings.grpc_port])):
-        ports.check(settings.host, port)
+    listeners = [ports.listen(settings.host, port) for port in settings.ports]
+    if settings.grpc_port:
+        ports.check(settings.host, settings.grpc_port)
     if len(settings.ports) == 1:
         logger.warning("port %d serves both requests and management", settings.port)
     with _run_dir(settings) as run_dir:
@@ -99,7 +100,13 @@ def serve(settings: Settings) -> int:
             ),
             Child("the workers' host", [*run, "handlers.host"], workers),
             Child("Multi Model Server", [*run, "serving.mms.launcher"], workers),
-            Child("the gateway", [*run, "serving.gateway"], gateway, gives_up=2),
+            Child(
+                "the gateway",
+                [*run, "serving.gateway", *(str(listener.fileno()) for listener in listeners)],
+                gateway,
+                gives_up=2,
+                listeners=listeners,
+            ),
         ]
 
         def on_ready() -> None:

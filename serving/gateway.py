@@ -1,7 +1,9 @@
 """The gateway process: the public ports and contracts, in front of Multi Model Server.
 
-`python -m serving.gateway`, started by the entrypoint. Two ports, one process: the port for
-requests answers every contract, the management port loads, lists and unloads, and tells its health.
+`python -m serving.gateway [FILE...]`, started by the entrypoint, which listens already: the open
+files are the ports' sockets, and outlive this process, so who connects while it is started again
+waits for it. Two ports, one process: the port for requests answers every contract, the management
+port loads, lists and unloads, and tells its health.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -129,7 +132,10 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
 async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
     """Runs until SIGTERM. Raises `ServingError` if it cannot start; an `ExceptionGroup` when work
     in the background has ended with an error."""
-    listeners = [listen(settings.host, port) for port in settings.ports]
+    listeners = [socket.socket(fileno=int(file)) for file in sys.argv[1:]]
+    listeners = listeners or [listen(settings.host, port) for port in settings.ports]
+    for listener in listeners:
+        listener.set_inheritable(False)
     shares = 3 if settings.grpc_port else 2  # gRPC has as many connections, and one is left
     HTTPProtocol.max_connections = min(settings.max_connections, _open_files() // shares)
     async with _gateway(settings, run_dir, secret) as gateway:

@@ -149,7 +149,9 @@ class _Checker:
         healed_s = STORE_HEALED_S if fault.kind.startswith("store") else HEALED_S
         if op.begin > fault.end + healed_s * self.heal or op.end < fault.begin:
             return set()
-        return EXPLAINS.get(fault.kind) or EXPLAINS.get(fault.kind.split()[0], set())
+        found = EXPLAINS.get(fault.kind) or EXPLAINS.get(fault.kind.split()[0], set())
+        # Who connects while the gateway is away waits for the next one.
+        return found if op.begin <= fault.end else found - {0}
 
     @cached_property
     def _by_model(self) -> dict[str, list[Op]]:

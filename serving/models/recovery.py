@@ -42,6 +42,10 @@ class Recovery:
         self._missed: Counter[str] = Counter()  # by id: how often in a row the engine lacked it
         self._blind = ""  # why the last look saw nothing
 
+    def takes_over(self) -> bool:
+        """Whether a gateway before this one had models, and so the rest of the server runs."""
+        return self._snapshot.exists()
+
     async def adopt(self) -> None:
         """Takes over what the gateway before this one had loaded, and ends what it had not."""
         for model in self._snapshot.read():

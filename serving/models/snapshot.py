@@ -54,6 +54,9 @@ class Snapshot:
         else:
             self._written, self._failing = text, False
 
+    def exists(self) -> bool:
+        return self._path.exists()
+
     def read(self) -> list[Model]:
         """As they were written, not yet fetched; none where no gateway was before."""
         try:

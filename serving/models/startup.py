@@ -22,7 +22,7 @@ PRELOADS_AT_ONCE = 8
 
 async def watch_health(gateway: Gateway) -> None:
     """Keeps `healthy`: whether a request would work now. `/ping` only reads it."""
-    warm = False
+    warm = gateway.recovery.takes_over()
     while True:
         try:
             for _ in range(1 if warm else WARM_UP_CALLS):

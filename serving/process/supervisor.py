@@ -11,6 +11,7 @@ import enum
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +44,8 @@ class Child:
     """A process to keep running.
 
     One that ends with `gives_up` takes the server with it: it has said why it cannot start.
-    `healthy` says at once whether it works.
+    `healthy` says at once whether it works. `listeners` it gets as open files, by the numbers they
+    have here: who connects while it is started again waits for it.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Child:
     environment: Mapping[str, str]
     gives_up: int | None = None
     healthy: Callable[[], bool] | None = None
+    listeners: Sequence[socket.socket] = ()
     pid: int | None = None
     started_at: float = 0.0
     worked_at: float | None = None  # None until it did, since its start
@@ -89,7 +92,8 @@ class Supervisor:
             self._stop()
 
     def _start(self, child: Child) -> None:
-        child.pid = self.processes.start(child.command, child.environment)
+        files = [listener.fileno() for listener in child.listeners]
+        child.pid = self.processes.start(child.command, child.environment, files)
         child.started_at = self.processes.now()
         child.restart_at = child.worked_at = None
 
@@ -150,6 +154,8 @@ class Supervisor:
         """The last child started stops first, then all others. TERM to their whole sessions, some
         time, KILL."""
         *others, last = self.children
+        for listener in last.listeners:
+            listener.close()  # once it has ended itself, nobody is to wait
         self._end([last], self.drain_s + LAST_GRACE_S)
         self._end(others, GRACE_S)
         end = self.processes.now() + KILLED_S

@@ -53,9 +53,12 @@ class Processes:
             self._wake.recv(4096)
 
     @staticmethod
-    def start(command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """In a session of its own; returns its pid, which is the session's id, too."""
-        process = subprocess.Popen(list(command), env=dict(environment), start_new_session=True)
+    def start(command: Sequence[str], environment: Mapping[str, str], files: Sequence[int]) -> int:
+        """In a session of its own, with these open `files`; returns its pid, which is the session's
+        id, too."""
+        process = subprocess.Popen(
+            list(command), env=dict(environment), start_new_session=True, pass_fds=files
+        )
         process.returncode = 0  # not waited for by Popen: `ended` reaps everything
         return process.pid
 

@@ -98,6 +98,7 @@ def test_only_a_gateway_that_was_killed_may_leave_a_request_without_an_answer() 
     lost = (load(0), ask(2, 0, lost="RemoteDisconnected"))
     assert rules(history(*lost, faults=(fault("kill gateway", 2.2),))) == []
     assert rules(history(*lost, faults=(fault("kill engine", 2.2),))) == ["answered"]
+    assert rules(history(*lost, faults=(fault("kill gateway", 1.9),))) == ["answered"]
 
 
 def test_time_that_the_gateway_stood_still_does_not_count() -> None:

@@ -52,7 +52,9 @@ class FakeProcesses:
     def at(self, time: float, happen: Callable[[], None]) -> None:
         self.events.append((time, happen))
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], files: Sequence[int]
+    ) -> int:
         pid = next(self._pids)
         self.all[pid] = Process(command[0], self.time)
         return pid
