@@ -20,6 +20,9 @@ import psutil
 from common.oom import SERVER, oom_score_adj
 
 PR_SET_CHILD_SUBREAPER = 36
+# What a killed session may take to end. Long on a machine that is busy; one whose process hangs in
+# the kernel holds up the others no longer.
+KILLED_S = 2.0
 
 T = TypeVar("T")
 
@@ -86,9 +89,15 @@ class Processes:
         return found
 
     def signal_session(self, id: int, number: int) -> None:
-        for pid in self.session(id):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        """SIGKILL until none is left: one may have been forked since they were listed."""
+        end = time.monotonic() + KILLED_S
+        while pids := self.session(id):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            if number != signal.SIGKILL or time.monotonic() >= end:
+                return
+            time.sleep(0.01)
 
     @staticmethod
     def end_strays(sessions: Set[int]) -> None:

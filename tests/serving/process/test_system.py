@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 
-from serving.process.system import Poll
+from serving.process.system import Poll, Processes
 
 
 def test_a_poll_answers_at_once_and_asks_until_it_is_enough() -> None:
@@ -24,3 +28,33 @@ def test_a_poll_answers_at_once_and_asks_until_it_is_enough() -> None:
     for thread in [t for t in threading.enumerate() if t.name == "poll"]:
         thread.join(10)
     assert poll() == 2
+
+
+FORKS = """
+import os, time
+print(flush=True)
+while True:
+    if os.fork() == 0:
+        time.sleep(600)
+        os._exit(0)
+    time.sleep(0.01)
+"""
+
+
+def test_a_session_that_is_killed_while_it_forks_leaves_nobody() -> None:
+    """As Java does, which starts a worker just then. Its children are not waited for here, so what
+    is left of them is a zombie at most."""
+    processes = Processes.__new__(Processes)  # without taking over this process's signals
+    leader = subprocess.Popen(
+        [sys.executable, "-c", FORKS], start_new_session=True, stdout=subprocess.PIPE
+    )
+    try:
+        assert leader.stdout is not None
+        leader.stdout.readline()
+        processes.signal_session(leader.pid, signal.SIGKILL)
+        assert processes.session(leader.pid) == []
+    finally:
+        for pid in processes.session(leader.pid):
+            os.kill(pid, signal.SIGKILL)
+        leader.stdout.close()
+        leader.wait()
