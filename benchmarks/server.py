@@ -112,18 +112,6 @@ def call(
     return seconds, json.loads(found)
 
 
-class UnixConnection(http.client.HTTPConnection):
-    """Of a process behind the gateway."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost")
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.connect(str(self._path))
-
-
 def free_port() -> int:
     """A port that Multi Model Server takes (up to 32767) and that is free."""
     while True:

@@ -19,8 +19,9 @@ from benchmarks.gateway import fetching, streams
 from benchmarks.report.goals import Goal, Results
 from benchmarks.report.tables import Row, medians, page, shown, table
 from benchmarks.run import Run
-from benchmarks.server import Server, UnixConnection, ask, call
+from benchmarks.server import Server, ask, call
 from engine.artifacts.config import GPT2Config
+from engine.http.client import UnixConnection
 
 BACKENDS = {"onnxruntime": ("onnxruntime", "int8"), "mxnet": ("mxnet", "fp32")}
 WARM_UP = 200  # calls until Java has compiled its part

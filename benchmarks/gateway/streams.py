@@ -21,7 +21,8 @@ from tqdm import tqdm
 from benchmarks.process import BenchmarkError
 from benchmarks.report.goals import Goal, Results
 from benchmarks.report.tables import Row
-from benchmarks.server import HEADERS, Server, UnixConnection, free_port
+from benchmarks.server import HEADERS, Server, free_port
+from engine.http.client import UnixConnection
 
 TOKENS = 32
 WARM_UP = 10

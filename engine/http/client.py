@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -24,17 +25,17 @@ RECONNECT_S = 15.0
 GRACE_S = 5.0
 
 
-class _Connection(http.client.HTTPConnection):
+class UnixConnection(http.client.HTTPConnection):
     """HTTP over a unix socket."""
 
-    def __init__(self, path: str, timeout_s: float) -> None:
+    def __init__(self, path: Path | str, timeout_s: float = 60.0) -> None:
         super().__init__("engine", timeout=timeout_s)
         self._path = path
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
+        self.sock.connect(str(self._path))
 
 
 def error_of(status: int, body: bytes, retry_after: str | None) -> EngineError:
@@ -102,7 +103,7 @@ class EngineClient:
         for fresh in (connection is None, True):
             if fresh:
                 self.close()
-                connection = self._local.connection = _Connection(self._path, timeout_s)
+                connection = self._local.connection = UnixConnection(self._path, timeout_s)
             try:
                 if connection.sock is not None:
                     connection.sock.settimeout(timeout_s)
@@ -140,7 +141,7 @@ class EngineClient:
         timeout_s: float = LOAD_TIMEOUT_S,
     ) -> Lease:
         """Loads a model that stays loaded while the lease is open (or this process lives)."""
-        connection = _Connection(self._path, timeout_s)
+        connection = UnixConnection(self._path, timeout_s)
         body = {"name": name, "model_dir": model_dir, "lease": True}
         body |= {"backend": backend, "precision": precision, "max_rows": max_rows}
         try:

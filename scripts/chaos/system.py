@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks.server import Server, UnixConnection
+from benchmarks.server import Server
 from benchmarks.switching.control_group import ControlGroup
 from common.errors import EngineError
-from engine.http.client import EngineClient
+from engine.http.client import EngineClient, UnixConnection
 from scripts.chaos.history import View
 
 # Words of the command lines. The texts' processes are forks of the zygote.

@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from engine.artifacts.artifact import EMBEDDING, OUTPUT
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_params import read_params
 from engine.backends.mxnet.gpt2 import GPT2
+from engine.http.client import UnixConnection
 from engine.registry import Engine
 from engine.sequence import Sequence, Token
 from engine.text.prompts import Inputs
@@ -172,17 +172,6 @@ def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
         time.sleep(0.02)
 
 
-class UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path, timeout_s: float = WAIT_S) -> None:
-        super().__init__("engine", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
-
-
 class EngineProcess:
     """`python -m engine`, or another module, on a unix socket."""
 
@@ -237,7 +226,7 @@ class EngineProcess:
 
     def open(self, method: str, url: str, body: Any = None) -> http.client.HTTPResponse:
         """An answer of which nothing has been read but the head. `drop` hangs up."""
-        connection = UnixConnection(self.socket)
+        connection = UnixConnection(self.socket, WAIT_S)
         payload = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         try:
             connection.request(method, url, payload, {"Content-Type": "application/json"})
