@@ -1,8 +1,10 @@
-"""The Kustomize base fits Kubernetes' published schemas, the image and what the server serves."""
+"""The Kustomize base and its overlays fit the published schemas, the image and the server."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,44 @@ from serving.settings import Settings
 from tests.e2e.server import REPOSITORY
 from tests.serving.test_dashboard import STATISTICS
 
-BASE = REPOSITORY / "deploy" / "kubernetes"
+FOLDER = REPOSITORY / "deploy" / "kubernetes"
+BASE = FOLDER / "base"
+OVERLAYS = ("envoy-gateway", "haproxy-ingress")
+COMPONENTS = ("service-monitor", "cache-on-volumes")
 VERSIONS = ("1.29", "1.37")  # the oldest that managed clusters still run, and the newest here
+# Kinds of others, which Kubernetes' schemas do not know: all that their `spec` may have here.
+FOREIGN = {
+    "GatewayClass": {"controllerName"},
+    "Gateway": {"gatewayClassName", "listeners"},
+    "HTTPRoute": {"parentRefs", "rules"},
+    "EnvoyExtensionPolicy": {"targetRefs", "lua"},
+    "BackendTrafficPolicy": {"targetRefs", "loadBalancer", "retry", "healthCheck", "timeout"},
+    "ClientTrafficPolicy": {"targetRefs", "path", "connection"},
+    "ServiceMonitor": {"selector", "endpoints"},
+}
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
 
 
+def resources(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Those that a kustomization names itself."""
+    return {
+        (document["kind"], document["metadata"]["name"]): document
+        for name in documents(folder / "kustomization.yaml")[0].get("resources", [])
+        if name.endswith(".yaml")
+        for document in documents(folder / name)
+    }
+
+
 KUSTOMIZATION = documents(BASE / "kustomization.yaml")[0]
-RESOURCES = {
-    (document["kind"], document["metadata"]["name"]): document
-    for name in KUSTOMIZATION["resources"]
-    for document in documents(BASE / name)
+RESOURCES = resources(BASE)
+FOLDERS = [BASE, *(FOLDER / o for o in OVERLAYS), *(FOLDER / "components" / c for c in COMPONENTS)]
+ALL = {
+    (folder.name, *key): document
+    for folder in FOLDERS
+    for key, document in resources(folder).items()
 }
 POD = RESOURCES["Deployment", "kogpt2"]["spec"]["template"]
 SERVER = POD["spec"]["containers"][0]
@@ -35,9 +62,14 @@ PROBES = ("startup", "readiness", "liveness")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("key", RESOURCES, ids=" ".join)
-def test_every_resource_fits_the_schema(key: tuple[str, str], version: str) -> None:
-    kubernetes_validate.validate(RESOURCES[key], version, strict=True)
+@pytest.mark.parametrize("key", [key for key in ALL if key[1] not in FOREIGN], ids=" ".join)
+def test_every_resource_fits_the_schema(key: tuple[str, str, str], version: str) -> None:
+    kubernetes_validate.validate(ALL[key], version, strict=True)
+
+
+@pytest.mark.parametrize("key", [key for key in ALL if key[1] in FOREIGN], ids=" ".join)
+def test_what_others_define_says_nothing_that_they_do_not_know(key: tuple[str, str, str]) -> None:
+    assert set(ALL[key]["spec"]) == FOREIGN[key[1]]
 
 
 def test_a_wrong_resource_would_be_noticed() -> None:
@@ -46,9 +78,106 @@ def test_a_wrong_resource_would_be_noticed() -> None:
         kubernetes_validate.validate(wrong, VERSIONS[0], strict=True)
 
 
-def test_every_file_is_part_of_the_base() -> None:
-    files = {path.name for path in BASE.glob("*.yaml")} - {"kustomization.yaml"}
-    assert files == set(KUSTOMIZATION["resources"])
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_every_file_is_part_of_something(folder: Path) -> None:
+    files = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
+    named = documents(folder / "kustomization.yaml")[0].get("resources", [])
+    assert files == {name for name in named if name.endswith(".yaml")}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_an_overlay_comes_to_fits_the_schemas(overlay: str, tmp_path: Path) -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("there is no kubectl")
+    for name in ("base", "components", *OVERLAYS):
+        shutil.copytree(FOLDER / name, tmp_path / name)
+    mine = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [f"../{overlay}"],
+        "components": [f"../components/{component}" for component in COMPONENTS],
+        "configMapGenerator": [
+            {"name": "kogpt2", "behavior": "merge", "literals": ["MODEL_STORE=s3://b/모델/"]}
+        ],
+    }
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "kustomization.yaml").write_text(yaml.safe_dump(mine), "utf-8")
+    built = subprocess.run(
+        [kubectl, "kustomize", tmp_path / "mine"], capture_output=True, timeout=60, check=False
+    )
+    assert built.returncode == 0, built.stderr.decode()
+    found = {(d["kind"], d["metadata"]["name"]): d for d in yaml.safe_load_all(built.stdout)}
+    for (kind, _), document in found.items():
+        if kind not in FOREIGN:
+            kubernetes_validate.validate(document, VERSIONS[-1], strict=True)
+    (settings,) = (d["data"] for (kind, _), d in found.items() if kind == "ConfigMap")
+    assert settings["MODEL_STORE"] == "s3://b/모델/"
+    assert settings["DRAIN_S"] == "25"
+    spec = found["Deployment", "kogpt2"]["spec"]["template"]["spec"]
+    (cache,) = (volume for volume in spec["volumes"] if volume["name"] == "cache")
+    size = cache["ephemeral"]["volumeClaimTemplate"]["spec"]["resources"]["requests"]["storage"]
+    kept = int(settings["CACHE_MAX_MIB"]) + int(settings["ENGINE_CACHE_MAX_MIB"])
+    assert kept < int(size.removesuffix("Gi")) * 1024
+    assert len([key for key in found if key[0] == "NetworkPolicy"]) == 3
+
+
+def test_the_ingress_asks_for_what_the_tested_proxy_does() -> None:
+    """HAProxy Ingress writes the annotation into its backend as it is."""
+    annotations = ALL["haproxy-ingress", "Ingress", "kogpt2"]["metadata"]["annotations"]
+    own = {name.partition("/")[2]: value for name, value in annotations.items()}
+    configuration = (REPOSITORY / "deploy" / "haproxy" / "haproxy.cfg").read_text("utf-8")
+    backend = configuration.partition("\nbackend kogpt2\n")[2]
+    shared, servers = backend.split("\n\n")[:2]
+    said = [line.strip() for line in shared.splitlines()]
+    assert own["config-backend"].splitlines() == said
+    assert f"balance {own['balance-algorithm']}" in said
+    assert f"weight {own['initial-weight']} " in servers
+    assert f"uri {own['health-check-uri']}\n" in servers
+    fall, rise = own["health-check-fall-count"], own["health-check-rise-count"]
+    assert f"inter {own['health-check-interval']} fall {fall} rise {rise} " in servers
+    assert f"timeout server {own['timeout-server']}\n" in configuration
+
+
+def test_who_may_reach_what() -> None:
+    labels = POD["metadata"]["labels"].items()
+    policies = [document for key, document in ALL.items() if key[1] == "NetworkPolicy"]
+    opened = {}
+    for policy in policies:
+        spec = policy["spec"]
+        assert spec["podSelector"]["matchLabels"].items() <= labels
+        for rule in spec["ingress"]:
+            for port in rule["ports"]:
+                opened.setdefault(port["port"], []).extend(rule["from"])
+    assert opened["management"] == [{"podSelector": {"matchLabels": {"kogpt2/management": "true"}}}]
+    assert set(opened) == {"http", "management"}
+    (token,) = SERVER["env"]
+    assert token["name"] == "MANAGEMENT_TOKEN"
+    assert token["valueFrom"]["secretKeyRef"].get("optional", False) is False
+
+
+def test_what_selects_pods_selects_these() -> None:
+    labels = POD["metadata"]["labels"]
+    budget = RESOURCES["PodDisruptionBudget", "kogpt2"]["spec"]
+    assert budget["selector"]["matchLabels"].items() <= labels.items()
+    spread = POD["spec"]["topologySpreadConstraints"]
+    assert {constraint["topologyKey"] for constraint in spread} == {
+        "topology.kubernetes.io/zone",
+        "kubernetes.io/hostname",
+    }
+    for constraint in spread:
+        assert constraint["labelSelector"]["matchLabels"].items() <= labels.items()
+    monitor = ALL["service-monitor", "ServiceMonitor", "kogpt2"]["spec"]
+    assert monitor["selector"]["matchLabels"] == KUSTOMIZATION["labels"][0]["pairs"]
+    shown = {port["name"] for port in RESOURCES["Service", "kogpt2"]["spec"]["ports"]}
+    assert {endpoint["port"] for endpoint in monitor["endpoints"]} <= shown
+
+
+@pytest.mark.parametrize("kind", ["BackendTrafficPolicy", "EnvoyExtensionPolicy", "HTTPRoute"])
+def test_what_is_said_of_a_route_or_gateway_finds_it(kind: str) -> None:
+    (document,) = (d for key, d in ALL.items() if key[:2] == ("envoy-gateway", kind))
+    for target in document["spec"].get("targetRefs", document["spec"].get("parentRefs")):
+        assert ("envoy-gateway", target.get("kind", "Gateway"), target["name"]) in ALL
 
 
 def test_names_lead_to_what_is_there() -> None:
@@ -58,11 +187,15 @@ def test_names_lead_to_what_is_there() -> None:
     for spec in services.values():
         assert spec["selector"].items() <= labels
         assert {port["targetPort"] for port in spec["ports"]} <= set(ports)
-    for rule in RESOURCES["Ingress", "kogpt2"]["spec"]["rules"]:
+    for rule in ALL["haproxy-ingress", "Ingress", "kogpt2"]["spec"]["rules"]:
         for path in rule["http"]["paths"]:
             backend = path["backend"]["service"]
             shown = {port["name"] for port in services[backend["name"]]["ports"]}
             assert backend["port"]["name"] in shown
+    for rule in ALL["envoy-gateway", "HTTPRoute", "kogpt2"]["spec"]["rules"]:
+        for reference in rule["backendRefs"]:
+            shown = {port["port"] for port in services[reference["name"]]["ports"]}
+            assert reference["port"] in shown
     for probe in PROBES:
         assert SERVER[f"{probe}Probe"]["httpGet"]["port"] in ports
     assert POD["metadata"]["annotations"]["prometheus.io/port"] == str(ports["http"])

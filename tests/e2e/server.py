@@ -44,9 +44,10 @@ class Server:
         *,
         options: bool = True,
         one_port: bool = False,
+        port: int | None = None,
     ) -> None:
         """Without `options` the ports come from the environment, as SageMaker gives them."""
-        self.port = free_port()
+        self.port = port or free_port()
         self.management_port = self.port if one_port else free_port()
         self.run_dir = folder / "run"
         self.log = folder / "server.log"

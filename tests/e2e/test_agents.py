@@ -1,0 +1,170 @@
+"""What KServe's and Seldon Core's agents ask of a server, in their order, over HTTP and gRPC.
+
+Read in KServe 0.20 (pkg/agent: puller, downloader, watcher) and in Seldon Core 2.10
+(scheduler/pkg/agent: agent_svc_manager, repository/triton, modelserver_controlplane/oip).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import requests
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from tests.e2e.server import Server, free_port
+from tests.e2e.stores import SHORT, serving, small, text
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Server]:
+    """Beside an agent, which puts models into its folder."""
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "models").mkdir()
+    with serving(folder / "run", folder / "models", GRPC_PORT=str(port)) as server:
+        yield server
+
+
+# KServe: a TrainedModel comes, changes and goes
+
+
+def managed(server: Server, name: str, action: str) -> requests.Response:
+    url = server.url(f"/v2/repository/models/{name}/{action}")
+    return requests.post(url, data="{}", headers={"content-type": "application/json"}, timeout=60)
+
+
+def states(server: Server) -> dict[str, str]:
+    answer = requests.post(server.url("/v2/repository/index"), json={}, timeout=30)
+    return {entry["name"]: entry["state"] for entry in answer.json()}
+
+
+def brought(server: Server, name: str, seed: int) -> None:
+    """As the agent's downloader leaves it, with the mark that it is whole."""
+    folder = small(server.store / name, seed)
+    (folder / f"SUCCESS.{seed:064x}").write_text('{"storageUri": "s3://b/시"}', "utf-8")
+
+
+def said(server: Server, name: str) -> str:
+    body = {"text_input": "나는 오늘", "max_tokens": 16}
+    answer = requests.post(server.url(f"/v2/models/{name}/generate"), json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["text_output"])
+
+
+def test_kserves_agent_brings_changes_and_takes_a_model(server: Server) -> None:
+    assert requests.get(server.url("/v2/health/ready"), timeout=30).status_code == 200
+    brought(server, "spring", 1)
+    assert managed(server, "spring", "load").status_code == 200
+    assert states(server)["spring"] == "READY"
+    assert requests.get(server.url("/v2/models/spring/ready"), timeout=30).status_code == 200
+    first = said(server, "spring")
+
+    # Its spec has changed: it is removed and added, the files always before the call.
+    shutil.rmtree(server.store / "spring")
+    assert managed(server, "spring", "unload").status_code == 200
+    brought(server, "spring", 2)
+    assert managed(server, "spring", "load").status_code == 200
+    assert said(server, "spring") != first
+
+    shutil.rmtree(server.store / "spring")
+    assert managed(server, "spring", "unload").status_code == 200
+    assert "spring" not in states(server)
+    assert requests.get(server.url("/v2/models/spring/ready"), timeout=30).status_code == 404
+
+
+def test_kserves_agent_is_told_what_cannot_be_loaded(server: Server) -> None:
+    assert managed(server, "nothing", "load").status_code == 404
+    assert managed(server, "nothing", "unload").status_code == 404
+
+
+# Seldon Core 2: its scheduler places, overcommits and evicts
+
+
+@pytest.fixture
+def agent(server: Server, port: int) -> Iterator[Any]:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+def placed(server: Server, name: str, seed: int) -> str:
+    """As the agent's handler for Triton lays a model out: the artifact's files below its one
+    version, those that are no folders beside it, too, and a configuration with its name."""
+    versioned = f"{name}_{seed}"
+    folder = server.store / versioned
+    small(folder / "1", seed)
+    for file in (folder / "1").iterdir():
+        shutil.copy(file, folder)
+    (folder / "config.pbtxt").write_text(f'name:"{versioned}"', "utf-8")
+    return versioned
+
+
+def index(agent: Any) -> dict[str, str]:
+    answer = agent.RepositoryIndex(service_pb2.RepositoryIndexRequest(), timeout=60)
+    return {model.name: model.state for model in answer.models}
+
+
+def load(agent: Any, name: str) -> None:
+    agent.RepositoryModelLoad(service_pb2.RepositoryModelLoadRequest(model_name=name), timeout=60)
+
+
+def unload(agent: Any, name: str) -> None:
+    request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
+    agent.RepositoryModelUnload(request, timeout=60)
+
+
+def asked(port: int, name: str) -> str:
+    given = triton.InferInput("text", [1], "BYTES")
+    given.set_data_from_numpy(np.array([SHORT["inputs"].encode()], object))
+    with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        answer = client.infer(name, [given], parameters=SHORT["parameters"])
+        return str(answer.as_numpy("generated_text")[0].decode())
+
+
+def test_seldons_agent_starts_places_and_evicts(server: Server, port: int, agent: Any) -> None:
+    # It starts: the server lives, and what an agent before it has left goes.
+    assert agent.ServerLive(service_pb2.ServerLiveRequest(), timeout=60).live
+    old = placed(server, "old", 3)
+    load(agent, old)
+    for name, state in index(agent).items():
+        if state in ("READY", "LOADING"):
+            unload(agent, name)
+        shutil.rmtree(server.store / name)
+    assert index(agent) == {}
+
+    spring, autumn = placed(server, "spring", 1), placed(server, "autumn", 2)
+    load(agent, spring)
+    load(agent, spring)  # after an answer that was lost
+    load(agent, autumn)
+    assert index(agent) == {spring: "READY", autumn: "READY"}
+    texts = asked(port, spring), asked(port, autumn)
+    assert texts[0] != texts[1]
+    assert texts[0] == text(server.predict(spring, SHORT))
+
+    # Overcommitted: evicted, its files stay, and it comes back.
+    unload(agent, spring)
+    assert index(agent)[spring] == "UNAVAILABLE"
+    load(agent, spring)
+    assert asked(port, spring) == texts[0]
+
+    for name in (spring, autumn):
+        unload(agent, name)
+        shutil.rmtree(server.store / name)
+    assert index(agent) == {}
+
+
+def test_seldons_agent_takes_what_is_not_there_as_gone(agent: Any) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        unload(agent, "nothing_1")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND

