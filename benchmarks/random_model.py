@@ -22,13 +22,13 @@ from tqdm import tqdm
 
 from benchmarks.process import ROOT
 from engine.artifacts.artifact import EMBEDDING, POSITIONS, shapes
-from engine.artifacts.config import GPT2Config
+from engine.artifacts.config import KOGPT2, GPT2Config
 from scripts.lib.params_writer import write_params
 
 messages: Any = sentencepiece_model_pb2  # made when it is imported
 
 FORMAT = 1  # raise it when what is written changes
-FULL = GPT2Config(50_000, 768, 12, 12, 3072, 1024)
+FULL = KOGPT2
 TINY = GPT2Config(500, 64, 2, 2, 256, 128)
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
 BOS = SPECIAL.index("<s>")

@@ -46,6 +46,12 @@ class Loader:
         backends.check(backend, precision, self._settings.device)
         return backend, precision
 
+    def warm_up(self, reading: Reading) -> None:
+        """Raises what `backends.warm_up` does, and `Cancelled`."""
+        backend, precision = self.resolve(None, None)
+        device, cache_dir = self._settings.device, self._cache_dir
+        backends.warm_up(backend, precision, device=device, cache_dir=cache_dir, run=reading.run)
+
     def needs(self, path: Path, backend: str, precision: str, reading: Reading) -> tuple[int, int]:
         """Bytes of the weights, and of a row's keys and values at its longest.
 

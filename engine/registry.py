@@ -63,8 +63,20 @@ class Engine:
             self._prefixes,
         )
         self._closed = False
+        self._warming = Reading()
 
     # Models
+
+    def warm_up(self) -> None:
+        """Does ahead what the first load would wait for, as far as it is known. Raises nothing."""
+        began = time.monotonic()
+        try:
+            self._loader.warm_up(self._warming)
+        except Cancelled:
+            return
+        except Exception:  # then the first load does it, or says why not
+            logger.warning("the first load will take longer", exc_info=True)
+        logger.info("warmed up in %.2f s", time.monotonic() - began)
 
     def load(
         self,
@@ -311,6 +323,7 @@ class Engine:
         return self._loop.health()
 
     def close(self) -> None:
+        self._warming.give_up()
         with self._changed:
             self._closed = True
         for name in list(self._models):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 import subprocess
 import tempfile
 import time
@@ -34,6 +33,7 @@ from engine.budget import budget_bytes
 from engine.prepared import cache as prepared
 
 PEER = "llama.cpp"
+BEFORE_FIRST_S = 3.0
 SMALL = GPT2Config(2_000, 128, 2, 2, 512, 128)
 PROMPT_TOKENS = 16
 PROMPTS = 2
@@ -283,17 +283,16 @@ class SwitchingRun(Run):
         return found
 
     def _first(self, side: Side) -> list[float]:
-        """Seconds from a call to its first token, of a model that was never loaded, in fp32."""
+        """Seconds from a call to its first token, of a model that was never loaded, in fp32: each
+        of a server that has just begun, without anything prepared."""
         folder = random_model.make(self.workdir / "models", self.plan.config, 0)
         found = []
-        with tempfile.TemporaryDirectory(dir=self.workdir, prefix=".empty-") as cache:
-            more = {"store": folder.parent, "environment": {"ENGINE_CACHE_DIR": cache}}
-            with side.start(0, "first", **more) as server, self._client(server) as client:
-                for _ in range(self.plan.tries):
+        for _ in range(self.plan.tries):
+            with tempfile.TemporaryDirectory(dir=self.workdir, prefix=".empty-") as cache:
+                more = {"store": folder.parent, "environment": {"ENGINE_CACHE_DIR": cache}}
+                with side.start(0, "first", **more) as server, self._client(server) as client:
+                    time.sleep(BEFORE_FIRST_S)
                     found.append(client.must(folder.name, new_tokens=1).first_s)
-                    server.unload(folder.name)
-                    for path in Path(cache).iterdir():
-                        shutil.rmtree(path) if path.is_dir() else path.unlink()
         return found
 
     def _disk(self, side: Side) -> list[Results]:

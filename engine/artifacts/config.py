@@ -53,3 +53,6 @@ class GPT2Config:
         )
         tables = self.vocab_size * (1 if self.tie_word_embeddings else 2) + self.max_length
         return tables * self.units + self.num_layers * per_layer + 2 * self.units
+
+
+KOGPT2 = GPT2Config(50_000, 768, 12, 12, 3072)

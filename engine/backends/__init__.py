@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.errors import InvalidRequest
 from engine.artifacts.artifact import Artifact
-from engine.artifacts.config import GPT2Config
+from engine.artifacts.config import KOGPT2, GPT2Config
 from engine.backends.interface import BackendModel
 from engine.prepared.manifest import Run, directly
 
@@ -69,6 +69,14 @@ def import_backend(backend: str) -> None:
             f"backend {backend} cannot be used here: {error}; where it is a build for GPUs, is"
             " NVIDIA's driver there (docker run --gpus all)?"
         ) from None
+
+
+def warm_up(backend: str, precision: str, *, device: str, cache_dir: Path | None, run: Run) -> None:
+    """Does what the first model of KoGPT2's shape would wait for. Raises as `load` does."""
+    if (backend, precision, device) == ("onnxruntime", "int8", "cpu"):
+        from engine.backends.onnx import warm_up
+
+        warm_up.warm_up(KOGPT2, precision, cache_dir, run)
 
 
 def load(

@@ -62,8 +62,10 @@ def serve(settings: Settings) -> None:
             lifespan="off",
             timeout_graceful_shutdown=25,
         )
+        warming = asyncio.create_task(asyncio.to_thread(engine.warm_up))
         await _Server(config, app).serve(sockets=[listener])
         await asyncio.to_thread(engine.close)  # its thread calls into the loop to the end
+        await warming
 
     listener = listen(settings.socket)
     logger.info("the engine listens on %s (%s)", settings.socket, settings.backend)

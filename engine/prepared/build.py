@@ -1,11 +1,13 @@
 """Makes the files of prepared models and of the frames that they are shown in.
 
 onnxruntime packs each matrix for this CPU in a session of that operator alone. So all cores work,
-a matrix is on the disk twice for a moment only, and what is kept is what computing reads.
+a matrix is on the disk twice for a moment only, and what is kept is what computing reads. An int8
+matrix needs no session where it was found to pack as `onnx.packing` does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import math
@@ -23,8 +25,8 @@ from numpy.typing import NDArray
 
 from common import onnx_session
 from common.cpus import cpu_count
-from engine.artifacts.artifact import EMBEDDING, POSITIONS, Artifact
-from engine.backends.onnx import quantize
+from engine.artifacts.artifact import EMBEDDING, POSITIONS, Artifact, shapes
+from engine.backends.onnx import packing, quantize
 from engine.backends.onnx.graph import GPT2Graph, Part, only, place_externally
 from engine.prepared import embeddings
 from engine.prepared.files import CHUNK_BYTES, ZEROS, Store
@@ -62,13 +64,19 @@ def build(
             entry["embedding"] = embeddings.add_quantized(q, scales, embedding.shape, store)
         if part.node is None or not frame["windows"]:
             return [values[name].tobytes() for name in part.shapes], []
+        if frame["as_known"]:
+            (name, q), (_, scales) = values.items()
+            given = [values[other].tobytes() for other in part.shapes if other != name]
+            return given, keep([packing.num_bytes(q)], [packing.packed(q, scales)])
         with _packed(part, graph, values, store.building) as (file, tensors):
             given = [values[tensor.name].tobytes() for tensor in tensors if not tensor.packed]
             pieces = [piece for tensor in tensors for piece in tensor.packed]
-            if sum(length for _, length in pieces) < OWN_FILE_BYTES:
-                return given, [b"".join(_read(file, *piece)) for piece in pieces]
-            name = store.add(_filled([_read(file, *piece) for piece in pieces], PAGE), ".bin")
-            return given, _places(name, [length for _, length in pieces], PAGE)
+            return given, keep([length for _, length in pieces], [_read(file, *p) for p in pieces])
+
+    def keep(lengths: list[int], pieces: list[Iterator[bytes | memoryview]]) -> Any:
+        if sum(lengths) < OWN_FILE_BYTES:
+            return [b"".join(piece) for piece in pieces]
+        return _places(store.add(_filled(pieces, PAGE), ".bin"), lengths, PAGE)
 
     with ThreadPoolExecutor(cpu_count()) as pool:
         parts = _largest_first(pool, add, graph.parts)
@@ -96,10 +104,11 @@ def build_frame(graph: GPT2Graph, store: Store) -> dict[str, Any]:
     """A graph on weights that are blank but for a number, by which onnxruntime finds each of them
     in its own place when it has packed it again.
 
-    Returns the `graph`, the `windows`, which is where it has them packed, and the `plain` tensors,
-    which are to be given to it: name, type, shape, and where in the first piece they lie. The file
-    takes next to no room on the disk: what lies in the windows is never read. There are none where
-    onnxruntime packs what nobody else can see (it does so up to 1.23): all tensors are plain.
+    Returns the `graph`, the `windows`, which is where it has them packed, the `plain` tensors,
+    which are to be given to it: name, type, shape, and where in the first piece they lie; and
+    whether it packs `as_known`. The file takes next to no room on the disk: what lies in the
+    windows is never read. There are none where onnxruntime packs what nobody else can see (it does
+    so up to 1.23): all tensors are plain.
     """
 
     # The blanks lie over one another, the i-th from the i-th page on, which begins with i + 1.
@@ -119,6 +128,7 @@ def build_frame(graph: GPT2Graph, store: Store) -> dict[str, Any]:
 
     with ThreadPoolExecutor(cpu_count()) as pool:
         found = list(pool.map(packed, range(len(graph.parts)), graph.parts))
+        as_known = _packs_as_known(graph, store.building, pool)
     if not all(t[0].packed for part, t in zip(graph.parts, found, strict=True) if part.node):
         for tensor in itertools.chain(*found):
             tensor.packed.clear()
@@ -149,7 +159,34 @@ def build_frame(graph: GPT2Graph, store: Store) -> dict[str, Any]:
                 here = [(name, plain_at + at, length)]
             tensor.place(initializers[tensor.name], here)
     graph_name = store.add([model.SerializeToString()], ".onnx")
-    return {"graph": graph_name, "windows": windows, "plain": plain, "plain_bytes": plain_bytes}
+    return {
+        "graph": graph_name,
+        "windows": windows,
+        "plain": plain,
+        "plain_bytes": plain_bytes,
+        "as_known": as_known,
+    }
+
+
+def _packs_as_known(graph: GPT2Graph, folder: Path, pool: Executor) -> bool:
+    """Whether onnxruntime packs matrices of these widths as `onnx.packing` does: those of a model
+    of one layer and few rows in the head, but as many beyond a group as there are."""
+    if not graph.quantized:
+        return False
+    few = packing.SUMMED_ROWS + graph.config.vocab_size % packing.SUMMED_ROWS
+    config = dataclasses.replace(graph.config, num_layers=1, vocab_size=few)
+    numbers = np.random.default_rng(0).standard_normal(4093, dtype=np.float32)
+    weights = {name: np.resize(numbers, shape) for name, shape in shapes(config)}
+    sample = GPT2Graph(config, weights, "int8")
+
+    def same(part: Part) -> bool:
+        values = part.make()
+        with _packed(part, sample, values, folder) as (file, tensors):
+            pieces = [piece for tensor in tensors for piece in tensor.packed]
+            found = [b"".join(_read(file, *piece)) for piece in pieces]
+        return found == [b"".join(packing.packed(*values.values()))]
+
+    return all(pool.map(same, (part for part in sample.parts if part.node is not None)))
 
 
 class _Tensor:
@@ -219,7 +256,9 @@ def _end(lengths: list[int]) -> int:
     return sum(length + -length % ALIGNMENT for length in lengths)
 
 
-def _filled(pieces: Iterable[Iterable[bytes]], alignment: int) -> Iterator[bytes]:
+def _filled(
+    pieces: Iterable[Iterable[bytes | memoryview]], alignment: int
+) -> Iterator[bytes | memoryview]:
     """Each piece in chunks, filled up to a multiple of `alignment`."""
     for piece in pieces:
         length = 0

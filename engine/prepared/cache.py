@@ -11,7 +11,8 @@ A cache folder is flat, and nothing in it is ever changed in place:
 So what two models share byte for byte is stored once and shares its pages in memory; whoever
 builds writes each file under another name and renames it, so several may build at once; and an
 entry is complete or is not there. A file whose size or time is not what its entry says is checked
-against its name. What is not noticed: bytes that changed on the disk without changing the time.
+against its name (`engine.prepared.entries`). What is not noticed: bytes that changed on the disk
+without changing the time.
 
 Entries are not removed when their artifact changes or goes; `engine.prepared.prune` bounds a shared
 cache. The folder may also be deleted, loaded models do not mind.
@@ -24,8 +25,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,27 +37,22 @@ from common.memory import MIB
 from engine.artifacts.artifact import Artifact
 from engine.backends.onnx.frames import FrameFiles, Piece
 from engine.prepared.embeddings import Floats, Table, open_floats, open_table
-from engine.prepared.files import Store, hash_of, is_whole
+from engine.prepared.entries import MALFORMED, make_entry, read_entry
+from engine.prepared.files import hash_of
 from engine.prepared.folder import (
-    BUILDING,
-    FRAME,
     cache_folder,
-    read_object,
+    own_folder,
     remove_abandoned,
-    write_object,
 )
+from engine.prepared.frame import cpu_model, frame_name, make_frame, read_frame, to_pieces
 from engine.prepared.manifest import NICENESS, Run, content_of, directly, from_manifest, to_manifest
 from engine.prepared.prune import in_use
 from engine.sandbox import Limits
 
 FORMAT = 4  # raise it when the graph or the quantization changes
-THREADS = 2
 # To build: libraries and threads, and the weights as given, quantized, packed and written.
 BUILD_MIB, BUILD_TIMES_FP32 = 1024, 3
 BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
-
-# Of an entry that is not there, or not what this code writes.
-MALFORMED = (KeyError, TypeError, AttributeError, ValueError, OSError)
 
 logger = logging.getLogger(__name__)
 
@@ -115,20 +110,9 @@ def _key(artifact: Artifact, precision: str) -> str:
         dataclasses.asdict(artifact.config),
         precision,
         onnx_session.VERSION,
-        _cpu_model(),
+        cpu_model(),
     ]
     return hash_of(json.dumps(parts, sort_keys=True))
-
-
-def _cpu_model() -> str:
-    """What decides which kernels onnxruntime chooses: the processor and its instruction sets."""
-    wanted = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags"}
-    wanted |= {"CPU implementer", "CPU part", "Features"}  # as ARM says it
-    try:
-        first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")
-    except OSError:
-        return ""
-    return "\n".join(s for s in first.splitlines() if s.partition(":")[0].strip() in wanted)
 
 
 # Reading an entry
@@ -136,9 +120,9 @@ def _cpu_model() -> str:
 
 def _read(folder: Path, key: str) -> Prepared | None:
     try:
-        entry = _entry(folder / f"{key}.json")
-        pieces = _pieces(folder, entry["pieces"])
-        frame = _read_frame(folder / entry["frame"])
+        entry = read_entry(folder / f"{key}.json")
+        pieces = to_pieces(folder, entry["pieces"])
+        frame = read_frame(folder / entry["frame"])
         if frame.lengths != [length for _, _, length in pieces]:
             return None
         embedding = open_table(folder, *entry["embedding"])
@@ -148,54 +132,10 @@ def _read(folder: Path, key: str) -> Prepared | None:
         return None
 
 
-def _read_frame(path: Path) -> FrameFiles:
-    """Raises one of `MALFORMED`."""
-    folder, entry = path.parent, _entry(path)
-    windows = _pieces(folder, entry["windows"])
-    plain, plain_bytes = entry["plain"], entry["plain_bytes"]
-    return FrameFiles(path.name, folder / entry["graph"], windows, plain, plain_bytes)
-
-
-def _pieces(folder: Path, said: list[Any]) -> list[Piece]:
-    return [(folder / name, offset, length) for name, offset, length in said]
-
-
-def _entry(path: Path) -> dict[str, Any]:
-    """What an entry says, if its files are whole. Raises one of `MALFORMED` if not."""
-    folder, entry = path.parent, read_object(path)
-    files: dict[str, list[int]] = entry["files"]
-    if entry["said"] != _said(entry):  # what is mapped, and from where, is not looked at again
-        raise ValueError(path)
-    changed = [name for name, stamp in files.items() if _stamp(folder / name) != stamp]
-    if changed:
-        with ThreadPoolExecutor(THREADS) as pool:
-            whole = all(pool.map(lambda name: is_whole(folder / name), changed))
-        if not whole:
-            logger.warning("%s is damaged and is made anew", path)
-            raise ValueError(path)
-        # A copied cache has other times: remember them, if we may.
-        entry["files"] = {name: _stamp(folder / name) for name in files}
-        with suppress(OSError):
-            write_object(path, entry)
-    return entry
-
-
-def _said(entry: dict[str, Any]) -> str:
-    """The hash of an entry, without the times of its files, which may change."""
-    said = {key: value for key, value in entry.items() if key not in ("files", "said")}
-    return hash_of(json.dumps([said, sorted(entry["files"])], sort_keys=True))
-
-
-def _stamp(path: Path) -> list[int]:
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns]
-
-
 def _build(artifact: Artifact, precision: str, folder: Path, key: str, run: Run) -> Prepared:
     """Raises `OSError` where the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_abandoned(folder)
-    size = artifact.fp32_bytes
     problem = run(
         build,
         str(artifact.path),
@@ -203,13 +143,9 @@ def _build(artifact: Artifact, precision: str, folder: Path, key: str, run: Run)
         precision,
         str(folder),
         key,
+        str(own_folder() or folder),
         what=artifact.path.name,
-        limits=Limits(
-            memory_mib=BUILD_MIB + BUILD_TIMES_FP32 * size // MIB,
-            cpu_s=BUILD_CPU_S + size // BUILD_BYTES_PER_CPU_S,
-            write_mib=64 + BUILD_TIMES_FP32 * size // MIB,
-            niceness=NICENESS,
-        ),
+        limits=build_limits(artifact.fp32_bytes, NICENESS),
     )
     found = _read(folder, key)
     if problem is not None or found is None:
@@ -217,10 +153,22 @@ def _build(artifact: Artifact, precision: str, folder: Path, key: str, run: Run)
     return found
 
 
-def build(path: str, manifest: dict[str, Any], precision: str, folder: str, key: str) -> str | None:
+def build_limits(fp32_bytes: int, niceness: int) -> Limits:
+    """For a child that builds what belongs to weights of that size."""
+    return Limits(
+        memory_mib=BUILD_MIB + BUILD_TIMES_FP32 * fp32_bytes // MIB,
+        cpu_s=BUILD_CPU_S + fp32_bytes // BUILD_BYTES_PER_CPU_S,
+        write_mib=64 + BUILD_TIMES_FP32 * fp32_bytes // MIB,
+        niceness=niceness,
+    )
+
+
+def build(
+    path: str, manifest: dict[str, Any], precision: str, folder: str, key: str, frames: str
+) -> str | None:
     """Builds the entry and its frame, what of them is not there, in the sandbox.
 
-    Says what is wrong with the folder, if it is that.
+    Frames are built in the folder `frames`. Says what is wrong with a folder, if it is that.
     """
     # onnx takes 0.2 s to import and is not needed for what is prepared already.
     from engine.backends.onnx.graph import GPT2Graph
@@ -228,24 +176,15 @@ def build(path: str, manifest: dict[str, Any], precision: str, folder: str, key:
 
     target, artifact = Path(folder), from_manifest(Path(path), manifest)
     graph = GPT2Graph(artifact.config, artifact.weights, precision)
-    parts = [FORMAT, graph.model.SerializeToString().hex(), onnx_session.VERSION, _cpu_model()]
-    frame, entry = target / f"{hash_of(json.dumps(parts))}{FRAME}", target / f"{key}.json"
-    makers: dict[Path, Callable[[Store], dict[str, Any]]] = {
-        frame: lambda store: packing.build_frame(graph, store),
-        entry: lambda store: (
-            packing.build(artifact, graph, store, _entry(frame)) | {"frame": frame.name}
-        ),
-    }
     try:
-        with tempfile.TemporaryDirectory(prefix=BUILDING, dir=target) as building:
-            for file, make in makers.items():
-                try:
-                    _entry(file)
-                except MALFORMED:
-                    store = Store(target, Path(building))
-                    made = make(store)
-                    made["files"] = {name: _stamp(target / name) for name in sorted(store.names)}
-                    write_object(file, made | {"said": _said(made)})
+        name = frame_name(graph)
+        frame = make_frame(graph, target / name, Path(frames) / name)
+        make_entry(
+            target / f"{key}.json",
+            lambda store: (
+                packing.build(artifact, graph, store, read_entry(frame)) | {"frame": frame.name}
+            ),
+        )
     except OSError as error:
         return str(error)
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import stat
@@ -19,6 +20,8 @@ ABANDONED_AFTER_S = 3600
 SOURCE = ".source.json"
 FRAME = ".frame.json"
 
+_own: Path | None = None
+
 
 def cache_folder(artifact: Path, cache_dir: Path | None) -> Path | None:
     """`cache_dir`, or `.prepared` in the artifact's folder; none where that is not to be trusted.
@@ -35,6 +38,16 @@ def cache_folder(artifact: Path, cache_dir: Path | None) -> Path | None:
         return folder
     ours = found.st_uid in (0, os.geteuid()) and not found.st_mode & stat.S_IWOTH
     return folder if ours and stat.S_ISDIR(found.st_mode) else None
+
+
+def own_folder() -> Path | None:
+    """This process's, until it ends; none where no temporary files can be written."""
+    global _own
+    if _own is None:
+        with suppress(OSError):
+            _own = Path(tempfile.mkdtemp(prefix="frames-"))
+            atexit.register(remove, _own)
+    return _own
 
 
 def read_object(path: Path) -> dict[str, Any]:

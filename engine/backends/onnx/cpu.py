@@ -302,5 +302,6 @@ def load(
     The cache (see `engine.prepared.cache`) is `cache_dir` or a folder in the artifact's own; `run`
     builds what is not in it. Raises `OutOfMemory`, `ArtifactError`.
     """
+    frames.wait_for((artifact.config, precision))
     with prepared(artifact, precision, cache_dir, run) as found:
         return OnnxModel(artifact.config, found)

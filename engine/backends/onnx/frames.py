@@ -17,7 +17,8 @@ import mmap
 import os
 import threading
 from collections import defaultdict
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,6 +116,24 @@ class Frame:
 
 _opening = threading.Lock()
 _spare: defaultdict[str, list[Frame]] = defaultdict(list)
+_ahead: dict[Hashable, threading.Event] = {}
+
+
+@contextmanager
+def opened_ahead(shape: Hashable) -> Iterator[None]:
+    """Inside, a frame is made for models of a shape that are yet to come."""
+    done = _ahead[shape] = threading.Event()
+    try:
+        yield
+    finally:
+        del _ahead[shape]
+        done.set()
+
+
+def wait_for(shape: Hashable) -> None:
+    """Until a frame that is opened ahead for this shape can be had: sooner than another could."""
+    if (done := _ahead.get(shape)) is not None:
+        done.wait()
 
 
 def take(files: FrameFiles, pieces: list[Piece]) -> Frame:

@@ -37,11 +37,16 @@ def quantize(
 
     at_once = max(NUMBERS_AT_ONCE // (blocks * block), 1)
     w = np.zeros((at_once, blocks * block), dtype=np.float32)
+    magnitudes = np.empty_like(w)
+    begins = np.arange(0, w.size, block)
     for begin in range(0, rows, at_once):
         count = min(at_once, rows - begin)
         w[:count, :width] = weight[begin : begin + count]
         v = w[:count].reshape(count, blocks, block)
-        scale = np.maximum(v.max(axis=-1), -v.min(axis=-1)) / np.float32(MAX)
+        np.abs(w[:count], out=magnitudes[:count])
+        # Half the time of `max(axis=-1)`, which begins anew for each block.
+        largest = np.maximum.reduceat(magnitudes[:count].reshape(-1), begins[: count * blocks])
+        scale = largest.reshape(count, blocks) / np.float32(MAX)
         scales[begin : begin + count] = scale
         # A block of zeros has the scale 0; any divisor gives its zeros back.
         v /= np.where(scale > 0, scale, 1)[..., None]

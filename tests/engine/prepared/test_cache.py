@@ -23,6 +23,7 @@ from engine.backends.onnx import cpu
 from engine.backends.onnx.cpu import OnnxModel
 from engine.prepared import cache as prepared
 from engine.prepared import folder as cache_folder
+from engine.prepared.folder import own_folder
 from tests.engine.models import make_artifact
 
 IDS = np.arange(2, 12)
@@ -156,6 +157,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 ) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
+    own_folder()  # of the process, not of this test
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     (tmp_path / "file").write_text("")
     model = load(artifact, tmp_path / "file" / "cache")
