@@ -52,7 +52,7 @@ class Plan:
 class EngineRun(Run):
     PARTS = DEFAULT = (
         *(contender.name for contender in CONTENDERS),
-        *("bandwidth", "turns", "prefixes", "serving", "loading", "memory", "accuracy"),
+        *("bandwidth", "turns", "prefixes", "uses", "serving", "loading", "memory", "accuracy"),
     )
     GOALS = tables.GOALS
 
@@ -140,6 +140,8 @@ class EngineRun(Run):
         said = {"texts": self.texts[:BATCH], "new_tokens": self.plan.new_tokens}
         start("turns", lambda: worker("turns", *INT8, *self.models, **said))
         start("prefixes", lambda: worker("prefixes", *INT8, self.models[0]))
+        asked = {"prompt_tokens": self.plan.prompt_tokens, "new_tokens": self.plan.new_tokens}
+        start("uses", lambda: worker("uses", *INT8, self.models[0], **asked))
         return found + before
 
     def _speed(self, found: Results, worker: Worker) -> None:

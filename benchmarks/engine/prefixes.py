@@ -7,60 +7,19 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 import time
 from typing import Any
 
 import numpy as np
 
+from benchmarks.engine.request import Request
 from benchmarks.worker import Channel
-from common.errors import EngineError
-from common.parameters import Parameters
 from engine.registry import Engine
-from engine.sequence import Token
 from engine.settings import Settings
-from engine.text.prompts import Raw
 
 TURNS = 8
 ANSWERS = 8
 PAUSE_S = 0.3  # less than anybody takes to read an answer and write the next line
-DEADLINE_S = 120
-
-
-class Request:
-    """One prompt, and when each of its answers began."""
-
-    def __init__(self, engine: Engine, prompt: list[int], new_tokens: int, answers: int = 1):
-        self.ids: list[int] = []  # of the first answer
-        self.error: EngineError | None = None
-        self._begun: dict[int, float] = {}  # seconds until each answer's first token
-        self._left, self._done = answers, threading.Event()
-        self._asked = time.perf_counter()
-        parameters = Parameters(max_new_tokens=new_tokens, num_return_sequences=answers)
-        engine.submit("m", Raw(prompt), parameters, self._emit, timeout_s=DEADLINE_S)
-        self._done.wait()
-        if self.error is not None:
-            raise self.error
-
-    def _emit(self, item: Token | EngineError) -> None:
-        if isinstance(item, EngineError):
-            self.error = item
-            self._done.set()
-            return
-        self._begun.setdefault(item.index, time.perf_counter() - self._asked)
-        if item.index == 0:
-            self.ids.append(item.id)
-        self._left -= item.finish_reason is not None
-        if not self._left:
-            self._done.set()
-
-    @property
-    def first_s(self) -> float:
-        return min(self._begun.values())
-
-    @property
-    def all_begun_s(self) -> float:
-        return max(self._begun.values())
 
 
 def main() -> None:
@@ -82,7 +41,7 @@ def main() -> None:
         """Seconds to the first token of each turn; the second has `history` tokens before it."""
         said, found = prompt(history - answer), []
         for _ in range(TURNS):
-            request = Request(engine, said, answer)
+            request = Request(engine, said, answer).wait()
             found.append(request.first_s)
             said = said + request.ids + prompt(line)
             time.sleep(pause_s)
@@ -93,8 +52,8 @@ def main() -> None:
         for name, engine in engines.items():
             found[name] = {"chat_s": chat(engine, PAUSE_S), "chat_at_once_s": chat(engine, 0)}
             for length in (16, history // 4):
-                one = Request(engine, prompt(length), 2)
-                several = Request(engine, prompt(length), 2, ANSWERS)
+                one = Request(engine, prompt(length), 2).wait()
+                several = Request(engine, prompt(length), 2, num_return_sequences=ANSWERS).wait()
                 found[name][f"answers_{length}"] = {
                     "one_s": one.first_s,
                     "first_s": several.first_s,

@@ -85,6 +85,19 @@ def _others(results: Results) -> Iterator[Row]:
                 eight = f"eight answers to a prompt of {said // 4}: first token of {label}"
                 values = answers(results, engine, key)
                 yield f"the engine {what}, {eight} against one answer's", shown(values, 2)
+    if found := results.get("uses"):
+        for label, key in (
+            ("8 rows, greedy", "greedy"),
+            ("8 rows, sampled (temperature 0.8, top_p 0.95, top_k 50)", "sampled"),
+            ("8 rows of 5 to 400 tokens that come and go, greedy", "ragged"),
+        ):
+            rates = [entry[f"{key}_tokens_per_s"] for entry in found["rounds"]]
+            yield f"the engine, {label}: tokens/s", shown(rates, 0)
+        for length in found["rounds"][0]["long_prompts_s"]:
+            yield (
+                f"the engine, a prompt of {length} tokens: ms to the first token",
+                shown(_long_ms(results, length), 0),
+            )
     if found := results.get("serving"):
         rates = [entry["tokens_per_s"] for entry in found["rounds"]]
         yield f"over HTTP, {found['clients']} clients of one model: tokens/s", shown(rates, 0)
@@ -147,6 +160,15 @@ def _in_turns(results: Results) -> list[float]:
     return [r["turns_tokens_per_s"] / r["alone_tokens_per_s"] for r in results["turns"]["rounds"]]
 
 
+def _sampled(results: Results) -> list[float]:
+    rounds = results["uses"]["rounds"]
+    return [r["sampled_tokens_per_s"] / r["greedy_tokens_per_s"] for r in rounds]
+
+
+def _long_ms(results: Results, length: str) -> list[float]:
+    return [1000 * entry["long_prompts_s"][length] for entry in results["uses"]["rounds"]]
+
+
 def _to_floor(results: Results) -> list[float]:
     return [ms / floor_ms(results, INT8) for ms in step_ms(results, INT8)]
 
@@ -176,6 +198,8 @@ GOALS: tuple[Goal, ...] = (
     ("models in turns, tokens/s against one alone", ">=", 0.85, "x", _in_turns),
     ("second turn of a chat, first token", "<=", 25, "ms", lambda r: second_turn_ms(r, "with")),
     ("first tokens of n = 8 against n = 1", "<=", 1.3, "x", lambda r: answers(r, "with", "all_s")),
+    ("8 rows sampled, tokens/s against greedy", ">=", 0.9, "x", _sampled),
+    ("a prompt of 1,000 tokens, first token", "<=", 600, "ms", lambda r: _long_ms(r, "1000")),
     ("load of an int8 model, page cache warm", "<=", 0.2, "s", _ready("warm")),
     ("load of an int8 model, page cache cold", "<=", 0.4, "s", _ready("cold")),
     ("RSS of a further int8 model, against its weights", "<=", 1.2, "x", _memory("rss_bytes")),

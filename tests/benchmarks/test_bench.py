@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("mxnet", "onnxruntime-fp32", "onnxruntime-int8")
-PARTS = ("bandwidth", "turns", "prefixes", "loading", "memory", "accuracy")
+PARTS = ("bandwidth", "turns", "prefixes", "uses", "loading", "memory", "accuracy")
 
 
 def run(*args: str | Path) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,57 @@
+"""A request to an engine in this process, and when each of its answers began and ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from common.errors import EngineError
+from common.parameters import Parameters
+from engine.registry import Engine
+from engine.sequence import Token
+from engine.text.prompts import Raw
+
+DEADLINE_S = 120
+
+
+class Request:
+    """Of one prompt to the model `m`, under way. `options` are those of `Parameters`."""
+
+    def __init__(self, engine: Engine, prompt: list[int], new_tokens: int, **options: Any) -> None:
+        parameters = Parameters(max_new_tokens=new_tokens, **options)
+        self.ids: list[int] = []  # of the first answer
+        self.tokens = 0  # of all
+        self._begun: dict[int, float] = {}  # seconds until each answer's first token
+        self._left, self._done = parameters.num_return_sequences, threading.Event()
+        self._error: EngineError | None = None
+        self._asked = time.perf_counter()
+        engine.submit("m", Raw(prompt), parameters, self._emit, timeout_s=DEADLINE_S)
+
+    def wait(self) -> Request:
+        """Until it is answered."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def _emit(self, item: Token | EngineError) -> None:
+        if isinstance(item, EngineError):
+            self._error = item
+            self._done.set()
+            return
+        self._begun.setdefault(item.index, time.perf_counter() - self._asked)
+        self.tokens += 1
+        if item.index == 0:
+            self.ids.append(item.id)
+        self._left -= item.finish_reason is not None
+        if not self._left:
+            self._done.set()
+
+    @property
+    def first_s(self) -> float:
+        return min(self._begun.values())
+
+    @property
+    def all_begun_s(self) -> float:
+        return max(self._begun.values())
