@@ -64,10 +64,32 @@ def open_packed(path: Path, given: dict[str, Any], profile: Path | None = None) 
 def open_graph(path: Path) -> Any:
     """Opens any graph, with the tensors that it keeps in files beside it. Raises what onnxruntime
     does, and `OutOfMemory`."""
+    if VERSION < "1.24":
+        _check_places(path)
     with out_of_memory(path.name):
         return onnxruntime.InferenceSession(
             str(path), session_options(), providers=["CPUExecutionProvider"]
         )
+
+
+def _check_places(path: Path) -> None:
+    """The last onnxruntime for Python 3.10 reads tensors wherever a graph says that they are.
+
+    Raises `ValueError` where that is not below the graph's folder, as later ones do.
+    """
+    import onnx
+    from onnx.external_data_helper import (
+        ExternalDataInfo,
+        _get_all_tensors,
+        uses_external_data,
+    )
+
+    folder = path.parent.resolve()
+    for tensor in _get_all_tensors(onnx.load_model(path, load_external_data=False)):
+        if uses_external_data(tensor):
+            place = ExternalDataInfo(tensor).location
+            if not (folder / place).resolve().is_relative_to(folder):
+                raise ValueError(f"{place} of {tensor.name} is outside of the model's folder")
 
 
 def run_blank(session: Any) -> None:

@@ -194,7 +194,7 @@ is_base() { case $1 in run | oracle | load | benchmark) ;; *) return 1 ;; esac; 
 # A stamp is written after its installation, so an interrupted one has none.
 stamp_of() { # DIR GROUP
   case $2 in
-    test | java | grpc) echo "$1/.setup-stamp-$2" ;;
+    test | java | grpc | store) echo "$1/.setup-stamp-$2" ;;
     *) echo "$1/.setup-stamp" ;;
   esac
 }
@@ -251,7 +251,7 @@ run_uv() { # DIR ARGUMENT...
   [ ! -t 2 ] || quiet=()
   like_pip "$dir"
   VIRTUAL_ENV=$dir UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1} CYTHON_FORCE_REGEN=1 CFLAGS=-O1 \
-    UV_COMPILE_BYTECODE=1 \
+    UV_COMPILE_BYTECODE=${UV_COMPILE_BYTECODE:-1} \
     "$dir/bin/uv" ${quiet[@]+"${quiet[@]}"} "$@" </dev/null >&2
 }
 

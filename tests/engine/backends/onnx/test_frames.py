@@ -149,6 +149,7 @@ def test_no_more_frames_are_kept_than_may_be(tmp_path: Path) -> None:
     assert len(kept) == frames.SPARE
 
 
+@packs_visibly
 def test_a_piece_of_another_length_is_refused_and_prepared_anew(tmp_path: Path) -> None:
     artifact = make(tmp_path, 0)
     model = load(artifact, "int8")
