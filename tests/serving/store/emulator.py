@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-START_S = 20
+START_S = 60
 
 
 @contextmanager
