@@ -1,21 +1,16 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.engine.models import make_artifact
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts import command
 
 
 def profile(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scripts.cli", "profile", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT
-    )
+    return command.run("profile", *arguments)
 
 
 @pytest.mark.parametrize(

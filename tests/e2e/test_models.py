@@ -10,8 +10,9 @@ import requests
 from tests.e2e.server import Server, eventually
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sowol(server: Server) -> Iterator[Server]:
+    """With `sowol` loaded, once for all tests that ask it."""
     assert server.load("sowol").status_code == 200
     yield server
     server.unload("sowol")

@@ -96,6 +96,7 @@ def test_without_a_command_all_are_listed(run: Run) -> None:
 
 def test_models_are_listed_loaded_asked_and_unloaded(run: Run, served: Server) -> None:
     management = ["--url", served.management("")]
+    served.unload("m1")  # which tests before this one may have asked
     done = run("load", "m1", *management)
     assert done.returncode == 0, done.stderr
     listed = json.loads(run("models", "--json", *management).stdout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.engine.engines import Request, make_talkative, uncached_model
 from tests.engine.hugging_face import TINY, make_hugging_face, write_json
 from tests.engine.models import make_artifact, spiece
 from tests.engine.sentences import SENTENCES
+from tests.scripts import command
 
 pytestmark = pytest.mark.slow
 
@@ -34,14 +34,7 @@ TEXT = ROOT / "model_store" / "corpus" / "sowol.txt"
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.cli", "convert", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return command.run("convert", *arguments)
 
 
 def convert(*arguments: str | Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from scripts.lib.packaging import check, write_archive
 from scripts.lib.problem import Problem
 from tests.engine.hugging_face import make_hugging_face, write_json
 from tests.engine.models import make_artifact
+from tests.scripts import command
 from tests.serving.store.archives import unpack
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -27,14 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.cli", "package", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return command.run("package", *arguments)
 
 
 def test_a_folder_becomes_an_archive_that_the_server_unpacks(folder: Path, tmp_path: Path) -> None:

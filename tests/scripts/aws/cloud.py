@@ -13,7 +13,6 @@ Not there at all: images that are really pushed and scanned, containers that run
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import subprocess
@@ -22,7 +21,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import boto3
 import botocore.loaders
@@ -36,7 +34,7 @@ from moto.sagemaker.models import FakeEndpoint, FakeEndpointConfig, SageMakerMod
 from moto.sagemaker.responses import SageMakerResponse
 from moto.server import ThreadedMotoServer
 
-from scripts.cli import main
+from tests.scripts import command as in_process
 
 ROOT = Path(__file__).resolve().parents[3]
 WIDE_S = 120.0  # for a script of its own, which takes some seconds
@@ -119,23 +117,13 @@ class Cloud:
         )
 
     def run(self, command: str, *args: str, code: int = 0, **environment: str) -> str:
-        """stdout after a run that ends with this code; what it says last where that is not 0.
-
-        Within this process, as reading SageMaker's API takes each new one half a second.
-        """
-        out, err = io.StringIO(), io.StringIO()
-        with (
-            mock.patch.dict(os.environ, self.environment | environment, clear=True),
-            mock.patch("sys.stdin", io.StringIO()),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-        ):
-            found = main([command, *args])
-        assert found == code, out.getvalue() + err.getvalue()
+        """stdout after a run that ends with this code; what it says last where that is not 0."""
+        done = in_process.run(command, *args, environment=self.environment | environment)
+        assert done.returncode == code, done.stdout + done.stderr
         if code == 0:
-            return out.getvalue()
-        last = err.getvalue().strip().splitlines()[-1]
-        assert last.startswith(f"{command}: "), err
+            return done.stdout
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith(f"{command}: "), done.stderr
         return last.removeprefix(f"{command}: ")
 
     def put_models(self, **sizes: int) -> None:

@@ -1,0 +1,33 @@
+"""`kogpt2` within this process: one of its own takes half a second to import what it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from unittest import mock
+
+from scripts.cli import main
+
+
+def run(
+    *arguments: str | Path, stdin: bytes = b"", environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A command to its end, as in a process of its own with these variables alone; by default
+    with ours."""
+    given = [str(argument) for argument in arguments]
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    variables = os.environ if environment is None else environment
+    with (
+        mock.patch.dict(os.environ, dict(variables), clear=True),
+        mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8")),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        status = main(given)
+    said = [stream.buffer.getvalue().decode("utf-8") for stream in (out, err)]  # type: ignore[attr-defined]
+    assert "Traceback" not in said[1], said[1]
+    return subprocess.CompletedProcess(given, status, *said)
