@@ -11,6 +11,7 @@ from typing import Any
 
 from common import numpy_aliases
 from common.cpus import cpu_count
+from common.errors import InvalidRequest
 
 numpy_aliases.restore()
 
@@ -20,6 +21,12 @@ CPU_WORKERS = min(cpu_count(), 8)
 os.environ.setdefault("MXNET_CPU_WORKER_NTHREADS", str(CPU_WORKERS))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import mxnet as _mxnet  # noqa: E402
+try:
+    import mxnet as _mxnet
+except ModuleNotFoundError:
+    raise InvalidRequest(
+        "there is no MXNet in this image: take the one that `scripts/build cpu` makes,"
+        " or ENGINE_BACKEND=onnxruntime and a model that onnxruntime can run"
+    ) from None
 
 mx: Any = _mxnet

@@ -20,11 +20,7 @@ def main() -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         settings = read_settings(Settings)
-        try:
-            import_backend(settings.backend)
-        except OSError as error:  # of the CUDA build, without a driver
-            print(f"the {settings.backend} backend cannot run here: {error}", file=sys.stderr)
-            return 2
+        import_backend(settings.backend)
         serve(settings)
     except ServiceError as error:
         print(error.message, file=sys.stderr)

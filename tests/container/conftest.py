@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -27,11 +28,9 @@ def engine() -> None:
         pytest.skip("no Docker engine answers; .ci/docker-engine starts one on Debian")
 
 
-@pytest.fixture(scope="session")
-def image(engine: None) -> str:
-    """Its name."""
+def build(*arguments: str) -> None:
     done = subprocess.run(
-        ["scripts/build", "cpu", "--tag", IMAGE],
+        ["scripts/build", *arguments],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -40,7 +39,21 @@ def image(engine: None) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.fixture(scope="session")
+def image(engine: None) -> str:
+    """Its name."""
+    build("cpu", "--tag", IMAGE)
     return IMAGE
+
+
+@pytest.fixture(scope="session")
+def slim(image: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The name of the image without MXNet, and the file that says what is in it."""
+    name, sbom = f"{IMAGE}-slim", tmp_path_factory.mktemp("sbom") / "sbom.json"
+    build("slim", "--tag", name, "--sbom", str(sbom))
+    return name, sbom
 
 
 @pytest.fixture

@@ -58,14 +58,16 @@ def docker(*arguments: str, timeout_s: float = 60, check: bool = True) -> str:
 class Container:
     """A running server. Whoever makes one removes it."""
 
-    def __init__(self, *options: str, command: tuple[str, ...] = (), **environment: str) -> None:
+    def __init__(
+        self, *options: str, image: str = IMAGE, command: tuple[str, ...] = (), **environment: str
+    ) -> None:
         self.port, self.management_port = free_port(), free_port()
         inside = environment.get("SAGEMAKER_BIND_TO_PORT", "8080")
         run = ["run", "-d", "-p", f"127.0.0.1:{self.port}:{inside}"]
         run += ["-p", f"127.0.0.1:{self.management_port}:8081", *options]
         for name, value in environment.items():
             run += ["-e", f"{name}={value}"]
-        self.id = docker(*run, IMAGE, *command).split()[-1]
+        self.id = docker(*run, image, *command).split()[-1]
 
     def wait_until_ready(self) -> Container:
         try:

@@ -108,7 +108,7 @@ def test_help_shows_examples(name: str) -> None:
 @pytest.mark.parametrize(
     ("command", "status", "said"),
     [
-        (["build"], 2, "say cpu or gpu"),
+        (["build"], 2, "say cpu, slim or gpu"),
         (["build", "tpu"], 2, "tpu is not known"),
         (["build", "cpu", "--tag"], 2, "--tag needs a name"),
         (["build", "gpu", "--backends", "tpu"], 2, "must be onnxruntime, mxnet or both"),

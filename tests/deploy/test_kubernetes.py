@@ -230,11 +230,11 @@ def test_the_autoscaler_asks_for_a_metric_that_is_served() -> None:
 
 
 def test_the_image_can_write_where_the_pod_lets_it() -> None:
-    dockerfile = (REPOSITORY / "Dockerfile.cpu").read_text(encoding="utf-8")
-    places = re.search(r"install -d -m 1777 (.*)", dockerfile)
+    made = (REPOSITORY / "scripts/lib/image_system").read_text(encoding="utf-8")
+    places = re.search(r"install -d -m 1777 (.*)", made)
     assert places
     assert {mount["mountPath"] for mount in SERVER["volumeMounts"]} == set(places[1].split())
-    uid = re.search(r"useradd .*--uid (\d+)", dockerfile)
+    uid = re.search(r"useradd .*--uid (\d+)", made)
     assert uid
     assert POD["spec"]["securityContext"]["runAsUser"] == int(uid[1])
     assert SERVER["securityContext"]["readOnlyRootFilesystem"] is True

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
+from datetime import datetime
+from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,35 +19,114 @@ import serving.settings
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = """#!/bin/sh
 case "$*" in
-  "build --help") echo "$BUILD_HELP" ;;
-  build*) echo "$@" >>"$CALLS" ;;
+  "buildx version") [ -n "$BUILDX" ] ;;
+  "build --help") echo "--platform string"; [ -z "$BUILDX" ] || echo "--provenance string" ;;
+  build*) printf '%s\\n' "$@" >>"$CALLS"; cat >"$CALLS.dockerfile" ;;
   image*) echo 123000000 ;;
 esac
 """
+CACHED = "RUN --mount=type=cache,target=/root/.cache/uv "
 
 
-@pytest.mark.parametrize("builder", ["BuildKit", "legacy"])
-def test_the_manifest_is_one_that_sagemaker_takes(tmp_path: Path, builder: str) -> None:
-    docker, calls = tmp_path / "docker", tmp_path / "calls"
-    docker.write_text(DOCKER)
-    docker.chmod(0o755)
-    knows = "--provenance string" if builder == "BuildKit" else ""
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "BUILD_HELP": f"--platform string\n{knows}",
-        "CALLS": str(calls),
-    }
-    subprocess.run([ROOT / "scripts" / "build", "cpu"], env=environment, check=True, timeout=60)
-    words = calls.read_text().split()
-    assert words[words.index("--platform") + 1] == "linux/amd64"
-    assert ("--provenance=false" in words) == (builder == "BuildKit")
+class Build:
+    """`scripts/build`, and what it asked Docker for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        docker = folder / "docker"
+        docker.write_text(DOCKER)
+        docker.chmod(0o755)
+
+    def __call__(self, *arguments: str, buildkit: bool = False, root: Path = ROOT) -> list[str]:
+        calls = self._folder / "calls"
+        calls.unlink(missing_ok=True)
+        environment = {
+            **os.environ,
+            "PATH": f"{self._folder}:{os.environ['PATH']}",
+            "BUILDX": "yes" if buildkit else "",
+            "CALLS": str(calls),
+        }
+        command = [root / "scripts" / "build", *arguments]
+        subprocess.run(command, env=environment, check=True, timeout=60)
+        self.dockerfile = calls.with_suffix(".dockerfile").read_text(encoding="utf-8")
+        return calls.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    return Build(tmp_path)
+
+
+def values(words: list[str], option: str) -> list[str]:
+    return [after for word, after in pairwise(words) if word == option]
+
+
+@pytest.mark.parametrize("buildkit", [True, False])
+def test_the_manifest_is_one_that_sagemaker_takes(build: Build, buildkit: bool) -> None:
+    words = build("cpu", buildkit=buildkit)
+    assert values(words, "--platform") == ["linux/amd64"]
+    assert ("--provenance=false" in words) == buildkit
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_downloads_are_kept_where_the_builder_can(build: Build, kind: str) -> None:
+    written = (ROOT / f"Dockerfile.{kind}").read_text(encoding="utf-8")
+    build(kind)
+    assert build.dockerfile == written
+    build(kind, buildkit=True)
+    (cached,) = re.findall(f"^{CACHED}.*(?:\n .*)*$", build.dockerfile, re.MULTILINE)
+    assert "/build/image_python run" in cached
+    assert build.dockerfile.replace(CACHED, "RUN ") == written
+
+
+def test_an_image_says_what_it_was_made_of(build: Build, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    (clone / "scripts").mkdir(parents=True)
+    for name in ("pyproject.toml", "Dockerfile.cpu", "scripts/build"):
+        shutil.copy(ROOT / name, clone / name)
+    git = ["git", "-C", str(clone), "-c", "user.name=나", "-c", "user.email=a@b"]
+    for command in (
+        ["init", "-q"],
+        ["remote", "add", "origin", "https://me:token@git.example/시/kogpt2"],
+        ["commit", "-q", "--allow-empty", "-m", "처음"],
+    ):
+        subprocess.run([*git, *command], check=True, timeout=60)
+    base = "python:3.11-slim-bookworm@sha256:" + 64 * "0"
+    words = build("slim", "--base", base, root=clone)
+    labels = dict(label.split("=", 1) for label in values(words, "--label"))
+    found = {name.removeprefix("org.opencontainers.image."): v for name, v in labels.items()}
+    assert found["base.name"] == base
+    assert found["source"] == "https://git.example/시/kogpt2"
+    assert found["version"] == metadata.version("kogpt2-serving")
+    assert re.fullmatch("[0-9a-f]{40}", found["revision"])
+    assert datetime.fromisoformat(found["created"].replace("Z", "+00:00")).tzinfo
+    assert values(words, "--build-arg") == [f"BASE={base}"]
+    assert values(words, "--target") == ["slim"]
+
+    subprocess.run([*git, "remote", "set-url", "origin", "/srv/시"], check=True, timeout=60)
+    words = build("cpu", root=clone)
+    assert not [label for label in values(words, "--label") if "image.source" in label]
+    assert "org.opencontainers.image.base.name=python:3.11-slim-bookworm" in words
+
+
+def test_the_two_files_differ_in_what_a_gpu_needs_alone() -> None:
+    cpu, gpu = (
+        [*re.findall(r"^(?![#\s])(?:.*\\\n)*.*", file.read_text(encoding="utf-8"), re.MULTILINE)]
+        for file in (ROOT / "Dockerfile.cpu", ROOT / "Dockerfile.gpu")
+    )
+    own = [line for line in gpu if line not in cpu]
+    assert [line.split()[0] for line in own if not line.startswith(("FROM", "ENV ENGINE"))] == [
+        *("ARG", "ARG", "RUN"),  # which CUDA builds
+        *("LABEL", "RUN", "ENV", "HEALTHCHECK"),
+    ]
+    (label,) = [line for line in own if line.startswith("LABEL")]
+    assert label.replace("an NVIDIA GPU", "a CPU") in cpu
 
 
 @pytest.mark.parametrize(
     ("file", "own"),
     [
-        ("Dockerfile.cpu", {"RUN_DIR"}),
+        ("Dockerfile.cpu", {"RUN_DIR", "ENGINE_BACKEND"}),
         ("Dockerfile.gpu", {"RUN_DIR", "ENGINE_DEVICE", "ENGINE_BACKEND", "START_TIMEOUT_S"}),
     ],
 )
