@@ -17,7 +17,7 @@ from engine.artifacts.artifact import shapes
 from engine.artifacts.config import GPT2Config
 from engine.backends.onnx.frames import FrameFiles, Piece
 from engine.prepared.entries import is_there, make_entry, read_entry
-from engine.prepared.files import CHUNK_BYTES, Store, hash_of
+from engine.prepared.files import Store, hash_of
 from engine.prepared.folder import FRAME
 
 FORMAT = 5  # raise it when the graph changes, or what a frame says
@@ -67,8 +67,7 @@ def make_frame(graph: Any, path: Path, source: Path | None = None) -> Path:
 def _copied(path: Path, store: Store) -> dict[str, Any]:
     entry = read_entry(path)
     for name in entry["files"]:
-        with (path.parent / name).open("rb") as file:
-            store.add(iter(partial(file.read, CHUNK_BYTES), b""), Path(name).suffix)
+        store.copy(path.parent / name)
     return {key: value for key, value in entry.items() if key not in ("files", "said")}
 
 

@@ -12,6 +12,9 @@ from common import onnx_session
 from engine.artifacts.open import open_artifact
 from engine.backends.onnx import cpu, frames
 from engine.backends.onnx.warm_up import warm_up
+from engine.prepared.entries import read_entry
+from engine.prepared.files import is_whole
+from engine.prepared.folder import NAME, own_folder
 from engine.prepared.manifest import directly
 from tests.engine.models import make_artifact
 
@@ -33,11 +36,17 @@ def test_the_first_model_of_a_shape_is_shown_in_a_session_that_is_open(
 ) -> None:
     artifact = make_artifact(tmp_path / "모델", units=192, heads=4, activation="gelu_new")
     opened, cache = open_artifact(artifact), tmp_path / "cache" if shared else None
+    own = own_folder()
+    assert own is not None
     warm_up(opened.config, "int8", cache, directly)
     [[frame]] = frames._spare.values()
+    blank = {name for name in read_entry(own / frame.key)["files"] if name.endswith(".bin")}
     model = cpu.load(opened, "int8", cache_dir=cache)
     assert model._session is frame.session
     of_noise = model.piece
+    copied = [path for path in (cache or artifact / NAME).glob("*.bin") if path.name in blank]
+    assert [(path.name, is_whole(path)) for path in copied] == [(*blank, True)]
+    assert 512 * copied[0].stat().st_blocks < copied[0].stat().st_size / 2  # holes are still holes
     model.close()
 
     cpu._pieces.clear()
