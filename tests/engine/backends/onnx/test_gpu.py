@@ -336,7 +336,8 @@ def test_an_onnxruntime_without_cuda_says_what_to_install(artifact: Artifact) ->
 
 
 @pytest.mark.parametrize(
-    ("precision", "device", "known"), [("int8", "gpu", "fp16"), ("fp16", "cpu", "int8, fp32")]
+    ("precision", "device", "known"),
+    [("int8", "gpu", "fp16"), ("fp16", "cpu", "int8, int8-kv8, fp32")],
 )
 def test_a_precision_belongs_to_a_device(
     artifact: Artifact, precision: str, device: str, known: str
