@@ -28,7 +28,7 @@ MIX = {
 STEADY_SHARE = 0.6
 PAUSE_S = 0.05
 RETRIES = 5
-LOST_S = 90.0  # nobody waits longer
+LOST_S = 150.0  # nobody waits longer
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from scripts.lib.problem import Failed
 
 MODELS = Models(("소월", "동주", "steady"), ("봄", "여름", "moving"), 3)
 GROUP_MIB = 4096
-REQUEST_S, LOAD_S = 20, 40
+REQUEST_S, LOAD_S = 30, 60
 SETTLED = ("java", "launcher", "engine", "gateway", "host", "zygote")
 
 

@@ -118,8 +118,8 @@ def judged(samples: Sequence[Sample], history: History) -> dict[str, Any]:
     """How much each has grown from the part after the warm-up to the last part, as long."""
     last_s = samples[-1].at_s
     part_s = WARM_UP * last_s
-    first = [s for s in samples if part_s <= s.at_s < 2 * part_s]
-    last = [s for s in samples if s.at_s >= last_s - part_s]
+    first = [s for s in samples if part_s <= s.at_s < 2 * part_s] or samples[:1]
+    last = [s for s in samples if s.at_s >= last_s - part_s] or samples[-1:]
     found: dict[str, Any] = {}
     for key in KEYS[:-1]:
         before, after = (statistics.median(getattr(s, key) for s in part) for part in (first, last))

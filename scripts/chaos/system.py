@@ -140,12 +140,12 @@ class System(Server):
         return Counter({f"{kind} processes": len(self.processes(kind)) for kind in COMMANDS})
 
     def files(self, *disks: str) -> set[str]:
-        """Paths in these of its folders, all of them if none is named."""
-        folders = (self.disks.folders[name] for name in disks or DISKS)
+        """Those in these of its folders, all of them if none is named."""
         return {
-            str(path.relative_to(self.disks.folder))
-            for folder in folders
-            for path in folder.rglob("*")
+            os.path.join(os.path.relpath(folder, self.disks.folder), name)
+            for disk in disks or DISKS
+            for folder, _, names in os.walk(self.disks.folders[disk])
+            for name in names
         }
 
     def reserved_bytes(self) -> int:
