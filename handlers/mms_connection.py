@@ -102,10 +102,9 @@ class Connection:
             self._handler = self._service._entry_point.__self__
             self._handler.connected()
         name = message["modelName"].decode()
-        paths = self._make_pipes(message["ioFileDescriptor"].decode())
+        self._make_pipes(message["ioFileDescriptor"].decode())
         answer = create_load_model_response(200, f"loaded model {name}. [PID]:{os.getpid()}")
         self.socket.sendall(bytes(answer))
-        self._open_pipes(paths)
         return True
 
     def close(self) -> None:
@@ -114,19 +113,14 @@ class Connection:
         self.socket.close()
         self._pipes.close()
 
-    def _make_pipes(self, io_name: str) -> list[Path]:
-        """The named pipes that MMS opens after a load. Nothing is written to them: what a worker
-        prints goes to its own stdout, which MMS reads as long as the process lives."""
-        paths = [self._model.tmp_dir / f"{io_name}-{stream}" for stream in ("stdout", "stderr")]
-        for path in paths:
+    def _make_pipes(self, io_name: str) -> None:
+        """The named pipes that MMS opens after a load, until this is closed. Nothing is written to
+        them: what a worker prints goes to its own stdout, which MMS reads as long as the process
+        lives."""
+        for stream in ("stdout", "stderr"):
+            path = self._model.tmp_dir / f"{io_name}-{stream}"
             os.mkfifo(path)
-        return paths
-
-    def _open_pipes(self, paths: list[Path]) -> None:
-        """Lets MMS's readers begin; at the end closes and removes the pipes."""
-        for path in paths:
             self._pipes.callback(path.unlink, missing_ok=True)
-        for path in paths:
             # For reading, too, or it would wait for MMS, which never reads if the model is
             # unregistered first: then this thread would wait for ever.
             self._pipes.callback(os.close, os.open(path, os.O_RDWR))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -34,6 +36,7 @@ LOOK_S, LOOKS, LOOKS_UNSEEN = 1.5, 3, 10
 ENGINE_PARTS = ("reserved_bytes", "row_bytes", "kv_bytes")
 SOCKETS = Path("/proc/net/unix")
 LISTENING = "00010000"  # __SO_ACCEPTCON in the column of flags
+PIPES = ("*-stdout", "*-stderr")  # of each of MMS's connections to a worker, in RUN_DIR
 
 
 class Workers:
@@ -49,6 +52,7 @@ class Workers:
         # By the engine's name, what each load will take that has asked for room. Whoever asks later
         # does not get it; the engine knows which of them it has begun.
         self._promised: dict[str, int] = {}
+        self._unused_pipes: set[Path] = set()
 
     async def check(self, model: Model) -> bool:
         """Raises `OutOfMemory` and what is wrong with a model's settings before a worker is started
@@ -215,10 +219,11 @@ class Workers:
         worker has ended, however it did, and not before."""
         return {path for path, listens in _sockets() if listens}
 
-    def remove_unused_sockets(self) -> None:
-        """Removes the socket files of workers that are gone: MMS leaves one a load.
+    def remove_unused_files(self) -> None:
+        """Removes the socket files of workers that are gone, of which MMS leaves one a load, and
+        the named pipes of those that were killed: what nobody had open the last time either.
 
-        Whether one is in use is looked up, not tried: a worker takes a connection for MMS's.
+        Whether a socket is in use is looked up, not tried: a worker takes a connection for MMS's.
         """
         files = list(self._run_dir.glob(".mms.sock.*"))
         if files:
@@ -227,6 +232,11 @@ class Workers:
                 if str(file) not in used:
                     with contextlib.suppress(OSError):
                         file.unlink()
+        pipes = {path for ending in PIPES for path in self._run_dir.glob(ending)}
+        unused = {path for path in pipes if not _is_open(path)}
+        for path in unused & self._unused_pipes:
+            path.unlink(missing_ok=True)
+        self._unused_pipes = unused
 
 
 def _sockets() -> list[tuple[str, bool]]:
@@ -234,6 +244,15 @@ def _sockets() -> list[tuple[str, bool]]:
     lines = SOCKETS.read_text(encoding="utf-8", errors="replace").splitlines()
     columns = (line.split(maxsplit=7) for line in lines[1:])
     return [(c[7], c[3] == LISTENING) for c in columns if len(c) == 8]
+
+
+def _is_open(pipe: Path) -> bool:
+    """Whether anybody could read what is written to a named pipe."""
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        return error.errno != errno.ENXIO
+    return True
 
 
 def _process_bytes(sockets: set[str]) -> dict[str, int]:

@@ -83,7 +83,7 @@ class Recovery:
             if model.starts == starts and self._is_lost(model, registered, listening):
                 self._restore(model, registered, listening)
         await self._end_strangers(registered)
-        await asyncio.to_thread(self._workers.remove_unused_sockets)
+        await asyncio.to_thread(self._workers.remove_unused_files)
 
     def _is_lost(self, model: Model, registered: set[str], listening: set[str]) -> bool:
         draining = model.state is State.DRAINING and model.in_flight > 0  # those are answered, too

@@ -127,7 +127,7 @@ class FakeWorkers:
     def works(self, model: Model) -> bool:
         return model.id in self.running and model.socket in self.listening()
 
-    def remove_unused_sockets(self) -> None:
+    def remove_unused_files(self) -> None:
         pass
 
     async def held_bytes(self, models: Iterable[Model], engine_only: bool) -> dict[str, int]:
