@@ -50,7 +50,7 @@ def run(options: Chaos) -> int:
     plan that still shows it. docs/reliability.md has the rules.
 
     What this machine does not allow is skipped and said: full disks need mounts, less memory a
-    control group, another time of day libfaketime.
+    control group.
 
     Examples:
     kogpt2 chaos                            a minute

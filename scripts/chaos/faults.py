@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 
@@ -20,7 +19,6 @@ from scripts.chaos.system import System
 SLOW_CONNECTIONS = 1000
 # What a shrinking limit leaves beside what is used: less than a worker is asked to have.
 LEFT_BYTES = 48 << 20
-CLOCKS = ("-1d", "+0", "+400d")
 
 
 class NotHere(Exception):
@@ -28,10 +26,10 @@ class NotHere(Exception):
 
 
 class Injector:
-    """`clock`: the file that libfaketime reads, if the server has it."""
+    """`done` is what it did."""
 
-    def __init__(self, system: System, store: Store, clock: Path | None = None) -> None:
-        self._system, self._store, self._clock = system, store, clock
+    def __init__(self, system: System, store: Store) -> None:
+        self._system, self._store = system, store
         self.done: list[Done] = []
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
@@ -60,7 +58,6 @@ class Injector:
             "store": self._broken_store,
             "disk": self._full_disk,
             "memory": self._less_memory,
-            "clock": self._other_time,
             "slow": self._slow_connections,
         }
         began, skipped = time.monotonic(), ""
@@ -126,16 +123,6 @@ class Injector:
             yield
 
     @contextlib.contextmanager
-    def _other_time(self, name: str, fault: Fault) -> Iterator[None]:
-        if self._clock is None:
-            raise NotHere("libfaketime is not installed")
-        self._clock.write_text(CLOCKS[fault.pick % len(CLOCKS)], encoding="ascii")
-        try:
-            yield
-        finally:
-            self._clock.write_text("+0", encoding="ascii")
-
-    @contextlib.contextmanager
     def _slow_connections(self, name: str, fault: Fault) -> Iterator[None]:
         """Each sends half a request's head, and no more."""
         with contextlib.ExitStack() as stack:
@@ -145,20 +132,3 @@ class Injector:
                     slow = stack.enter_context(socket.create_connection(address, timeout=5))
                     slow.sendall(b"POST /predictions/a HTTP/1.1\r\nHost: slow\r\nX-")
             yield
-
-
-def clock_file(folder: Path) -> tuple[Path, dict[str, str]] | None:
-    """What has the server read its clock by libfaketime: the file to write, and its environment;
-    None where that is not installed. Only the time of day is another one: what waits and what is
-    due go by the monotonic clock."""
-    found = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
-    if not found:
-        return None
-    file = folder / "clock"
-    file.write_text("+0", encoding="ascii")
-    return file, {
-        "LD_PRELOAD": str(found[0]),
-        "FAKETIME_TIMESTAMP_FILE": str(file),
-        "FAKETIME_NO_CACHE": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    }

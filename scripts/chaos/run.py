@@ -17,7 +17,7 @@ from benchmarks.process import BenchmarkError
 from benchmarks.switching.control_group import ControlGroup
 from scripts.chaos.checker import AGREE_S, Violation, check
 from scripts.chaos.clients import MIX, PROMPTS, Clients, Models
-from scripts.chaos.faults import Injector, clock_file
+from scripts.chaos.faults import Injector
 from scripts.chaos.history import LOAD, UNLOAD, History, View, text_key
 from scripts.chaos.plan import Plan
 from scripts.chaos.store import Store, store
@@ -71,11 +71,8 @@ def run(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         kept = stack.enter_context(store(folder / "moto.log"))
         environment = {**kept.environment, **_limits(plan, size)}
-        clock = clock_file(folder)
-        if clock is not None:
-            environment |= clock[1]
         system = stack.enter_context(System(folder, environment, _group(stack)))
-        one = _Run(plan, size, system, kept, clock and clock[0], say)
+        one = _Run(plan, size, system, kept, say)
         try:
             history = one.carry_out(beside)
         except BaseException:
@@ -109,7 +106,6 @@ class _Run:
         size: Size,
         system: System,
         store: Store,
-        clock: Path | None,
         say: Callable[[str], None],
     ) -> None:
         self.plan, self.size, self.say = plan, size, say
@@ -119,7 +115,7 @@ class _Run:
             system.ports, size.models, plan.seed, size.clients, self._put, size.mix
         )
         store.changing = self._change
-        self.injector = Injector(system, store, clock)
+        self.injector = Injector(system, store)
         self.history = History(plan.seed, plan.multi_model, REQUEST_S, LOAD_S, {}, time.monotonic())
 
     def _put(self, model: str, version: int) -> None:

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,12 @@ class Workers:
         with contextlib.suppress(EngineError):
             await self._engine.unload(model.engine_name)
         await asyncio.to_thread(remove, self._folders / model.id)
+
+    def remove_other_folders(self, ids: Set[str]) -> None:
+        """Of workers that are not among these, such as those that a killed gateway was loading."""
+        for folder in self._folders.iterdir():
+            if folder.name not in ids:
+                remove(folder)
 
     async def unregister(self, id: str) -> None:
         """Ends a worker and leaves the rest, for one that is started again or belongs to no model.

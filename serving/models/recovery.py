@@ -55,6 +55,9 @@ class Recovery:
                 logger.error("model %s is lost: %s", model.name, error)
         with contextlib.suppress(ServingError):
             await self._end_strangers(await self._workers.registered())
+        await asyncio.to_thread(
+            self._workers.remove_other_folders, {model.id for model in self._registry.all()}
+        )
 
     async def watch(self) -> None:
         """Runs for ever: gives models their workers back."""

@@ -405,6 +405,7 @@ def test_a_gateway_that_is_killed_during_a_load_leaves_no_worker_of_it(own: Serv
     listed = requests.get(own.url("/models"), timeout=10).json()["models"]
     names = [model["modelName"] for model in listed]
     eventually(lambda: len(own.descendants(WORKER)) == len(names))
+    assert len(list(own.run_dir.glob("workers/*"))) == len(names)
     assert text(own.predict("slow", SHORT))
     assert text(own.predict("a", SHORT))
 

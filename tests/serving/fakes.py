@@ -127,6 +127,9 @@ class FakeWorkers:
     def works(self, model: Model) -> bool:
         return model.id in self.running and model.socket in self.listening()
 
+    def remove_other_folders(self, ids: set[str]) -> None:
+        pass
+
     def remove_unused_files(self) -> None:
         pass
 

@@ -243,3 +243,17 @@ def test_pipes_that_a_killed_worker_left_are_removed_and_those_in_use_stay(tmp_p
             os.close(held)
 
     run(test)
+
+
+def test_folders_of_workers_that_no_model_has_are_removed(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        await parts.workers.start(parts.model)
+        folder = parts.mms.folders[parts.model.id]
+        other = folder.parent / "0a0a-1"
+        other.mkdir()
+        (other / "model.json").write_text("{}", "utf-8")
+        parts.workers.remove_other_folders({parts.model.id})
+        assert list(folder.parent.iterdir()) == [folder]
+
+    run(test)
