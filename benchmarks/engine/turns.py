@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import Any
 
 from benchmarks.worker import Channel
 from common.parameters import Parameters
-from engine.http.answer import WaitingAnswer
+from engine.http.answer import Answer
 from engine.registry import Engine
 from engine.settings import Settings
 
@@ -23,11 +24,14 @@ def main() -> None:
         """All at once; returns how many tokens came back."""
         waiting = []
         for model, text in requests:
-            answer = WaitingAnswer(1)
+            done = threading.Event()
+            answer = Answer(1, done.set)
             parameters = Parameters(max_new_tokens=new_tokens)
             engine.submit(str(model), text, parameters, answer.emit, timeout_s=120, stream=False)
-            waiting.append(answer)
-        return sum(answer.wait()["completions"][0]["tokens"] for answer in waiting)
+            waiting.append((done, answer))
+        for done, _ in waiting:
+            done.wait()
+        return sum(answer.result()["completions"][0]["tokens"] for _, answer in waiting)
 
     def timed(requests: list[tuple[int, str]], new_tokens: int, times: int = 1) -> float:
         """Tokens per second, after a short warm-up."""

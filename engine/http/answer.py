@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -101,15 +100,3 @@ def token_details(token: Token) -> dict[str, Any]:
 def _piece_body(piece: bytes) -> dict[str, Any]:
     text = piece.decode("utf-8", "replace")
     return {"text": text} if text.encode() == piece else {"text": text, "bytes": list(piece)}
-
-
-class WaitingAnswer(Answer):
-    """An `Answer` that a thread can wait for."""
-
-    def __init__(self, parameters_count: int) -> None:
-        self._event = threading.Event()
-        super().__init__(parameters_count, self._event.set)
-
-    def wait(self) -> dict[str, Any]:
-        self._event.wait()
-        return self.result()

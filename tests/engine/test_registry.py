@@ -26,7 +26,7 @@ from common.errors import (
     PromptTooLong,
 )
 from common.parameters import Parameters
-from engine.http.answer import WaitingAnswer
+from engine.http.answer import Answer
 from engine.registry import Engine, Model
 from engine.settings import Settings
 from engine.text.sentencepiece import SentencePieceTokenizer
@@ -200,9 +200,11 @@ def test_each_of_two_models_gives_its_own_text(
 
 
 def test_the_prompt_alone_is_no_part_of_the_text(engine: Engine, model: Model) -> None:
-    answer = WaitingAnswer(1)
+    done = threading.Event()
+    answer = Answer(1, done.set)
     engine.submit("m", PROMPT, Parameters(max_new_tokens=5), answer.emit)
-    found = answer.wait()
+    assert done.wait(WAIT_S)
+    found = answer.result()
     (completion,) = found["completions"]
     assert (completion["tokens"], completion["finish_reason"]) == (5, "length")
     assert 0 < found["time_to_first_token_s"] <= found["seconds"]
