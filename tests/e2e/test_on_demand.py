@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,11 +64,10 @@ def fresh(few: Server) -> Server:
 
 
 @pytest.fixture(scope="module")
-def many(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def many(clean: Server, store: Path) -> Server:
     """A server with room for all of them."""
-    folder = tmp_path_factory.mktemp("many")
-    with serving(folder, store, PRELOAD_MODELS="m0, m1", START_TIMEOUT_S="30") as server:
-        yield server
+    shutil.copytree(store, clean.store, dirs_exist_ok=True)
+    return clean
 
 
 def loaded(server: Server) -> list[str]:
@@ -80,9 +80,10 @@ def lines(server: Server, words: str) -> int:
 
 
 @pytest.mark.slow
-def test_models_to_preload_are_ready_before_the_server_is(many: Server) -> None:
-    assert loaded(many) == ["m0", "m1"]
-    log = many.text()
+def test_models_to_preload_are_ready_before_the_server_is(store: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, store, PRELOAD_MODELS="m0, m1") as server:
+        assert loaded(server) == ["m0", "m1"]
+        log = server.text()
     assert log.index("loaded model m1") < log.index('"ready after')
 
 
@@ -122,6 +123,7 @@ def test_unknown_and_broken_models_say_so_to_everyone(many: Server) -> None:
 
 
 def test_what_the_store_offers_is_listed(many: Server) -> None:
+    text(many.predict("m0", SHORT))
     answer = requests.get(many.url("/models?available=true"), timeout=10).json()["models"]
     offered = {model["modelName"]: model for model in answer}
     assert {*NAMES, "slow", "시/봄"} <= set(offered)
@@ -291,6 +293,7 @@ def from_s3(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server
 
 
+@pytest.mark.slow
 def test_models_come_from_s3(from_s3: Server, many: Server) -> None:
     assert loaded(from_s3) == []
     for name in ("m0", "m1", "시/봄"):  # a folder, archives
@@ -300,6 +303,7 @@ def test_models_come_from_s3(from_s3: Server, many: Server) -> None:
     assert {"m0", "m1", "m3", "시/봄"} <= {model["modelName"] for model in answer}
 
 
+@pytest.mark.slow
 def test_a_model_can_be_loaded_by_its_s3_url(from_s3: Server) -> None:
     answer = from_s3.load("mine", f"s3://{BUCKET}/prefix/m3.tar.gz")
     assert answer.status_code == 200
@@ -309,6 +313,7 @@ def test_a_model_can_be_loaded_by_its_s3_url(from_s3: Server) -> None:
     assert error(from_s3.predict("nothing", SHORT)) == (404, "ModelNotFoundException")
 
 
+@pytest.mark.slow
 def test_many_clients_of_a_cold_model_in_s3_fetch_it_once(from_s3: Server) -> None:
     with ThreadPoolExecutor(8) as pool:
         texts = {text(a) for a in pool.map(lambda _: from_s3.predict("m5", SHORT), range(8))}

@@ -13,15 +13,15 @@ import pytest
 from tests.e2e.console import session
 from tests.e2e.server import REPOSITORY, Server
 
-READMES = ("README.md", "README.ko.md")
-REQUESTS = ("docs/requests.md", "docs/requests.ko.md")
+SESSIONS = ("README.md", "docs/requests.md")
 SETTINGS = ("docs/settings.md", "docs/settings.ko.md")
 
 
-@pytest.mark.parametrize("page", [*READMES, *REQUESTS])
+@pytest.mark.parametrize("page", SESSIONS)
 def test_the_session_answers_as_it_is_shown(server: Server, page: str) -> None:
     commands = session(REPOSITORY / page)
     assert commands
+    assert session((REPOSITORY / page).with_suffix(".ko.md")) == commands
     # The wrong request stands apart in the text, after the model was unloaded.
     unload = [c for c in commands if "DELETE" in c[0]]
     for command, shown in [*(c for c in commands if c not in unload), *unload]:
