@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,10 @@ from common.memory import is_out_of_memory
 
 VERSION: str = onnxruntime.__version__
 FATAL_ONLY = 4  # a log level: what goes wrong is raised
+
+# Long rows are faster without: a step of eight of 900 tokens takes a quarter less processor time,
+# short ones the same. Read when a session is opened.
+os.environ.setdefault("ORT_GQA_DISABLE_FLASH_ATTENTION", "1")
 
 _sharing = threading.Lock()
 

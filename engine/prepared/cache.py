@@ -49,7 +49,7 @@ from engine.prepared.manifest import NICENESS, Run, content_of, directly, from_m
 from engine.prepared.prune import in_use
 from engine.sandbox import Limits
 
-FORMAT = 4  # raise it when the graph or the quantization changes
+FORMAT = 5  # raise it when the graph or the quantization changes
 # To build: libraries and threads, and the weights as given, quantized, packed and written.
 BUILD_MIB, BUILD_TIMES_FP32 = 1024, 3
 BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB

@@ -136,7 +136,10 @@ class GPT2Graph:
         if padded_head_size(c) != c.head_size:
             w, b = _pad_heads(w, 3 * c.num_heads, c), _pad_heads(b, 3 * c.num_heads, c)
             w_out = _pad_heads(w_out.T, c.num_heads, c).T
-        qkv = self._dense(x, w, b, name)  # (B, T, 3C): q, k, v, heads inside each
+        # onnxruntime's kernels on the CPU have a short way where the scale is 1: q has it already.
+        scale = c.attention_scale(i)
+        gain, scale = (None, scale) if self._half else (_gain(len(w), scale), 1.0)
+        qkv = self._dense(x, w, b, name, gain=gain)  # (B, T, 3C): q, k, v, heads inside each
         y = f"{name}.y"
         inputs = [qkv, "", "", f"past_{i}_k", f"past_{i}_v", "seqlens_k", "total"]
         attributes: dict[str, Any] = {"num_heads": c.num_heads, "kv_num_heads": c.num_heads}
@@ -150,7 +153,7 @@ class GPT2Graph:
                 inputs,
                 [y, f"present_{i}_k", f"present_{i}_v"],
                 domain=MICROSOFT,
-                scale=c.attention_scale(i),
+                scale=scale,
                 **attributes,
             )
         )
@@ -186,10 +189,19 @@ class GPT2Graph:
         y = self._op("LayerNormalization", [x, gamma, beta], axis=-1, epsilon=eps)
         return self._op("Cast", [y], to=TensorProto.FLOAT16) if self._half else y
 
-    def _dense(self, x: str, w: Array, b: Array | None, name: str, output: str = "") -> str:
-        """x W^T + b with W (out, in), b (out,)."""
+    def _dense(
+        self,
+        x: str,
+        w: Array,
+        b: Array | None,
+        name: str,
+        output: str = "",
+        gain: Array | None = None,
+    ) -> str:
+        """x W^T + b with W (out, in), b (out,); all of it times `gain` (out,)."""
         output = output or f"{name}.out"
         dtype = np.float16 if self._half else np.float32
+        b = b if b is None or gain is None else b.astype(np.float32) * gain
         bias = "" if b is None else self._tensor(f"{name}.bias", b, dtype)
         if self.quantized:
             block = quantize.block_size(w.shape[1])
@@ -204,13 +216,13 @@ class GPT2Graph:
             attributes |= {"block_size": block, "accuracy_level": 4}
             self._add(
                 shapes,
-                lambda: dict(zip((q, scales), quantize.quantize(w, block), strict=True)),
+                lambda: dict(zip((q, scales), _quantized(w, block, gain), strict=True)),
                 _alone(kind, [q, scales], attributes),
             )
             inputs = [x, q, scales, *(["", "", bias] if bias else [])]
             return self._op(kind, inputs, output, domain=MICROSOFT, **attributes)
         kind, weight = "FusedMatMul", f"{name}.weight"
-        self._tensor(weight, w, dtype, _alone(kind, [weight], {"transB": 1}))
+        self._tensor(weight, w, dtype, _alone(kind, [weight], {"transB": 1}), gain)
         product = self._op(kind, [x, weight], "" if bias else output, domain=MICROSOFT, transB=1)
         return self._op("Add", [product, bias], output) if bias else product
 
@@ -220,12 +232,14 @@ class GPT2Graph:
         value: Array,
         dtype: type[np.floating[Any]] = np.float32,
         node: Any = None,
+        gain: Array | None = None,
     ) -> str:
-        """An initializer; floats as `dtype`, of the same name once."""
+        """An initializer; floats as `dtype`, of the same name once; its rows times `gain`."""
         if name not in self._initializers:
             floats = value.dtype.kind == "f" or value.dtype.name == "bfloat16"
             found: np.dtype[Any] = np.dtype(dtype) if floats else value.dtype
-            self._add({name: (value.shape, found)}, lambda: {name: _as(value, found, name)}, node)
+            make = lambda: {name: _as(value, found, name, gain)}  # noqa: E731
+            self._add({name: (value.shape, found)}, make, node)
         return name
 
     def _add(
@@ -305,13 +319,28 @@ def _model_of(graph: Any) -> Any:
     return helper.make_model(graph, opset_imports=opsets, ir_version=9)
 
 
-def _as(value: Array, dtype: np.dtype[Any], name: str) -> Array:
+def _gain(rows: int, scale: float) -> Array:
+    """Of q, k and v, the first of which is to be scaled."""
+    gain = np.ones((3, rows // 3), np.float32)
+    gain[0] = scale
+    return gain.reshape(-1)
+
+
+def _quantized(w: Array, block: int, gain: Array | None) -> tuple[Array, Array]:
+    quantized, scales = quantize.quantize(w, block)
+    if gain is not None:
+        scales.reshape(len(w), -1)[...] *= gain[:, None]
+    return quantized, scales
+
+
+def _as(value: Array, dtype: np.dtype[Any], name: str, gain: Array | None = None) -> Array:
     """In this type, whole, and at an address that has it: in a file it may lie at any byte."""
     if value.dtype.name == "bfloat16":
         value = value.astype(np.float32)
     try:
         with np.errstate(over="raise"):
             value = value.astype(dtype, copy=False)
+            value = value if gain is None else value * gain[:, None]
     except FloatingPointError:
         raise ArtifactError(
             f"{name} has values beyond {np.finfo(dtype).max:.0f}, which fp16 cannot hold:"
