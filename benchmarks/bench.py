@@ -25,6 +25,7 @@ class Bench:
     quick: bool = option(False, "a tiny model, one round, some seconds")
     rounds: int | None = option(None, "(5, or 1 with --quick)", min=1)
     gateway: bool = option(False, "measure what stands in front of the engine")
+    fleet: bool = option(False, "measure one, two and three servers behind HAProxy")
     only: str | None = option(None, "what to measure; a wrong name lists all", metavar="NAME,...")
     json: Path | None = option(None, "(benchmark.json in the working folder)", metavar="FILE")
     plot: Path | None = option(None, "(benchmark.png in the working folder)", metavar="FILE")
@@ -57,11 +58,13 @@ def run(options: Bench) -> int:
     kogpt2 bench --rounds 3 --only guides,onnxruntime-int8,bandwidth
     taskset -c 0,1 kogpt2 bench     on two cores
     kogpt2 bench --gateway          the gateway's own numbers instead
+    kogpt2 bench --fleet            servers of one core behind HAProxy
     kogpt2 bench --switching        eight models where five fit, and what a swap takes
     kogpt2 bench --switching --against 3e223a9 --sweep
     """
     from benchmarks.contenders import peers
     from benchmarks.engine import measurements as engine
+    from benchmarks.fleet import measurements as fleet
     from benchmarks.gateway import measurements as gateway
     from benchmarks.process import BenchmarkError
     from benchmarks.run import Run
@@ -72,10 +75,13 @@ def run(options: Bench) -> int:
     began = time.monotonic()
     kinds: dict[str, tuple[type[Run], Any]] = {
         "gateway": (gateway.GatewayRun, gateway.Plan),
+        "fleet": (fleet.FleetRun, fleet.Plan),
         "switching": (switching.SwitchingRun, switching.Plan),
         "benchmark": (engine.EngineRun, engine.Plan),
     }
-    name = next((name for name in ("gateway", "switching") if vars(options)[name]), "benchmark")
+    name = next(
+        (name for name in ("gateway", "fleet", "switching") if vars(options)[name]), "benchmark"
+    )
     kind, plans = kinds[name]
     wanted = options.only.split(",") if options.only else [*kind.DEFAULT]
     if unknown := [part for part in wanted if part not in kind.PARTS]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,14 @@ import sentencepiece
 
 from benchmarks import random_model
 from benchmarks.engine import tables
+from benchmarks.fleet import measurements as fleet
+from benchmarks.fleet import simulation
 from benchmarks.gateway import measurements as gateway
 from benchmarks.report import goals
 from benchmarks.switching import clients as switching_clients
 from benchmarks.switching import tables as switching
 from engine.artifacts.open import open_artifact
+from tests.fleet.haproxy import needs_haproxy
 
 pytestmark = pytest.mark.slow
 
@@ -176,6 +180,32 @@ def test_the_gateway_is_measured_and_every_goal_of_it_is_shown(tmp_path: Path) -
     cycles = results["cycles"]
     assert len(cycles["after_each"]) > cycles["cycles"]
     assert cycles["after"] == cycles["after_each"][-1]
+
+
+@needs_haproxy
+def test_a_fleet_is_measured_as_far_as_there_are_cores(tmp_path: Path) -> None:
+    result = run("--fleet", "--quick", "--workdir", tmp_path, "--json", tmp_path / "found.json")
+    results = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert len(results["proxy"]["through_ms"]) == results["plan"]["calls"]
+    assert fleet.lines(results) in result.stdout
+    cores = len(os.sched_getaffinity(0))
+    assert set(results["nodes"]) == {str(nodes) for nodes in fleet.NODES if nodes < cores}
+    assert len(results["skipped"]) == len(fleet.NODES) - len(results["nodes"])
+    for measured in results["nodes"].values():
+        assert min(measured["tokens_per_s"]) > 0
+
+
+def test_hashing_finds_models_loaded_and_bounded_load_keeps_a_hot_one_from_waiting() -> None:
+    seen = {
+        policy: simulation.simulate(policy, 500, 8, 150.0, 8.0, 1)
+        for policy in ("hash", "bounded", "random")
+    }
+    hits = {policy: found.hits / len(found.took_s) for policy, found in seen.items()}
+    assert hits["hash"] > hits["bounded"] > hits["random"] + 0.2
+    late = {policy: simulation.percentile(0.99, found.took_s) for policy, found in seen.items()}
+    assert late["bounded"] <= late["hash"]
+    again = simulation.simulate("bounded", 500, 8, 150.0, 8.0, 1)
+    assert again == seen["bounded"]
 
 
 def test_what_the_gateway_adds_is_the_median_difference_of_pairs() -> None:

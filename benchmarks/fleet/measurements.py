@@ -1,0 +1,199 @@
+"""Measured: one, two and three servers of one core behind HAProxy, and what the proxy costs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import statistics
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import random_model
+from benchmarks.process import ROOT, BenchmarkError, Program
+from benchmarks.report.goals import Goal, Results
+from benchmarks.report.tables import page, shown, table
+from benchmarks.run import Run
+from benchmarks.server import Server, ask, free_port
+from engine.artifacts.config import GPT2Config
+
+CONFIGURATION = ROOT / "deploy" / "haproxy" / "haproxy.cfg"
+NODES, WARM_UP, CLIENTS = (1, 2, 3), 50, 8
+NAMES = [f"모델{number}" for number in range(12)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: GPT2Config = random_model.FULL
+    calls: int = 1000
+    seconds: float = 20.0
+    new_tokens: int = 32
+    rounds: int = 3
+
+    @classmethod
+    def quick(cls) -> Plan:
+        return cls(random_model.TINY, 30, 1.0, 4, 1)
+
+
+class HAProxy(Program):
+    """In front of servers on loopback, at these ports."""
+
+    def __init__(self, nodes: Sequence[int], log: Path) -> None:
+        program = shutil.which("haproxy")
+        if program is None:
+            raise BenchmarkError("haproxy is not installed")
+        self.port, inside = free_port(), free_port()
+        places = {"BIND": self.port, "INSIDE": inside}
+        for number in NODES:  # one that nobody listens on is down
+            places[f"NODE{number}"] = nodes[number - 1] if number <= len(nodes) else free_port()
+        settings = {name: f"127.0.0.1:{port}" for name, port in places.items()}
+        super().__init__([program, "-db", "-f", CONFIGURATION], log, settings)
+
+        def up() -> int:
+            with contextlib.suppress(OSError):
+                url = f"http://127.0.0.1:{inside}/metrics"
+                text = urllib.request.urlopen(url, timeout=5).read().decode()
+                wanted = 'haproxy_backend_active_servers{proxy="kogpt2"}'
+                (line,) = (row for row in text.splitlines() if row.startswith(wanted))
+                return int(float(line.split()[1]))
+            return 0
+
+        # All are taken for up until the first checks have failed.
+        self._wait(lambda: time.perf_counter() > self._began + 3 and up() == len(nodes))
+
+
+def added_ms(results: Results) -> list[float]:
+    """What the proxy adds: the median over the pairs of the difference within each."""
+    pairs = zip(results["proxy"]["through_ms"], results["proxy"]["direct_ms"], strict=True)
+    return [statistics.median(through - direct for through, direct in pairs)]
+
+
+def gained(results: Results) -> list[float]:
+    """Tokens a second of three servers against one."""
+    nodes = results["nodes"]
+    pairs = zip(nodes["3"]["tokens_per_s"], nodes["1"]["tokens_per_s"], strict=True)
+    return [three / one for three, one in pairs]
+
+
+class FleetRun(Run):
+    PARTS = DEFAULT = ("proxy", "nodes")
+    GOALS: Sequence[Goal] = (
+        ("tokens a second of three servers against one", ">=", 2.7, "x", gained),
+        ("what the proxy adds to a call, median", "<=", 1, "ms", added_ms),
+    )
+
+    def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
+        super().__init__(plan, wanted, workdir)
+        self.plan, self.store = plan, workdir / "models"
+
+    def measure(self, save: Callable[[], object]) -> None:
+        self.model = random_model.make(self.store, self.plan.config, 0)
+        self.tiny = random_model.make(self.store, random_model.TINY, 0)
+        self.text = random_model.text_of(random_model.prompts(random_model.TINY, 1, 16)[0])
+        self.measure_parts({"proxy": self._proxy, "nodes": self._nodes}, save)
+
+    def _proxy(self) -> Results:
+        log = self.log("proxy")
+        with (
+            Server(self.store, log, {NAMES[0]: self.tiny}) as server,
+            HAProxy([server.port], self.log("haproxy")) as proxy,
+        ):
+            ways = {"direct_ms": server.connect(), "through_ms": server.connect()}
+            ways["through_ms"].port = proxy.port
+            found: dict[str, list[float]] = {name: [] for name in ways}
+            for call in range(WARM_UP + self.plan.calls):
+                for name, connection in ways.items():
+                    seconds, _ = ask(connection, "%EB%AA%A8%EB%8D%B80", self.text, 1)
+                    if call >= WARM_UP:
+                        found[name].append(1000 * seconds)
+            return found
+
+    def _nodes(self) -> Results:
+        cores = sorted(os.sched_getaffinity(0))
+        found: Results = {}
+        for nodes in NODES:
+            if len(cores) <= nodes:
+                self.results["skipped"][f"{nodes} servers"] = (
+                    f"{nodes + 1} cores are needed, one for the clients and the proxy;"
+                    f" here are {len(cores)}"
+                )
+                continue
+            found[str(nodes)] = self._several(cores[:nodes])
+        return found
+
+    def _several(self, cores: Sequence[int]) -> Results:
+        plan = self.plan
+        with contextlib.ExitStack() as started:
+            servers = [
+                started.enter_context(
+                    Server(
+                        self.store,
+                        self.log(f"{len(cores)}-{core}"),
+                        dict.fromkeys(NAMES, self.model),
+                        prefix=["taskset", "-c", str(core)],
+                    )
+                )
+                for core in cores
+            ]
+            proxy = started.enter_context(
+                HAProxy([server.port for server in servers], self.log("haproxy"))
+            )
+            rounds = [self._round(servers[0], proxy, len(cores), r) for r in range(plan.rounds)]
+        return {
+            "tokens_per_s": [
+                sum(len(c) for c in r) * plan.new_tokens / plan.seconds for r in rounds
+            ],
+            "p99_ms": [1000 * _p99([s for c in r for s in c]) for r in rounds],
+        }
+
+    def _round(self, server: Server, proxy: HAProxy, nodes: int, turn: int) -> list[list[float]]:
+        """The seconds of each client's calls."""
+        end = time.perf_counter() + self.plan.seconds
+
+        def client(number: int) -> list[float]:
+            chance, seconds = random.Random(1000 * turn + number), []  # noqa: S311
+            connection = server.connect()
+            connection.port = proxy.port
+            with contextlib.closing(connection):
+                while time.perf_counter() < end:
+                    name = f"%EB%AA%A8%EB%8D%B8{chance.randrange(len(NAMES))}"
+                    seconds.append(ask(connection, name, self.text, self.plan.new_tokens)[0])
+            return seconds
+
+        with ThreadPoolExecutor(CLIENTS * nodes) as pool:
+            return list(pool.map(client, range(CLIENTS * nodes)))
+
+    def lines(self) -> str:
+        return lines(self.results)
+
+
+def _p99(values: Sequence[float]) -> float:
+    return sorted(values)[int(0.99 * len(values))]
+
+
+def lines(results: Results) -> str:
+    plan = results["plan"]
+    said = f"{CLIENTS} clients a server, {plan['new_tokens']} tokens, {plan['seconds']:g} s a round"
+    return page(results, said, _proxy_table(results), _nodes_table(results))
+
+
+def _proxy_table(results: Results) -> Iterator[str]:
+    rows = [
+        (name, shown(results["proxy"][key], 2))
+        for name, key in (("directly", "direct_ms"), ("through the proxy", "through_ms"))
+        if "proxy" in results
+    ]
+    yield from table(("one token of a tiny model", "ms"), rows)
+
+
+def _nodes_table(results: Results) -> Iterator[str]:
+    rows = [
+        (nodes, shown(found["tokens_per_s"], 0), shown(found["p99_ms"], 0))
+        for nodes, found in results.get("nodes", {}).items()
+    ]
+    yield from table(("servers of one core", "tokens a second", "p99, ms"), rows)
