@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from common.errors import ServiceError
 
 
@@ -43,7 +45,12 @@ class ResourceNotFound(ServingError, status=404, type="ResourceNotFoundException
     """No such route."""
 
 
-class MethodNotAllowed(ServingError, status=405, type="MethodNotAllowedException"): ...
+class MethodNotAllowed(ServingError, status=405, type="MethodNotAllowedException"):
+    """`allowed` are the methods that the path knows."""
+
+    def __init__(self, message: str, allowed: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.allowed = sorted(allowed)
 
 
 class RequestTimeout(ServingError, status=408, type="RequestTimeoutException"):

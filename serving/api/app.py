@@ -166,8 +166,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return error_response(request, ResourceNotFound("Requested resource is not found."))
     if error.status_code == 405:
-        return error_response(
-            request,
-            MethodNotAllowed("Requested method is not allowed, please refer to API document."),
-        )
+        path = request.scope["path"]
+        routes = [route for route in request.app.routes if isinstance(route, Route)]
+        first = next(route for route in routes if route.path_regex.match(path))
+        same = [route.methods or () for route in routes if route.path == first.path]
+        methods = {method for methods in same for method in methods}
+        said = "Requested method is not allowed, please refer to API document."
+        return error_response(request, MethodNotAllowed(said, methods))
     return error_response(request, ServingError(str(error.detail)))

@@ -111,11 +111,11 @@ class Management:
 
     async def list(self, request: Request) -> Response:
         self._check_reader(request)
-        gateway = self._gateway
-        if request.query_params.get("available", "").lower() == "true":
+        gateway, query = self._gateway, request.query_params
+        limit = min(_integer(query, "limit", 1, 10**9, PAGE), PAGE)
+        start = _integer(query, "next_page_token", 0, 10**9, 0)
+        if _boolean(query, "available", False):
             return JSONResponse(await self._available())
-        limit = min(_integer(request.query_params, "limit", 1, 10**9, PAGE), PAGE)
-        start = _integer(request.query_params, "next_page_token", 0, 10**9, 0)
         models = gateway.registry.models()
         page = [_listed(model) for model in models[start : start + limit]]
         answer: dict[str, Any] = {"models": page}

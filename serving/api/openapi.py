@@ -29,8 +29,16 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "inference": (
         "Error",
         {JSON: ("Generate", "Text"), TEXT: "Text"},
-        {JSON: ("Generated", "Guide"), TEXT: "Text", EVENTS: "Text", LINES: "Text"},
+        # A model's own code answers what it likes.
+        {
+            JSON: ("Generated", "Guide", "Any"),
+            TEXT: "Text",
+            EVENTS: "Text",
+            LINES: "Text",
+            "*/*": "Any",
+        },
     ),
+    "endpoint": ("AWSError", {JSON: ("Generate", "Text"), TEXT: "Text"}, {"*/*": "Any"}),
     "OpenAI": ("OpenAIError", {}, {}),
     "completion": ("OpenAIError", {JSON: "OpenAICompletion"}, {JSON: "Any", EVENTS: "Text"}),
     "chat": ("OpenAIError", {JSON: "OpenAIChat"}, {JSON: "Any", EVENTS: "Text"}),
@@ -39,7 +47,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "generate": ("V2Error", {JSON: "V2Generate"}, {JSON: "Any"}),
 }
 TAGS = {
-    "load": "management", "completion": "OpenAI", "chat": "OpenAI", "infer": "V2", "generate": "V2",
+    "load": "management", "endpoint": "inference", "completion": "OpenAI", "chat": "OpenAI",
+    "infer": "V2", "generate": "V2",
 }  # fmt: skip
 CALL = "400 401 403 404 405 406 408 413 415 429 500 503 504 507"
 # Method, path with its query, kind, errors, summary.
@@ -60,9 +69,9 @@ PUT /predictions/{{name}} | inference | {CALL} | The same
 OPTIONS /predictions/{{name}} | management | 401 404 | This, of one model
 POST /{{name}}/predict | inference | {CALL} | Continue a prompt (Multi Model Server's legacy route)
 POST /invocations | inference | {CALL} | Continue a prompt (SageMaker)
-POST /endpoints/{{endpoint}}/invocations | inference | {CALL} 424 | \
+POST /endpoints/{{endpoint}}/invocations | endpoint | 400 424 500 | \
 Continue a prompt, as SageMaker's runtime answers (boto3)
-POST /endpoints/{{endpoint}}/invocations-response-stream | inference | {CALL} 424 | \
+POST /endpoints/{{endpoint}}/invocations-response-stream | endpoint | 400 424 500 | \
 The same, in AWS's event stream
 GET /v1/models | OpenAI | 401 503 | List the models of the store
 GET /v1/models/{{name}} | OpenAI | 401 404 503 | Whether there is such a model
@@ -88,6 +97,12 @@ TARGET = {
     "in": "header",
     "schema": {"type": "string"},
     "description": "which model, as a path below the store: `poem.tar.gz`",
+}
+# What a model that was loaded can be asked.
+LOADED = {"name": "$request.body#/model_name"}
+LINKS = {
+    "call": {"operationRef": "#/paths/~1predictions~1{name}/post", "parameters": LOADED},
+    "unload": {"operationRef": "#/paths/~1models~1{name}/delete", "parameters": LOADED},
 }
 
 
@@ -123,7 +138,11 @@ def _operation(kind: str, summary: str, path: str, query: str, errors: list[str]
     if "invocations" in path:
         parameters.append(TARGET)
     refused = {"description": "the message says why", "content": _content({JSON: error})}
-    done = {"description": "done"} | ({"content": _content(answered)} if answered else {})
+    done: dict[str, Any] = {"description": "done"}
+    if answered:
+        done["content"] = _content(answered)
+    if kind == "load":
+        done["links"] = LINKS
     described = {
         "tags": [TAGS.get(kind, kind)],
         "summary": summary,
@@ -136,7 +155,7 @@ def _operation(kind: str, summary: str, path: str, query: str, errors: list[str]
 def _content(kinds: dict[str, Any]) -> dict[str, Any]:
     def schema(named: Any) -> dict[str, Any]:
         if isinstance(named, tuple):
-            return {"oneOf": [schema(one) for one in named]}
+            return {"anyOf": [schema(one) for one in named]}
         return {"$ref": f"#/components/schemas/{named}"}
 
     return {kind: {"schema": schema(named)} for kind, named in kinds.items()}

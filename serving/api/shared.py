@@ -26,6 +26,7 @@ from serving.errors import (
     BadRequest,
     BodyTooLarge,
     Forbidden,
+    MethodNotAllowed,
     RequestTimeout,
     ServingError,
     StillLoading,
@@ -200,6 +201,8 @@ def error_response(request: Request, error: Exception) -> Response:
         headers["Retry-After"] = f"{math.ceil(max(error.retry_after_s, 1))}"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowed):
+        headers["Allow"] = ", ".join(error.allowed)
     if isinstance(error, UnsupportedEncoding):
         headers["Accept-Encoding"] = "gzip, deflate"
     text = json.dumps(error.to_body(), ensure_ascii=False).encode("utf-8", "backslashreplace")

@@ -253,9 +253,15 @@ def test_unknown_routes_and_methods_are_told(server: Server) -> None:
         assert error(answer)[0] in (404, 405), path
     nothing = error(requests.get(server.url("/nothing"), timeout=10))
     assert nothing == (404, "ResourceNotFoundException")
-    for method, path in (("delete", "/models"), ("get", "/invocations"), ("post", "/ping")):
+    for method, path, known in (
+        ("delete", "/models", "GET, HEAD, POST"),
+        ("get", "/invocations", "POST"),
+        ("post", "/ping", "GET, HEAD"),
+        ("put", "/models/a/invoke", "POST"),
+    ):
         answer = requests.request(method, server.url(path), timeout=10)
         assert error(answer) == (405, "MethodNotAllowedException")
+        assert answer.headers["allow"] == known
     here = requests.post(server.management("/predictions/a"), json=SHORT, timeout=10)
     assert error(here) == (404, "ResourceNotFoundException")
     assert error(post(server.url("/invocations"), SHORT))[0] == 400

@@ -2,6 +2,7 @@
 
 python -m tests.fuzz --minutes 10              all of them in turn
 python -m tests.fuzz --minutes 10 npy torch    these
+python -m tests.fuzz --server --minutes 10     a server of its own, by requests
 python -m tests.fuzz --atheris npy             with coverage as the guide (pip install atheris)
 
 A defect ends it: the input is kept in a file that is named, and `python -m tests.fuzz npy --file F`
@@ -15,7 +16,9 @@ import random
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from tests.fuzz import live
 from tests.fuzz.cases import case, seeds
 from tests.fuzz.targets import TARGETS, attempt
 
@@ -55,6 +58,21 @@ def run(names: list[str], minutes: float, seed: int) -> None:
     print(f"{'together':16}{sum(map(sum, counts.values())):10}  defects: 0")
 
 
+def against_a_server(minutes: float, seed: int) -> None:
+    """Ends with an `AssertionError` at the first answer that may not be."""
+    with TemporaryDirectory() as folder, live.served(Path(folder)) as server:
+        processes, client = live.lasting(server), live.Client(server, seed)
+        end = time.monotonic() + 60 * minutes
+        while time.monotonic() < end:
+            client.ask()
+        live.check(server, processes)
+        client.close()
+    print(f"seed {seed}\nstatus{'requests':>12}")
+    for status, count in sorted(client.statuses.items()):
+        print(f"{status or 'closed':<6}{count:12}")
+    print(f"{'all':6}{client.statuses.total():12}  unhandled 5xx: 0  lost processes: 0")
+
+
 def guided(name: str) -> None:
     """Until it finds something, or is stopped."""
     import atheris
@@ -71,6 +89,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="parser", help=", ".join(TARGETS))
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--server", action="store_true", help="requests to a running server")
     parser.add_argument("--atheris", action="store_true", help="one parser, guided by coverage")
     parser.add_argument("--file", type=Path, help="one parser, this input alone")
     given = parser.parse_args()
@@ -79,6 +98,8 @@ def main() -> None:
         parser.error(f"name {'one of ' if not unknown else ''}{', '.join(TARGETS)}")
     if given.file:
         print("taken" if tried(given.names[0], given.file.read_bytes()) else "refused")
+    elif given.server:
+        against_a_server(given.minutes, given.seed)
     elif given.atheris:
         guided(given.names[0])
     else:

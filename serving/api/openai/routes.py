@@ -23,7 +23,7 @@ from serving.api.shared import Gateway, check_token, read_json_object
 from serving.errors import MethodNotAllowed, ModelNotFound
 
 OWNER = "kogpt2-serving"
-METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 NO_EMBEDDINGS = (
     "there are no embeddings here: the hidden states of a GPT-2 were never trained to tell how"
     " alike texts are"
@@ -51,7 +51,7 @@ class OpenAI:
         async def answered(request: Request) -> Response:
             try:
                 if request.method not in (*methods, "HEAD"):
-                    raise MethodNotAllowed(f"{path} takes {', '.join(methods)}")
+                    raise MethodNotAllowed(f"{path} takes {', '.join(methods)}", methods)
                 check_token(request, self._gateway.settings.inference_token)
                 return await endpoint(request)
             except Exception as error:

@@ -1,0 +1,31 @@
+"""Names for schemathesis that lead somewhere, most of the time: a document cannot say which models
+a store has. SCHEMATHESIS_HOOKS=tests.fuzz.hooks"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import schemathesis
+
+KNOWN = ("a", "시", "texts", "script")
+
+
+def known(said: Any) -> str:
+    return KNOWN[sum(map(ord, str(said))) % len(KNOWN)]
+
+
+@schemathesis.hook
+def map_path_parameters(context: Any, path_parameters: Any) -> Any:
+    if path_parameters and len(str(path_parameters.get("name", ""))) % 4:
+        path_parameters["name"] = known(path_parameters["name"])
+    return path_parameters
+
+
+@schemathesis.hook
+def map_body(context: Any, body: Any) -> Any:
+    """A load under a name of its own, which the links call and unload then."""
+    if isinstance(body, dict) and isinstance(body.get("url"), str):
+        body |= {"url": known(body["url"]), "model_name": f"x{len(body['url'])}"}
+    elif isinstance(body, dict) and isinstance(body.get("model"), str):
+        body["model"] = known(body["model"])
+    return body

@@ -1,0 +1,187 @@
+"""Hostile requests to a running server: every route of its OpenAPI document, with bodies made from
+the corpora, names of all sorts and headers that fit badly.
+
+What may not happen: an answer of 5xx that is no overload, a traceback in an answer or in the log, a
+process that ends, a file outside of the server's own folders, memory that grows with the requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import random
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from onnx import TensorProto
+
+from serving.api import openapi
+from tests.e2e.server import Server
+from tests.e2e.stores import serving
+from tests.engine.models import make_artifact
+from tests.fuzz.cases import ODD, case, seeds
+from tests.handlers.tensors.graphs import identity
+
+WIDE_S = 90.0
+KINDS = ("text-json", "json", "openai", "generate", "v2-binary", "npy", "csv", "settings", "grpc")
+FITTING = {"/v1/": "openai", "/generate": "generate", "/infer": "v2-binary"}
+TYPES = ("application/json", "text/plain", "application/x-npy", "text/csv", "text/html", "")
+NAMES = ("a", "시", unicodedata.normalize("NFD", "시"), "tensors", "texts", "script", "absent", "x")
+ODD_NAMES = (
+    "..",
+    "%2e%2e%2fa",
+    "a/../b",
+    "%00",
+    "%ff",
+    "a" * 1500,
+    quote("가" * 400),
+    ".",
+    "%2f",
+    "a%0d%0ab",
+)
+SCRIPT = """
+def model_fn(model_dir):
+    return model_dir
+
+def transform_fn(model, body, content_type, accept):
+    return body, "application/octet-stream"
+"""
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[Server]:
+    """Models of each kind, small enough that no answer takes long."""
+    store = folder / "store"
+    for seed, name in enumerate(("a", "시")):
+        make_artifact(
+            store / name, layers=1, units=32, heads=2, vocab=160, max_length=24, seed=seed
+        )
+    identity(store / "tensors" / "model.onnx", TensorProto.FLOAT, ["n", 2])
+    identity(store / "texts" / "model.onnx", TensorProto.STRING, ["n"])
+    (store / "script" / "code").mkdir(parents=True)
+    (store / "script" / "code" / "inference.py").write_text(SCRIPT)
+    with serving(folder / "server", store, MAX_REQUEST_BYTES="70000") as server:
+        yield server
+
+
+class Client:
+    """Requests on one connection after the other, and how they ended."""
+
+    def __init__(self, server: Server, seed: int) -> None:
+        self._ports = (server.port, server.management_port)
+        self._rng = random.Random(seed)  # noqa: S311
+        self._seeds = {kind: seeds(kind) for kind in KINDS}
+        self._routes = [
+            (method.upper(), path)
+            for path, methods in openapi.document()["paths"].items()
+            for method in methods
+        ]
+        self._open: dict[int, http.client.HTTPConnection] = {}
+        self.statuses: Counter[int] = Counter()
+
+    def close(self) -> None:
+        for connection in self._open.values():
+            connection.close()
+
+    def ask(self) -> None:
+        """One request, made up; its answer has to be one that may be."""
+        rng = self._rng
+        port = self._ports[rng.random() < 0.1]
+        method, path = rng.choice(self._routes)
+        if rng.random() < 0.03:
+            method = rng.choice(("PUT", "PATCH", "HEAD", "DELETE", "OPTIONS", "POST", "GET"))
+        kind = next((kind for part, kind in FITTING.items() if part in path), "text-json")
+        name = quote(rng.choice(NAMES)) if rng.random() < 0.9 else rng.choice(ODD_NAMES)
+        for part in ("{name}", "{endpoint}", "{version}"):
+            path = path.replace(part, name if part == "{name}" else "1")
+        if path == "/models" and method == "POST":
+            body: bytes | None = self._load()
+        else:
+            body = case(rng, self._seeds[kind if rng.random() < 0.7 else rng.choice(KINDS)])
+        if method in ("GET", "HEAD", "DELETE", "OPTIONS") and rng.random() < 0.9:
+            body = None
+        headers = self._headers(name)
+        if rng.random() < 0.1:
+            path += (
+                "?"
+                + quote(str(rng.choice(ODD))[:200], safe="=&", errors="replace")
+                + "="
+                + quote(name)
+            )
+        self._send(port, method, path, body, headers)
+
+    def _load(self) -> bytes:
+        rng = self._rng
+        said = {"model_name": "x", "url": rng.choice(NAMES), "synchronous": rng.random() < 0.9}
+        return (
+            case(rng, [json.dumps(said).encode()])
+            if rng.random() < 0.7
+            else json.dumps(said).encode()
+        )
+
+    def _headers(self, name: str) -> dict[str, str]:
+        rng = self._rng
+        found = {"Content-Type": "application/json"}
+        if rng.random() < 0.3:
+            found["Content-Type"] = rng.choice(TYPES)
+        if rng.random() < 0.5:
+            found["X-Amzn-SageMaker-Target-Model"] = name
+        for header, values in (
+            (
+                "Accept",
+                ("*/*", "text/event-stream", "application/x-ndjson", "text/csv", "a/b;q=nan"),
+            ),
+            ("Content-Encoding", ("gzip", "deflate", "br")),
+            ("Inference-Header-Content-Length", ("4", "0", "99999999", "-1", "9" * 30)),
+            ("Authorization", ("Bearer x", "Basic eA==", "Bearer")),
+            ("X-Request-Id", ("${jndi:ldap://127.0.0.1:1/a}", "a" * 129, "r 1")),
+            ("Expect", ("100-continue",)),
+            ("Origin", ("http://a", "null", "http://[")),
+        ):
+            if rng.random() < 0.08:
+                found[header] = rng.choice(values)
+        return found
+
+    def _send(
+        self, port: int, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    ) -> None:
+        connection = self._open.setdefault(
+            port, http.client.HTTPConnection("127.0.0.1", port, timeout=WIDE_S)
+        )
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            content = answer.read()
+        except (http.client.RemoteDisconnected, ConnectionError):  # one that had rested too long
+            connection.close()
+            self.statuses[0] += 1
+            return
+        self.statuses[answer.status] += 1
+        told = f"{method} {path} {headers} {body!r:.2000}: {answer.status} {content!r:.500}"
+        assert b"Traceback" not in content, told
+        assert answer.headers["x-request-id"], told
+        if answer.status == 424:
+            assert json.loads(content)["OriginalStatusCode"] < 500, told
+        elif answer.status >= 500:
+            later = answer.headers["Retry-After"] or path.partition("?")[0].endswith("/ready")
+            assert (answer.status == 503 and later) or answer.status == 507, told
+
+
+def check(server: Server, processes: set[int]) -> None:
+    """After the requests: who lived still lives, and nobody has failed in a way that is logged."""
+    living = {process.pid for process in server.descendants()}
+    assert processes <= living
+    failed = [
+        line for line in server.text().splitlines() if '"traceback"' in line or '"error"' in line
+    ]
+    assert not failed, failed[:3]
+
+
+def lasting(server: Server) -> set[int]:
+    """The processes that no request may end."""
+    words = ("serving.gateway", "ModelServer", "handlers.host", "-m engine")
+    return {p.pid for word in words for p in server.descendants(word)}
