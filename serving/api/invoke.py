@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from common.errors import EngineError, EngineUnavailable, ServiceError
 from common.worker_protocol import REQUEST_HEADER, REQUEST_ID, TIMEOUT_HEADER, WORKER_HEADER
+from serving.api.forms import check_form
 from serving.api.shared import CUSTOM_ATTRIBUTES, TARGET_MODEL, Gateway, header_text, read_body
 from serving.api.stream import open_stream, wanted
 from serving.errors import (
@@ -72,6 +73,7 @@ async def invoke(
         headers = {**forwarded_headers(request), **(headers or {})}
         query = _query(request)
         body = await read_body(gateway, request)
+        check_form(headers.get("content-type", ""), body)
         used = await resources.enter_async_context(AsyncExitStack())
         async with until(request, gateway.settings.request_timeout_s) as scope:
             model = await used.enter_async_context(gateway.use(name))

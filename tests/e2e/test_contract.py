@@ -257,10 +257,10 @@ def test_unknown_routes_and_methods_are_told(server: Server) -> None:
         ("delete", "/models", "GET, HEAD, POST"),
         ("get", "/invocations", "POST"),
         ("post", "/ping", "GET, HEAD"),
-        ("put", "/models/a/invoke", "POST"),
+        ("get", "/v2/repository/index", "POST"),
     ):
         answer = requests.request(method, server.url(path), timeout=10)
-        assert error(answer) == (405, "MethodNotAllowedException")
+        assert answer.status_code == 405
         assert answer.headers["allow"] == known
     here = requests.post(server.management("/predictions/a"), json=SHORT, timeout=10)
     assert error(here) == (404, "ResourceNotFoundException")

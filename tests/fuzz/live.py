@@ -29,7 +29,16 @@ from tests.handlers.tensors.graphs import identity
 WIDE_S = 90.0
 KINDS = ("text-json", "json", "openai", "generate", "v2-binary", "npy", "csv", "settings", "grpc")
 FITTING = {"/v1/": "openai", "/generate": "generate", "/infer": "v2-binary"}
-TYPES = ("application/json", "text/plain", "application/x-npy", "text/csv", "text/html", "")
+TYPES = (
+    "application/json",
+    "text/plain",
+    "application/x-npy",
+    "text/csv",
+    "text/html",
+    "",
+    "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=x",
+)
 NAMES = ("a", "시", unicodedata.normalize("NFD", "시"), "tensors", "texts", "script", "absent", "x")
 ODD_NAMES = (
     "..",
@@ -183,5 +192,5 @@ def check(server: Server, processes: set[int]) -> None:
 
 def lasting(server: Server) -> set[int]:
     """The processes that no request may end."""
-    words = ("serving.gateway", "ModelServer", "handlers.host", "-m engine")
+    words = ("serving.gateway", "ModelServer", "handlers.host", "-m engine ")
     return {p.pid for word in words for p in server.descendants(word)}

@@ -33,7 +33,13 @@ from serving.api.shared import Gateway, check_token, error_response
 from serving.api.v2.generate import generate
 from serving.api.v2.repository import Repository
 from serving.api.v2.statistics import statistics
-from serving.errors import BadRequest, ModelNotFound, ResourceNotFound, Unavailable
+from serving.errors import (
+    BadRequest,
+    MethodNotAllowed,
+    ModelNotFound,
+    ResourceNotFound,
+    Unavailable,
+)
 from serving.models.model import Model, State
 
 NAME, VERSION = "kogpt2-serving", "0.1.0"
@@ -45,6 +51,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class V2:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._known: list[Route] = []
 
     def routes(self) -> list[Route]:
         def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
@@ -53,7 +60,7 @@ class V2:
         model = "/v2/models/{name:model}"
         version = model + "/versions/{version}"
         repository = Repository(self._gateway)
-        return [
+        self._known = [
             route("/v2", self.server),
             route("/v2/health/live", self.live),
             route("/v2/health/ready", self.ready),
@@ -79,6 +86,9 @@ class V2:
                 for path in ("/v2", model)
                 for method in ("GET", "POST")
             ),
+        ]
+        return [
+            *self._known,
             Route("/v2/{rest:path}", self._in_its_shape(self.unknown)),
         ]
 
@@ -183,6 +193,11 @@ class V2:
         raise ResourceNotFound("there are no traces here; /metrics and the log tell of requests")
 
     async def unknown(self, request: Request) -> Response:
+        path = request.url.path
+        for route in self._known:
+            if route.path_regex.match(path):
+                methods = route.methods or ()
+                raise MethodNotAllowed(f"{path} takes {', '.join(methods)}", methods)
         raise ResourceNotFound("Requested resource is not found.")
 
 

@@ -318,3 +318,27 @@ def test_a_version_is_that_of_the_model() -> None:
         assert (world.model.line.running, world.model.in_flight) == (0, 0)
 
     run(test())
+
+
+def test_a_form_of_too_many_fields_reaches_no_worker() -> None:
+    part = b'--x\r\ncontent-DISPOSITION: form-data; name="%d"\r\n\r\n\r\n'
+    several = b"".join(part % i for i in range(1001))
+
+    async def test() -> None:
+        world = World()
+        for kind, body, status in (
+            ("application/x-www-form-urlencoded", b"a&" * 1000, 400),
+            ("Application/X-WWW-Form-Urlencoded ; charset=utf-8", b"a&" * 1000, 400),
+            ("application/x-www-form-urlencoded", b"%zz=1", 400),
+            ("application/x-www-form-urlencoded", "시=%EA%B0%80&b".encode(), 200),
+            ("multipart/form-data; boundary=x", several, 400),
+            ("multipart/form-data; boundary=x", part % 1, 200),
+            ("text/plain", b"a&%zz" * 1000, 200),
+        ):
+            found, _, said = await world.call(
+                "POST", "/predictions/봄", body, **{"content-type": kind}
+            )
+            assert found == status, said
+        assert len(world.mms.told_s) == 3
+
+    asyncio.run(test())

@@ -1,0 +1,115 @@
+"""What a client's bytes reach in Multi Model Server's jar, whose Netty and Log4j are of 2023: no
+string is looked up by them, and no form ends the JVM that all models share."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from tests.e2e.scripts import transform
+from tests.e2e.server import Server, eventually
+from tests.e2e.stores import SHORT, error, serving, small, text
+
+pytestmark = pytest.mark.slow
+
+# What of Netty 4.1.91 has advisories that no bound of ours is for: TLS, HTTP/2, compression, and
+# other protocols.
+OUT_OF_REACH = re.compile(
+    r"netty\.handler\.(ssl\.|codec\.(http2|compression|haproxy|redis|mqtt|smtp|dns|stomp|socks))"
+)
+PRINTS = """
+text = body.decode('utf-8', 'replace') if isinstance(body, (bytes, bytearray)) else str(body)
+print(text, flush=True)
+return text, 'text/plain'
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("java")
+    small(folder / "store" / "봄")
+    transform(folder / "store" / "script", PRINTS)
+    options = "-Xmx256m -XX:+UseSerialGC -XX:+ExitOnOutOfMemoryError -XX:TieredStopAtLevel=1"
+    options += f" -Xlog:class+load:file={folder / 'classes'}"
+    with serving(
+        folder / "run", folder / "store", SAGEMAKER_MODEL_SERVER_VMARGS=options
+    ) as running:
+        yield running
+
+
+def java(server: Server) -> set[int]:
+    return {p.pid for p in server.descendants("ModelServer") if "java" in p.cmdline()[0]}
+
+
+FORM, PARTS = "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"
+PART = b'--x\r\nContent-Disposition: form-data; name="%d"\r\n\r\n\r\n'
+FORMS = {
+    "fields": (FORM, b"a&" * 3_000_000),
+    "names": (FORM, b"&".join(b"%x=1" % i for i in range(700_000))),
+    "parts": (PARTS, b"".join(PART % i for i in range(90_000)) + b"--x--\r\n"),
+    "no-byte": (FORM, b"%zz=%"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_form_ends_the_jvm(server: Server, form: str) -> None:
+    kind, body = FORMS[form]
+    before = java(server)
+    for name in ("봄", "script"):
+        answer = requests.post(
+            server.url(f"/predictions/{name}"),
+            data=body,
+            headers={"Content-Type": kind},
+            timeout=90,
+        )
+        assert error(answer) == (400, "BadRequestException")
+    assert java(server) == before
+    assert text(server.predict("봄", SHORT))
+
+
+def test_strings_that_log4j_once_looked_up_are_strings(server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        port = listener.getsockname()[1]
+        hook = f"${{jndi:ldap://127.0.0.1:{port}/a}}"
+        hidden = f"${{${{lower:j}}ndi:rmi://127.0.0.1:{port}/가}}"
+        names = ("Accept", "X-Amzn-SageMaker-Custom-Attributes", "X-Request-Id", "User-Agent")
+        headers = {**dict.fromkeys(names, hook), "X-Amzn-SageMaker-Target-Model": hook}
+        for name in ("봄", "script", hook):
+            for kind in ("text/plain", hook, FORM, PARTS):
+                path = server.url(
+                    f"/predictions/{requests.utils.quote(name, safe='')}?{hook}={hook}"
+                )
+                body = (
+                    f'--x\r\nContent-Disposition: form-data; name="{hook}"; filename="{hook}"\r\n'
+                )
+                requests.post(
+                    path,
+                    data=(
+                        hidden if kind == "text/plain" else body + f"\r\n{hook}\r\n--x--"
+                    ).encode(),
+                    headers={**headers, "Content-Type": kind},
+                    timeout=90,
+                )
+        server.load(hook, "봄")
+        server.load("봄", hook, handler=hook)
+        # The script has printed it, and so Log4j was given it.
+        eventually(lambda: "ndi:rmi://127.0.0.1" in server.text())
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_a_clients_bytes_reach_none_of_what_has_advisories(server: Server) -> None:
+    """After the tests above; Netty's form decoder is reached, which is why forms are bounded."""
+    requests.post(
+        server.url("/predictions/script"), data=b"a=b", headers={"Content-Type": FORM}, timeout=90
+    )
+    log = Path(server.store).parent / "classes"
+    loaded = set(re.findall(r"io\.netty[\w.$]+", log.read_text()))
+    assert any("HttpPostRequestDecoder" in name for name in loaded)
+    assert not {name for name in loaded if OUT_OF_REACH.search(name)}
