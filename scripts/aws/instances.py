@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.budget import budget_bytes
+from scripts.aws.account import Account
 from scripts.client.tables import table
 from scripts.lib.problem import Problem
 
@@ -42,19 +43,55 @@ def data() -> dict[str, Any]:
     return loaded
 
 
-@cache
-def all_instances() -> tuple[Instance, ...]:
-    return tuple(Instance(**row) for row in data()["instances"])
+@dataclass(frozen=True)
+class Prices:
+    """USD an hour by type of instance; `said` goes with every price."""
+
+    usd: Mapping[str, float]
+    said: str
+
+    def cost(self, values: Mapping[str, str], count: int | None = None) -> str:
+        """Of an endpoint with these parameters, in one sentence."""
+        if values["ServerlessMemory"] != "0":
+            second = (
+                int(values["ServerlessMemory"]) / 1024 * data()["serverless_usd_per_gib_second"]
+            )
+            return f"nothing while idle, ${second:.5f} for each second of a call ({said_of_file()})"
+        kind, most = values["InstanceType"], int(values["MaxInstances"])
+        many = int(values["Instances"]) if count is None else count
+        if kind not in self.usd:
+            return f"{many} x {kind}: its price is not known here, see {data()['source']}"
+        up_to = f", up to ${self.usd[kind] * most:.3f} when scaled to {most}" if most else ""
+        return f"${self.usd[kind] * many:.3f} an hour for {many} x {kind}{up_to} ({self.said})"
 
 
-def known(name: str) -> Instance | None:
-    return next((instance for instance in all_instances() if instance.type == name), None)
+def said_of_file() -> str:
+    return f"{data()['region']} prices of {data()['as_of']}; prices change and differ by region"
 
 
-def as_of(region: str) -> str:
-    """The sentence that goes with every price."""
-    there = "" if region == data()["region"] else f", not {region}'s"
-    return f"{data()['region']} prices of {data()['as_of']}{there}; prices change"
+def prices(account: Account) -> Prices:
+    """Today's by the Pricing API; where it does not answer, the file's.
+
+    https://docs.aws.amazon.com/aws-cost-management/latest/APIReference/API_pricing_GetProducts.html
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    wanted = {"regionCode": account.region, "platoinstancetype": "Hosting"}
+    filters = [{"Type": "TERM_MATCH", "Field": k, "Value": v} for k, v in wanted.items()]
+    usd: dict[str, float] = {}
+    try:
+        asked = account.pricing().get_paginator("get_products")
+        for page in asked.paginate(ServiceCode="AmazonSageMaker", Filters=filters):
+            for product in map(json.loads, page["PriceList"]):
+                for term in product["terms"].get("OnDemand", {}).values():
+                    for price in term["priceDimensions"].values():
+                        name = product["product"]["attributes"].get("instanceName", "")
+                        usd[name] = float(price["pricePerUnit"].get("USD", 0))
+    except (BotoCoreError, ClientError):  # no permission, or a partition without it
+        usd = {}
+    if usd:
+        return Prices(usd, f"{account.region}, the Pricing API")
+    return Prices({row["type"]: row["usd_per_hour"] for row in data()["instances"]}, said_of_file())
 
 
 def model_bytes(sizes: Sequence[int], wanted: int, environment: Mapping[str, str]) -> int:
@@ -66,8 +103,8 @@ def model_bytes(sizes: Sequence[int], wanted: int, environment: Mapping[str, str
 
 
 def choose(
-    one_bytes: int, wanted: int, instances: int, budget: float | None, autoscaled: bool, region: str
-) -> Instance:
+    one_bytes: int, wanted: int, instances: int, budget: float | None, autoscaled: bool, now: Prices
+) -> str:
     """The cheapest that holds the models within the budget, after showing what it chose from.
 
     Raises `Problem` where none does.
@@ -75,10 +112,11 @@ def choose(
     rows: list[tuple[str, ...]] = []
     chosen: Instance | None = None
     holding: Instance | None = None
-    for instance in sorted(all_instances(), key=lambda i: (i.usd_per_hour, -i.vcpus)):
+    known = (Instance(**row) for row in data()["instances"] if row["type"] in now.usd)
+    for instance in sorted(known, key=lambda i: (now.usd[i.type], -i.vcpus)):
         if instance.gpu_gib:
             continue
-        cost, holds = instance.usd_per_hour * instances, instance.holds(one_bytes)
+        cost, holds = now.usd[instance.type] * instances, instance.holds(one_bytes)
         why = ""
         if holds < wanted:
             why = "too small"
@@ -94,14 +132,14 @@ def choose(
         rows.append((instance.type, str(instance.vcpus), size, f"{cost:.3f}", str(holds), why))
     each = f"{one_bytes / MIB:,.0f} MiB each"
     many = f"{instances} of them" if instances > 1 else "one"
-    print(f"room for {wanted} models of {each}, $/hour for {many} ({as_of(region)}):")
+    print(f"room for {wanted} models of {each}, $/hour for {many} ({now.said}):")
     print(table(["instance", "vCPU", "memory", "$/hour", "models", ""], rows))
     if chosen is None:
         if holding is None:
             raise Problem(f"no instance known here holds {wanted} models at a time: want fewer")
-        needs = holding.usd_per_hour * instances
+        needs = now.usd[holding.type] * instances
         raise Problem(
             f"nothing under ${budget:g} an hour holds {wanted} models; {holding.type} does for"
             f" ${needs:.3f}: raise --budget or lower --models-in-memory"
         )
-    return chosen
+    return chosen.type

@@ -25,16 +25,14 @@ class Artifact:
     modified: Any
 
 
-def parse(text: str, prefix: bool = True) -> Location:
-    """Raises `Problem`."""
+def parse(text: str) -> Location:
+    """Raises `Problem`. A last part without an archive's suffix is a prefix."""
     scheme, mark, rest = text.partition("://")
     bucket, _, key = rest.partition("/")
     if scheme != "s3" or not mark or not bucket:
         raise Problem(f"{text} is not s3://bucket/prefix/")
-    if prefix and key and not key.endswith("/"):
+    if key and not key.endswith(("/", ".tar.gz")):
         key += "/"
-    if not prefix and not key.endswith(".tar.gz"):
-        raise Problem(f"{text} is not s3://bucket/.../NAME.tar.gz")
     return Location(bucket, key)
 
 
@@ -46,7 +44,7 @@ def region_of(account: Account, bucket: str) -> str | None:
     from botocore.exceptions import ClientError
 
     try:
-        found = account.ask("s3", "head_bucket", Bucket=bucket)["ResponseMetadata"]
+        found = account.client("s3").head_bucket(Bucket=bucket)["ResponseMetadata"]
     except ClientError as error:
         found = error.response["ResponseMetadata"]
         if found["HTTPStatusCode"] == 404:
@@ -74,8 +72,8 @@ def check_bucket(account: Account, location: Location, hint: str = "") -> None:
 
 
 def artifacts(account: Account, location: Location) -> list[Artifact]:
-    """The `.tar.gz` files under a prefix."""
-    found = account.ask_all(
+    """The `.tar.gz` files under a prefix, or the one that it names."""
+    found = account.all(
         "s3", "list_objects_v2", "Contents", Bucket=location.bucket, Prefix=location.key
     )
     return [
@@ -83,3 +81,7 @@ def artifacts(account: Account, location: Location) -> list[Artifact]:
         for item in found
         if item["Key"].endswith(".tar.gz")
     ]
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / (1 << 20):,.1f} MiB"

@@ -9,7 +9,6 @@ from datetime import datetime, timezone
 
 import typer
 
-from scripts.aws import resources
 from scripts.aws.account import Account, Aws, log_group
 from scripts.lib.problem import Problem
 from scripts.options import argument, option
@@ -41,15 +40,18 @@ def run(options: Logs) -> None:
     kogpt2 logs poems --since 15m --filter error
     kogpt2 logs poems --follow
     """
+    from botocore.exceptions import ClientError
+
     account = Account(options)
-    if resources.log_group_owner(account, options.name) is None:
-        raise Problem(
-            f"no logs of {options.name} in {account.region}: kogpt2 status lists what there is"
-        )
     start_ms = int((time.time() - options.since) * 1000)
     seen: set[str] = set()
     while True:
-        new = show(account, options, start_ms, seen)
+        try:
+            new = show(account, options, start_ms, seen)
+        except ClientError as error:
+            if error.response["Error"]["Code"] != "ResourceNotFoundException":
+                raise
+            raise Problem(f"no logs of {options.name} in {account.region}") from None
         if not options.follow:
             break
         # Streams arrive late and out of order, so the last minute is always asked again.
@@ -64,14 +66,9 @@ def show(account: Account, options: Logs, start_ms: int, seen: set[str]) -> int:
     """Prints what has not been seen yet, and how much that was."""
     # A quoted pattern is a text as it stands; CloudWatch has a language for others.
     quoted = '"{}"'.format(options.filter.replace('"', '\\"')) if options.filter else ""
-    events = account.ask_all(
-        "logs",
-        "filter_log_events",
-        "events",
-        logGroupName=log_group(options.name),
-        startTime=start_ms,
-        **({"filterPattern": quoted} if quoted else {}),
-    )
+    pattern = {"filterPattern": quoted} if quoted else {}
+    group = {"logGroupName": log_group(options.name), "startTime": start_ms, **pattern}
+    events = account.all("logs", "filter_log_events", "events", **group)
     new = [event for event in events if event["eventId"] not in seen]
     for event in sorted(new, key=lambda event: event["timestamp"]):
         seen.add(event["eventId"])

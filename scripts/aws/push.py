@@ -10,32 +10,20 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.aws.account import SHARED, TAG, Account, Changing, key_values
-from scripts.aws.report import phase
+from scripts.aws.account import SHARED, Account, Aws
 from scripts.lib.problem import Problem
 from scripts.options import argument, option
 
 REPOSITORY = "kogpt2-serving"
-LIFECYCLE = {
-    "rules": [
-        {
-            "rulePriority": 1,
-            "description": "images without a tag, after 14 days",
-            "selection": {
-                "tagStatus": "untagged",
-                "countType": "sinceImagePushed",
-                "countUnit": "days",
-                "countNumber": 14,
-            },
-            "action": {"type": "expire"},
-        }
-    ]
-}
+LIFECYCLE = """{"rules": [{"rulePriority": 1, "action": {"type": "expire"},
+    "description": "images without a tag, after 14 days",
+    "selection": {"tagStatus": "untagged", "countType": "sinceImagePushed", "countUnit": "days",
+                  "countNumber": 14}}]}"""
 CAPABILITY = "com.amazonaws.sagemaker.capabilities.multi-models"
 
 
 @dataclass(kw_only=True)
-class Push(Changing):
+class Push(Aws):
     image: str = argument("the local image")
     repository: str = option(REPOSITORY, "in ECR")
     tag: str | None = option(None, "there (the start of the image's id)")
@@ -82,7 +70,7 @@ def run(options: Push) -> None:
     Examples:
     docker build -f Dockerfile.cpu -t kogpt2-serving:cpu .
     kogpt2 push kogpt2-serving:cpu --region us-east-1
-    kogpt2 push kogpt2-serving:cpu --tag v1 --dry-run
+    kogpt2 push kogpt2-serving:cpu --tag v1
     """
     image = inspect(options.image)
     account = Account(options)
@@ -93,94 +81,52 @@ def run(options: Push) -> None:
     if labels.get(CAPABILITY) != "true":
         print(f"note: {options.image} has no label {CAPABILITY}=true: single-model endpoints only")
     uri = repository(account, options.repository)
-    with phase("image") as step:
-        digest = digest_of(account, options.repository, tag)
-        if digest is not None:
-            known = [name.rpartition("@")[2] for name in image.get("RepoDigests") or []]
-            if options.tag and digest not in known:
-                raise Problem(
-                    f"{uri}:{tag} is another image already, and tags stay: choose another"
-                )
-            step.result = f"tag {tag} is there already"
-        else:
-            step.result = f"tag {tag} is not there yet"
-    if digest is None:
-        digest = send(account, options.image, uri, tag, options.repository)
-    if not account.dry_run:
-        warn_of_index(account, options.repository, digest)
-    print(f"{uri}@{digest}")
+    found = in_ecr(account, options.repository, tag)
+    if found is None:
+        send(account, options.image, f"{uri}:{tag}")
+        found = in_ecr(account, options.repository, tag)
+        if found is None:
+            raise Problem(f"docker pushed {uri}:{tag}, but ECR does not have it")
+    elif options.tag:
+        known = [name.rpartition("@")[2] for name in image.get("RepoDigests") or []]
+        if found["imageDigest"] not in known:
+            raise Problem(f"{uri}:{tag} is another image already, and tags stay: choose another")
+    # BuildKit wraps an image and its provenance into an index.
+    if re.search("index|list", found.get("imageManifestMediaType", "")):
+        print("note: it is an image index, which SageMaker refuses: build with --provenance=false")
+    print(f"{uri}@{found['imageDigest']}")
 
 
 def repository(account: Account, name: str) -> str:
     """The URI of the repository, made where it was missing."""
-    with phase("repository", account.dry_run) as step:
-        found = account.find("ecr", "describe_repositories", repositoryNames=[name])
-        if found is None:
-            made = account.do(
-                "ecr",
-                "create_repository",
-                repositoryName=name,
-                imageTagMutability="IMMUTABLE",
-                imageScanningConfiguration={"scanOnPush": True},
-                tags=key_values({TAG: SHARED}),
-            )
-            step.result = f"{name} made"
-            ending = ".cn" if account.region.startswith("cn-") else ""
-            default = f"{account.id}.dkr.ecr.{account.region}.amazonaws.com{ending}/{name}"
-            uri: str = made.get("repository", {}).get("repositoryUri", default)
-        else:
-            step.result = f"{name} is there"
-            uri = found["repositories"][0]["repositoryUri"]
-            tags = account.ask(
-                "ecr",
-                "list_tags_for_resource",
-                resourceArn=found["repositories"][0]["repositoryArn"],
-            )["tags"]
-            if {"Key": TAG, "Value": SHARED} not in tags:
-                return uri  # somebody else's: its rules are theirs
-        if account.find("ecr", "get_lifecycle_policy", repositoryName=name) is None:
-            text = json.dumps(LIFECYCLE)
-            account.do("ecr", "put_lifecycle_policy", repositoryName=name, lifecyclePolicyText=text)
-        return uri
-
-
-def digest_of(account: Account, name: str, tag: str) -> str | None:
-    images = account.find(
-        "ecr", "describe_images", repositoryName=name, imageIds=[{"imageTag": tag}]
+    found = account.find("ecr", "describe_repositories", repositoryNames=[name])
+    if found:
+        return str(found["repositories"][0]["repositoryUri"])
+    ecr = account.client("ecr")
+    made = ecr.create_repository(
+        repositoryName=name,
+        imageTagMutability="IMMUTABLE",
+        imageScanningConfiguration={"scanOnPush": True},
+        tags=SHARED,
     )
-    return images["imageDetails"][0]["imageDigest"] if images else None
+    ecr.put_lifecycle_policy(repositoryName=name, lifecyclePolicyText=LIFECYCLE)
+    print(f"made ECR's repository {name}")
+    return str(made["repository"]["repositoryUri"])
 
 
-def send(account: Account, image: str, uri: str, tag: str, name: str) -> str:
-    """Logs in, tags and pushes; the digest that ECR then has."""
-    target, registry = f"{uri}:{tag}", uri.partition("/")[0]
-    login = ("login", "--username", "AWS", "--password-stdin", registry)
-    commands = (login, ("tag", image, target), ("push", target))
-    if account.dry_run:
-        print("  aws ecr get-authorization-token | (token on stdin of the next)")
-        print("\n".join(f"  docker {' '.join(command)}" for command in commands))
-        return "sha256:(known after the push)"
-    with phase("login") as step:
-        # The token goes through a pipe: a command line is there for every process to read.
-        token = account.ask("ecr", "get_authorization_token")["authorizationData"][0]
-        secret = base64.b64decode(token["authorizationToken"]).decode().partition(":")[2]
-        docker(*login, token=secret)
-        step.result = registry
-    with phase("push") as step:
-        docker(*commands[1])
-        docker(*commands[2], show=True)
-        step.result = target
-    digest = digest_of(account, name, tag)
-    if digest is None:
-        raise Problem(f"docker pushed {target}, but ECR does not have it")
-    return digest
+def in_ecr(account: Account, name: str, tag: str) -> dict[str, Any] | None:
+    """The image with this tag."""
+    wanted = [{"imageTag": tag}]
+    found = account.find("ecr", "describe_images", repositoryName=name, imageIds=wanted)
+    return found["imageDetails"][0] if found else None
 
 
-def warn_of_index(account: Account, name: str, digest: str) -> None:
-    """BuildKit wraps an image and its provenance into an index, which SageMaker does not take."""
-    images = account.find(
-        "ecr", "describe_images", repositoryName=name, imageIds=[{"imageDigest": digest}]
-    )
-    kind = images["imageDetails"][0].get("imageManifestMediaType", "") if images else ""
-    if "index" in kind or "list" in kind:
-        print("note: it is an image index, which SageMaker refuses: build with --provenance=false")
+def send(account: Account, image: str, target: str) -> None:
+    """Logs in, tags and pushes."""
+    # The token goes through a pipe: a command line is there for every process to read.
+    token = account.client("ecr").get_authorization_token()["authorizationData"][0]
+    secret = base64.b64decode(token["authorizationToken"]).decode().partition(":")[2]
+    registry = target.partition("/")[0]
+    docker("login", "--username", "AWS", "--password-stdin", registry, token=secret)
+    docker("tag", image, target)
+    docker("push", target, show=True)

@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.aws import deployment, instances, locations, resources
+from scripts.aws import instances, locations
 from scripts.aws.account import Account, Aws
-from scripts.aws.report import mebibytes
+from scripts.aws.deploy import is_ours
+from scripts.aws.template import with_defaults
 from scripts.lib.problem import Problem
 from scripts.options import argument, option
 
@@ -20,7 +21,7 @@ class Status(Aws):
 
 
 def run(options: Status) -> None:
-    """Shows what `kogpt2 deploy` made: endpoints, their instances, models and hourly cost.
+    """Shows the stacks of the template: endpoints, their instances, models and hourly cost.
 
     Examples:
     kogpt2 status
@@ -28,86 +29,42 @@ def run(options: Status) -> None:
     kogpt2 status --json
     """
     account = Account(options)
-    names = [options.name] if options.name else deployments(account)
-    found = [describe(account, name) for name in names]
-    if options.name and not found[0]["resources"]:
+    stacks = account.all("cloudformation", "describe_stacks", "Stacks")
+    wanted = [s for s in stacks if is_ours(s) and options.name in (None, s["StackName"])]
+    if options.name and not wanted:
         raise Problem(f"nothing of {options.name} in {account.region}")
+    prices = instances.prices(account)
+    found = [describe(account, stack, prices) for stack in wanted]
     if options.json:
-        print(json.dumps(found, indent=1, ensure_ascii=False, default=str))
+        print(json.dumps(found, indent=1, ensure_ascii=False))
         return
     for item in found:
-        print(as_text(item))
+        print("\n".join(f"{'' if key == 'name' else f'  {key:<10} '}{item[key]}" for key in item))
     total = sum(item["usd_per_hour"] or 0 for item in found)
-    print(f"{len(found)} deployments in {account.region}, ${total:.3f} an hour in all"
-          f" ({instances.as_of(account.region)})")  # fmt: skip
+    print(f"{len(found)} deployments in {account.region}, ${total:.3f} an hour ({prices.said})")
 
 
-def deployments(account: Account) -> list[str]:
-    """Names, from whatever is left of each."""
-    kinds = resources.LISTS
-    found = (one.deployment for kind in kinds for one in resources.in_sagemaker(account, kind))
-    return sorted(set(found))
-
-
-def describe(account: Account, name: str) -> dict[str, Any]:
-    """All that is known of a deployment; `usd_per_hour` is None where a price is not known."""
-    item: dict[str, Any] = {
-        "name": name,
-        "status": "no endpoint",
-        "usd_per_hour": 0.0,
-        "resources": [f"{one.kind} {one.name}" for one in resources.of(account, name)],
-    }
-    endpoint = account.find("sagemaker", "describe_endpoint", EndpointName=name)
-    if endpoint is None or f"endpoint {name}" not in item["resources"]:
-        return item
-    config = account.ask(
-        "sagemaker",
-        "describe_endpoint_config",
-        EndpointConfigName=endpoint["EndpointConfigName"],
-    )
-    variant = config["ProductionVariants"][0]
-    live = (endpoint.get("ProductionVariants") or [{}])[0]
+def describe(account: Account, stack: dict[str, Any], prices: instances.Prices) -> dict[str, Any]:
+    """`usd_per_hour` is None where a price is not known."""
+    given = {item["ParameterKey"]: item["ParameterValue"] for item in stack.get("Parameters", [])}
+    values = with_defaults(given)
+    item: dict[str, Any] = {"name": stack["StackName"], "stack": stack["StackStatus"]}
+    found = account.find("sagemaker", "describe_endpoint", EndpointName=stack["StackName"])
+    if found is None:
+        return {**item, "endpoint": "none", "usd_per_hour": 0.0}
+    live = (found.get("ProductionVariants") or [{}])[0]
     count = live.get("CurrentInstanceCount")
-    item.update(
-        status=endpoint["EndpointStatus"],
-        reason=endpoint.get("FailureReason"),
-        size=variant.get("ServerlessConfig") or variant["InstanceType"],
-        instances=count,
-        instances_wanted=live.get("DesiredInstanceCount"),
-        usd_per_hour=deployment.hourly(variant, count),
-        cost=deployment.cost(variant, account.region, count),
-    )
-    if target := resources.scaling_target(account, name):
-        item["autoscaling"] = [target["MinCapacity"], target["MaxCapacity"]]
-    model = account.find("sagemaker", "describe_model", ModelName=variant["ModelName"])
-    if model:
-        container = model["PrimaryContainer"]
-        item.update(image=container["Image"], source=container.get("ModelDataUrl"))
-        if container.get("Mode") == "MultiModel":
-            prefix = locations.parse(container["ModelDataUrl"])
-            if locations.region_of(account, prefix.bucket):
-                models = locations.artifacts(account, prefix)
-                item["models"] = {one.name: one.size_bytes for one in models}
+    usd = prices.usd.get(values["InstanceType"])
+    item["endpoint"] = " ".join([found["EndpointStatus"], found.get("FailureReason", "")]).strip()
+    item["usd_per_hour"] = usd and count and usd * count
+    if values["ServerlessMemory"] != "0":
+        item["usd_per_hour"] = 0.0
+    elif live.get("DesiredInstanceCount") != count:
+        item["going to"] = f"{live.get('DesiredInstanceCount')} instances"
+    item |= {"costs": prices.cost(values, count), "image": values["Image"]}
+    if place := values["Models"] or values["Model"]:
+        where = locations.parse(place)
+        there = locations.region_of(account, where.bucket) is not None
+        sizes = [one.size_bytes for one in locations.artifacts(account, where)] if there else []
+        item["models"] = f"{len(sizes)} at {place}, {locations.mebibytes(sum(sizes))}"
     return item
-
-
-def as_text(item: dict[str, Any]) -> str:
-    lines = [f"{item['name']}: {item['status']}"]
-    if item.get("reason"):
-        lines.append(f"reason     {item['reason']}")
-    if "size" in item:
-        many = f"{item['instances']} x " if item["instances"] else ""
-        wanted = item["instances_wanted"]
-        to = f", going to {wanted}" if wanted != item["instances"] else ""
-        lines.append(f"runs on    {many}{item['size']}{to}")
-        lines.append(f"costs      {item['cost']}")
-    if "autoscaling" in item:
-        lines.append("scales     from {} to {} instances".format(*item["autoscaling"]))
-    if "image" in item:
-        lines.append(f"image      {item['image']}")
-        lines.append(f"models     {item['source'] or 'the image brings its own'}")
-    if "models" in item:
-        sizes = item["models"].values()
-        lines.append(f"           {len(sizes)} of them, {mebibytes(sum(sizes))}")
-    lines += [f"made       {one}" for one in item["resources"]]
-    return "\n  ".join(lines)

@@ -14,9 +14,8 @@ from typing import Any
 
 from common.model_files import is_model
 from scripts.aws import locations
-from scripts.aws.account import SHARED, TAG, Account, Asking, key_values
-from scripts.aws.locations import Location
-from scripts.aws.report import mebibytes, phase
+from scripts.aws.account import SHARED, Account, Asking, confirm
+from scripts.aws.locations import Location, mebibytes
 from scripts.client.tables import table
 from scripts.lib.problem import Problem
 from scripts.options import argument, option
@@ -60,50 +59,29 @@ def run(options: Upload) -> None:
     if options.show:
         show(account, location)
     elif options.delete:
-        delete(account, location, options.delete)
+        delete(account, location, options)
     else:
         with tempfile.TemporaryDirectory() as work:
             upload(account, location, [as_archive(path, Path(work)) for path in options.models])
 
 
 def create_bucket(account: Account, bucket: str) -> None:
-    with phase("bucket", account.dry_run) as step:
-        if locations.region_of(account, bucket) is not None:
-            locations.check_bucket(account, Location(bucket, ""))
-            step.result = f"{bucket} is there"
-            return
-        place: dict[str, Any] = (
-            {}
-            if account.region == "us-east-1"  # which S3 does not accept as a constraint
-            else {"CreateBucketConfiguration": {"LocationConstraint": account.region}}
-        )
-        account.do("s3", "create_bucket", Bucket=bucket, **place)
-        account.do(
-            "s3",
-            "put_public_access_block",
-            Bucket=bucket,
-            PublicAccessBlockConfiguration={
-                "BlockPublicAcls": True,
-                "IgnorePublicAcls": True,
-                "BlockPublicPolicy": True,
-                "RestrictPublicBuckets": True,
-            },
-        )
-        unfinished = {
-            "ID": "unfinished uploads",
-            "Status": "Enabled",
-            "Filter": {"Prefix": ""},
-            "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7},
-        }
-        account.do(
-            "s3",
-            "put_bucket_lifecycle_configuration",
-            Bucket=bucket,
-            LifecycleConfiguration={"Rules": [unfinished]},
-        )
-        tagging = {"TagSet": key_values({TAG: SHARED})}
-        account.do("s3", "put_bucket_tagging", Bucket=bucket, Tagging=tagging)
-        step.result = f"{bucket} made in {account.region}"
+    """Where it is missing; S3 makes all of them private and encrypted."""
+    if locations.region_of(account, bucket) is not None:
+        locations.check_bucket(account, Location(bucket, ""))
+        return
+    place: dict[str, Any] = (
+        {}
+        if account.region == "us-east-1"  # which S3 does not accept as a constraint
+        else {"CreateBucketConfiguration": {"LocationConstraint": account.region}}
+    )
+    s3 = account.client("s3")
+    s3.create_bucket(Bucket=bucket, **place)
+    s3.put_bucket_tagging(Bucket=bucket, Tagging={"TagSet": SHARED})
+    rules = [{"ID": "unfinished uploads", "Status": "Enabled", "Filter": {"Prefix": ""},
+              "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7}}]  # fmt: skip
+    s3.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": rules})
+    print(f"made bucket {bucket} in {account.region}")
 
 
 def as_archive(path: Path, work: Path) -> Path:
@@ -135,18 +113,12 @@ def as_archive(path: Path, work: Path) -> Path:
 
 def upload(account: Account, location: Location, archives: list[Path]) -> None:
     sums = {path: digest(path) for path in archives}
-    missing = [path for path in archives if not is_there(account, location, path, sums[path])]
-    for path in missing:
-        key = location.key + path.name
-        if account.dry_run:
-            print(f"  upload {path} to s3://{location.bucket}/{key} (If-None-Match: *)")
-            continue
-        with phase(path.name) as step:
-            send(account, location, path, sums[path])
-            step.result = f"{mebibytes(path.stat().st_size)} sent to {location}"
+    there = {path for path in archives if is_there(account, location, path, sums[path])}
     for path in archives:
-        if path not in missing:
-            print(f"{path.name:<14} is there already, the same")
+        if path not in there:
+            send(account, location, path, sums[path])
+        said = "is there already, the same" if path in there else f"sent to {location}"
+        print(f"{path.name:<14} {mebibytes(path.stat().st_size)} {said}")
 
 
 def digest(path: Path) -> str:
@@ -216,14 +188,17 @@ def show(account: Account, location: Location) -> None:
     print(f"{len(found)} models, {mebibytes(sum(a.size_bytes for a in found))}")
 
 
-def delete(account: Account, location: Location, names: list[str]) -> None:
+def delete(account: Account, location: Location, options: Upload) -> None:
     """Instances that have such a model loaded go on with it until they unload it."""
     there = {artifact.name: artifact for artifact in locations.artifacts(account, location)}
+    names = options.delete
     if unknown := [name for name in names if name not in there]:
         raise Problem(f"no {unknown[0]} at {location}: --list shows what is there")
     for name in names:
         print(f"  delete {location}{name} ({mebibytes(there[name].size_bytes)})")
-    if not account.confirm(f"Delete {len(names)} of {len(there)} models?"):
+    if options.dry_run:
+        return
+    if not confirm(options, f"Delete {len(names)} of {len(there)} models?"):
         raise Problem("nothing deleted")
     for name in names:
-        account.do("s3", "delete_object", Bucket=location.bucket, Key=location.key + name)
+        account.client("s3").delete_object(Bucket=location.bucket, Key=location.key + name)

@@ -415,6 +415,16 @@ def test_every_requirement_is_exact_and_hashed_and_from_no_place_in_particular(n
     assert not re.search("://|-index-url|--find-links", text)
 
 
+def test_what_is_installed_side_by_side_agrees() -> None:
+    """`store` is no constraint of `test`: its markers have uv ask for what PyPy would need."""
+    pins = [{str(pin): pin.name for pin, _ in requirements(name)} for name in ("store", "test")]
+    shared = {*pins[0].values()} & {*pins[1].values()}
+    ours, theirs = (
+        {pin.partition(";")[0] for pin, name in each.items() if name in shared} for each in pins
+    )
+    assert ours == theirs
+
+
 def test_what_the_requirements_require_is_listed_too() -> None:
     pins = [pin for name in ("run", "test") for pin, _ in requirements(name)]
     here = {canonicalize_name(pin.name) for pin in pins if not pin.marker or pin.marker.evaluate()}

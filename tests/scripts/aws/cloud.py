@@ -2,12 +2,13 @@
 
 What moto 5.2.5 lacks of what the scripts need is filled in here, as the API reference describes it:
 
-- `UpdateEndpoint`;
-- endpoints that are Creating, Updating or Deleting for a while, and refuse changes meanwhile;
-- `SimulatePrincipalPolicy`, with moto's own evaluator of policies;
-- the instance types of the last years.
+- stacks that are in progress for a while, or fail;
+- `AWS::NoValue` in lists, which takes the item away;
+- a stack's description and an endpoint's name, and the instance types of the last years.
 
-Not there at all: images that are really pushed and scanned, containers that run, limits, prices.
+Not there at all: the stack's scaling and budget, and rules (test_template.py looks at those);
+images that are really pushed and scanned; containers that run; limits; prices. A change of
+parameters alone is not in a change set, and an updated endpoint keeps its configuration.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
 import botocore.loaders
 import pytest
 import requests
-from moto.core.exceptions import JsonRESTError
-from moto.core.responses import ActionResult, BaseResponse
-from moto.iam.access_control import IAMPolicy, PermissionResult
-from moto.iam.responses import IamResponse
-from moto.sagemaker.models import FakeEndpoint, FakeEndpointConfig, SageMakerModelBackend
-from moto.sagemaker.responses import SageMakerResponse
+from moto.cloudformation import parsing
+from moto.cloudformation.models import CloudFormationBackend, cloudformation_backends
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.core.responses import BaseResponse
+from moto.sagemaker.models import FakeEndpoint, FakeEndpointConfig
 from moto.server import ThreadedMotoServer
 
+from scripts.aws.template import template
 from tests.scripts import command as in_process
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,28 +42,17 @@ WIDE_S = 120.0  # for a script of its own, which takes some seconds
 REGION = "us-east-1"
 BUCKET = "fine-tunes"
 MODELS = f"s3://{BUCKET}/kogpt2/"
-CHANGES = ("Create", "Update", "Put", "Delete", "Register", "Deregister", "Tag", "Add")
-TRUST = {
-    "Statement": [
-        {
-            "Effect": "Allow",
-            "Principal": {"Service": "sagemaker.amazonaws.com"},
-            "Action": "sts:AssumeRole",
-        }
-    ]
-}
+CHANGES = ("Create", "Update", "Put", "Delete", "Execute", "Tag", "Add")
 
 
 class Cloud:
-    """`settle_s`: how long an endpoint takes to be made, updated or deleted."""
+    """`busy`: stacks stay in progress until `finish()`; `failure`: why the next one fails."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url = url
-        self.folder = folder
-        self.settle_s = 0.0
-        self.failure: str | None = None  # why endpoints that settle from now on fail
+        self.busy = False
+        self.failure: str | None = None
         self.calls: list[str] = []
-        self.refused: set[str] = set()  # actions that answer that a limit is reached
         self._clients: dict[tuple[str, str], Any] = {}
         self.environment = {
             "PATH": os.environ["PATH"],
@@ -74,6 +64,7 @@ class Cloud:
             "AWS_REGION": REGION,
             "AWS_DEFAULT_REGION": REGION,
             "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_ENDPOINT_URL_PRICING": "http://127.0.0.1:9",  # which answers nobody
         }
 
     def client(self, service: str, region: str = REGION) -> Any:
@@ -90,8 +81,7 @@ class Cloud:
 
     def reset(self) -> None:
         requests.post(f"{self.url}/moto-api/reset", timeout=10)
-        self.settle_s, self.failure = 0.0, None
-        self.refused.clear()
+        self.busy, self.failure = False, None
         self.calls.clear()
 
     def close(self) -> None:
@@ -147,11 +137,16 @@ class Cloud:
         host = f"{account}.dkr.ecr.{REGION}.amazonaws.com"
         return f"{host}/{repository}@{made['imageId']['imageDigest']}"
 
-    def put_role(self, name: str, *statements: dict[str, Any]) -> None:
-        iam = self.client("iam")
-        iam.create_role(RoleName=name, AssumeRolePolicyDocument=json.dumps(TRUST))
-        document = json.dumps({"Version": "2012-10-17", "Statement": list(statements)})
-        iam.put_role_policy(RoleName=name, PolicyName="all", PolicyDocument=document)
+    def stack(self, name: str) -> Any:
+        """moto's own, to look at what is not answered."""
+        stacks = cloudformation_backends[DEFAULT_ACCOUNT_ID][REGION].stacks.values()
+        return next((stack for stack in stacks if stack.name == name), None)
+
+    def finish(self) -> None:
+        """Lets what is in progress end now."""
+        self.busy = False
+        for stack in cloudformation_backends[DEFAULT_ACCOUNT_ID][REGION].stacks.values():
+            stack.status = stack.status.replace("_IN_PROGRESS", "_COMPLETE")
 
     def endpoint(self, name: str) -> dict[str, Any]:
         """Its description with its configuration's variant and its model's container."""
@@ -183,115 +178,34 @@ def fill_gaps(patch: pytest.MonkeyPatch, made: Cloud) -> None:
     patch.setattr("botocore.session.create_loader", lambda *_: loader, raising=False)
     patch.setattr("botocore.loaders.create_loader", lambda *_: loader)
     patch.setattr(FakeEndpointConfig, "validate_instance_type", lambda self, name: None)
-    record_calls(patch, made)
-    endpoints_take_time(patch, made)
-    patch.setattr(
-        IamResponse, "simulate_principal_policy", simulate_principal_policy, raising=False
-    )
+    patch.setattr(FakeEndpoint, "cloudformation_name_type", lambda: "EndpointName")
+    # It warns of types that it does not have, in a thread where a warning is an error.
+    patch.setattr(parsing, "warnings", SimpleNamespace(warn=lambda *_, **__: None))
+    clean = parsing.clean_json
 
+    def clean_json(value: Any, resources: Any) -> Any:
+        found = clean(value, resources)
+        return [item for item in found if item is not None] if isinstance(found, list) else found
 
-def record_calls(patch: pytest.MonkeyPatch, made: Cloud) -> None:
+    patch.setattr(parsing, "clean_json", clean_json)
     answer = BaseResponse.call_action
 
     def call_action(self: BaseResponse) -> Any:
-        action = self._get_action()
-        made.calls.append(action)
-        if action in made.refused:
-            body = {"__type": "ResourceLimitExceeded", "message": "The limit is 0 Instances."}
-            return 400, {"x-amzn-errortype": body["__type"]}, json.dumps(body)
+        made.calls.append(self._get_action())
         return answer(self)
 
     patch.setattr(BaseResponse, "call_action", call_action)
+    execute = CloudFormationBackend.execute_change_set
 
+    def execute_change_set(self: Any, change_set_name: str, stack_name: str | None = None) -> None:
+        stack = self.stacks[self.change_sets[change_set_name].stack_id]
+        stack.description = template()["Description"]
+        if made.failure:
+            stack._add_stack_event("CREATE_FAILED", resource_status_reason=made.failure)
+            stack.status, made.failure = "ROLLBACK_COMPLETE", None
+            return
+        execute(self, change_set_name, stack_name)
+        if made.busy:
+            stack.status = stack.status.replace("_COMPLETE", "_IN_PROGRESS")
 
-def endpoints_take_time(patch: pytest.MonkeyPatch, made: Cloud) -> None:
-    """A `pending` state that ends by itself, after which an endpoint is in service or gone."""
-    create, describe = (
-        SageMakerModelBackend.create_endpoint,
-        SageMakerModelBackend.describe_endpoint,
-    )
-    delete = SageMakerModelBackend.delete_endpoint
-
-    def begin(endpoint: FakeEndpoint, state: str) -> None:
-        endpoint.endpoint_status = state
-        endpoint.settled_at = time.monotonic() + made.settle_s
-
-    def settle(self: SageMakerModelBackend, name: str) -> FakeEndpoint | None:
-        endpoint = self.endpoints.get(name)
-        if endpoint is None or time.monotonic() < endpoint.settled_at:
-            return endpoint
-        if endpoint.endpoint_status == "Deleting":
-            delete(self, name)
-            return None
-        if endpoint.endpoint_status.endswith("ing"):
-            endpoint.endpoint_status = "Failed" if made.failure else "InService"
-            endpoint.failure_reason = made.failure
-        return endpoint
-
-    def refuse_if_busy(endpoint: FakeEndpoint | None, name: str) -> None:
-        if endpoint is None:
-            raise JsonRESTError("ValidationException", f'Could not find endpoint "{name}".')
-        if endpoint.endpoint_status.endswith("ing"):
-            raise JsonRESTError("ValidationException", "Cannot update in-progress endpoint.")
-
-    def create_endpoint(self: Any, endpoint_name: str, **rest: Any) -> FakeEndpoint:
-        endpoint = create(self, endpoint_name=endpoint_name, **rest)
-        begin(endpoint, "Creating")
-        return endpoint
-
-    def describe_endpoint(self: Any, endpoint_name: str) -> dict[str, Any]:
-        settle(self, endpoint_name)
-        found = describe(self, endpoint_name)
-        found.pop("SettledAt", None)
-        return found
-
-    def delete_endpoint(self: Any, endpoint_name: str) -> None:
-        endpoint = settle(self, endpoint_name)
-        refuse_if_busy(endpoint, endpoint_name)
-        begin(endpoint, "Deleting")
-
-    def update_endpoint(self: SageMakerResponse) -> ActionResult:
-        backend = self.sagemaker_backend
-        name, config_name = self._get_param("EndpointName"), self._get_param("EndpointConfigName")
-        endpoint = settle(backend, name)
-        refuse_if_busy(endpoint, name)
-        config = backend.describe_endpoint_config(config_name)
-        before = {v["VariantName"]: v for v in endpoint.production_variants}
-        endpoint.endpoint_config_name = config_name
-        endpoint.production_variants = endpoint._process_production_variants(
-            config["ProductionVariants"]
-        )
-        if self._get_param("RetainAllVariantProperties"):
-            for variant in endpoint.production_variants:
-                variant["CurrentInstanceCount"] = before[variant["VariantName"]][
-                    "CurrentInstanceCount"
-                ]
-        begin(endpoint, "Updating")
-        return ActionResult({"EndpointArn": endpoint.arn})
-
-    patch.setattr(FakeEndpoint, "settled_at", 0.0, raising=False)
-    patch.setattr(SageMakerModelBackend, "create_endpoint", create_endpoint)
-    patch.setattr(SageMakerModelBackend, "describe_endpoint", describe_endpoint)
-    patch.setattr(SageMakerModelBackend, "delete_endpoint", delete_endpoint)
-    patch.setattr(SageMakerResponse, "update_endpoint", update_endpoint, raising=False)
-
-
-def simulate_principal_policy(self: IamResponse) -> ActionResult:
-    role = self._get_param("PolicySourceArn").rpartition("/")[2]
-    policies = [
-        IAMPolicy(self.backend.get_role_policy(role, name)[1])
-        for name in self.backend.list_role_policies(role)
-    ]
-    (resource,) = self._get_param("ResourceArns")
-    results = []
-    for action in self._get_param("ActionNames"):
-        found = {policy.is_action_permitted(action, resource) for policy in policies}
-        allowed = PermissionResult.PERMITTED in found and PermissionResult.DENIED not in found
-        results.append(
-            {
-                "EvalActionName": action,
-                "EvalResourceName": resource,
-                "EvalDecision": "allowed" if allowed else "implicitDeny",
-            }
-        )
-    return ActionResult({"EvaluationResults": results, "IsTruncated": False})
+    patch.setattr(CloudFormationBackend, "execute_change_set", execute_change_set)

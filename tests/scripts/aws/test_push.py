@@ -148,12 +148,3 @@ def test_images_that_sagemaker_could_not_run(aws: Cloud, docker: Docker) -> None
     said = aws.run("push", "시집:1", code=2, **docker.environment)
     assert said.startswith("no local image 시집:1: build it first")
     assert "docker is not installed" in aws.run("push", "x", code=2, PATH="/nowhere")
-
-
-def test_dry_run_shows_the_calls_and_makes_none(aws: Cloud, docker: Docker) -> None:
-    out = push(aws, docker, "--dry-run")
-    assert aws.changes() == []
-    assert docker.calls() == [("image", "inspect", "kogpt2-serving:cpu")]
-    assert "  aws ecr create-repository --cli-input-json '{" in out
-    assert f"  docker login --username AWS --password-stdin {REGISTRY}" in out
-    assert f"  docker push {REGISTRY}/kogpt2-serving:0123456789ab" in out

@@ -1,0 +1,130 @@
+"""A CloudFormation stack: what would change, changing it, and waiting with its events."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from scripts.aws.account import Account
+from scripts.lib.problem import Problem
+
+FIRST_POLL_S, LONGEST_POLL_S = 0.2, 5.0
+DONE = ("CREATE_COMPLETE", "UPDATE_COMPLETE", "DELETE_COMPLETE", "REVIEW_IN_PROGRESS")
+STUCK = ("ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED", "CREATE_FAILED")
+
+
+def is_busy(stack: dict[str, Any]) -> bool:
+    return bool(stack["StackStatus"].endswith("_IN_PROGRESS") and stack["StackStatus"] not in DONE)
+
+
+class Stack:
+    """`description` is the stack as AWS describes it, None where there is none."""
+
+    def __init__(self, account: Account, name: str) -> None:
+        self.name = name
+        self._account, self._client = account, account.client("cloudformation")
+        self.description: dict[str, Any] | None = self._describe(name)
+
+    def _describe(self, name: str) -> dict[str, Any] | None:
+        found = self._account.find("cloudformation", "describe_stacks", StackName=name)
+        return found["Stacks"][0] if found else None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing of it has been made yet."""
+        return self.description is None or self.description["StackStatus"] == "REVIEW_IN_PROGRESS"
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Of its parameters."""
+        found = (self.description or {}).get("Parameters", [])
+        return {item["ParameterKey"]: item["ParameterValue"] for item in found}
+
+    def plan(
+        self, body: str, values: dict[str, str], tags: dict[str, str]
+    ) -> dict[str, Any] | None:
+        """A change set, None where nothing would change. Raises `Problem` with AWS's reason."""
+        status = None if self.description is None else self.description["StackStatus"]
+        if status in STUCK:
+            raise Problem(f"stack {self.name} is {status}: kogpt2 teardown {self.name} removes it")
+        made = self._client.create_change_set(
+            StackName=self.name,
+            ChangeSetName=f"kogpt2-{time.time_ns()}",
+            ChangeSetType="CREATE" if self.is_new else "UPDATE",
+            TemplateBody=body,
+            Parameters=[{"ParameterKey": k, "ParameterValue": v} for k, v in values.items()],
+            Tags=[{"Key": key, "Value": value} for key, value in tags.items()],
+            Capabilities=["CAPABILITY_IAM"],
+            **({"OnStackFailure": "DELETE"} if self.is_new else {}),
+        )
+        poll_s = FIRST_POLL_S
+        while True:
+            plan: dict[str, Any] = self._client.describe_change_set(ChangeSetName=made["Id"])
+            if plan["Status"] not in ("CREATE_PENDING", "CREATE_IN_PROGRESS"):
+                break
+            time.sleep(poll_s)
+            poll_s = min(LONGEST_POLL_S, poll_s * 1.5)
+        if plan["Status"] != "FAILED":
+            return plan
+        self.drop(plan)
+        reason = plan.get("StatusReason", "")
+        if "didn't contain changes" in reason or "No updates" in reason:
+            return None
+        raise Problem(f"CloudFormation refuses it: {reason}")
+
+    def drop(self, plan: dict[str, Any]) -> None:
+        """Forgets a change set, and a stack that was to be made by it."""
+        if self.is_new:
+            self._client.delete_stack(StackName=self.name)
+        else:
+            self._client.delete_change_set(ChangeSetName=plan["ChangeSetId"])
+
+    def wait_for_others(self) -> None:
+        """Until what was begun before, here or elsewhere, has ended."""
+        if self.description and not self.is_new and is_busy(self.description):
+            self.settle(since=self._events()[0]["Timestamp"])
+
+    def carry_out(self, plan: dict[str, Any]) -> None:
+        self._client.execute_change_set(ChangeSetName=plan["ChangeSetId"])
+        self.description = self._describe(plan["StackId"])
+        self.settle(since=plan["CreationTime"])
+
+    def delete(self) -> None:
+        """Raises `Problem` with the first reason why something stays."""
+        since = self._events()[0]["Timestamp"]
+        self._client.delete_stack(StackName=self.name)
+        self.settle(since)
+
+    def _events(self) -> list[dict[str, Any]]:
+        """The newest first."""
+        assert self.description is not None
+        name = self.description["StackId"]
+        found = self._account.find("cloudformation", "describe_stack_events", StackName=name)
+        return found["StackEvents"] if found else []
+
+    def settle(self, since: Any) -> None:
+        """Waits, a line for each event. Raises `Problem` with the first reason of a failure."""
+        assert self.description is not None
+        name, poll_s, reasons = self.description["StackId"], FIRST_POLL_S, list[str]()
+        seen: set[str] = set()
+        while True:
+            now = self._describe(name)
+            status = now["StackStatus"] if now else "DELETE_COMPLETE"
+            for event in reversed(self._events()):
+                if event["EventId"] in seen or event["Timestamp"] < since:
+                    continue
+                seen.add(event["EventId"])
+                what, reason = event["ResourceStatus"], event.get("ResourceStatusReason", "")
+                print(
+                    f"  {event['Timestamp']:%H:%M:%S} {what:<20} {event['LogicalResourceId']}",
+                    flush=True,
+                )
+                if what.endswith("FAILED") and "cancelled" not in reason:
+                    reasons.append(f"{event['LogicalResourceId']}: {reason}")
+            if not (now and is_busy(now)):
+                break
+            time.sleep(poll_s)
+            poll_s = min(LONGEST_POLL_S, poll_s * 1.5)
+        self.description = now
+        if reasons or status not in DONE:
+            raise Problem("; ".join([f"stack {self.name} is {status}", *reasons[:1]]))

@@ -1,0 +1,82 @@
+"""deploy/sagemaker/endpoint.yaml: its parameters, and what its rules refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scripts.lib.problem import Problem
+
+FILE = Path(__file__).resolve().parents[2] / "deploy" / "sagemaker" / "endpoint.yaml"
+EMPTY = "Environment: {}"
+Values = Mapping[str, str]  # of all parameters
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads `!Not [...]` as `{"Fn::Not": [...]}`."""
+
+
+def _function(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> dict[str, Any]:
+    key = name if name in ("Ref", "Condition") else f"Fn::{name}"
+    if isinstance(node, yaml.ScalarNode):
+        return {key: loader.construct_scalar(node)}
+    assert isinstance(node, yaml.SequenceNode)
+    return {key: loader.construct_sequence(node, deep=True)}
+
+
+_Loader.add_multi_constructor("!", _function)
+
+
+@cache
+def template() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.load(FILE.read_text("utf-8"), _Loader)  # noqa: S506
+    return found
+
+
+def body(environment: Mapping[str, str]) -> str:
+    """The template with a container's environment, which no parameter can hold."""
+    text = FILE.read_text("utf-8")
+    assert text.count(EMPTY) == 1
+    return text.replace(EMPTY, f"Environment: {json.dumps(dict(environment))}")
+
+
+def option_name(parameter: str) -> str:
+    """max_instances for MaxInstances."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", parameter).lower()
+
+
+def with_defaults(given: Values) -> Values:
+    slots = template()["Parameters"].items()
+    return {name: given.get(name, str(slot.get("Default", ""))) for name, slot in slots}
+
+
+def refuse(values: Values) -> None:
+    """Raises `Problem` for the first assertion of a rule that does not hold."""
+    for rule in template()["Rules"].values():
+        if holds(rule.get("RuleCondition", True), values):
+            for assertion in rule["Assertions"]:
+                if not holds(assertion["Assert"], values):
+                    raise Problem(assertion["AssertDescription"])
+
+
+def holds(term: Any, values: Values) -> Any:
+    """What a rule's function gives; CloudFormation compares parameters as texts."""
+    if not isinstance(term, dict):
+        return term if isinstance(term, bool) else str(term)
+    ((name, arguments),) = term.items()
+    if name == "Ref":
+        return values[arguments]
+    found = [holds(argument, values) for argument in arguments]
+    if name == "Fn::Equals":
+        return found[0] == found[1]
+    return {
+        "Fn::Not": lambda: not found[0],
+        "Fn::And": lambda: all(found),
+        "Fn::Or": lambda: any(found),
+    }[name]()
