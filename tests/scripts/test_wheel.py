@@ -13,7 +13,9 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("benchmarks", "common", "compat", "engine", "handlers", "serving", "scripts")
+PACKAGES = (
+    "benchmarks", "common", "compat", "deploy/sagemaker", "engine", "handlers", "scripts", "serving"
+)  # fmt: skip
 # What builds images and runs checks, in a checkout.
 SHELL = ("build", "lock", "run", "serve", "setup.sh", "test")
 IMAGE = ("code", "healthcheck", "java", "python", "sbom", "system")
