@@ -53,7 +53,7 @@ def run(options: Upload) -> None:
             raise Problem(f"{path} does not exist")
     account = Account(options)
     if options.create_bucket:
-        create_bucket(account, location.bucket)
+        create_bucket(account, location.bucket, options.dry_run)
     else:
         locations.check_bucket(account, location, "; --create-bucket makes it")
     if options.show:
@@ -62,13 +62,17 @@ def run(options: Upload) -> None:
         delete(account, location, options)
     else:
         with tempfile.TemporaryDirectory() as work:
-            upload(account, location, [as_archive(path, Path(work)) for path in options.models])
+            archives = [as_archive(path, Path(work)) for path in options.models]
+            upload(account, location, archives, options.dry_run)
 
 
-def create_bucket(account: Account, bucket: str) -> None:
+def create_bucket(account: Account, bucket: str, dry_run: bool) -> None:
     """Where it is missing; S3 makes all of them private and encrypted."""
     if locations.region_of(account, bucket) is not None:
         locations.check_bucket(account, Location(bucket, ""))
+        return
+    if dry_run:
+        print(f"  make bucket {bucket} in {account.region}")
         return
     place: dict[str, Any] = (
         {}
@@ -111,10 +115,13 @@ def as_archive(path: Path, work: Path) -> Path:
     return path
 
 
-def upload(account: Account, location: Location, archives: list[Path]) -> None:
+def upload(account: Account, location: Location, archives: list[Path], dry_run: bool) -> None:
     sums = {path: digest(path) for path in archives}
     there = {path for path in archives if is_there(account, location, path, sums[path])}
     for path in archives:
+        if path not in there and dry_run:
+            print(f"  send {path.name} ({mebibytes(path.stat().st_size)}) to {location}")
+            continue
         if path not in there:
             send(account, location, path, sums[path])
         said = "is there already, the same" if path in there else f"sent to {location}"

@@ -125,6 +125,17 @@ def test_a_folder_is_packed_as_scripts_package_does(aws: Cloud, tmp_path: Path) 
     assert "config.json" in aws.run("upload", MODELS, str(folder), code=2)
 
 
+def test_a_dry_run_says_what_would_be_sent_and_sends_nothing(aws: Cloud, tmp_path: Path) -> None:
+    archive = model(tmp_path, "소월")
+    out = aws.run("upload", MODELS, str(archive), "--create-bucket", "--dry-run")
+    assert f"make bucket {BUCKET}" in out
+    assert "send 소월.tar.gz" in out
+    assert aws.client("s3").list_buckets()["Buckets"] == []
+    aws.put_models()
+    assert "send 소월.tar.gz" in aws.run("upload", MODELS, str(archive), "--dry-run")
+    assert names(aws) == []
+
+
 def test_lists_and_deletes(aws: Cloud) -> None:
     aws.put_models(sowol=1 << 20, dongju=1 << 19)
     out = aws.run("upload", MODELS, "--list")
