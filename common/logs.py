@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from typing import Any
 
 from common.errors import cut
+
+# What JSON may hold and a terminal or a reader of lines takes for its own: controls, ends of lines,
+# turns of the writing's direction.
+ODD = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 class JsonFormatter(logging.Formatter):
@@ -35,6 +40,7 @@ class JsonFormatter(logging.Formatter):
             lines = self.formatException(record.exc_info).split("\n")
             entry["traceback"] = "\n".join(cut(line) for line in lines)
         text = json.dumps(entry, ensure_ascii=False)
+        text = ODD.sub(lambda odd: f"\\u{ord(odd[0]):04x}", text)
         return text.encode("utf-8", "backslashreplace").decode()  # names need not be UTF-8
 
 

@@ -40,6 +40,15 @@ def test_no_line_is_long_whatever_it_quotes() -> None:
     assert len(traceback) < 10_000
 
 
+@pytest.mark.parametrize(
+    "odd", ["\x9b2J", "\u2028{}", "\u2029", "\x7f", "\x85", "\u202e월소", "\n"]
+)
+def test_a_client_cannot_steer_who_reads_the_log(odd: str) -> None:
+    written = line("모델 %s", odd)
+    assert written.isprintable()
+    assert json.loads(written)["message"] == f"모델 {odd}"
+
+
 def test_a_name_that_is_not_utf8_can_be_logged() -> None:
     assert line("\udcff").encode("utf-8")
 
