@@ -63,7 +63,8 @@ class Frame:
     def __init__(self, files: FrameFiles, pieces: list[Piece], profile: Path | None = None) -> None:
         """Shows the pieces. `profile`: see `onnx_session.open_packed`. Raises `OutOfMemory`."""
         self.key, self.can_show_another = files.key, bool(files.windows)
-        self._plain = mmap.mmap(-1, files.plain_bytes, flags=RESERVED)
+        # A very small model has no plain tensors: all that is not packed is in the graph.
+        self._plain = mmap.mmap(-1, max(files.plain_bytes, mmap.PAGESIZE), flags=RESERVED)
         plain = np.frombuffer(self._plain, np.uint8)
         self.windows = [(plain.ctypes.data, files.plain_bytes)]
         if not self.can_show_another:  # it packs them for itself
@@ -154,6 +155,8 @@ def give_back(frame: Frame) -> None:
 
 
 def _map(address: int, size: int, protection: int, flags: int, file: int, offset: int) -> None:
+    if not size:
+        return
     try:
         map_over(address, size, protection, flags, file, offset)
     except OSError as error:

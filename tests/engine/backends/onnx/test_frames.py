@@ -27,6 +27,7 @@ SIZES: tuple[dict[str, Any], ...] = (
     {"vocab": 20_000},  # the head has a file of its own
     {"units": 60, "heads": 6, "layers": 1},  # heads of 10, a width that no block divides
     {"units": 16, "heads": 2, "layers": 1},  # vectors that are written into the graph
+    {"units": 4, "heads": 1, "layers": 1},  # and nothing that is neither that nor packed
     {"dtype": "float16", "activation": "gelu_new"},
 )
 
