@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import socket
+import time
 import uuid
 from typing import Any
 
@@ -62,7 +63,7 @@ class HTTPProtocol(HttpToolsProtocol):
             transport.close()
             return
         super().connection_made(transport)
-        self.waiting_since = self.loop.time()
+        self.waiting_since = time.monotonic()
         self._start_timer(self.head_s, self._too_slow)
 
     def _make_room(self) -> bool:
@@ -231,7 +232,7 @@ class HTTPProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete:  # else one more has come behind it
-            self.waiting_since = self.loop.time()
+            self.waiting_since = time.monotonic()
             if self._lingers:
                 self._linger()
             elif self._half_closed:
@@ -259,7 +260,7 @@ class HTTPProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         if cycle is None or cycle.response_complete or not cycle.response_started:
             self.transport.write(_error(error))
-        self.waiting_since = self.loop.time()
+        self.waiting_since = time.monotonic()
         self._linger()
 
 

@@ -363,6 +363,15 @@ def test_of_too_many_connections_the_one_that_waited_longest_goes() -> None:
         assert b"done" in busy.recv(65_536)
 
 
+def test_of_those_that_come_at_once_the_first_go_first() -> None:
+    with serve(max_connections=20, head_s=60) as served, contextlib.ExitStack() as opened:
+        clients = [opened.enter_context(served.connect()) for _ in range(40)]
+        assert [read_all(client) for client in clients[:20]] == [b""] * 20
+        for client in clients[20:]:
+            client.sendall(LAST)
+            assert read_all(client).startswith(b"HTTP/1.1 200")
+
+
 def test_where_all_connections_are_busy_one_more_is_told_to_come_back() -> None:
     with serve(max_connections=1) as served, served.connect() as busy:
         busy.sendall(post("/wait") + BODY)
