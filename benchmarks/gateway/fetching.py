@@ -62,9 +62,10 @@ class S3(Program):
     """moto's server."""
 
     def __init__(self, log: Path) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        super().__init__([sys.executable, "-m", "moto.server", "-H127.0.0.1", f"-p{port}"], log)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "moto.server", "-H127.0.0.1", f"-p{self.port}"]
+        super().__init__(command, log)
         self._wait(self._is_there)
 
     def _is_there(self) -> bool:

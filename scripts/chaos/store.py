@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,19 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from benchmarks.server import free_port
-from scripts.lib.problem import Failed, Problem
+from benchmarks.gateway.fetching import ACCESS, S3
+from scripts.lib.problem import Problem
 
 BUCKET, PREFIX, ENDING = "models", "kogpt2/", ".tar.gz"
-KEYS = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_REGION": "us-east-1",
-    "AWS_CONFIG_FILE": "/dev/null",
-    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
-START_S = 60.0
 ERRORS = {"403": "AccessDenied", "503": "SlowDown"}
 HOP = {"connection", "transfer-encoding", "keep-alive"}
 
@@ -44,13 +33,13 @@ class Store:
         self.client = boto3.client(
             "s3",
             endpoint_url=f"http://127.0.0.1:{moto_port}",
-            region_name="us-east-1",
-            aws_access_key_id="test",
-            aws_secret_access_key="test",  # noqa: S106
+            region_name=ACCESS["AWS_REGION"],
+            aws_access_key_id=ACCESS["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=ACCESS["AWS_SECRET_ACCESS_KEY"],
         )
         self._proxy = _Proxy(self, moto_port)
         self.environment = {
-            **KEYS,
+            **ACCESS,
             "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{self._proxy.server_address[1]}",
             "MODEL_STORE": f"s3://{BUCKET}/{PREFIX}",
         }
@@ -74,37 +63,13 @@ def store(log: Path) -> Iterator[Store]:
         import moto  # noqa: F401
     except ImportError:
         raise Problem("kogpt2 chaos needs moto: in a checkout, scripts/test installs it") from None
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
-    try:
-        _wait_for(port, process, log)
-        found = Store(port)
+    with S3(log) as server:
+        found = Store(server.port)
         try:
             found.client.create_bucket(Bucket=BUCKET)
             yield found
         finally:
             found.close()
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + START_S
-    while True:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        try:
-            connection.request("GET", "/moto-api/data.json")
-            connection.getresponse().read()
-            return
-        except (OSError, http.client.HTTPException):
-            if process.poll() is not None or time.monotonic() > end:
-                raise Failed(f"moto did not start, see {log}") from None
-            time.sleep(0.1)
-        finally:
-            connection.close()
 
 
 class _Proxy(ThreadingHTTPServer):

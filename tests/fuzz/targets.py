@@ -11,8 +11,7 @@ import contextlib
 import io
 import json
 import tempfile
-import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from urllib.parse import parse_qsl
@@ -46,11 +45,12 @@ from serving.names import is_clean, model_name
 from serving.store.archive import extract
 from serving.store.locate import locate, open_store
 from serving.store.settings import StoreSettings
+from tests.bounded import bounded
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact
 
 LIMIT = 100_000  # of bodies
-FREE_BYTES, TIMES_BYTES = 8 << 20, 500
+FREE_BYTES = 8 << 20
 SIZE = 4  # of what says how a binary request is divided
 
 MESSAGES = [{"role": "system", "content": "시"}, {"role": "user", "content": "나 보기가"}]
@@ -71,21 +71,9 @@ atexit.register(ENDS.close)
 Target = Callable[[bytes], object]
 
 
-@contextlib.contextmanager
-def bounded(length: int) -> Iterator[None]:
-    """Fails if more memory is taken inside than an input of this length may cost."""
-    tracemalloc.start()
-    try:
-        yield
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < FREE_BYTES + TIMES_BYTES * length, f"{peak} bytes for {length}"
-
-
 def attempt(target: Target, data: bytes, measured: bool = True) -> bool:
     """Whether it was taken. A refusal is in words that can be sent. Measuring memory is slow."""
-    with bounded(len(data)) if measured else contextlib.nullcontext():
+    with bounded(len(data), FREE_BYTES) if measured else contextlib.nullcontext():
         try:
             target(data)
             status = 200

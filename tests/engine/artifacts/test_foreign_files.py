@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-import tracemalloc
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from engine.artifacts.read_safetensors import index_safetensors
 from engine.artifacts.read_torch import index_torch
 from engine.artifacts.tensor_index import Index, map_index
 from engine.prepared.manifest import from_manifest, read
+from tests.bounded import bounded
 from tests.engine.artifacts.torch_files import (
     Saved,
     number,
@@ -56,7 +55,7 @@ CASES = settings(
     ],
 )
 # Python's objects for what a file of some bytes says.
-FREE_BYTES, TIMES_BYTES = 4 << 20, 500
+FREE_BYTES = 4 << 20
 
 # Numbers at which sizes, signs and products overflow.
 EDGES = st.sampled_from(
@@ -101,21 +100,9 @@ def damaged(content: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
     return bytes(data)
 
 
-@contextmanager
-def bounded(length: int) -> Iterator[None]:
-    """Fails if more memory is taken inside than a file of this length may cost."""
-    tracemalloc.start()
-    try:
-        yield
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < FREE_BYTES + TIMES_BYTES * length
-
-
 def try_index(index_file: Callable[[Path], Index], path: Path) -> None:
     """What it finds can be mapped and read; or it is refused, in words that can be sent."""
-    with bounded(path.stat().st_size):
+    with bounded(path.stat().st_size, FREE_BYTES):
         try:
             index = index_file(path)
             for array in map_index(path.parent, index).values():
@@ -277,7 +264,7 @@ def spoilt(said: dict[str, Any], more: dict[str, Any], edits: list[Any], real: b
 
 def try_artifact(path: Path, file: str) -> None:
     """It is opened, and what was found is what the engine takes; or it is refused."""
-    with bounded((path / file).stat().st_size):
+    with bounded((path / file).stat().st_size, FREE_BYTES):
         try:
             open_artifact(path)
         except ArtifactError as error:
