@@ -102,7 +102,7 @@ class Container:
 
     def running(self) -> int:
         """Sequences that the engine works on."""
-        rows = requests.get(self.url("/metrics"), timeout=10).text.splitlines()
+        rows = requests.get(self.url("/metrics"), timeout=60).text.splitlines()
         return int(sum(float(r.split()[-1]) for r in rows if r.startswith("kogpt2_model_running{")))
 
     def signal(self, number: int, words: str) -> None:

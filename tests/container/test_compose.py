@@ -80,6 +80,6 @@ def test_a_call_loads_a_demo_model_from_the_store(port: int) -> None:
     assert {"sowol", "dongju"} <= {model["modelName"] for model in offered}
     answer = requests.post(f"{url}/predictions/sowol", json=PROMPT, timeout=90)
     assert answer.json()["generated_text"].startswith(TEXT)
-    metrics = requests.get(f"{url}/metrics", timeout=10).text
+    metrics = requests.get(f"{url}/metrics", timeout=60).text
     fetched = next(r for r in metrics.splitlines() if r.startswith("kogpt2_fetched_bytes_total "))
     assert float(fetched.split()[1]) > 1_000_000  # over the network

@@ -26,7 +26,7 @@ def test_the_session_of_the_documents_answers_as_it_is_shown(shared: Container) 
 def test_korean_names_work_on_both_ports(shared: Container) -> None:
     assert shared.load("소월", "sowol").ok
     assert shared.predict("소월").json()["generated_text"].startswith(TEXT)
-    listed = requests.get(shared.url("/models"), timeout=10).json()["models"]
+    listed = requests.get(shared.url("/models"), timeout=60).json()["models"]
     assert listed == [{"modelName": "소월", "modelUrl": "sowol", "residency": "hot"}]
     assert shared.unload("소월").ok
 
@@ -59,13 +59,13 @@ def test_sagemaker_loads_invokes_and_unloads_models(start: Start, tmp_path: Path
     assert status("POST", models, {"model_name": HASH, "url": place}) == 200
     assert status("POST", models, {"model_name": HASH, "url": place}) == 409
     described = {"modelName": HASH, "modelUrl": place, "residency": "hot"}
-    assert requests.get(models, timeout=10).json() == {"models": [described]}
-    assert requests.get(model, timeout=10).json().items() >= described.items()
+    assert requests.get(models, timeout=60).json() == {"models": [described]}
+    assert requests.get(model, timeout=60).json().items() >= described.items()
     assert text(requests.post(f"{model}/invoke", json=SHORT, headers=target, timeout=60))
     assert "시/봄.tar.gz" in container.log()
     assert status("DELETE", model) == 200
     assert status("DELETE", model) == 404
-    assert requests.get(models, timeout=10).json() == {"models": []}
+    assert requests.get(models, timeout=60).json() == {"models": []}
 
 
 def test_a_single_model_answers_on_the_port_that_sagemaker_names(

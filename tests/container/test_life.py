@@ -43,17 +43,17 @@ def test_what_is_killed_inside_comes_back_and_the_log_says_so(own: Container) ->
     assert answers(own)
     before = own.log()
     own.signal(signal.SIGKILL, "com.amazonaws.ml.mms.ModelServer")
-    eventually(lambda: "Multi Model Server ended" in own.log()[len(before) :], 30)
-    eventually(lambda: own.is_ready() and answers(own), 60)
+    eventually(lambda: "Multi Model Server ended" in own.log()[len(before) :])
+    eventually(lambda: own.is_ready() and answers(own))
     assert own.state()["Running"]
 
 
 def test_the_healthcheck_tells_when_it_is_ill_and_when_it_is_well(own: Container) -> None:
-    eventually(lambda: own.health() == "healthy", 30)
+    eventually(lambda: own.health() == "healthy")
     own.signal(signal.SIGSTOP, "-m engine ")
-    eventually(lambda: own.health() == "unhealthy", 30)
+    eventually(lambda: own.health() == "unhealthy")
     own.signal(signal.SIGCONT, "-m engine ")
-    eventually(lambda: own.health() == "healthy", 30)
+    eventually(lambda: own.health() == "healthy")
     assert answers(own)
 
 
@@ -63,7 +63,7 @@ def test_a_container_that_ended_starts_again(own: Container, end: tuple[str, ...
     assert not own.state()["Running"]
     docker("start", own.id)
     eventually(own.is_ready, START_S)
-    eventually(lambda: own.health() == "healthy", 30)
+    eventually(lambda: own.health() == "healthy")
     assert answers(own)
 
 

@@ -92,9 +92,9 @@ def test_run_shows_curl_lines_that_work_and_ends_with_ctrl_c(run: Run) -> None:
     assert said["CapDrop"] == ["ALL"]
     assert said["SecurityOpt"] == ["no-new-privileges"]
     assert said["Memory"] == said["MemorySwap"] == 2 << 30
-    assert requests.get(f"http://127.0.0.1:{run.port}/ping", timeout=10).ok
+    assert requests.get(f"http://127.0.0.1:{run.port}/ping", timeout=60).ok
     run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(15) == 0
+    assert run.process.wait(60) == 0
     eventually(lambda: docker("ps", "-aq", "--filter", f"name={run.name}") == "")
 
 

@@ -39,7 +39,7 @@ def lists(choice: str) -> subprocess.CompletedProcess[str]:
     (case,) = re.findall(r"^RUN (case .*? esac) ", DOCKERFILE, re.MULTILINE | re.DOTALL)
     command = ["sh", "-c", f"{case}; echo $lists"]
     return subprocess.run(
-        command, env={"BACKENDS": choice}, capture_output=True, text=True, timeout=20, check=False
+        command, env={"BACKENDS": choice}, capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -106,7 +106,7 @@ def build(*arguments: str, path: str = "/usr/bin:/bin") -> subprocess.CompletedP
         env={"PATH": path},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         check=False,
     )
 

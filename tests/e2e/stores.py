@@ -111,7 +111,7 @@ def _is_well(server: Server) -> bool:
 def _empty(server: Server) -> None:
     for path in server.store.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    for model in requests.get(server.url("/models"), timeout=10).json()["models"]:
+    for model in requests.get(server.url("/models"), timeout=60).json()["models"]:
         assert server.unload(quote(model["modelName"])).status_code == 200
     eventually(lambda: not server.descendants("model_service_worker"))
     assert statistics(server)["models"] == []

@@ -58,7 +58,7 @@ def unloaded(server: Server) -> Iterator[None]:
 
 
 def names(server: Server) -> list[str]:
-    models = requests.get(server.url("/models"), timeout=10).json()["models"]
+    models = requests.get(server.url("/models"), timeout=60).json()["models"]
     return [model["modelName"] for model in models]
 
 
@@ -107,5 +107,5 @@ def test_what_has_no_manifest_loads_with_the_handler_that_is_named(
 
 def test_a_folder_with_the_program_of_the_server_is_a_model(server: Server) -> None:
     assert server.predict("program", "x").text == "셈"
-    listed = requests.get(server.url("/models?available=true"), timeout=10).json()["models"]
+    listed = requests.get(server.url("/models?available=true"), timeout=60).json()["models"]
     assert "program" in [model["modelName"] for model in listed]

@@ -28,7 +28,7 @@ def send(server: Server) -> socket.socket:
         "POST /predictions/%EB%8A%90%EB%A6%B0 HTTP/1.1\r\nHost: localhost\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     client.sendall(head.encode() + body)
     return client
 

@@ -101,7 +101,7 @@ def test_ping_is_503_while_a_part_does_not_answer(shared: Server) -> None:
         process.suspend()
         try:
             eventually(lambda: not shared.is_ready())
-            answer = requests.get(shared.url("/ping"), timeout=5)
+            answer = requests.get(shared.url("/ping"), timeout=60)
             assert error(answer) == (503, "ServiceUnavailableException")
         finally:
             process.resume()
@@ -111,7 +111,7 @@ def test_ping_is_503_while_a_part_does_not_answer(shared: Server) -> None:
 def test_ping_and_others_answer_while_a_model_is_busy(shared: Server) -> None:
     with in_flight(shared, "slow", 1) as busy:
         for _ in range(10):
-            assert requests.get(shared.url("/ping"), timeout=5).status_code == 200
+            assert requests.get(shared.url("/ping"), timeout=60).status_code == 200
             assert text(shared.predict("a", SHORT))
         assert not any(answer.done() for answer in busy)
         assert {answer.result().status_code for answer in busy} == {200}
@@ -211,7 +211,7 @@ def test_java_keeps_to_the_containers_limits(shared: Server) -> None:
 
 def test_the_log_is_json_and_has_request_ids_and_models(shared: Server) -> None:
     header = {"x-request-id": "find-me-1", "X-Amzn-SageMaker-Target-Model": "team/a.tar.gz"}
-    requests.post(shared.url("/models/a/invoke"), json=SHORT, headers=header, timeout=10)
+    requests.post(shared.url("/models/a/invoke"), json=SHORT, headers=header, timeout=60)
     found = eventually(lambda: [x for x in shared.text().splitlines() if "find-me-1" in x])
     assert len(found) == 1
     entry = json.loads(found[0])
@@ -334,7 +334,7 @@ def test_what_is_in_flight_when_all_workers_are_killed_is_answered_soon(
     with ThreadPoolExecutor(1) as pool, in_flight(own, "slow", 2) as busy:
         unload = pool.submit(own.unload, "slow") if unloaded else None
         if unloaded:
-            eventually(lambda: requests.get(own.url("/models/slow"), timeout=10).status_code == 404)
+            eventually(lambda: requests.get(own.url("/models/slow"), timeout=60).status_code == 404)
         begun = requests_of(own, "slow")
         kill(own.descendants(WORKER))
         eventually(lambda: requests_of(own, "slow") == 2 * begun, BOUND_S)
@@ -402,7 +402,7 @@ def test_a_gateway_that_is_killed_during_a_load_leaves_no_worker_of_it(own: Serv
         own.descendants("serving.gateway")[0].kill()
     eventually(lambda: "the gateway was killed by SIGKILL" in own.text())
     eventually(own.is_ready)
-    listed = requests.get(own.url("/models"), timeout=10).json()["models"]
+    listed = requests.get(own.url("/models"), timeout=60).json()["models"]
     names = [model["modelName"] for model in listed]
     eventually(lambda: len(own.descendants(WORKER)) == len(names))
     assert len(list(own.run_dir.glob("workers/*"))) == len(names)

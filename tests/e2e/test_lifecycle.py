@@ -40,7 +40,7 @@ def server(clean: Server, store: Path) -> Server:
 
 
 def described(server: Server, name: str) -> dict[str, object]:
-    found: dict[str, object] = requests.get(server.url(f"/models/{name}"), timeout=10).json()
+    found: dict[str, object] = requests.get(server.url(f"/models/{name}"), timeout=60).json()
     return found
 
 

@@ -27,13 +27,13 @@ def test_both_demo_models_load_continue_their_poems_and_unload(server: Server) -
         answers[name] = server.predict(name, body).json()["generated_text"]
     assert answers["sowol"].lstrip().startswith("가실 때에는")
     assert answers["dongju"].lstrip().startswith("한 점 부끄럼이 없기를")
-    listed = requests.get(server.management("/models"), timeout=10).json()["models"]
+    listed = requests.get(server.management("/models"), timeout=60).json()["models"]
     assert sorted(model["modelName"] for model in listed) == ["dongju", "sowol"]
     for name in answers:
         gone = server.unload(name)
         assert gone.status_code == 200
         assert gone.json() == {"status": f'Model "{name}" unregistered'}
-    assert requests.get(server.management("/models"), timeout=10).json() == {"models": []}
+    assert requests.get(server.management("/models"), timeout=60).json() == {"models": []}
     eventually(lambda: not server.descendants("model_service_worker"))
 
 

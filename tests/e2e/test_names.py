@@ -24,7 +24,7 @@ def server(clean: Server, tmp_path_factory: pytest.TempPathFactory) -> Server:
 
 
 def names(server: Server) -> list[str]:
-    models = requests.get(server.url("/models"), timeout=10).json()["models"]
+    models = requests.get(server.url("/models"), timeout=60).json()["models"]
     return [model["modelName"] for model in models]
 
 
@@ -39,9 +39,9 @@ def test_all_spellings_are_one_model(server: Server) -> None:
         target = {"X-Amzn-SageMaker-Target-Model": name.encode()}
         answer = requests.post(server.url("/invocations"), json="나", headers=target, timeout=60)
         assert answer.status_code == 200
-        ready = requests.get(server.url(f"/v2/models/{quote(name)}/ready"), timeout=10)
+        ready = requests.get(server.url(f"/v2/models/{quote(name)}/ready"), timeout=60)
         assert ready.json() == {"name": "소월", "ready": True}
-        described = requests.get(server.url(f"/models/{quote(name)}"), timeout=10)
+        described = requests.get(server.url(f"/models/{quote(name)}"), timeout=60)
         assert described.json()["modelName"] == "소월"
     assert names(server) == ["소월"]
     assert server.unload(quote(f"{NFD}.tar.gz")).status_code == 200

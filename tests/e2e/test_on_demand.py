@@ -71,7 +71,7 @@ def many(clean: Server, store: Path) -> Server:
 
 
 def loaded(server: Server) -> list[str]:
-    answer = requests.get(server.url("/models"), timeout=10).json()
+    answer = requests.get(server.url("/models"), timeout=60).json()
     return [model["modelName"] for model in answer["models"]]
 
 
@@ -124,7 +124,7 @@ def test_unknown_and_broken_models_say_so_to_everyone(many: Server) -> None:
 
 def test_what_the_store_offers_is_listed(many: Server) -> None:
     text(many.predict("m0", SHORT))
-    answer = requests.get(many.url("/models?available=true"), timeout=10).json()["models"]
+    answer = requests.get(many.url("/models?available=true"), timeout=60).json()["models"]
     offered = {model["modelName"]: model for model in answer}
     assert {*NAMES, "slow", "시/봄"} <= set(offered)
     assert offered["m0"]["loaded"] is True
@@ -217,7 +217,7 @@ def test_loads_and_evictions_and_the_engines_memory_are_measured(fresh: Server) 
 def test_no_worker_is_started_before_there_is_room(fresh: Server) -> None:
     def socket_number(name: str) -> int:
         """Multi Model Server counts the workers that it starts."""
-        described = requests.get(fresh.url(f"/models/{name}"), timeout=10).json()
+        described = requests.get(fresh.url(f"/models/{name}"), timeout=60).json()
         return int(described["workers"][0]["id"].partition("-")[0])
 
     for name in ("m0", "m1"):
@@ -299,7 +299,7 @@ def test_models_come_from_s3(from_s3: Server, many: Server) -> None:
     for name in ("m0", "m1", "시/봄"):  # a folder, archives
         assert text(from_s3.predict(name, SHORT)) == text(many.predict(name, SHORT))
     assert loaded(from_s3) == ["m0", "m1", "시/봄"]
-    answer = requests.get(from_s3.url("/models?available=true"), timeout=10).json()["models"]
+    answer = requests.get(from_s3.url("/models?available=true"), timeout=60).json()["models"]
     assert {"m0", "m1", "m3", "시/봄"} <= {model["modelName"] for model in answer}
 
 

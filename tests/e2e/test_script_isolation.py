@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -109,7 +110,7 @@ def test_a_load_that_fails_says_why_and_leaves_nothing(
     # A call that may load it says the same, and no other model had to make room.
     assert reason in message(server.predict("bad", SHORT))
     names = {
-        m["modelName"] for m in requests.get(server.url("/models"), timeout=10).json()["models"]
+        m["modelName"] for m in requests.get(server.url("/models"), timeout=60).json()["models"]
     }
     assert names == {"good", "echo"}
     eventually(lambda: len(server.descendants(CHILD)) == before)
@@ -502,14 +503,21 @@ def test_isolation_can_be_turned_off_and_widened(
         assert answer.text == said
 
 
+def largest_bytes(server: Server) -> int:
+    """What the largest of all scripts' processes takes."""
+    sizes = [0]
+    for process in server.descendants(CHILD):
+        with contextlib.suppress(psutil.Error):
+            sizes.append(process.memory_info().rss)
+    return max(sizes)
+
+
 def test_memory_is_free_again_when_the_unload_answers(server: Server, store: Path) -> None:
     transform(store / "large", "return 'x'", load="return bytearray(b'1') * (200 << 20)")
     assert server.load("large").status_code == 200
-    largest = max(p.memory_info().rss for p in server.descendants(CHILD))
-    assert largest > 200 << 20
+    assert largest_bytes(server) > 200 << 20
     assert server.unload("large").status_code == 200
-    left = [p.memory_info().rss for p in server.descendants(CHILD) if p.is_running()]
-    assert max(left) < 200 << 20
+    assert largest_bytes(server) < 200 << 20
 
 
 def test_the_worker_of_a_script_comes_back_when_it_is_killed(server: Server, store: Path) -> None:

@@ -148,7 +148,7 @@ def test_functions_may_take_the_context_as_one_more(server: Server, store: Path,
     )
     assert server.load(name).status_code == 200
     header = {"X-Amzn-SageMaker-Custom-Attributes": "tag"}
-    answer = requests.post(server.url(f"/predictions/{name}"), json=1, headers=header, timeout=10)
+    answer = requests.post(server.url(f"/predictions/{name}"), json=1, headers=header, timeout=60)
     assert answer.status_code == 201
     assert answer.json() == ["pre", True, "warm", "tag", "*/*"]
     assert answer.headers["x-amzn-sagemaker-custom-attributes"] == "a=1"
@@ -649,7 +649,7 @@ def test_a_load_of_several_processes_waits_for_all_of_them(
 ) -> None:
     transform(store / name, "return 'x'", load="time.sleep(1)", top="import time")
     assert server.load(name, initial_workers=3).status_code == 200
-    workers = requests.get(server.url(f"/models/{name}"), timeout=10).json()["workers"]
+    workers = requests.get(server.url(f"/models/{name}"), timeout=60).json()["workers"]
     assert [worker["status"] for worker in workers] == ["READY"] * 3
     with ThreadPoolExecutor(3) as pool:
         assert {a.text for a in pool.map(lambda i: server.predict(name, i), range(9))} == {"x"}

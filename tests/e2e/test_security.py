@@ -59,13 +59,13 @@ def test_loading_and_unloading_need_the_management_token(server: Server, port: s
             ("put", f"{base}/a?min_worker=1"),
             ("delete", f"{base}/a"),
         ):
-            answer = requests.request(method, url, headers=headers, timeout=10)
+            answer = requests.request(method, url, headers=headers, timeout=60)
             assert error(answer) == (401, "UnauthorizedException")
             assert answer.headers["www-authenticate"] == "Bearer"
-    assert requests.post(f"{base}?url=b", headers=MANAGE, timeout=20).status_code == 200
-    scaled = requests.put(f"{base}/b?min_worker=2", headers=MANAGE, timeout=20)
+    assert requests.post(f"{base}?url=b", headers=MANAGE, timeout=60).status_code == 200
+    scaled = requests.put(f"{base}/b?min_worker=2", headers=MANAGE, timeout=60)
     assert scaled.status_code == 200
-    assert requests.delete(f"{base}/b", headers=MANAGE, timeout=20).status_code == 200
+    assert requests.delete(f"{base}/b", headers=MANAGE, timeout=60).status_code == 200
 
 
 def test_the_open_inference_protocol_needs_the_inference_token(server: Server) -> None:
@@ -89,9 +89,9 @@ def test_the_open_inference_protocol_needs_the_inference_token(server: Server) -
 def test_calls_need_the_inference_token(server: Server) -> None:
     for path in ("/predictions/a", "/models/a/invoke", "/invocations?model_name=a"):
         for headers in ({}, bearer("wrong"), MANAGE):
-            answer = requests.post(server.url(path), json=SHORT, headers=headers, timeout=10)
+            answer = requests.post(server.url(path), json=SHORT, headers=headers, timeout=60)
             assert error(answer)[0] == 401, path
-        assert text(requests.post(server.url(path), json=SHORT, headers=INFER, timeout=10))
+        assert text(requests.post(server.url(path), json=SHORT, headers=INFER, timeout=60))
 
 
 @pytest.mark.parametrize("port", ["port", "management_port"])
@@ -103,30 +103,30 @@ def test_models_are_listed_to_those_who_have_a_token(server: Server, port: str) 
     ]
     for url in (base, f"{base}/a", f"{base}?available=true"):
         for headers in ({}, bearer("wrong"), *bare):
-            assert error(requests.get(url, headers=headers, timeout=10))[0] == 401
+            assert error(requests.get(url, headers=headers, timeout=60))[0] == 401
         for headers in (MANAGE, INFER, {"Authorization": b"bearer  infer-me"}):
-            assert requests.get(url, headers=headers, timeout=10).status_code == 200
+            assert requests.get(url, headers=headers, timeout=60).status_code == 200
 
 
 def test_health_needs_no_token(server: Server) -> None:
     for path in ("/ping", "/metrics", "/openapi.json"):
-        assert requests.get(server.url(path), timeout=10).status_code == 200
+        assert requests.get(server.url(path), timeout=60).status_code == 200
 
 
 def test_a_body_that_is_too_large_is_413(server: Server) -> None:
     body = json.dumps({"inputs": "가" * LIMIT}).encode()
     url = server.url("/predictions/a")
     headers = {**INFER, "Content-Type": b"application/json"}
-    answer = requests.post(url, data=body, headers=headers, timeout=10)
+    answer = requests.post(url, data=body, headers=headers, timeout=60)
     assert error(answer) == (413, "RequestTooLargeException")
     assert str(LIMIT) in answer.json()["message"]
     pieces = (body[i : i + 1000] for i in range(0, len(body), 1000))
-    chunked = requests.post(url, data=pieces, headers=headers, timeout=10)
+    chunked = requests.post(url, data=pieces, headers=headers, timeout=60)
     assert error(chunked) == (413, "RequestTooLargeException")
-    load = requests.post(server.url("/models"), data=body, headers=MANAGE, timeout=10)
+    load = requests.post(server.url("/models"), data=body, headers=MANAGE, timeout=60)
     assert error(load) == (413, "RequestTooLargeException")
     fits = json.dumps(SHORT).encode().ljust(LIMIT)
-    assert text(requests.post(url, data=fits, headers=headers, timeout=10))
+    assert text(requests.post(url, data=fits, headers=headers, timeout=60))
 
 
 def test_an_announced_length_is_refused_before_the_body_comes(server: Server) -> None:
@@ -170,7 +170,7 @@ def test_the_secret_of_the_probe_is_not_told(server: Server) -> None:
     worker = psutil.Process(server.descendants("model_service_worker")[0].pid)
     secret = worker.environ()["PROBE_SECRET"]
     headers = {**INFER, "x-kogpt2-probe": secret.encode()}
-    answer = requests.post(server.url("/predictions/a"), json=SHORT, headers=headers, timeout=10)
+    answer = requests.post(server.url("/predictions/a"), json=SHORT, headers=headers, timeout=60)
     assert text(answer)  # a client's copy goes nowhere
     assert secret not in server.text()
     for value in SECRETS.values():

@@ -116,7 +116,7 @@ def test_a_wrong_request_has_its_status_and_no_stream(
 
 def test_stream_must_be_a_boolean_and_its_type_one_that_there_is(server: Server, ask: Ask) -> None:
     wrong = requests.post(
-        server.url("/predictions/봄"), json={**SHORT, "stream": "yes"}, timeout=10
+        server.url("/predictions/봄"), json={**SHORT, "stream": "yes"}, timeout=60
     )
     assert error(wrong) == (400, "InvalidRequest")
     assert error(ask("봄", SHORT, Accept="image/png")) == (406, "NotAcceptable")

@@ -82,7 +82,7 @@ def test_only_who_may_manage_models_loads_and_unloads_them(client: Any, server: 
         assert "Authorization: Bearer" in refused(lambda call=call: call("spring"))
     url = server.url("/v2/repository/models/spring/load")
     foreign = {**HEADERS, "Origin": "http://elsewhere.example"}
-    answer = requests.post(url, headers=foreign, timeout=10)
+    answer = requests.post(url, headers=foreign, timeout=60)
     assert (answer.status_code, list(answer.json())) == (403, ["error"])
     assert "Authorization: Bearer" in refused(client.get_model_repository_index)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -208,7 +208,6 @@ def odd_logits(draw: st.DrawFn) -> NDArray[np.float32]:
     return logits.astype(np.float32)
 
 
-@settings(deadline=None)
 @given(
     odd_logits(),
     st.sampled_from([1e-300, 1e-3, 0.5, 0.8, 1.0, 7.0]),

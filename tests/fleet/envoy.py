@@ -175,7 +175,7 @@ class Envoy:
         assert self.process.poll() is None, self.log.read_text("utf-8")
         try:
             url = f"http://127.0.0.1:{self._admin}/clusters?format=json"
-            statuses = requests.get(url, timeout=10).json()["cluster_statuses"]
+            statuses = requests.get(url, timeout=60).json()["cluster_statuses"]
         except requests.ConnectionError:
             return set()
         return {

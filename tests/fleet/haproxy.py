@@ -47,7 +47,7 @@ class HAProxy:
         """Names of the servers that it sends requests to."""
         assert self.process.poll() is None, self.log.read_text("utf-8")
         try:
-            answer = requests.get(f"http://127.0.0.1:{self._inside}/metrics", timeout=10)
+            answer = requests.get(f"http://127.0.0.1:{self._inside}/metrics", timeout=60)
         except requests.ConnectionError:
             return set()
         return {

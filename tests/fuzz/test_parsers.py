@@ -13,9 +13,7 @@ from tests.fuzz.__main__ import tried
 from tests.fuzz.cases import CORPUS, case, seeds
 from tests.fuzz.targets import TARGETS
 
-CASES = settings(
-    max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+CASES = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("name", TARGETS)

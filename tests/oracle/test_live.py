@@ -1,4 +1,4 @@
-"""The backends against Hugging Face's GPT-2 itself, on shapes chosen afresh and on KoGPT2's own.
+"""The backends against Hugging Face's GPT-2 itself, on shapes chosen at random and on KoGPT2's own.
 
 ORACLE_PYTHON names the interpreter of an environment made from requirements/oracle.txt:
 
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.oracle
 
 ROOT = Path(__file__).parents[2]
 RANDOM_CASES = 6
+SEED = os.environ.get("ORACLE_SEED", "1")  # another one gives other shapes
 ORACLE_TIMEOUT_S = 300
 
 
@@ -64,10 +65,8 @@ def random_case(index: int, rng: random.Random) -> Case:
     )
 
 
-def test_backends_agree_with_the_oracle_on_shapes_chosen_afresh(tmp_path: Path) -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
-    print(f"the cases come from random.Random({seed})")  # shown when the test fails
-    rng = random.Random(seed)  # noqa: S311
+def test_backends_agree_with_the_oracle_on_shapes_chosen_at_random(tmp_path: Path) -> None:
+    rng = random.Random(SEED)  # noqa: S311
     cases = [random_case(i, rng) for i in range(RANDOM_CASES)]
 
     oracle(cases, tmp_path)

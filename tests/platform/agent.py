@@ -97,7 +97,7 @@ class Agent:
         names: list[str] = []
         token = ""
         while True:
-            page = requests.get(self.url + "/models" + token, timeout=10).json()
+            page = requests.get(self.url + "/models" + token, timeout=60).json()
             names += [model["modelName"] for model in page["models"]]
             if "nextPageToken" not in page:
                 return names

@@ -109,7 +109,7 @@ def test_a_stream_is_printed_as_it_comes(served: Server) -> None:
         assert process.poll() is None
         assert running(served) == 1
         shown += process.stdout.read()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     parameters = {"max_new_tokens": 400, "return_full_text": True}
     whole = text(served.predict("slow", {"inputs": "나는 오늘", "parameters": parameters}))
     assert whole.startswith("나는 오늘")
@@ -162,7 +162,7 @@ def test_a_stream_that_breaks_off_is_an_error(run: Run, end: bytes, said: str) -
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         done = run("invoke", "--url", url, "--model", "m0", "--stream", *PROMPT)
-        thread.join(20)
+        thread.join(60)
     assert (done.returncode, done.stdout) == (1, "산")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1

@@ -33,13 +33,13 @@ SHORT = ("--max-new-tokens", "8")
 
 def answered(server: Server, model: str) -> int:
     """Requests of a model that the server has counted as good."""
-    text = requests.get(server.url("/metrics"), timeout=10).text
+    text = requests.get(server.url("/metrics"), timeout=60).text
     start = f'kogpt2_requests_total{{model="{model}",status="200"}} '
     return sum(int(float(line.split()[-1])) for line in text.splitlines() if line.startswith(start))
 
 
 def unload(server: Server, names: tuple[str, ...]) -> None:
-    for model in requests.get(server.url("/models"), timeout=10).json()["models"]:
+    for model in requests.get(server.url("/models"), timeout=60).json()["models"]:
         if model["modelName"] in names:
             assert server.unload(model["modelName"]).status_code == 200
 
@@ -204,34 +204,34 @@ def test_a_server_that_never_answers_does_not_hold_a_test_up(
     with silent() as url:
         limits = ("--seconds", "1", "--timeout", "2")
         done = run("load-test", "--url", url, "--models", "m0", *how, *limits)
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - started < 60
     assert done.returncode == 1
     assert "timeout" in done.stdout
 
 
 def test_a_test_that_is_interrupted_reports_what_it_has(served: Server) -> None:
-    options = ["--url", served.url(""), "--models", "m0", "--seconds", "60", *SHORT]
+    options = ["--url", served.url(""), "--models", "m0", "--seconds", "600", *SHORT]
     before = answered(served, "m0")
     with subprocess.Popen(
         [sys.executable, "-m", "scripts.cli", "load-test", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
-        eventually(lambda: answered(served, "m0") > before + 3, 30)
+        eventually(lambda: answered(served, "m0") > before + 3)
         process.send_signal(2)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, b"")
     assert b"m0" in out
 
 
 def test_locusts_page_is_there_meanwhile(served: Server) -> None:
     port = free_port()
-    options = ["--url", served.url(""), "--models", "m0", "--seconds", "60", "--web", str(port)]
+    options = ["--url", served.url(""), "--models", "m0", "--seconds", "600", "--web", str(port)]
     page = f"http://127.0.0.1:{port}"
 
     def seen() -> list[str]:
         with contextlib.suppress(requests.ConnectionError):
-            stats = requests.get(f"{page}/stats/requests", timeout=5).json()["stats"]
+            stats = requests.get(f"{page}/stats/requests", timeout=60).json()["stats"]
             return [row["name"] for row in stats]
         return []
 
@@ -240,9 +240,9 @@ def test_locusts_page_is_there_meanwhile(served: Server) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
-        eventually(lambda: "m0" in seen(), 30)
+        eventually(lambda: "m0" in seen())
         process.send_signal(2)
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert b"m0" in out
 

@@ -104,7 +104,7 @@ class Machine:
 
     def run(self, command: str, **environment: str) -> tuple[int, str, str]:
         with self.start(command, **environment) as process:
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=60)
             return process.returncode, out.strip(), err.strip()
 
     def installed(self) -> list[str]:
@@ -326,7 +326,7 @@ def test_a_second_setup_waits_for_the_first(ready: Machine) -> None:
         assert first.stderr
         assert "about 1 GB" in first.stderr.readline()
         code, _, err = ready.run("setup run")
-        assert first.wait(timeout=10) == 0
+        assert first.wait(timeout=60) == 0
     assert (code, err) == (0, "setup: waiting for another setup to finish")
     assert ready.installed() == ["uv", "build", "run"]
 

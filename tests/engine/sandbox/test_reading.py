@@ -190,7 +190,7 @@ def test_a_stop_ends_a_load(faulty: EngineProcess, tmp_path: Path) -> None:
     connection.request("POST", "/models", f'{{"name": "bad", "model_dir": "{folder}"}}'.encode())
     until(lambda: len(readers(faulty)) == 1)
     [reader] = readers(faulty)
-    status, _ = faulty.terminate()
+    status = faulty.terminate()
     assert status == 0
     until(lambda: not reader.is_running())
     connection.close()

@@ -16,7 +16,7 @@ from common.errors import InvalidRequest
 from handlers.scripts.engine_proxy import EngineModel, serve
 from handlers.text import kogpt2
 
-WIDE_S = 20
+WIDE_S = 60
 
 
 class Handle:

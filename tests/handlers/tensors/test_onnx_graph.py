@@ -219,7 +219,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         onnx_graph.transform_fn(model, body, JSON, None, 0.5)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60  # it would go on for years
     before = process.cpu_times()
     time.sleep(0.5)
     after = process.cpu_times()

@@ -80,7 +80,7 @@ class Cloud:
         return self._clients[key]
 
     def reset(self) -> None:
-        requests.post(f"{self.url}/moto-api/reset", timeout=10)
+        requests.post(f"{self.url}/moto-api/reset", timeout=60)
         self.busy, self.failure = False, None
         self.calls.clear()
 

@@ -163,6 +163,19 @@ def test_it_gives_up_when_it_has_not_started_in_time() -> None:
     assert 60 <= server.processes.time < 64
 
 
+def test_what_is_loaded_first_takes_the_time_that_it_needs() -> None:
+    server = Server()
+    server.processes.events.clear()
+
+    def loading() -> None:
+        server.progress = Progress.LOADING
+
+    server.processes.at(50, loading)
+    server.processes.at(500, server._ready)
+    assert server.run(until=501) == 0
+    assert server.readied == 1
+
+
 def test_an_engine_that_does_not_work_any_more_is_started_again() -> None:
     works = {"engine": True}
     server = Server(healthy=lambda: works["engine"])

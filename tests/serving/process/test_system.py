@@ -17,16 +17,16 @@ def test_a_poll_answers_at_once_and_asks_until_it_is_enough() -> None:
 
     def ask() -> int:
         asked.release()
-        assert go.acquire(timeout=10)
+        assert go.acquire(timeout=60)
         return next(answers)
 
     poll = Poll(ask, 0, lambda answer: None if answer == 2 else 0.0)
     for latest in (0, 1):
-        assert asked.acquire(timeout=10)
+        assert asked.acquire(timeout=60)
         assert poll() == latest
         go.release()
     for thread in [t for t in threading.enumerate() if t.name == "poll"]:
-        thread.join(10)
+        thread.join(60)
     assert poll() == 2
 
 

@@ -55,17 +55,17 @@ class S3Server:
 
     def empty(self) -> None:
         """Forgets all objects, and makes the bucket again."""
-        requests.post(f"{self.url}/moto-api/reset", timeout=10)
+        requests.post(f"{self.url}/moto-api/reset", timeout=60)
         self.client.create_bucket(Bucket=BUCKET)
 
     @contextlib.contextmanager
     def checking_access(self) -> Iterator[None]:
         """Meanwhile, whoever is not known may do nothing."""
-        requests.post(f"{self.url}/moto-api/reset-auth", data="0", timeout=10)
+        requests.post(f"{self.url}/moto-api/reset-auth", data="0", timeout=60)
         try:
             yield
         finally:
-            requests.post(f"{self.url}/moto-api/reset-auth", data="inf", timeout=10)
+            requests.post(f"{self.url}/moto-api/reset-auth", data="inf", timeout=60)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.errors import ArchiveError
@@ -31,9 +31,7 @@ from serving.store.archive_limits import MAX_DEPTH, OWN_FOLDER
 
 pytestmark = pytest.mark.slow
 
-CASES = settings(
-    max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+CASES = settings(max_examples=2000)
 MAX_BYTES = 100_000
 MAX_CALLS = 50_000  # of Python and C; what is right takes some thousands
 

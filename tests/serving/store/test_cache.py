@@ -110,7 +110,7 @@ def test_processes_that_want_the_same_model_fetch_it_once(s3: S3Server, tmp_path
     for process in children:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-    answers = sorted(process.communicate("\n", timeout=20)[0].strip() for process in children)
+    answers = sorted(process.communicate("\n", timeout=60)[0].strip() for process in children)
     assert answers == ["False", "True"]
 
 
@@ -182,7 +182,7 @@ def test_a_model_that_another_process_uses_stays(s3: S3Server, tmp_path: Path) -
     cache = Cache(settings(tmp_path, cache_max_bytes=250 * KIB))
     with pytest.raises(DiskFull):
         cache.acquire(other)
-    process.communicate("\n", timeout=20)
+    process.communicate("\n", timeout=60)
     cache.acquire(other)
     assert entries(tmp_path) == {"a"}
 
@@ -269,13 +269,13 @@ def test_a_fetch_can_be_ended(
     monkeypatch.setattr(S3Bucket, "read", endless)
     with ThreadPoolExecutor(1) as pool:
         fetch = pool.submit(cache.acquire, model, given_up)
-        assert asked.wait(10)
+        assert asked.wait(60)
         if closed:
             cache.close()
         else:
             given_up.set()
         with pytest.raises(StoreUnavailable, match="stopped"):
-            fetch.result(10)
+            fetch.result(60)
 
 
 def test_an_archive_of_this_machine_is_unpacked_for_nobody(tmp_path: Path) -> None:

@@ -412,7 +412,7 @@ def test_loading_and_closing_again_and_again_leaves_memory_where_it_was(models: 
     before = resident_bytes()
     for _ in range(30):
         cycle()
-    assert resident_bytes() < 1.05 * before
+    assert resident_bytes() - before < 10 * artifact.fp32_bytes
 
 
 def test_what_cannot_be_computed_is_refused(models: Models) -> None:
