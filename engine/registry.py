@@ -32,7 +32,7 @@ from engine.sandbox.reading import Reading
 from engine.sequence import Sequence, Token
 from engine.settings import Settings
 from engine.step_loop import Loop
-from engine.text.prompts import Chat, Inputs
+from engine.text.prompts import Chat, Inputs, check_bytes
 
 # Two workers (`serving.models.worker_memory`).
 FOR_OTHERS = 128 * MIB
@@ -225,11 +225,16 @@ class Engine:
             "kv_bytes": self.budget.kv_bytes,
             "prefix_bytes": self._prefixes.num_bytes,
             "heated": self._residency.heated,
+            "longest_step_s": self._loop.longest_step_s,
             "pid": os.getpid(),
             "models": self.models(),
         }
 
     # Requests
+
+    def check_bytes(self, name: str, length: int) -> None:
+        """Before a request is read. Raises `ModelNotFound`, `PromptTooLong`."""
+        check_bytes(length, self._find(name).config.max_length)
 
     def parameters(self, name: str, given: Any) -> Parameters:
         """A request's parameters over the model's own. Raises `ModelNotFound`, `InvalidRequest`."""

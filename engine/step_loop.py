@@ -61,6 +61,7 @@ class Loop:
         self._closed = False
         self._turns = 0
         self._step_began: float | None = None  # on time.monotonic(), while one is under way
+        self.longest_step_s = 0.0  # of those that have ended
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -157,11 +158,12 @@ class Loop:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        self._step_began = time.monotonic()
+        began = self._step_began = time.monotonic()
         try:
             yield
         finally:
             self._step_began = None
+            self.longest_step_s = max(self.longest_step_s, time.monotonic() - began)
 
     def _turn(self, models: list[Model]) -> bool:
         """A step of each. Says whether there was anything to do."""

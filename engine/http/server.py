@@ -44,6 +44,7 @@ from common.parameters import Parameters
 from engine.http import leases
 from engine.http.answer import Answer
 from engine.http.protocol import (
+    LARGE_BYTES,
     inputs_of,
     json_line,
     json_object,
@@ -177,8 +178,11 @@ class EngineApp:
     # Generation
 
     async def _generate(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if (length := len(await request.body())) > LARGE_BYTES:
+            self._engine.check_bytes(name, length)
         body = await json_object(request)
-        name, inputs = request.path_params["name"], inputs_of(body)
+        inputs = inputs_of(body)
         parameters = self._engine.parameters(name, body.get("parameters"))
         timeout_s = body.get("timeout_s")
         if timeout_s is not None and (

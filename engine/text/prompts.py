@@ -35,10 +35,23 @@ Inputs = str | Mapping[str, str] | Raw | Chat
 # Real text has two to six characters a token, and a run of spaces or unknown characters may be one
 # token. What is far beyond either is not cut only to be counted: megabytes take seconds.
 CHARACTERS_PER_TOKEN = 64
+BYTES_PER_CHARACTER = 12  # of JSON: beyond 16 bits two escapes
+PARAMETERS_BYTES = 256 << 10
 ADVICE = (
     "add chat_template.jinja to its folder, or chat_template to tokenizer_config.json, as"
     " transformers' apply_chat_template takes it"
 )
+
+
+def check_bytes(length: int, max_length: int) -> None:
+    """Raises `PromptTooLong` for a request that is longer than any whose prompt is cut. Reading
+    megabytes of JSON keeps the interpreter's lock, for which the engine's steps would wait."""
+    most = max_length * CHARACTERS_PER_TOKEN * BYTES_PER_CHARACTER + PARAMETERS_BYTES
+    if length > most:
+        raise PromptTooLong(
+            f"the request has {length} bytes, more than the {most} that are read for this model's"
+            f" context of {max_length} tokens"
+        )
 
 
 class Prompts:

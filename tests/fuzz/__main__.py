@@ -3,7 +3,7 @@
 python -m tests.fuzz --minutes 10              all of them in turn
 python -m tests.fuzz --minutes 10 npy torch    these
 python -m tests.fuzz --server --minutes 10     a server of its own, by requests
-python -m tests.fuzz --atheris npy             with coverage as the guide (pip install atheris)
+python -m tests.fuzz.guided npy                with coverage as the guide
 
 A defect ends it: the input is kept in a file that is named, and `python -m tests.fuzz npy --file F`
 shows it again. With a new file in tests/fuzz/corpus/npy it stays found.
@@ -14,10 +14,14 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import threading
 import time
+from collections import Counter
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.e2e.stores import statistics
 from tests.fuzz import live
 from tests.fuzz.cases import case, seeds
 from tests.fuzz.targets import TARGETS, attempt
@@ -25,6 +29,7 @@ from tests.fuzz.targets import TARGETS, attempt
 ROUND = 200
 MEASURED = 20  # one in so many has its memory measured
 STALL_S = 5.0  # of one input
+SHOWN_EVERY_S = 30.0
 
 
 def tried(name: str, data: bytes, measured: bool = True) -> bool:
@@ -58,28 +63,37 @@ def run(names: list[str], minutes: float, seed: int) -> None:
     print(f"{'together':16}{sum(map(sum, counts.values())):10}  defects: 0")
 
 
-def against_a_server(minutes: float, seed: int) -> None:
+def against_a_server(minutes: float, seed: int, clients: int) -> None:
     """Ends with an `AssertionError` at the first answer that may not be."""
     with TemporaryDirectory() as folder, live.served(Path(folder)) as server:
-        processes, client = live.lasting(server), live.Client(server, seed)
+        processes, ended = live.lasting(server), threading.Event()
+        asking = [live.Client(server, seed + i) for i in range(clients)]
         end = time.monotonic() + 60 * minutes
-        while time.monotonic() < end:
-            client.ask()
+
+        def ask(client: live.Client) -> None:
+            while time.monotonic() < end and not ended.is_set():
+                client.ask()
+            client.close()
+
+        with ThreadPoolExecutor(clients + 1) as pool:
+            beside = pool.submit(live.neighbour, server, ended)
+            working = {pool.submit(ask, client) for client in asking}
+            try:
+                while working:
+                    done, working = wait(working, SHOWN_EVERY_S, FIRST_EXCEPTION)
+                    for one in done:
+                        one.result()
+                    statuses = sum((client.statuses for client in asking), Counter[int]())
+                    print(f"{statuses.total()} requests", file=sys.stderr)
+            finally:
+                ended.set()
         live.check(server, processes)
-        client.close()
+        longest_ms = statistics(server)["longest_step_s"] * 1e3
     print(f"seed {seed}\nstatus{'requests':>12}")
-    for status, count in sorted(client.statuses.items()):
+    for status, count in sorted(statuses.items()):
         print(f"{status or 'closed':<6}{count:12}")
-    print(f"{'all':6}{client.statuses.total():12}  unhandled 5xx: 0  lost processes: 0")
-
-
-def guided(name: str) -> None:
-    """Until it finds something, or is stopped."""
-    import atheris
-
-    atheris.instrument_all()
-    atheris.Setup([sys.argv[0]], lambda data: tried(name, bytes(data)))
-    atheris.Fuzz()
+    print(f"{'all':6}{statuses.total():12}  unhandled 5xx: 0  lost processes: 0")
+    print(f"a model beside: {beside.result()} answers, all right; longest step {longest_ms:.0f} ms")
 
 
 def main() -> None:
@@ -90,18 +104,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--server", action="store_true", help="requests to a running server")
-    parser.add_argument("--atheris", action="store_true", help="one parser, guided by coverage")
+    parser.add_argument("--clients", type=int, default=4, help="of that server, at once")
     parser.add_argument("--file", type=Path, help="one parser, this input alone")
     given = parser.parse_args()
     unknown = set(given.names) - TARGETS.keys()
-    if unknown or ((given.atheris or given.file) and len(given.names) != 1):
+    if unknown or (given.file and len(given.names) != 1):
         parser.error(f"name {'one of ' if not unknown else ''}{', '.join(TARGETS)}")
     if given.file:
         print("taken" if tried(given.names[0], given.file.read_bytes()) else "refused")
     elif given.server:
-        against_a_server(given.minutes, given.seed)
-    elif given.atheris:
-        guided(given.names[0])
+        against_a_server(given.minutes, given.seed, given.clients)
     else:
         run(given.names or [*TARGETS], given.minutes, given.seed)
 

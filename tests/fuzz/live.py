@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import random
+import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from onnx import TensorProto
 
 from serving.api import openapi
 from tests.e2e.server import Server
-from tests.e2e.stores import serving
+from tests.e2e.stores import serving, text
 from tests.engine.models import make_artifact
 from tests.fuzz.cases import ODD, case, seeds
 from tests.handlers.tensors.graphs import identity
@@ -40,6 +41,8 @@ TYPES = (
     "multipart/form-data; boundary=x",
 )
 NAMES = ("a", "시", unicodedata.normalize("NFD", "시"), "tensors", "texts", "script", "absent", "x")
+HEAVY = ("tensors", "texts", "script")  # processes that take seconds to start again
+NEIGHBOUR = "곁"
 ODD_NAMES = (
     "..",
     "%2e%2e%2fa",
@@ -65,7 +68,7 @@ def transform_fn(model, body, content_type, accept):
 def served(folder: Path) -> Iterator[Server]:
     """Models of each kind, small enough that no answer takes long."""
     store = folder / "store"
-    for seed, name in enumerate(("a", "시")):
+    for seed, name in enumerate(("a", "시", NEIGHBOUR)):
         make_artifact(
             store / name, layers=1, units=32, heads=2, vocab=160, max_length=24, seed=seed
         )
@@ -105,6 +108,8 @@ class Client:
             method = rng.choice(("PUT", "PATCH", "HEAD", "DELETE", "OPTIONS", "POST", "GET"))
         kind = next((kind for part, kind in FITTING.items() if part in path), "text-json")
         name = quote(rng.choice(NAMES)) if rng.random() < 0.9 else rng.choice(ODD_NAMES)
+        if method in ("DELETE", "PUT") and name in HEAVY and rng.random() < 0.95:
+            name = "a"
         for part in ("{name}", "{endpoint}", "{version}"):
             path = path.replace(part, name if part == "{name}" else "1")
         if path == "/models" and method == "POST":
@@ -178,6 +183,19 @@ class Client:
         elif answer.status >= 500:
             later = answer.headers["Retry-After"] or path.partition("?")[0].endswith("/ready")
             assert (answer.status == 503 and later) or answer.status == 507, told
+
+
+def neighbour(server: Server, ended: threading.Event) -> int:
+    """Has a model that no hostile request names answer again and again, each time the same; says
+    how often."""
+    count, first = 0, ""
+    while not ended.wait(0.02):
+        answer = text(
+            server.predict(NEIGHBOUR, {"inputs": "나", "parameters": {"do_sample": False}})
+        )
+        count, first = count + 1, first or answer
+        assert answer == first
+    return count
 
 
 def check(server: Server, processes: set[int]) -> None:

@@ -20,6 +20,7 @@ Body = Mapping[str, Any]
 DEFAULT_TOKENS = 16  # of a completion; a chat's answer has as many as fit
 MAX_TOKENS = 1_000_000
 MAX_PROMPTS = 64
+MAX_PARTS = 50_000  # messages or ids: more than any context, and looked at while others wait
 ROLES = ("system", "user", "assistant")
 # About the account or the platform; nothing of the answer depends on them.
 WITHOUT_EFFECT = {
@@ -212,6 +213,8 @@ def _max_tokens(given: Body, name: str, default: int, least: int = 1) -> int:
 
 def _prompts(prompt: Any) -> list[Any]:
     """One or several, each a text or its ids."""
+    if isinstance(prompt, list):
+        _bounded("prompt", prompt)
     several = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
     if not 1 <= len(several) <= MAX_PROMPTS:
         raise Refused("prompt", f"has {len(several)} prompts, can have {MAX_PROMPTS}")
@@ -223,9 +226,15 @@ def _prompts(prompt: Any) -> list[Any]:
     return several
 
 
+def _bounded(name: str, parts: list[Any]) -> None:
+    if len(parts) > MAX_PARTS:
+        raise Refused(name, f"has {len(parts)} parts, can have {MAX_PARTS}")
+
+
 def _messages(messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
         raise Refused("messages", "must be a list of messages that is not empty")
+    _bounded("messages", messages)
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 

@@ -311,6 +311,14 @@ def test_a_prompt_that_is_too_long_is_413(engine: EngineProcess, url: str) -> No
     assert (status, error["type"]) == (413, "PromptTooLong")
 
 
+def test_what_no_prompt_needs_is_refused_unread(engine: EngineProcess, url: str) -> None:
+    """The engine's steps would wait while it is read."""
+    body = b'{"inputs": "' + "물".encode() * 3_000_000
+    status, error = engine.call("POST", f"{url}/generate", body)  # no JSON
+    assert (status, error["type"]) == (413, "PromptTooLong")
+    assert f"the request has {len(body)} bytes" in error["message"]
+
+
 def test_a_second_folder_under_one_name_is_409(
     engine: EngineProcess, url: str, tmp_path: Path
 ) -> None:

@@ -96,7 +96,7 @@ def test_a_prompt_is_texts_or_ids(prompt: Any, prompts: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 1, {}, [], [[]], ["가", None], [1.5], [True], ["가"] * 65, "\0"]
+    "prompt", [None, 1, {}, [], [[]], ["가", None], [1.5], [True], ["가"] * 65, "\0", [1] * 50_001]
 )
 def test_another_prompt_is_refused(prompt: Any) -> None:
     assert refused(completion, prompt=prompt)["param"] == "prompt"
