@@ -38,9 +38,9 @@ def test_no_request_is_an_error_of_the_server(server: Server, seed: int) -> None
 
 
 def test_the_server_does_as_its_openapi_document_says(server: Server, tmp_path: Path) -> None:
-    python = os.environ.get("FUZZ_PYTHON")
+    python = os.environ.get("CLIENTS_PYTHON")
     if python is None or sys.version_info < (3, 11):
-        pytest.skip("FUZZ_PYTHON names a Python >= 3.11 with requirements/fuzz.txt")
+        pytest.skip("CLIENTS_PYTHON names a Python >= 3.11 with requirements/clients.txt")
     processes = lasting(server)
     command = [str(Path(python).absolute()), "-m", "schemathesis.cli", "run"]
     command += [server.url("/openapi.json"), "--max-examples=2", "--seed=1", "--no-color"]
