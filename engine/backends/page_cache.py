@@ -60,6 +60,13 @@ def present(address: int, length: int) -> NDArray[np.uint8]:
     return found & np.uint8(1)
 
 
+def bytes_at(address: int, length: int) -> NDArray[np.uint8]:
+    """Memory that is somebody else's."""
+    pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8))
+    found: NDArray[np.uint8] = np.ctypeslib.as_array(pointer, (length,))
+    return found
+
+
 def _missing(address: int, length: int) -> Iterator[Span]:
     """The parts that are not in memory."""
     try:
@@ -78,7 +85,4 @@ def _populate(address: int, length: int) -> None:
         return
     if (code := ctypes.get_errno()) != errno.EINVAL:
         raise OSError(code, os.strerror(code))
-    touched: NDArray[np.uint8] = np.ctypeslib.as_array(
-        ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), (length,)
-    )
-    touched[::PAGE].max()  # an older kernel
+    bytes_at(address, length)[::PAGE].max()  # an older kernel

@@ -44,11 +44,14 @@ def build(
     """Quantizes, packs where the `frame` has windows for it, and puts the files into the store.
 
     Returns what a loader has to know: the `pieces` to be shown in a frame of this graph, in its
-    order, `weight_bytes` of all of them, and the tables that are looked up. Raises `OSError` where
+    order, `weight_bytes` of all of them, and the tables that are looked up, no `embedding` where it
+    is the last of the pieces. Raises `OSError` where
     the disk has no room, and `OutOfMemory`.
     """
     embedding = artifact.weights[EMBEDDING]
-    entry: dict[str, Any] = {}
+    # Where the output projection is the embedding, and packed so that rows of it can be looked up,
+    # it is there once.
+    entry: dict[str, Any] = {"embedding": None}
     sizes = [part.num_bytes for part in graph.parts]
     # Each core packs a matrix, which is there as given, as packed, and as it is kept.
     needed = 1.25 * sum(sizes) + 3 * sum(sorted(sizes)[-cpu_count() :])
@@ -59,7 +62,7 @@ def build(
     def add(part: Part) -> tuple[list[bytes], list[bytes] | list[Place]]:
         """What is not packed, and what is; the large ones in the store already."""
         values = part.make()
-        if f"{EMBEDDING}.q" in values:  # it is the output projection, too
+        if f"{EMBEDDING}.q" in values and not frame["as_known"]:
             q, scales = values.values()
             entry["embedding"] = embeddings.add_quantized(q, scales, embedding.shape, store)
         if part.node is None or not frame["windows"]:
@@ -130,6 +133,7 @@ def build_frame(graph: GPT2Graph, store: Store) -> dict[str, Any]:
         found = list(pool.map(packed, range(len(graph.parts)), graph.parts))
         as_known = _packs_as_known(graph, store.building, pool)
     if not all(t[0].packed for part, t in zip(graph.parts, found, strict=True) if part.node):
+        as_known = False
         for tensor in itertools.chain(*found):
             tensor.packed.clear()
     given = [tensor for tensors in found for tensor in tensors if not tensor.packed]

@@ -49,7 +49,7 @@ from engine.prepared.manifest import NICENESS, Run, content_of, directly, from_m
 from engine.prepared.prune import in_use
 from engine.sandbox import Limits
 
-FORMAT = 5  # raise it when the graph or the quantization changes
+FORMAT = 6  # raise it when the graph or the quantization changes, or what an entry says
 # To build: libraries and threads, and the weights as given, quantized, packed and written.
 BUILD_MIB, BUILD_TIMES_FP32 = 1024, 3
 BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
@@ -62,7 +62,8 @@ class Prepared:
     """A model that only needs mapping."""
 
     frame: FrameFiles
-    embedding: Table | Floats  # (V, C), mapped; int8 where the weights are
+    # (V, C), mapped; int8 where the weights are. None: it is the last of the pieces.
+    embedding: Table | Floats | None
     positions: Floats  # (max_length, C), mapped
     weight_bytes: int  # of the graph's weights in memory once all have been used
     pieces: list[Piece]  # where those lie, in the order of the frame's windows
@@ -125,7 +126,8 @@ def _read(folder: Path, key: str) -> Prepared | None:
         frame = read_frame(folder / entry["frame"])
         if frame.lengths != [length for _, _, length in pieces]:
             return None
-        embedding = open_table(folder, *entry["embedding"])
+        table = entry["embedding"]
+        embedding = None if table is None else open_table(folder, *table)
         positions = open_floats(folder, *entry["positions"])
         return Prepared(frame, embedding, positions, entry["weight_bytes"], pieces)
     except MALFORMED:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.onnx import quantize
+from engine.backends.onnx import packing, quantize
 from engine.prepared.files import Store
 
 Floats = NDArray[np.float32]
@@ -21,26 +21,25 @@ _mapped: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 class Table:
-    """int8 in blocks (`onnx.quantize`): all numbers, (V, blocks, block), then all scales."""
+    """int8 in blocks (`onnx.quantize`), packed (`onnx.packing`), of `shape` (V, C)."""
 
-    def __init__(self, path: Path, shape: list[int]) -> None:
+    def __init__(self, data: NDArray[np.uint8], shape: Sequence[int]) -> None:
         rows, self._width = shape
         block = quantize.block_size(self._width)
-        blocks = -(-self._width // block)
-        data, size = np.memmap(path, np.uint8, "r"), rows * blocks * block
-        self._quantized = data[:size].reshape(rows, blocks, block)
-        self._scales = data[size:].view(np.float32).reshape(rows, blocks)
+        self._sizes = rows, -(-self._width // block), block
+        self._numbers, self._scales = packing.views(data, *self._sizes)
 
     def __getitem__(self, ids: NDArray[Any]) -> Floats:
         """(T,) -> (T, C)"""
-        return quantize.dequantize(self._quantized[ids], self._scales[ids], self._width)
+        places = packing.places(ids, *self._sizes)
+        return quantize.dequantize(self._numbers[places], self._scales[places], self._width)
 
 
 def open_table(folder: Path, name: str, dtype: str, shape: list[int]) -> Table | Floats:
     """What was added. Files of the same content are mapped once, wherever they are."""
     if dtype != "int8":
         return open_floats(folder, name, dtype, shape)
-    found: Table = _mapped.get(name) or Table(folder / name, shape)
+    found: Table = _mapped.get(name) or Table(np.memmap(folder / name, np.uint8, "r"), shape)
     _mapped[name] = found
     return found
 
@@ -62,13 +61,7 @@ def add_quantized(
     quantized: NDArray[np.uint8], scales: Floats, shape: tuple[int, ...], store: Store
 ) -> Description:
     """Of a table of `shape` (V, C), as `quantize.quantize` has it in blocks of its choice."""
-
-    def pieces() -> Iterator[memoryview]:
-        for i in range(0, len(quantized), CHUNK_ROWS):
-            yield _bytes(quantized[i : i + CHUNK_ROWS])
-        yield _bytes(scales)
-
-    return [store.add(pieces(), ".bin"), "int8", shape]
+    return [store.add(packing.packed(quantized, scales), ".bin"), "int8", shape]
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

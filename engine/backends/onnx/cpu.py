@@ -20,11 +20,12 @@ from common.errors import InvalidRequest, OutOfMemory, PromptTooLong
 from common.memory import return_freed_memory
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
-from engine.backends import mapping
+from engine.backends import mapping, page_cache
 from engine.backends.interface import CHUNK, BackendModel, Ids, Logits
 from engine.backends.onnx import frames
 from engine.backends.onnx.frames import Frame
 from engine.prepared.cache import Prepared, prepared
+from engine.prepared.embeddings import Table
 from engine.prepared.manifest import Run, directly
 
 MAX_ROWS = 32
@@ -50,9 +51,12 @@ class OnnxModel(BackendModel):
         """`frame`: one that is not to be had from those that are kept."""
         self.config = config
         self.weight_bytes = found.weight_bytes
-        self._embedding, self._positions = found.embedding, found.positions
+        self._positions = found.positions
         self._frame = frame or frames.take(found.frame, found.pieces)
-        self.mapped = self._frame.windows if self._frame.can_show_another else []
+        self._embedding = self._head() if found.embedding is None else found.embedding
+        if self._frame.can_show_another:
+            positions = self._positions.ctypes.data, self._positions.nbytes
+            self.mapped = [*self._frame.windows, positions]
         self._session = self._frame.session
         past = [i for i in self._session.get_inputs() if i.name.startswith("past_")]
         self._kv_names = [i.name.removeprefix("past_") for i in past]
@@ -69,6 +73,11 @@ class OnnxModel(BackendModel):
         if found.frame.key not in _pieces:
             _pieces[found.frame.key] = self._find_piece()
         self.piece = _pieces[found.frame.key]
+
+    def _head(self) -> Table:
+        """The output projection, which is the embedding, and the last of the windows."""
+        shape = self.config.vocab_size, self.config.units
+        return Table(page_cache.bytes_at(*self._frame.windows[-1]), shape)
 
     def _find_piece(self) -> int:
         """Tries whether a kernel for other numbers of tokens adds up in another order: keys and

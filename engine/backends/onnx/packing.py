@@ -43,6 +43,29 @@ def num_bytes(quantized: NDArray[np.uint8]) -> int:
     return quantized.size + 4 * blocks * scales + ROOM
 
 
+def views(
+    data: NDArray[np.uint8], rows: int, blocks: int, block: int
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """The numbers (rows * blocks, block) and the scales (rows * blocks,) in what is packed, in the
+    order of `places`."""
+    size = rows * blocks * block
+    begin = size + -size % ALIGNMENT + 4 * blocks * (rows + -rows % SUMMED_ROWS)
+    scales = data[begin : begin + 4 * rows * blocks].view(np.float32)
+    return data[:size].reshape(-1, block), scales
+
+
+def places(ids: NDArray[Any], rows: int, blocks: int, block: int) -> NDArray[np.int64]:
+    """Where the blocks of these of the rows are: (T,) -> (T, blocks)."""
+    wide, number = max(NUMBERS // block, 1), np.arange(blocks)
+    whole, even = rows - rows % ROWS, blocks - blocks % wide
+    in_turns = number < even
+    begins = np.where(in_turns, number // wide * (ROWS * wide) + number % wide, number * ROWS)
+    group, row = np.divmod(ids[:, None], ROWS)
+    beside = begins + row * np.where(in_turns, wide, 1)
+    found: NDArray[np.int64] = np.where(ids[:, None] < whole, beside, number + row * blocks)
+    return group * (ROWS * blocks) + found
+
+
 def packed(quantized: NDArray[np.uint8], scales: NDArray[np.float32]) -> Iterator[memoryview]:
     """(N, blocks, block) uint8 and (N * blocks,) float32 -> the bytes, a part after the other."""
     for part in _parts(quantized, scales):

@@ -21,6 +21,7 @@ from common.errors import OutOfMemory
 from engine.artifacts.open import open_artifact
 from engine.backends.onnx import cpu
 from engine.backends.onnx.cpu import OnnxModel
+from engine.prepared import build
 from engine.prepared import cache as prepared
 from engine.prepared import folder as cache_folder
 from engine.prepared.folder import own_folder
@@ -176,25 +177,49 @@ def test_no_disk_at_all_is_out_of_memory(
         load(artifact, tmp_path / "file" / "cache")
 
 
-def test_two_models_with_the_same_embedding_store_and_map_it_once(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_two_models_with_the_same_embedding_store_it_once(cache: Path, tmp_path: Path) -> None:
     one = make_artifact(tmp_path / "one", vocab=20_000, seed=1, embedding_seed=9)
     two = make_artifact(tmp_path / "two", vocab=20_000, seed=2, embedding_seed=9)
-    first = load(one, cache)
+    models = [load(one, cache)]
     before = files(cache)
-    second = load(two, cache)
+    models.append(load(two, cache))
     embedding_bytes = 20_000 * 64
     after = files(cache)
     assert before.items() <= after.items()
     new = sum(size for name, (_, size, _) in after.items() if name not in before)
     if onnx_session.VERSION >= "1.24":  # before, a model's weights are one file
         assert new < embedding_bytes / 2  # neither the table nor the head
-    assert second._embedding is first._embedding
-    third = load(two, tmp_path / "elsewhere")  # another cache, still one mapping
-    assert third._embedding is first._embedding
-    for model in (first, second, third):
+    for model in models:
         model.close()
+
+
+def test_tables_of_the_same_content_are_mapped_once(artifact: Path, tmp_path: Path) -> None:
+    one = load(artifact, tmp_path / "one", "fp32")
+    other = load(artifact, tmp_path / "elsewhere", "fp32")
+    assert other._embedding is one._embedding
+    for model in (one, other):
+        model.close()
+
+
+def test_an_embedding_that_is_the_output_projection_is_there_once_where_its_layout_is_known(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large_files(cache: Path) -> int:
+        [entry] = entries(cache)
+        found: dict[str, list[int]] = json.loads((cache / entry).read_text("utf-8"))["files"]
+        return sum(size >= 20_000 * 64 for size, _ in found.values())
+
+    expected = answer(artifact, tmp_path / "here")
+    [frame] = (tmp_path / "here").glob("*.frame.json")
+    known = json.loads(frame.read_text("utf-8"))["as_known"]
+    if onnx_session.VERSION >= "1.24":
+        assert large_files(tmp_path / "here") == (1 if known else 2)
+    monkeypatch.setattr(cache_folder, "_own", tmp_path / "own")  # no frame is known
+    (tmp_path / "own").mkdir()
+    monkeypatch.setattr(build, "_packs_as_known", lambda *_: False)
+    np.testing.assert_array_equal(answer(artifact, tmp_path / "elsewhere"), expected)
+    if onnx_session.VERSION >= "1.24":
+        assert large_files(tmp_path / "elsewhere") == 2
 
 
 LOAD_AND_HASH = """

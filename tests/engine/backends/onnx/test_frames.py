@@ -13,11 +13,13 @@ import pytest
 
 from common import onnx_session
 from common.errors import EngineError
+from engine.artifacts.artifact import EMBEDDING
 from engine.artifacts.open import open_artifact
 from engine.backends.onnx import cpu, frames
 from engine.backends.onnx.cpu import OnnxModel
 from engine.backends.onnx.frames import Frame
 from engine.backends.onnx.graph import GPT2Graph
+from engine.backends.onnx.quantize import block_size, dequantize, quantize
 from engine.prepared.cache import prepared
 from tests.engine.models import make_artifact
 
@@ -25,6 +27,7 @@ IDS = np.arange(2, 19)
 SIZES: tuple[dict[str, Any], ...] = (
     {},
     {"vocab": 20_000},  # the head has a file of its own
+    {"vocab": 203, "units": 192, "heads": 4},  # rows and blocks beyond what is packed in groups
     {"units": 60, "heads": 6, "layers": 1},  # heads of 10, a width that no block divides
     {"units": 16, "heads": 2, "layers": 1},  # vectors that are written into the graph
     {"units": 4, "heads": 1, "layers": 1},  # and nothing that is neither that nor packed
@@ -48,28 +51,36 @@ def load(artifact: Path, precision: str) -> OnnxModel:
     return cpu.load(open_artifact(artifact), precision, cache_dir=cache)
 
 
+def ids_of(model: OnnxModel) -> Any:
+    """The last ones of the table, too."""
+    return np.concatenate([IDS, model.config.vocab_size - 1 - np.arange(5)])
+
+
 def answer(model: OnnxModel) -> Any:
     model.add_row()
-    logits = model.extend(0, IDS).copy()
+    logits = model.extend(0, ids_of(model)).copy()
     model.remove_last_row()
     return logits
 
 
 def in_a_session_of_its_own(artifact: Path, precision: str, model: OnnxModel) -> Any:
     """The logits of a session that was opened on the model's own weights, packed in memory."""
-    opened = open_artifact(artifact)
+    opened, ids = open_artifact(artifact), ids_of(model)
     graph = GPT2Graph(opened.config, opened.weights, precision)
     options = onnx_session.session_options()
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(v) for v in graph.external.values()]
     options.add_external_initializers(list(graph.external), values)
     session = onnxruntime.InferenceSession(graph.model.SerializeToString(), options)
-    x = model._embedding[IDS] + model._positions[: len(IDS)]
+    table = np.asarray(opened.weights[EMBEDDING], np.float32)
+    if graph.quantized:
+        table = dequantize(*quantize(table, block_size(table.shape[1])), table.shape[1])
+    x = table[ids] + model._positions[: len(ids)]
     empty = {
         given.name: np.zeros((1, given.shape[1], 0, given.shape[3]), np.float32)
         for given in session.get_inputs()
         if given.name.startswith("past_")
     }
-    last, total = np.array([len(IDS) - 1], np.int32), np.array([len(IDS)], np.int32)
+    last, total = np.array([len(ids) - 1], np.int32), np.array([len(ids)], np.int32)
     return session.run(["logits"], {"x": x[None], "seqlens_k": last, "total": total, **empty})[0][0]
 
 
