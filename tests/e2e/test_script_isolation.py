@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -427,7 +428,13 @@ def test_a_script_finds_no_credentials(server: Server, wild: str) -> None:
     [
         "import socket; socket.socket(socket.AF_UNIX)",
         "os.kill({gateway}, 0)",
+        "open('/proc/1/environ', 'rb').read()",
+        "os.kill(1, 0)",
         "open('/proc/{gateway}/environ', 'rb').read()",
+        "open('/proc/{gateway}/mem', 'rb').read(1)",
+        "os.readlink('/proc/{gateway}/fd/0')",
+        "os.listdir('/proc/{gateway}/root/root')",
+        "open('{store}/../.aws/credentials').read()",
         "open('/proc/{worker}/environ', 'rb').read()",
         "open('{store}/echo/inference.py').read()",
         "open('{store}/wild/inference.py', 'a')",
@@ -443,6 +450,10 @@ def test_a_script_reaches_nothing_of_the_server_or_of_other_models(
         pytest.skip("this kernel has no Landlock")
     if "kill" in code and landlock.abi() < landlock.SCOPES_ABI and os.geteuid() != 0:
         pytest.skip("this kernel's Landlock knows no scopes of signals")
+    if "(1, 0)" in code and os.stat("/proc/1").st_uid == os.geteuid() != 0:
+        pytest.skip("PID 1 is this user's")
+    (store.parent / ".aws").mkdir(exist_ok=True)
+    (store.parent / ".aws" / "credentials").write_text("aws_secret_access_key = 비밀")
     gateway = server.descendants("serving.gateway")[0].pid
     worker = server.descendants(WORKER)[0].pid
     known = {"gateway": gateway, "worker": worker, "store": store, "run_dir": server.run_dir}
@@ -465,12 +476,16 @@ def test_a_script_has_a_temporary_folder_of_its_own_that_goes_with_the_model(
 
 
 READS_AND_CONNECTS = """
-import socket
-try:
-    socket.socket()
+import socket, subprocess, sys
+network = "offline"
+for family in ("AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET", "AF_VSOCK"):
+    try:
+        socket.socket(getattr(socket, family)).close()
+        network = "online"
+    except OSError:
+        pass
+if not subprocess.run([sys.executable, "-c", "import socket; socket.socket()"]).returncode:
     network = "online"
-except PermissionError:
-    network = "offline"
 return open(body).read() + network
 """
 
@@ -510,6 +525,17 @@ def largest_bytes(server: Server) -> int:
         with contextlib.suppress(psutil.Error):
             sizes.append(process.memory_info().rss)
     return max(sizes)
+
+
+def test_pip_keeps_the_network_where_scripts_have_none(store: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        asks = f"import socket; socket.create_connection({listener.getsockname()!r})\nraise OSError"
+        hanging_pip(store / "asks", asks)
+        options = {"ALLOW_MODEL_REQUIREMENTS": "true", "SCRIPT_NETWORK": "false"}
+        with serving(tmp_path / "own", store, **options) as asked:
+            assert error(asked.load("asks"))[0] == 400
+        listener.accept()[0].close()
 
 
 def test_memory_is_free_again_when_the_unload_answers(server: Server, store: Path) -> None:

@@ -1,0 +1,121 @@
+"""Each sentence of docs/security.md that says what cannot happen names a test, or has one here; the
+others say what is not prevented, or are no claims. A new sentence without a test fails."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from serving.process.isolation import passed
+from tests.handlers.scripts.confinement import test_rules
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "security.md").read_text("utf-8")
+PROGRAMS = {*test_rules.BY_LANDLOCK, *test_rules.BY_SECCOMP, *test_rules.BY_SCOPE_OR_USER}
+PROGRAMS |= {*test_rules.BY_USER}
+
+# The beginning of a sentence that names no test, and the tests of what it says.
+TESTS = {
+    "On a network that is not yours set both": "test_every_route_but_health_asks_for_its_token",
+    "A model's own Python, and pip for its": "test_a_program_of_a_model",
+    "Before the first line of the model they give up": "test_no_program_of_a_model "
+    "test_nothing_of_root_is_left_but_reading "
+    "test_a_script_has_a_temporary_folder_of_its_own_that_goes_with_the_model",
+    "Where the server is root each model gets a user": "test_no_program_of_a_model",
+    "What cannot be had on a machine is in the log": "test_what_this_machine_cannot_keep_is_said",
+    "`ALLOW_MODEL_REQUIREMENTS` is off": "test_requirements_are_refused_unless_they_are_allowed",
+    "It stands on the port for requests": "test_a_page_of_another_site_loads_no_model",
+    "Models know nothing of each other's prompts": (
+        "test_the_longest_match_is_found_and_only_of_the_same_owner"
+    ),
+    "Passed are `PATH`": "test_what_it_says_is_passed_is_passed",
+    "Of these, a name with `TOKEN`": "test_secrets_of_any_name_are_not",
+}
+# A row of the table, and what `test_no_program_of_a_model` tries for it.
+ROWS = {
+    "read or change other models": "reads another model, reads another model by a program, "
+    "changes another model, removes another model, lists the server's folder, "
+    "links to another model, moves another model, opens files by number",
+    "change its own model's files": "changes its model",
+    "read the environment or memory": "reads the server's environment, reads the server's memory, "
+    "reads the server's memory by a call, traces the server",
+    "connect to `mms.sock`": "connects to a socket of the server, connects half of a pair, "
+    "connects to an abstract socket, lists sockets by netlink",
+    "signal the server's processes": "signals the server, signals everybody",
+    "set limits of other processes": "limits the server, has io_uring",
+    "make itself less likely to be killed": "is less expendable",
+    "gain privileges, mount": "mounts, makes a device",
+    "change the mode, owner or times": "changes the mode of another model, slows the server down",
+}
+# What is said of the page, of kernels, or to whoever runs the server.
+NO_CLAIMS = (
+    "Who is trusted with what",
+    "Where there is no protection it says",
+    "| who | trusted with |",
+    "| the operator",
+    "| who may call the management port",
+    "| a model's script |",
+    "| a model's files |",
+    "| clients |",
+    "| it cannot |",
+    "The server speaks no TLS",
+    "The machine that runs the tests has",
+    "*No Landlock* as root is",
+    "Mount the store read-only",
+    "A script also",
+    "Load only graphs from people",
+    "Limit requests per client",
+    "`serving/process/isolation.py` has all",
+)
+# What follows a *not prevented*.
+NOT_PREVENTED = (
+    "*Not prevented*",
+    "Without a user of its own, a script can take",
+    "ONNX graphs and MXNet symbols are read",
+)
+
+
+def sentences(page: str) -> list[str]:
+    """Rows of tables, and of all else what a full stop ends."""
+    found: list[str] = []
+    for line in page.splitlines():
+        if line.startswith("|"):
+            found += [line] * bool(line.strip("| -"))
+        elif line and not line.startswith(("#", "[")):
+            found += re.split(r"(?<=\.)\s+(?=[A-Z*`])", line.removeprefix("- "))
+    return found
+
+
+def named(sentence: str) -> bool:
+    return "`test_" in sentence or sentence.startswith((*TESTS, *ROWS, *NO_CLAIMS, *NOT_PREVENTED))
+
+
+def test_each_sentence_has_a_test() -> None:
+    bare = [s for s in sentences(PAGE) if not named(s) and not named(s.removeprefix("| "))]
+    assert bare == []
+    assert not named("A script cannot read the operator's mail.")
+
+
+def test_nothing_is_kept_here_that_the_page_no_longer_says() -> None:
+    said = [s.removeprefix("| ") for s in sentences(PAGE)] + sentences(PAGE)
+    kept = (*TESTS, *ROWS, *NO_CLAIMS, *NOT_PREVENTED)
+    assert [begin for begin in kept if not any(s.startswith(begin) for s in said)] == []
+
+
+def test_the_tests_are_there() -> None:
+    sources = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    defined = set(re.findall(r"def (test_\w+)", sources))
+    assert {name for names in TESTS.values() for name in names.split()} - defined == set()
+    assert {what for row in ROWS.values() for what in row.split(", ")} == PROGRAMS
+
+
+@pytest.mark.parametrize("language", ["", ".ko"])
+def test_what_it_says_is_passed_is_passed(language: str) -> None:
+    page = (ROOT / "docs" / f"security{language}.md").read_text("utf-8")
+    (line,) = [line for line in page.splitlines() if "`PATH`" in line and "`TZ`" in line]
+    names = re.findall(r"`([A-Z][A-Z_]+\*?)`", line)
+    assert len(names) > 15
+    given = {name.replace("*", "X"): "1" for name in names}
+    assert passed(given) == given
