@@ -17,8 +17,8 @@ from tests.e2e.stores import SHORT, packed, serving, small, statistics, text
 
 pytestmark = pytest.mark.slow
 
-MODELS, ROOM, CLIENTS = 20, 5, 8
-WARM_UP, CHURN = 5, 15  # calls of each client
+MODELS, ROOM, CLIENTS = 12, 5, 8
+WARM_UP, CHURN = 2, 6  # calls of each client
 
 
 def churn(server: Server, expected: dict[str, str], calls: int) -> Counter[int | str]:
@@ -55,7 +55,7 @@ def zombies(server: Server) -> list[psutil.Process]:
     return found
 
 
-def test_twenty_models_in_the_room_of_five_answer_as_each_does_alone(tmp_path: Path) -> None:
+def test_twelve_models_in_the_room_of_five_answer_as_each_does_alone(tmp_path: Path) -> None:
     store = tmp_path / "store"
     for seed in range(MODELS):
         if seed % 2:

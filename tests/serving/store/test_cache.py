@@ -42,11 +42,11 @@ def put(s3: S3Server, name: str, size: int = 400 * KIB, seed: int = 0) -> Stored
 
 
 def find(name: str) -> StoredModel:
-    return store().find(name)
+    return store(os.environ["AWS_ENDPOINT_URL_S3"]).find(name)
 
 
 @functools.cache
-def store() -> Store:
+def store(endpoint: str) -> Store:
     return open_store("s3://models/kogpt2/")
 
 
