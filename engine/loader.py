@@ -83,6 +83,7 @@ class Loader:
         model = texts = None
         statistics = Statistics()
         try:
+            # Its process begins beside what follows.
             texts = Texts(artifact, statistics, self._settings.max_queue)
             model = Model(
                 name=name,
@@ -90,13 +91,14 @@ class Loader:
                 backend=backend,
                 precision=precision,
                 config=artifact.config,
-                open=self._opener(artifact, stamps, backend, precision),
+                open=self._opener(artifact, stamps, backend, precision, texts),
                 texts=texts,
                 batch=Batch(max_rows, self._budget, CHUNK[self._settings.device], self._prefixes),
                 reserved_bytes=needed,
                 statistics=statistics,
             )
             self._residency.enter(model, reading)
+            texts.ready()
             if self._cache_dir is not None:
                 prune(self._cache_dir, self._settings.cache_max_mib * MIB)
         except BaseException:
@@ -111,12 +113,14 @@ class Loader:
         return model
 
     def _opener(
-        self, artifact: Artifact, stamps: Stamps, backend: str, precision: str
+        self, artifact: Artifact, stamps: Stamps, backend: str, precision: str, texts: Texts
     ) -> Callable[[Run], BackendModel]:
         """What opens the artifact, as often as it is called. It raises `ArtifactError` where it has
-        to read the artifact's files and they are not those of `stamps` any more."""
+        to read the artifact's files and they are not those of `stamps` any more, or its `texts` are
+        found to be none before."""
 
         def check() -> None:
+            texts.ready()
             if stamps_of(artifact.path) != stamps:
                 raise ArtifactError(f"{artifact.path.name} has changed since it was loaded")
 

@@ -73,6 +73,8 @@ def _missing(address: int, length: int) -> Iterator[Span]:
         there = present(address, length)
     except OSError:
         return
+    if there.all():
+        return
     changes = np.diff(there, prepend=np.uint8(1), append=np.uint8(1))
     edges = np.flatnonzero(changes) * PAGE  # in turns where one begins and ends
     for begin, end in edges.reshape(-1, 2):

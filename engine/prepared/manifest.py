@@ -63,7 +63,7 @@ class Manifests:
 
     def __init__(self, cache_dir: Path | None = None) -> None:
         self._cache_dir = cache_dir
-        self._known: OrderedDict[Path, tuple[Stamps, dict[str, Any]]] = OrderedDict()
+        self._known: OrderedDict[Path, tuple[Stamps, Artifact]] = OrderedDict()
         self._lock = threading.Lock()
 
     def open(self, path: Path, run: Run = directly) -> Artifact:
@@ -72,34 +72,32 @@ class Manifests:
         stamps = stamps_of(path)
         with self._lock:
             known = self._known.get(path)
-        if known is None or known[0] != stamps:
-            manifest = self._kept(path, stamps) or self._read(path, stamps, run)
+        if known is not None and known[0] == stamps:
+            artifact = known[1]
         else:
-            manifest = known[1]
-        artifact = from_manifest(path, manifest)
+            kept = self._kept(path, stamps)
+            artifact = kept or from_manifest(path, self._read(path, stamps, run))
         with self._lock:
-            self._known[path] = (stamps, manifest)
+            self._known[path] = (stamps, artifact)
             self._known.move_to_end(path)
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)
-        return artifact
+        return dataclasses.replace(artifact)  # what it maps goes with it
 
     def _file(self, path: Path) -> Path | None:
         folder = cache_folder(path, self._cache_dir)
         return folder and folder / (hash_of(str(path)) + SOURCE)
 
-    def _kept(self, path: Path, stamps: Stamps) -> dict[str, Any] | None:
+    def _kept(self, path: Path, stamps: Stamps) -> Artifact | None:
         """From an earlier process, if it is about these files and not damaged."""
         file = self._file(path)
         kept = {} if file is None else read_object(file)
         if kept.get("format") != FORMAT or kept.get("files") != stamps:
             return None
-        manifest = kept.get("artifact")
         try:
-            from_manifest(path, manifest)
+            return from_manifest(path, kept.get("artifact"))
         except ArtifactError:
             return None
-        return manifest
 
     def _read(self, path: Path, stamps: Stamps, run: Run) -> dict[str, Any]:
         limits = Limits(
@@ -220,6 +218,6 @@ def from_manifest(path: Path, said: Any) -> Artifact:
 
 
 def _plain(name: Any) -> str:
-    if not isinstance(name, str) or Path(name).name != name:
+    if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
         raise ValueError(name)
     return name

@@ -13,6 +13,8 @@ from engine.prepared.folder import FRAME, SOURCE, read_object
 
 logger = logging.getLogger(__name__)
 
+_pruned: dict[Path, tuple[int, int]] = {}  # when the folder had changed, and the bound
+
 
 @contextmanager
 def in_use(folder: Path) -> Iterator[None]:
@@ -26,10 +28,15 @@ def in_use(folder: Path) -> Iterator[None]:
 
 def prune(folder: Path, max_bytes: int) -> None:
     """Removes the models that were not loaded for longest until the rest takes `max_bytes` at most,
-    and files that belong to none. Put off to the next time if somebody uses the folder just now.
+    and files that belong to none. Put off to the next time if somebody uses the folder just now;
+    nothing to do where no file has come or gone since the last time.
     """
-    with suppress(OSError), _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
-        _prune(folder, max_bytes)
+    with suppress(OSError):
+        now = (folder.stat().st_mtime_ns, max_bytes)
+        if _pruned.get(folder) != now:
+            with _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                _prune(folder, max_bytes)
+            _pruned[folder] = now
 
 
 @contextmanager

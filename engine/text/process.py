@@ -50,44 +50,50 @@ Result = TypeVar("Result")
 class Texts:
     """Thread-safe. `close` ends the thread and the process."""
 
+    stop_ids: frozenset[int]
+
     def __init__(self, artifact: Artifact, statistics: Statistics, most_waiting: int) -> None:
-        """Raises `ArtifactError` that says what is wrong with the tokenizer or its settings."""
+        """Does not wait for the process: `ready` does, once, before anything is asked."""
         generation = artifact.generation.to_json()
         self.file = artifact.tokenizer_file.name
         self._arguments = (str(artifact.tokenizer_file), asdict(artifact.config), generation)
         self._defaults = artifact.generation.parameters
         self._vocab_size = artifact.config.vocab_size
         self._statistics, self._most_waiting = statistics, most_waiting
-        self._child = self._start()
-        try:
-            self.stop_ids = frozenset(self._child.call("about", timeout_s=LOAD_S)["stop_ids"])
-        except BaseException:
-            self._child.kill()
-            raise
+        self._child = self._fork()
         self._keys = itertools.count()
         self._rows: dict[Sequence, int] = {}  # that the process knows, by key
         self._changed = threading.Condition()
         self._tasks: deque[Callable[[], None]] = deque()
         self._written: list[Sequence] = []
         self._closed: EngineError | None = None
-        self._thread = threading.Thread(target=self._run, name="texts", daemon=True)
-        self._thread.start()
+        self._ready, self._readying = False, threading.Lock()
 
-    def _start(self) -> Sandbox:
-        return again(self._start_once)
+    def ready(self) -> Texts:
+        """Itself, once the process is there.
 
-    def _start_once(self) -> Sandbox:
+        Raises `ArtifactError` that says what is wrong with the tokenizer or its settings.
+        """
+        with self._readying:
+            if not self._ready:
+                first = [self._child]
+                self._child = again(lambda: _opened(first.pop() if first else self._fork()))
+                try:
+                    about = self._child.call("about", timeout_s=LOAD_S)
+                except BaseException:
+                    self._child.kill()
+                    raise
+                self.stop_ids = frozenset(about["stop_ids"])
+                threading.Thread(target=self._run, name="texts", daemon=True).start()
+                self._ready = True
+        return self
+
+    def _fork(self) -> Sandbox:
         limits = Limits(MEMORY_MIB)
         try:
-            child = Sandbox(text_child.serve, *self._arguments, what=self.file, limits=limits)
+            return Sandbox(text_child.serve, *self._arguments, what=self.file, limits=limits)
         except (OSError, ValueError) as error:
             raise EngineError(f"no process can be had for {self.file}: {error}") from error
-        try:
-            child.ready(LOAD_S)
-        except BaseException:
-            child.kill()
-            raise
-        return child
 
     @property
     def pid(self) -> int | None:
@@ -258,7 +264,7 @@ class Texts:
             began = time.monotonic()
             try:
                 if not self._child.alive:
-                    self._child = self._start()
+                    self._child = again(lambda: _opened(self._fork()))
                     if self._closed is not None:
                         self._child.kill()
                     began = time.monotonic()
@@ -282,3 +288,13 @@ class Texts:
         error = kind(f"the tokenizer's process ended: {why}", retry_after_s=retry_after_s)
         self._end([], error)
         return error
+
+
+def _opened(child: Sandbox) -> Sandbox:
+    """It, once it has read the tokenizer."""
+    try:
+        child.ready(LOAD_S)
+    except BaseException:
+        child.kill()
+        raise
+    return child

@@ -202,7 +202,7 @@ def test_requests_under_way_when_a_model_goes_are_told(
 
 
 def test_too_many_prompts_that_wait_to_be_cut_are_refused(good: Path) -> None:
-    found = Texts(open_artifact(good), Statistics(), most_waiting=2)
+    found = Texts(open_artifact(good), Statistics(), most_waiting=2).ready()
     go = threading.Event()
     held = found.soon(lambda: go.wait(WAIT_S))
     until(lambda: not found._tasks)
@@ -237,7 +237,7 @@ def test_a_stop_string_ends_an_answer_where_it_stands(engine_: Engine, good: Pat
     "text", ["😀" * 2000, "漢字" * 1000, " " * 1600 + "가", "\n" * 3000 + "가"]
 )
 def test_a_long_text_of_few_tokens_fits(good: Path, text: str) -> None:
-    found = Texts(open_artifact(good), Statistics(), 9)  # context 256
+    found = Texts(open_artifact(good), Statistics(), 9).ready()  # context 256
     try:
         assert len(found.soon(lambda: found.encode(text)).result(WAIT_S)) < 256
     finally:
@@ -245,7 +245,7 @@ def test_a_long_text_of_few_tokens_fits(good: Path, text: str) -> None:
 
 
 def test_a_text_of_many_tokens_does_not(good: Path) -> None:
-    found = Texts(open_artifact(good), Statistics(), 9)
+    found = Texts(open_artifact(good), Statistics(), 9).ready()
     try:
         for text, said in [
             ("물 " * 300, r"inputs has \d+ tokens, at most 255 fit"),
@@ -280,7 +280,7 @@ def test_a_tokenizer_that_takes_too_much_is_refused(
     monkeypatch.setattr(engine.text.process, "LOAD_S", 3.0)
     artifact = open_artifact(hugging_face(tmp_path / "m", change))
     with pytest.raises(ArtifactError, match=r"tokenizer\.json"):
-        Texts(artifact, Statistics(), 9)
+        Texts(artifact, Statistics(), 9).ready()
 
 
 def without_unknown(kind: str) -> dict[str, Any]:
@@ -328,7 +328,7 @@ def test_a_tokenizer_that_raises_or_panics_is_refused_with_a_reason(
     path = folder / "tokenizer.json"
     write_json(path, json.loads(path.read_text(encoding="utf-8")) | changes)
     with pytest.raises(ArtifactError, match=r"tokenizer\.json (is not a|cannot be used|.*crash)"):
-        Texts(open_artifact(folder), Statistics(), 9)
+        Texts(open_artifact(folder), Statistics(), 9).ready()
 
 
 @pytest.mark.parametrize(
@@ -351,10 +351,10 @@ def test_settings_beside_a_tokenizer_are_refused_with_a_reason_or_left_out(
     folder = make_hugging_face(tmp_path / "m")
     (folder / "tokenizer_config.json").write_text(json.dumps(said))
     if reason is None:
-        Texts(open_artifact(folder), Statistics(), 9).close(ModelNotFound("closed"))
+        Texts(open_artifact(folder), Statistics(), 9).ready().close(ModelNotFound("closed"))
         return
     with pytest.raises(ArtifactError, match=reason) as caught:
-        Texts(open_artifact(folder), Statistics(), 9)
+        Texts(open_artifact(folder), Statistics(), 9).ready()
     caught.value.message.encode("utf-8")
 
 
@@ -363,7 +363,7 @@ def test_a_text_that_a_tokenizer_cannot_cut_is_refused_with_a_reason(tmp_path: P
         words = {w: i for i, w in enumerate(["<unk>", "</s>", "가"])}
         tokenizer.model = models.WordLevel(words, unk_token="<unk>")  # noqa: S106
 
-    found = Texts(open_artifact(hugging_face(tmp_path / "m", change)), Statistics(), 9)
+    found = Texts(open_artifact(hugging_face(tmp_path / "m", change)), Statistics(), 9).ready()
     try:
         for text in ("가", "나 다"):
             assert found.soon(lambda t=text: found.encode(t)).result(WAIT_S)

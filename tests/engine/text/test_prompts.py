@@ -118,7 +118,7 @@ def test_a_template_that_never_ends_is_ended_and_the_next_request_works(
     often = "{% for i in range(99999) %}"
     endless = f"{often * 3}{'{% endfor %}' * 3}"
     (folder / "chat_template.jinja").write_text(endless, encoding="utf-8")
-    texts = Texts(open_artifact(folder), Statistics(), 8)
+    texts = Texts(open_artifact(folder), Statistics(), 8).ready()
     try:
         pid = texts.pid
         monkeypatch.setattr(engine.text.process, "ENCODE_S", 0.5)
@@ -133,7 +133,7 @@ def test_a_template_that_never_ends_is_ended_and_the_next_request_works(
 
 
 def test_the_sandbox_of_the_texts_renders_a_chat(theirs: Path) -> None:
-    texts = Texts(open_artifact(theirs), Statistics(), 8)
+    texts = Texts(open_artifact(theirs), Statistics(), 8).ready()
     try:
         chat = Chat(json.loads(json.dumps(CHAT)))
         ids = texts.soon(lambda: texts.encode(chat)).result()
