@@ -4,7 +4,9 @@ others say what is not prevented, or are no claims. A new sentence without a tes
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -32,6 +34,23 @@ TESTS = {
     ),
     "Passed are `PATH`": "test_what_it_says_is_passed_is_passed",
     "Of these, a name with `TOKEN`": "test_secrets_of_any_name_are_not",
+    **dict.fromkeys(
+        ("Netty 4.1.91 | TLS", "Commons IO", "These are their advisories"),
+        "test_a_clients_bytes_reach_none_of_what_has_advisories",
+    ),
+}
+# The packages of the jar, and the days of their classes, which tell the versions.
+LIBRARIES = {
+    "com/amazonaws": (2023, 6, 20),
+    "software/amazon": (2019, 6, 25),
+    "io/netty": (2023, 4, 3),  # 4.1.91, as its properties say
+    "org/apache/logging/log4j": (2021, 12, 27),  # 2.17.1
+    "org/apache/logging/slf4j": (2021, 12, 27),
+    "org/apache/commons/io": (2017, 10, 15),  # 2.6
+    "org/apache/commons/cli": (2015, 6, 14),  # 1.3.1
+    "org/slf4j": (2021, 7, 20),  # 1.7.32
+    "com/google": (2021, 10, 29),  # Gson 2.8.9
+    "com/lmax": (2021, 4, 29),  # Disruptor 3.4.4
 }
 # A row of the table, and what `test_no_program_of_a_model` tries for it.
 ROWS = {
@@ -68,6 +87,11 @@ NO_CLAIMS = (
     "Load only graphs from people",
     "Limit requests per client",
     "`serving/process/isolation.py` has all",
+    "| library |",
+    "Version 1.1.11 is the newest",
+    "Netty 4.1.91 | CVE-2024-47535",
+    "Gson 2.8.9",
+    "[SECURITY.md]",
 )
 # What follows a *not prevented*.
 NOT_PREVENTED = (
@@ -83,7 +107,7 @@ def sentences(page: str) -> list[str]:
     for line in page.splitlines():
         if line.startswith("|"):
             found += [line] * bool(line.strip("| -"))
-        elif line and not line.startswith(("#", "[")):
+        elif line and not line.startswith(("#", "[한국어]")):
             found += re.split(r"(?<=\.)\s+(?=[A-Z*`])", line.removeprefix("- "))
     return found
 
@@ -109,6 +133,24 @@ def test_the_tests_are_there() -> None:
     defined = set(re.findall(r"def (test_\w+)", sources))
     assert {name for names in TESTS.values() for name in names.split()} - defined == set()
     assert {what for row in ROWS.values() for what in row.split(", ")} == PROGRAMS
+
+
+def test_the_jar_has_the_libraries_of_the_table() -> None:
+    found = find_spec("mms")
+    assert found is not None
+    assert found.origin is not None
+    with ZipFile(Path(found.origin).with_name("frontend") / "model-server.jar") as jar:
+        classes = [file for file in jar.infolist() if file.filename.endswith(".class")]
+        netty = jar.read("META-INF/io.netty.versions.properties").decode()
+    days: dict[str, tuple[int, ...]] = {}
+    for file in classes:
+        parts = file.filename.split("/")
+        if parts[0] in ("META-INF", "module-info.class"):
+            continue
+        package = "/".join(parts[: 4 if parts[:2] == ["org", "apache"] else 2])
+        days[package] = min(days.get(package, file.date_time[:3]), file.date_time[:3])
+    assert days == LIBRARIES
+    assert "4.1.91.Final" in netty
 
 
 @pytest.mark.parametrize("language", ["", ".ko"])
