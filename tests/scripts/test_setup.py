@@ -406,6 +406,11 @@ def test_a_list_is_what_pyproject_toml_asks_for(name: str) -> None:
     assert name in lock().LISTS
 
 
+def test_uv_is_for_any_python_as_it_fetches_one_that_fits() -> None:
+    ((uv, _),) = requirements("uv")
+    assert uv.marker is None
+
+
 @pytest.mark.parametrize("name", LISTS)
 def test_every_requirement_is_exact_and_hashed_and_from_no_place_in_particular(name: str) -> None:
     for requirement, hashes in requirements(name):
