@@ -31,7 +31,6 @@ from handlers.worker import CONNECTIONS_AT_ONCE, LEFT_ALONE_S, NEVER_CONNECTED_S
 # Each request in flight has one, and so has each load.
 MAX_THREADS = 512
 LOOK_AROUND_S = 0.5
-MAX_HELLO_BYTES = 8192
 LEAVE = b"."
 
 logger = logging.getLogger(__name__)
@@ -67,9 +66,9 @@ class Sources:
 class HostedModel:
     """One model's socket, connections and handler."""
 
-    def __init__(self, owner: socket.socket, listener: socket.socket, tmp_dir: str) -> None:
+    def __init__(self, owner: socket.socket, listener: socket.socket) -> None:
         self.owner, self.listener = owner, listener
-        self.loaded = LoadedModel(tmp_dir)
+        self.loaded = LoadedModel()
         self.connections: set[socket.socket] = set()
         self.alone_since = time.monotonic()
         self.had_connections = False
@@ -128,11 +127,11 @@ class Host:
 
     def _meet_owner(self) -> bool:
         owner, _ = self._listener.accept()
-        with contextlib.suppress(OSError, ValueError):
-            tmp_dir, files, _, _ = socket.recv_fds(owner, MAX_HELLO_BYTES, 1)
+        with contextlib.suppress(OSError, LookupError):
+            _, files, _, _ = socket.recv_fds(owner, 1, 1)
             listener = socket.socket(fileno=files[0])
             listener.setblocking(False)
-            model = HostedModel(owner, listener, tmp_dir.decode())
+            model = HostedModel(owner, listener)
             with self._lock:
                 self._models.add(model)
             self._sources.add(owner, lambda: self._owner_ended(model))

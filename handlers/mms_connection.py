@@ -1,12 +1,16 @@
-"""One connection of Multi Model Server to a model's worker, in MMS's own protocol."""
+"""One connection of Multi Model Server to a model's worker, in MMS's own protocol.
+
+After a load MMS opens two files for what the model prints, which its own worker makes as named
+pipes, and reads each on a thread. It makes those that are not there: empty ones, so the threads end
+at once. What a worker prints goes to its own stdout. From pipes they would read until MMS closes
+them, which it does not do where it connects again.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
-from pathlib import Path
 from typing import Any
 
 LOAD = b"L"
@@ -16,8 +20,7 @@ READ_BYTES = 65_536
 class LoadedModel:
     """What all connections to one model share: its handler service, loaded by the first of them."""
 
-    def __init__(self, tmp_dir: str) -> None:
-        self.tmp_dir = Path(tmp_dir)
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._handler: Any = None
         self._closed = False
@@ -74,7 +77,6 @@ class Connection:
         self._reader = Reader(connection)
         self._service: Any = None
         self._handler: Any = None
-        self._pipes = contextlib.ExitStack()
         # An event of a closed connection may wake a second thread, where its number is used again.
         self._turn = threading.Lock()
 
@@ -102,7 +104,6 @@ class Connection:
             self._handler = self._service._entry_point.__self__
             self._handler.connected()
         name = message["modelName"].decode()
-        self._make_pipes(message["ioFileDescriptor"].decode())
         answer = create_load_model_response(200, f"loaded model {name}. [PID]:{os.getpid()}")
         self.socket.sendall(bytes(answer))
         return True
@@ -111,16 +112,3 @@ class Connection:
         if self._handler is not None:
             self._handler.disconnected()
         self.socket.close()
-        self._pipes.close()
-
-    def _make_pipes(self, io_name: str) -> None:
-        """The named pipes that MMS opens after a load, until this is closed. Nothing is written to
-        them: what a worker prints goes to its own stdout, which MMS reads as long as the process
-        lives."""
-        for stream in ("stdout", "stderr"):
-            path = self._model.tmp_dir / f"{io_name}-{stream}"
-            os.mkfifo(path)
-            self._pipes.callback(path.unlink, missing_ok=True)
-            # For reading, too, or it would wait for MMS, which never reads if the model is
-            # unregistered first: then this thread would wait for ever.
-            self._pipes.callback(os.close, os.open(path, os.O_RDWR))

@@ -43,8 +43,8 @@ PR_SET_PDEATHSIG = 1
 class Worker:
     """Loads one model once and answers on each connection with a context of its own."""
 
-    def __init__(self, socket_path: str, tmp_dir: str, parent: int) -> None:
-        self._socket_path, self._model = Path(socket_path), LoadedModel(tmp_dir)
+    def __init__(self, socket_path: str, parent: int) -> None:
+        self._socket_path, self._model = Path(socket_path), LoadedModel()
         self._lock = threading.Lock()
         self._connections = 0
         self._alone_since = time.monotonic()
@@ -117,7 +117,7 @@ def main() -> None:
         if child == 0:
             # Its watcher's end is its own, also where a connection stays open for ever.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            Worker(arguments.sock_name, arguments.tmp_dir, watcher).serve(listener)
+            Worker(arguments.sock_name, watcher).serve(listener)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status == 0:
             path.unlink(missing_ok=True)

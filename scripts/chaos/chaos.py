@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scripts.chaos.clients import PAUSE_S
 from scripts.chaos.plan import KINDS, Fault, Plan
 from scripts.lib.problem import Failed, Problem
 from scripts.options import option, seconds
@@ -23,6 +24,9 @@ class Chaos:
     minutes: float = option("1", "of faults", parser=seconds, metavar="M")
     every: float = option("5", "seconds between faults, on average", parser=seconds, metavar="S")
     clients: int = option(8, "at once", min=1, metavar="N")
+    pause: float = option(
+        str(PAUSE_S), "seconds after each answer, on average", parser=seconds, metavar="S"
+    )
     only: str | None = option(None, "kinds of faults; a wrong one lists all", metavar="KIND,...")
     plan: Path | None = option(None, "to repeat, instead of one from the seed", metavar="FILE")
     heal: float = option(
@@ -80,7 +84,7 @@ def break_it(plan: Plan, options: Chaos) -> int:
     from scripts.chaos.run import run as carry_out
     from scripts.chaos.shrink import shortest
 
-    size = Size(options.clients, heal=options.heal)
+    size = Size(options.clients, heal=options.heal, pause_s=options.pause)
     first = carry_out(plan, size, _say)
     report.write(options.out, plan, first)
     print("\n".join(report.lines(first)))
@@ -117,7 +121,7 @@ def soak(options: Chaos) -> int:
         return taken[0]
 
     plan = soak.plan(options.seed, options.minutes)
-    size = soak.size(options.clients, options.models, options.heal)
+    size = soak.size(options.clients, options.models, options.heal, options.pause)
     result = carry_out(plan, size, _say, sampling)
     report.write(options.out, plan, result)
     print("\n".join(report.lines(result)))

@@ -26,7 +26,7 @@ MIX = {
     LIST: 2,
 }
 STEADY_SHARE = 0.6
-PAUSE_S = 0.05
+PAUSE_S = 0.05  # of a client after each answer, on average
 RETRIES = 5
 LOST_S = 150.0  # nobody waits longer
 
@@ -71,10 +71,11 @@ class Clients:
         count: int,
         put: Callable[[str, int], None],
         mix: Mapping[str, int] = MIX,
+        pause_s: float = PAUSE_S,
     ) -> None:
         self.ops: list[Op] = []
         self._ports, self._models, self._put = ports, models, put
-        self._seed, self._mix = seed, mix
+        self._seed, self._mix, self._pause_s = seed, mix, pause_s
         self._stop, self._go = threading.Event(), threading.Event()
         self._go.set()
         self._busy = 0
@@ -127,7 +128,7 @@ class Clients:
                 self._busy -= 1
                 self._changed.notify_all()
             self._go.wait()
-            self._stop.wait(chance.uniform(0, 2 * PAUSE_S))
+            self._stop.wait(chance.uniform(0, 2 * self._pause_s))
 
     def _act(self, client: int, id: str, chance: random.Random) -> None:
         kind = chance.choices(list(self._mix), list(self._mix.values()))[0]

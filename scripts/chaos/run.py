@@ -16,7 +16,7 @@ from benchmarks import random_model
 from benchmarks.process import BenchmarkError
 from benchmarks.switching.control_group import ControlGroup
 from scripts.chaos.checker import AGREE_S, Violation, check
-from scripts.chaos.clients import MIX, PROMPTS, Clients, Models
+from scripts.chaos.clients import MIX, PAUSE_S, PROMPTS, Clients, Models
 from scripts.chaos.faults import Injector
 from scripts.chaos.history import LOAD, UNLOAD, History, View, text_key
 from scripts.chaos.plan import Plan
@@ -37,6 +37,7 @@ class Size:
     room_mib: the engine's budget
     loaded: whether the steady models are loaded first, or on demand
     heal: how much longer than a quiet machine this one may take
+    pause_s: of a client after each answer, on average
     """
 
     clients: int = 8
@@ -45,6 +46,7 @@ class Size:
     room_mib: int = 64
     loaded: bool = True
     heal: float = 1.0
+    pause_s: float = PAUSE_S
 
 
 def nothing(system: System) -> contextlib.AbstractContextManager[object]:
@@ -112,7 +114,7 @@ class _Run:
         self.system, self.store = system, store
         self.archives = archives(size.models)
         self.clients = Clients(
-            system.ports, size.models, plan.seed, size.clients, self._put, size.mix
+            system.ports, size.models, plan.seed, size.clients, self._put, size.mix, size.pause_s
         )
         store.changing = self._change
         self.injector = Injector(system, store)

@@ -43,12 +43,12 @@ def plan(seed: int, minutes: float) -> Plan:
     return Plan(seed, drawn.seconds, False, drawn.faults)
 
 
-def size(clients: int, models: int, heal: float) -> Size:
+def size(clients: int, models: int, heal: float, pause_s: float) -> Size:
     names = tuple(f"시-{number}" for number in range(models))
     moving = max(models * MOVING // MODELS, 1)
     chosen = Models(names[moving:], names[:moving], 2, zipf=1.0)
     room_mib = max(ROOM_MIB * models // MODELS, 3)
-    return Size(clients, chosen, MIX, room_mib, loaded=False, heal=heal)
+    return Size(clients, chosen, MIX, room_mib, loaded=False, heal=heal, pause_s=pause_s)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import itertools
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
@@ -21,6 +19,7 @@ from engine.http.async_client import AsyncEngineClient
 from handlers.dispatch import is_hosted
 from serving.errors import BadRequest, ServingError, WorkerFailed, WorkerLost
 from serving.mms.client import MMSClient
+from serving.mms.leftovers import remove_leftovers, unix_sockets
 from serving.mms.worker_options import worker_options
 from serving.models.model import Model
 from serving.settings import Settings
@@ -34,9 +33,6 @@ MMS_GRACE_S = 20.0
 LOOK_S, LOOKS, LOOKS_UNSEEN = 1.5, 3, 10
 # Of what the engine says of a model: what it holds of the budget.
 ENGINE_PARTS = ("reserved_bytes", "row_bytes", "kv_bytes")
-SOCKETS = Path("/proc/net/unix")
-LISTENING = "00010000"  # __SO_ACCEPTCON in the column of flags
-PIPES = ("*-stdout", "*-stderr")  # of each of MMS's connections to a worker, in RUN_DIR
 
 
 class Workers:
@@ -52,7 +48,6 @@ class Workers:
         # By the engine's name, what each load will take that has asked for room. Whoever asks later
         # does not get it; the engine knows which of them it has begun.
         self._promised: dict[str, int] = {}
-        self._unused_pipes: set[Path] = set()
 
     async def check(self, model: Model) -> bool:
         """Raises `OutOfMemory` and what is wrong with a model's settings before a worker is started
@@ -118,7 +113,7 @@ class Workers:
         options["response_timeout"] = int(limit_s)
         capacity = options["initial_workers"] * options.get("batch_size", 1)
         if hosted and "initial_workers" not in model.options and model.in_flight < 2:
-            options["initial_workers"] = 1  # each is three threads of MMS's; see `connect`
+            options["initial_workers"] = 1  # each is a thread of MMS's; see `connect`
         model.connections = options["initial_workers"]
         await self._register(model.id, folder, options, timeout_s)
         outcome = await self._mms.probe(model.id, timeout_s)
@@ -223,42 +218,10 @@ class Workers:
     def listening() -> set[str]:
         """The sockets that workers listen on. The kernel closes one when the last process of its
         worker has ended, however it did, and not before."""
-        return {path for path, listens in _sockets() if listens}
+        return {path for path, listens in unix_sockets() if listens}
 
-    def remove_unused_files(self) -> None:
-        """Removes the socket files of workers that are gone, of which MMS leaves one a load, and
-        the named pipes of those that were killed: what nobody had open the last time either.
-
-        Whether a socket is in use is looked up, not tried: a worker takes a connection for MMS's.
-        """
-        files = list(self._run_dir.glob(".mms.sock.*"))
-        if files:
-            used = {path for path, _ in _sockets()}
-            for file in files:
-                if str(file) not in used:
-                    with contextlib.suppress(OSError):
-                        file.unlink()
-        pipes = {path for ending in PIPES for path in self._run_dir.glob(ending)}
-        unused = {path for path in pipes if not _is_open(path)}
-        for path in unused & self._unused_pipes:
-            path.unlink(missing_ok=True)
-        self._unused_pipes = unused
-
-
-def _sockets() -> list[tuple[str, bool]]:
-    """Every unix socket with a path, and whether it listens."""
-    lines = SOCKETS.read_text(encoding="utf-8", errors="replace").splitlines()
-    columns = (line.split(maxsplit=7) for line in lines[1:])
-    return [(c[7], c[3] == LISTENING) for c in columns if len(c) == 8]
-
-
-def _is_open(pipe: Path) -> bool:
-    """Whether anybody could read what is written to a named pipe."""
-    try:
-        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-    except OSError as error:
-        return error.errno != errno.ENXIO
-    return True
+    def remove_leftovers(self) -> None:
+        remove_leftovers(self._run_dir)
 
 
 def _process_bytes(sockets: set[str]) -> dict[str, int]:

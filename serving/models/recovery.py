@@ -86,7 +86,7 @@ class Recovery:
             if model.starts == starts and self._is_lost(model, registered, listening):
                 self._restore(model, registered, listening)
         await self._end_strangers(registered)
-        await asyncio.to_thread(self._workers.remove_unused_files)
+        await asyncio.to_thread(self._workers.remove_leftovers)
 
     def _is_lost(self, model: Model, registered: set[str], listening: set[str]) -> bool:
         draining = model.state is State.DRAINING and model.in_flight > 0  # those are answered, too

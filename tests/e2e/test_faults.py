@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import threading
@@ -72,6 +73,16 @@ def requests_of(server: Server, name: str) -> int:
 def workers(server: Server) -> set[int]:
     """Also those of scripts."""
     return {process.pid for process in server.descendants("--sock-name")}
+
+
+def pipes(server: Server) -> list[str]:
+    """Those of connections to workers: in RUN_DIR, and that Multi Model Server reads."""
+    found = [str(path) for path in server.run_dir.glob("*-std*")]
+    for java in server.descendants("ModelServer"):
+        for file in Path(f"/proc/{java.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it is closed meanwhile
+                found.append(os.readlink(file))
+    return [path for path in found if path.startswith(str(server.run_dir)) and "-std" in path]
 
 
 def kill(processes: list[psutil.Process]) -> None:
@@ -323,6 +334,7 @@ def test_what_is_killed_under_load_comes_back_and_every_request_is_answered(
     for name in ("a", "b"):
         assert own.unload(name).status_code == 200
     eventually(lambda: not own.descendants(WORKER))
+    eventually(lambda: not pipes(own))
     assert statistics(own)["models"] == []
 
 

@@ -81,7 +81,7 @@ class Processes:
         command = [sys.executable, str(MMS_HOME / "mms" / "model_service_worker.py")]
         command += ["--sock-type", "unix", "--sock-name", str(path), "--handler", "echo"]
         command += ["--model-path", str(slot), "--model-name", name, "--preload-model", "false"]
-        owner = self._start([*within, *command, "--tmp-dir", str(self.folder)], slot)
+        owner = self._start([*within, *command], slot)
         assert owner.stdout is not None
         said = owner.stdout.readline()
         assert within or said == f"[PID] {owner.pid}\n"

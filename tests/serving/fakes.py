@@ -130,7 +130,7 @@ class FakeWorkers:
     def remove_other_folders(self, ids: set[str]) -> None:
         pass
 
-    def remove_unused_files(self) -> None:
+    def remove_leftovers(self) -> None:
         pass
 
     async def held_bytes(self, models: Iterable[Model], engine_only: bool) -> dict[str, int]:

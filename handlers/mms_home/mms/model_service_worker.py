@@ -19,7 +19,7 @@ def unlink(path: str) -> None:
         pass
 
 
-def own(path: str, tmp_dir: str, host_path: str) -> None:
+def own(path: str, host_path: str) -> None:
     """Until the host says that MMS has left the model alone, or MMS is gone."""
     import _socket
 
@@ -35,7 +35,7 @@ def own(path: str, tmp_dir: str, host_path: str) -> None:
         host = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:
             host.connect(host_path)
-            host.sendmsg([tmp_dir.encode()], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, number)])
+            host.sendmsg([b"."], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, number)])
             if host.recv(1):
                 break
         except OSError:
@@ -52,7 +52,7 @@ def main() -> None:
         posix.execv(sys.executable, [sys.executable, "-m", "handlers.worker", *sys.argv[1:]])
     arguments = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=False))
     host_path = posix.environ[b"RUN_DIR"].decode() + "/workers.sock"
-    own(arguments["--sock-name"], arguments["--tmp-dir"], host_path)
+    own(arguments["--sock-name"], host_path)
 
 
 main()

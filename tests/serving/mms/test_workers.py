@@ -226,25 +226,6 @@ def test_a_list_that_is_none_is_no_answer(body: bytes) -> None:
     run(test)
 
 
-def test_pipes_that_a_killed_worker_left_are_removed_and_those_in_use_stay(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        left, used = tmp_path / "0a-00-stderr", tmp_path / "0b-00-stdout"
-        for pipe in (left, used):
-            os.mkfifo(pipe)
-        (tmp_path / "봄-stdout").write_text("no pipe", "utf-8")
-        held = os.open(used, os.O_RDWR)  # as a worker does
-        try:
-            parts.workers.remove_unused_files()
-            assert left.exists()  # its worker may be about to open it
-            parts.workers.remove_unused_files()
-            assert sorted(path.name for path in tmp_path.glob("*-std*")) == [used.name, "봄-stdout"]
-        finally:
-            os.close(held)
-
-    run(test)
-
-
 def test_folders_of_workers_that_no_model_has_are_removed(tmp_path: Path) -> None:
     async def test() -> None:
         parts = Parts(tmp_path)

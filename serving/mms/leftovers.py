@@ -1,0 +1,30 @@
+"""What workers and Multi Model Server leave in RUN_DIR."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+SOCKETS = Path("/proc/net/unix")
+LISTENING = "00010000"  # __SO_ACCEPTCON in the column of flags
+
+
+def unix_sockets() -> list[tuple[str, bool]]:
+    """Every one with a path, and whether it listens."""
+    lines = SOCKETS.read_text(encoding="utf-8", errors="replace").splitlines()
+    columns = (line.split(maxsplit=7) for line in lines[1:])
+    return [(c[7], c[3] == LISTENING) for c in columns if len(c) == 8]
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Removes the socket files of workers that are gone, of which MMS leaves one a load, and the
+    two empty files that it makes for each connection (see `handlers.mms_connection`).
+
+    Whether a socket is in use is looked up, not tried: a worker takes a connection for MMS's.
+    """
+    files = list(run_dir.glob(".mms.sock.*"))
+    used = {path for path, _ in unix_sockets()} if files else set()
+    unused = [file for file in files if str(file) not in used]
+    for file in (*unused, *run_dir.glob("*-stdout"), *run_dir.glob("*-stderr")):
+        with contextlib.suppress(OSError):
+            file.unlink()
