@@ -189,7 +189,7 @@ requirements_of() { # GROUP
 }
 
 # A base group makes its environment; the others add to one that is complete.
-is_base() { case $1 in run | oracle | load | clients | benchmark) ;; *) return 1 ;; esac; }
+is_base() { case $1 in run | oracle | load | clients | benchmark | sagemaker) ;; *) return 1 ;; esac; }
 
 # A stamp is written after its installation, so an interrupted one has none.
 stamp_of() { # DIR GROUP

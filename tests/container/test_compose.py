@@ -1,85 +1,93 @@
-"""compose.yaml: one command starts the server and a store, and a call loads a model from S3."""
+"""compose.yaml, compose.fleet.yaml: one command starts them, a call loads a model from S3."""
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
-import subprocess
+import threading
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
 
+from tests.container.compose import Compose
 from tests.container.containers import PROMPT, START_S, TEXT, docker
-from tests.e2e.server import REPOSITORY, eventually, free_port
+from tests.e2e.server import eventually
 
 pytestmark = pytest.mark.container
 
-STORE_IMAGE = "kogpt2-store:test"
+PROXY_IMAGE = "kogpt2-proxy:test"
 
 
-def compose_command() -> list[str]:
-    plugin = subprocess.run(
-        ["docker", "compose", "version"], capture_output=True, timeout=30, check=False
-    )
-    if plugin.returncode == 0:
-        return ["docker", "compose"]
-    if shutil.which("docker-compose"):
-        return ["docker-compose"]
-    pytest.skip("neither `docker compose` nor `docker-compose` is installed")
-
-
-@pytest.fixture(scope="module")
-def port(image: str) -> Iterator[int]:
-    """Of requests to the server that `up` started."""
-    compose = [*compose_command(), "-p", f"kogpt2-{secrets.token_hex(4)}"]
-    store = ["build", "-f", "tests/container/store/Dockerfile", "-t", STORE_IMAGE]
-    docker(*store, "--build-arg", f"IMAGE={image}", ".", timeout_s=300)
-    port = free_port()
-    environment = {
-        **os.environ,
-        "KOGPT2_IMAGE": image,
-        "STORE_IMAGE": STORE_IMAGE,
-        "PORT": str(port),
-        "MANAGEMENT_PORT": str(free_port()),
-    }
-
-    def run(*arguments: str, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*compose, *arguments],
-            cwd=REPOSITORY,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-
+@pytest.fixture
+def one(image: str) -> Iterator[Compose]:
+    compose = Compose("compose.yaml", image)
     try:
-        up = run("up", "-d")
-        assert up.returncode == 0, up.stdout + run("logs", "--no-color").stdout
-        eventually(lambda: healthy(port), START_S)
-        yield port
+        compose.up()
+        yield compose
     finally:
-        run("down", "--volumes")
+        compose.down()
 
 
-def healthy(port: int) -> bool:
+@pytest.fixture
+def fleet(image: str) -> Iterator[Compose]:
+    """Without Prometheus and Grafana, for which there are no small stand-ins."""
+    docker("build", "-t", PROXY_IMAGE, "tests/container/proxy", timeout_s=300)
+    compose = Compose("compose.fleet.yaml", image, PROXY_IMAGE=PROXY_IMAGE, NODE_MEMORY="1g")
     try:
-        return requests.get(f"http://127.0.0.1:{port}/ping", timeout=5).ok
+        compose.up("proxy")
+        yield compose
+    finally:
+        compose.down()
+
+
+def healthy(compose: Compose) -> bool:
+    try:
+        return requests.get(compose.url("/ping"), timeout=5).ok
     except requests.RequestException:
         return False
 
 
-def test_a_call_loads_a_demo_model_from_the_store(port: int) -> None:
-    url = f"http://127.0.0.1:{port}"
-    offered = requests.get(f"{url}/models?available=true", timeout=30).json()["models"]
+def test_a_call_loads_a_demo_model_from_the_store(one: Compose) -> None:
+    eventually(lambda: healthy(one), START_S)
+    offered = requests.get(one.url("/models?available=true"), timeout=60).json()["models"]
     assert {"sowol", "dongju"} <= {model["modelName"] for model in offered}
-    answer = requests.post(f"{url}/predictions/sowol", json=PROMPT, timeout=90)
+    answer = requests.post(one.url("/predictions/sowol"), json=PROMPT, timeout=90)
     assert answer.json()["generated_text"].startswith(TEXT)
-    metrics = requests.get(f"{url}/metrics", timeout=60).text
+    metrics = requests.get(one.url("/metrics"), timeout=60).text
     fetched = next(r for r in metrics.splitlines() if r.startswith("kogpt2_fetched_bytes_total "))
     assert float(fetched.split()[1]) > 1_000_000  # over the network
+
+
+def test_a_fleet_answers_while_the_server_that_has_the_model_is_killed(fleet: Compose) -> None:
+    def ask() -> tuple[int, bool, str]:
+        answer = requests.post(fleet.url("/predictions/sowol"), json=PROMPT, timeout=90)
+        return answer.status_code, TEXT in answer.text, answer.headers.get("x-served-by", "")
+
+    def answering() -> set[str | None]:
+        """The servers that were asked for names of no model, and said so."""
+        found = [requests.get(fleet.url(f"/v2/models/.{n}/ready"), timeout=60) for n in range(16)]
+        return {answer.headers.get("x-served-by") for answer in found if answer.status_code == 400}
+
+    eventually(lambda: healthy(fleet) and len(answering()) == 3, START_S)
+    home = ask()[2]
+    assert requests.get(fleet.url("/models"), timeout=60).status_code == 403
+    seen, ended = Counter[tuple[int, bool, str]](), threading.Event()
+
+    def client() -> None:
+        while not ended.is_set():
+            seen[ask()] += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(client) for _ in range(4)]
+        try:
+            eventually(lambda: seen.total() >= 8 or any(c.done() for c in clients))
+            assert fleet.run("kill", home)[0] == 0
+            killed = seen.total()
+            eventually(lambda: seen.total() >= killed + 16 or any(c.done() for c in clients))
+        finally:
+            ended.set()
+        for one in clients:
+            one.result()
+    assert {(status, right) for status, right, _ in seen} == {(200, True)}
+    assert len({server for _, _, server in seen}) > 1

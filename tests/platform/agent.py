@@ -21,7 +21,14 @@ from urllib.parse import quote
 import requests
 
 from tests.platform.disk import Disk
-from tests.platform.limits import Limits, PlatformError, model_error, model_not_ready, unavailable
+from tests.platform.limits import (
+    Limits,
+    PlatformError,
+    model_error,
+    model_not_ready,
+    timed_out,
+    unavailable,
+)
 
 TARGET = "X-Amzn-SageMaker-Target-Model"
 
@@ -154,7 +161,7 @@ class Agent:
                     headers=passed,
                 )
             except requests.ReadTimeout:
-                raise model_error(0, b"Your invocation timed out") from None
+                raise timed_out() from None
             finally:
                 self._release(held)
             self._timed("invoke", started)

@@ -10,7 +10,7 @@ from typing import Protocol
 import requests
 
 from tests.platform.agent import Answer
-from tests.platform.limits import Limits, model_error, unavailable, validation_error
+from tests.platform.limits import Limits, model_error, timed_out, unavailable, validation_error
 
 
 class Instance(Protocol):
@@ -99,9 +99,32 @@ class SingleModel:
         """The answer, to be read as it comes."""
         limits = (self._limits.connect_s, self._limits.answer_s)
         url = self.url + "/invocations"
-        with requests.post(
-            url, data=body, headers=dict(headers), timeout=limits, stream=True
-        ) as answer:
+        try:
+            begun = requests.post(
+                url, data=body, headers=dict(headers), timeout=limits, stream=True
+            )
+        except requests.ReadTimeout:
+            raise timed_out() from None
+        with begun as answer:
             if answer.status_code >= 400:
                 raise model_error(answer.status_code, answer.content)
             yield answer
+
+
+class Components:
+    """An endpoint of inference components: each has a name, and a container with its own model,
+    which is not told of names."""
+
+    def __init__(self, name: str, components: Mapping[str, SingleModel]) -> None:
+        self.name, self._components = name, components
+
+    def find(self, component: str) -> SingleModel:
+        """Raises `PlatformError`."""
+        if not component:
+            raise validation_error(
+                "Inference Component Name header is required for endpoints to which you plan to"
+                " deploy inference components."
+            )
+        if component not in self._components:
+            raise validation_error(f"Inference Component {component} of account test not found.")
+        return self._components[component]

@@ -41,10 +41,16 @@ def unavailable(message: str) -> PlatformError:
     return PlatformError(503, "ServiceUnavailable", message)
 
 
+def timed_out() -> PlatformError:
+    return model_error(
+        0, b"Your invocation timed out while waiting for a response from container primary."
+    )
+
+
 def model_error(status: int, body: bytes) -> PlatformError:
     """What a container answered in place of an answer."""
     text = body.decode("utf-8", "replace")
-    side = "client" if status < 500 else "server"
+    side = "client" if 400 <= status < 500 else "server"
     return PlatformError(
         424,
         "ModelError",

@@ -179,6 +179,21 @@ def packed_text(container: Container) -> bytes:
     return packed(folder, folder.with_suffix(".tar.gz")).read_bytes()
 
 
+def test_an_answer_that_takes_longer_than_the_limit_fails_for_its_client_alone(
+    pair: list[Container], texts: dict[str, str]
+) -> None:
+    target = next(iter(texts))
+    agent = pair[0].agent
+    with client_of(Endpoint("poets", [agent])) as client:
+        assert invoke(client, "poets", target) == texts[target]
+        agent.limits = Limits(answer_s=0.001)
+        with pytest.raises(client.exceptions.ModelError, match="timed out") as caught:
+            invoke(client, "poets", target)
+        assert caught.value.response["OriginalStatusCode"] == 0
+        agent.limits = Limits()
+        assert invoke(client, "poets", target) == texts[target]
+
+
 def test_with_the_cache_disabled_a_model_goes_after_each_call(
     pair: list[Container], texts: dict[str, str]
 ) -> None:

@@ -4,7 +4,8 @@ What moto 5.2.5 lacks of what the scripts need is filled in here, as the API ref
 
 - stacks that are in progress for a while, or fail;
 - `AWS::NoValue` in lists, which takes the item away;
-- a stack's description and an endpoint's name, and the instance types of the last years.
+- a stack's description and an endpoint's name, and the instance types of the last years;
+- what was not given is not described: no VpcConfig, rather than an empty one.
 
 Not there at all: the stack's scaling and budget, and rules (test_template.py looks at those);
 images that are really pushed and scanned; containers that run; limits; prices. A change of
@@ -30,7 +31,8 @@ import requests
 from moto.cloudformation import parsing
 from moto.cloudformation.models import CloudFormationBackend, cloudformation_backends
 from moto.core import DEFAULT_ACCOUNT_ID
-from moto.core.responses import BaseResponse
+from moto.core.responses import ActionResult, BaseResponse
+from moto.sagemaker import responses
 from moto.sagemaker.models import FakeEndpoint, FakeEndpointConfig
 from moto.server import ThreadedMotoServer
 
@@ -179,6 +181,13 @@ def fill_gaps(patch: pytest.MonkeyPatch, made: Cloud) -> None:
     patch.setattr("botocore.loaders.create_loader", lambda *_: loader)
     patch.setattr(FakeEndpointConfig, "validate_instance_type", lambda self, name: None)
     patch.setattr(FakeEndpoint, "cloudformation_name_type", lambda: "EndpointName")
+
+    def answered(found: Any) -> ActionResult:
+        if isinstance(found, dict):
+            found = {name: value for name, value in found.items() if value != {}}
+        return ActionResult(found)
+
+    patch.setattr(responses, "ActionResult", answered)
     # It warns of types that it does not have, in a thread where a warning is an error.
     patch.setattr(parsing, "warnings", SimpleNamespace(warn=lambda *_, **__: None))
     clean = parsing.clean_json

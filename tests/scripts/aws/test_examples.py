@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,9 @@ pytestmark = pytest.mark.slow
 
 ROLE = "arn:aws:iam::123456789012:role/mine"
 NOTEBOOK = REPOSITORY / "examples" / "sagemaker.ipynb"
+# An interpreter with requirements/sagemaker.txt, which .venv cannot have too.
+SDK_PYTHON = os.environ.get("SAGEMAKER_PYTHON", "")
+needs_sdk = pytest.mark.skipif(not SDK_PYTHON, reason="SAGEMAKER_PYTHON names none with the SDK")
 
 
 def cells() -> str:
@@ -28,9 +32,16 @@ def cells() -> str:
     return "\n".join("".join(one["source"]) for one in found if one["cell_type"] == "code")
 
 
-@pytest.mark.parametrize("name", ["sagemaker_boto3.py", "sagemaker.ipynb"])
+@pytest.mark.parametrize(
+    ("name", "python"),
+    [
+        ("sagemaker_boto3.py", sys.executable),
+        ("sagemaker.ipynb", sys.executable),
+        pytest.param("sagemaker_sdk.py", SDK_PYTHON, marks=needs_sdk),
+    ],
+)
 def test_an_example_serves_a_fine_tune_and_leaves_no_endpoint(
-    aws: Cloud, served: Server, tmp_path: Path, name: str
+    aws: Cloud, served: Server, tmp_path: Path, name: str, python: str
 ) -> None:
     aws.put_models()
     image = aws.put_image()
@@ -48,7 +59,7 @@ def test_an_example_serves_a_fine_tune_and_leaves_no_endpoint(
         given = {"FOLDER": str(folder), "BUCKET": BUCKET, "IMAGE": image}
         place = {"AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME": api.url}
         done = subprocess.run(
-            [sys.executable, *command],
+            [python, *command],
             cwd=tmp_path,
             env={**aws.environment, **given, **place},
             capture_output=True,

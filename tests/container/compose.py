@@ -1,0 +1,71 @@
+"""The compose files as a person starts them, with stand-ins for images that may be out of reach."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+
+import pytest
+
+from tests.container.containers import docker
+from tests.e2e.server import REPOSITORY, free_port
+
+STORE_IMAGE = "kogpt2-store:test"
+
+
+class Compose:
+    """`port` is the one of loopback where requests go."""
+
+    def __init__(self, file: str, image: str, **environment: str) -> None:
+        """`image` is the server's."""
+        self._command = [*_program(), "-p", f"kogpt2-{secrets.token_hex(4)}", "-f", file]
+        store = ["build", "-f", "tests/container/store/Dockerfile", "-t", STORE_IMAGE]
+        docker(*store, "--build-arg", f"IMAGE={image}", ".", timeout_s=300)
+        self.port = free_port()
+        self._environment = {
+            **os.environ,
+            "KOGPT2_IMAGE": image,
+            "STORE_IMAGE": STORE_IMAGE,
+            "PORT": str(self.port),
+            "MANAGEMENT_PORT": str(free_port()),
+            **environment,
+        }
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        """The exit status, and what it prints on either stream."""
+        done = subprocess.run(
+            [*self._command, *arguments],
+            cwd=REPOSITORY,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    def up(self, *services: str) -> None:
+        """These and what they depend on, or all."""
+        status, said = self.run("up", "-d", *services)
+        assert status == 0, said + self.run("logs", "--no-color")[1]
+
+    def down(self) -> None:
+        self.run("down", "--volumes")
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+
+def _program() -> list[str]:
+    plugin = subprocess.run(
+        ["docker", "compose", "version"], capture_output=True, timeout=30, check=False
+    )
+    if plugin.returncode == 0:
+        return ["docker", "compose"]
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    pytest.skip("neither `docker compose` nor `docker-compose` is installed")
