@@ -44,7 +44,7 @@ class JsonFormatter(logging.Formatter):
         return text.encode("utf-8", "backslashreplace").decode()  # names need not be UTF-8
 
 
-def log_as_json(process: str, level: int = logging.INFO) -> None:
+def log_as_json(process: str) -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(JsonFormatter(process))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

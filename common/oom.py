@@ -18,8 +18,8 @@ def oom_score_adj(pid: int | str = "self") -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
-def expendable(score: int, pid: int | str = "self") -> None:
-    """Raises a process's to `score`, or leaves it if it is above that already."""
+def expendable(score: int) -> None:
+    """Raises this process's to `score`, or leaves it if it is above that already."""
     with contextlib.suppress(OSError):
-        if oom_score_adj(pid) < score:
-            Path(f"/proc/{pid}/oom_score_adj").write_text(str(score))
+        if oom_score_adj() < score:
+            Path("/proc/self/oom_score_adj").write_text(str(score))

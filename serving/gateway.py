@@ -35,9 +35,7 @@ from serving.api.http_protocol import HTTPProtocol
 from serving.api.metrics import Metrics
 from serving.api.shared import Gateway
 from serving.console.journal import Journal
-from serving.errors import (
-    StartError,
-)
+from serving.errors import StartError
 from serving.mms import launcher
 from serving.mms.client import MMSClient
 from serving.mms.workers import Workers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
-from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
@@ -31,12 +30,7 @@ class AsyncEngineClient:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
 
@@ -75,9 +69,9 @@ class AsyncEngineClient:
         found: dict[str, Any] = await self._call("GET", "/statistics", None, timeout_s)
         return found
 
-    async def is_healthy(self, timeout_s: float = 2.0) -> bool:
+    async def is_healthy(self) -> bool:
         try:
-            await self._call("GET", "/health", None, timeout_s)
+            await self._call("GET", "/health", None, 2.0)
         except EngineError:
             return False
         return True

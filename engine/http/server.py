@@ -69,10 +69,10 @@ T = TypeVar("T")
 class EngineApp:
     """The routes over one `Engine`."""
 
-    def __init__(self, engine: Engine, lease_grace_s: float = leases.GRACE_S) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.stopping = asyncio.Event()
-        self._leases = leases.Leases(engine, self.stopping, lease_grace_s)
+        self._leases = leases.Leases(engine, self.stopping)
         self._running: dict[str, set[asyncio.Event]] = {}  # by request id
         # A request may still be on its way when it is cancelled.
         self._cancelled: deque[str] = deque(maxlen=CANCELLED_KEPT)

@@ -24,7 +24,7 @@ from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.invoke import invoke
 from serving.api.shared import TARGET_MODEL, Gateway, check_token, header_text
 from serving.api.stream import TokenStream
-from serving.errors import BadRequest, ModelNotFound
+from serving.errors import BadRequest
 from serving.names import normal_name
 
 # Names the model where AWS has no TargetModel: in calls for a stream.
@@ -56,12 +56,9 @@ class Inference:
 
     async def interface(self, request: Request) -> Response:
         """What a model takes and answers, as Multi Model Server tells it; asking loads nothing."""
-        gateway, name = self._gateway, request.path_params["name"]
-        check_token(request, gateway.settings.inference_token)
-        if gateway.registry.find(name) is None:
-            if gateway.settings.sagemaker_multi_model:
-                raise ModelNotFound(f"Model not found: {name}")
-            await gateway.lookups.find(name)
+        name = request.path_params["name"]
+        check_token(request, self._gateway.settings.inference_token)
+        await self._gateway.find(name)
         return JSONResponse(openapi.of_model(name))
 
     async def invocations(self, request: Request) -> Response:

@@ -32,7 +32,6 @@ from serving.store import public_url
 PAGE = 100
 MAX_WORKERS = 64
 MAX_TEXT = 1024
-INTEGER = re.compile(r"-?[0-9]{1,18}")
 OWN_HANDLER = re.compile(r"(?:[\w-]+/){0,8}[\w-]+(?:\.py)?(?::[A-Za-z_]\w*)?", re.ASCII)
 RUNTIMES = ("", "python", "python3")  # of those that MMS knows the one that is here
 SETTINGS = set(model_settings.schema())
@@ -220,19 +219,10 @@ def _handler(value: str) -> str:
     return value
 
 
-def _integer(given: Mapping[str, Any], name: str, low: int, high: int, default: int) -> int:
-    value = given.get(name, default)
-    if isinstance(value, str) and INTEGER.fullmatch(value):
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise BadRequest(f"{name} must be an integer from {low} to {high}, is {quoted(value)}")
-    return value
+def _integer(given: Mapping[str, Any], name: str, low: int, high: int, default: int) -> Any:
+    schema = {"type": "integer", "minimum": low, "maximum": high}
+    return model_settings.checked(name, given.get(name, default), schema)
 
 
-def _boolean(given: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = given.get(name, default)
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        value = value.lower() == "true"
-    if not isinstance(value, bool):
-        raise BadRequest(f"{name} must be true or false, is {quoted(value)}")
-    return value
+def _boolean(given: Mapping[str, Any], name: str, default: bool) -> Any:
+    return model_settings.checked(name, given.get(name, default), {"type": "boolean"})

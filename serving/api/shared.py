@@ -27,6 +27,7 @@ from serving.errors import (
     BodyTooLarge,
     Forbidden,
     MethodNotAllowed,
+    ModelNotFound,
     RequestTimeout,
     ServingError,
     StillLoading,
@@ -110,6 +111,15 @@ class Gateway:
         if not self.healthy:
             raise Unavailable("a part of the server is being started again", retry_after_s=1)
 
+    async def find(self, name: str) -> Model | None:
+        """None for one that the store has and a request would load. Raises `ModelNotFound`."""
+        model = self.registry.find(name)
+        if model is None:
+            if self.settings.sagemaker_multi_model:
+                raise ModelNotFound(f"Model not found: {name}")
+            await self.lookups.find(name)
+        return model
+
     def use(self, name: str) -> AbstractAsyncContextManager[Model]:
         """A model for one request, loaded first if need be: not where SageMaker decides that."""
         if self.settings.sagemaker_multi_model:
@@ -138,13 +148,15 @@ async def read_body(gateway: Gateway, request: Request) -> bytes:
     return decoder.finish()
 
 
-async def read_json_object(gateway: Gateway, request: Request) -> dict[str, Any]:
+async def read_json_object(
+    gateway: Gateway, request: Request, *, of_any_type: bool = False
+) -> dict[str, Any]:
     """A JSON body, `{}` where there is none. Raises `BadRequest` and what `read_body` does."""
     body = await read_body(gateway, request)
     if not body.strip():
         return {}
     kind = request.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":
+    if not of_any_type and kind.partition(";")[0].strip().lower() != "application/json":
         raise UnsupportedMediaType(
             f"Content-Type is {kind[:100] or 'missing'}, must be application/json"
             " (with curl: -H 'Content-Type: application/json')"

@@ -138,9 +138,9 @@ class MMSClient:
             query=query,
         )
 
-    async def unregister(self, name: str, timeout_s: float = 30.0) -> None:
+    async def unregister(self, name: str) -> None:
         """Ends the model's worker. A model that MMS does not know is fine."""
-        await self.call("DELETE", f"/models/{name}", timeout_s=timeout_s)
+        await self.call("DELETE", f"/models/{name}", timeout_s=30)
 
     async def describe(self, name: str) -> dict[str, Any]:
         """MMS's own description; `{}` of a model that MMS does not know."""

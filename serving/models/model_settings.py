@@ -78,7 +78,7 @@ class ModelSettings:
                 raise BadRequest(
                     f"{where}{name[:100]} is not known; known are {', '.join(sorted(known))}"
                 )
-        return cls(**{k: _checked(where + k, v, known[k]) for k, v in given.items()})
+        return cls(**{k: checked(where + k, v, known[k]) for k, v in given.items()})
 
     @classmethod
     def read(cls, folder: Path) -> ModelSettings:
@@ -101,9 +101,10 @@ def schema() -> dict[str, dict[str, Any]]:
     return {f.name: f.metadata["schema"] for f in fields(ModelSettings)}
 
 
-def _checked(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
+def checked(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
+    """The value, which a query string has as text. Raises `BadRequest` that says what is right."""
     kind = schema["type"]
-    if isinstance(value, str) and kind != "string":  # of a query string
+    if isinstance(value, str) and kind != "string":
         value = _from_text(value)
     if kind == "boolean":
         if not isinstance(value, bool):

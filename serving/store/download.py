@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from common.trees import remove
@@ -79,12 +78,7 @@ class Download:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._fail(error)
         for thread in self._threads:

@@ -13,11 +13,7 @@ from common.mxnet_compat import mx
 from handlers.scripts.conventions import formats
 from handlers.tensors.symbol_module import computing, output_fn
 
-__all__ = [
-    "input_fn",
-    "output_fn",
-    "predict_fn",
-]  # as `handlers.scripts.conventions.defaults` wants them
+__all__ = ["input_fn", "output_fn", "predict_fn"]  # as `.defaults` wants them
 
 
 def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:

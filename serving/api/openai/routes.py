@@ -20,7 +20,7 @@ from serving.api.openai import asked
 from serving.api.openai.answering import answer
 from serving.api.openai.errors import UnknownUrl, respond
 from serving.api.shared import Gateway, check_token, read_json_object
-from serving.errors import MethodNotAllowed, ModelNotFound
+from serving.errors import MethodNotAllowed
 
 OWNER = "kogpt2-serving"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -68,11 +68,8 @@ class OpenAI:
 
     async def model(self, request: Request) -> Response:
         """Asking loads nothing."""
-        gateway, name = self._gateway, request.path_params["name"]
-        if gateway.registry.find(name) is None:
-            if gateway.settings.sagemaker_multi_model:
-                raise ModelNotFound(f"Model not found: {name}")
-            await gateway.lookups.find(name)
+        name = request.path_params["name"]
+        await self._gateway.find(name)
         return JSONResponse(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:

@@ -124,11 +124,8 @@ class V2:
         check_token(request, self._gateway.settings.inference_token)
         self._gateway.check_health()
         name = request.path_params["name"]
-        model = self._gateway.registry.find(name)
+        model = await self._gateway.find(name)
         if model is None:
-            if self._gateway.settings.sagemaker_multi_model:
-                raise ModelNotFound(f"Model not found: {name}")
-            await self._gateway.lookups.find(name)
             raise Unavailable(f"Model {name} is not loaded yet; a request to it loads it")
         if model.state is not State.READY:
             raise Unavailable(f"Model {name} is {model.state.value}", retry_after_s=1)

@@ -18,9 +18,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from common.errors import InvalidRequest
-from common.json_body import read_json
-from serving.api.shared import Gateway, check_origin, check_token, read_body
+from serving.api.shared import Gateway, check_origin, check_token, read_json_object
 from serving.errors import BadRequest
 from serving.models.model import Model, State
 
@@ -96,12 +94,5 @@ def _entry(model: Model) -> dict[str, Any]:
 
 
 async def read_object(gateway: Gateway, request: Request) -> dict[str, Any]:
-    """A JSON body, of whatever content type, as the protocol's clients name none."""
-    body = await read_body(gateway, request)
-    try:
-        value = read_json(body) if body.strip() else {}
-    except InvalidRequest as error:
-        raise BadRequest(error.message) from None
-    if not isinstance(value, dict):
-        raise BadRequest("the body must be a JSON object")
-    return value
+    """The protocol's clients name no content type."""
+    return await read_json_object(gateway, request, of_any_type=True)
