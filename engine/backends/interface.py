@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import InvalidRequest, PromptTooLong
 from engine.artifacts.config import GPT2Config
 from engine.backends.page_cache import Span
 
@@ -122,3 +123,12 @@ class BackendModel(ABC):
     def kv_bytes(self) -> int:
         """Resident bytes of keys and values."""
         return self._cache.num_bytes
+
+
+def check_ids(config: GPT2Config, ids: Ids, end: int) -> None:
+    """Raises unless the model has these ids, and room for a row of `end` tokens."""
+    if end > config.max_length:
+        raise PromptTooLong(f"{end} tokens do not fit the {config.max_length} of the model")
+    # numpy would take a negative id from the end of the table.
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        raise InvalidRequest(f"token ids must be from 0 to {config.vocab_size - 1}")

@@ -22,39 +22,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import onnx_session
-from common.errors import OutOfMemory
-from common.memory import MIB
 from engine.artifacts.artifact import Artifact
 from engine.backends.onnx.frames import FrameFiles, Piece
 from engine.prepared.embeddings import Floats, Table, open_floats, open_table
 from engine.prepared.entries import MALFORMED, make_entry, read_entry
 from engine.prepared.files import hash_of
-from engine.prepared.folder import (
-    cache_folder,
-    own_folder,
-    remove_abandoned,
-)
+from engine.prepared.folder import own_folder
 from engine.prepared.frame import cpu_model, frame_name, make_frame, read_frame, to_pieces
-from engine.prepared.manifest import NICENESS, Run, content_of, directly, from_manifest, to_manifest
-from engine.prepared.prune import in_use
-from engine.sandbox import Limits
+from engine.prepared.kept import kept, run_build
+from engine.prepared.manifest import Run, content_of, directly, from_manifest
 
 FORMAT = 6  # raise it when the graph or the quantization changes, or what an entry says
-# To build: libraries and threads, and the weights as given, quantized, packed and written.
-BUILD_MIB, BUILD_TIMES_FP32 = 1024, 3
-BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,34 +58,15 @@ class Prepared:
 def prepared(
     artifact: Artifact, precision: str, cache_dir: Path | None, run: Run = directly
 ) -> Iterator[Prepared]:
-    """Finds the artifact in the cache or has `run` build it there.
-
-    The cache is `cache_dir` or `.prepared` in the artifact's folder. Where it cannot be written,
-    the model is built in a temporary folder, which is gone after the `with` (an open session and
-    the mapped arrays remain usable). Raises `OutOfMemory`, also where no disk has room.
-    """
-    folder = cache_folder(artifact.path, cache_dir)
+    """Finds the artifact in the cache or has `run` build it there, see `kept`."""
     key = _key(artifact, precision)
-    with ExitStack() as stack:
-        found = None
-        if folder is None:
-            logger.warning("%s: its prepared models are another user's", artifact.path)
-        else:
-            stack.enter_context(in_use(folder))
-            found = _read(folder, key)
-            try:
-                found = found or _build(artifact, precision, folder, key, run)
-            except OSError as error:
-                logger.warning("cannot keep a prepared model in %s: %s", folder, error)
-            if found is not None:
-                with suppress(OSError):  # when it was used last
-                    os.utime(folder / f"{key}.json")
-        if found is None:
-            try:
-                temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepared-"))
-                found = _build(artifact, precision, Path(temporary), key, run)
-            except OSError as error:
-                raise OutOfMemory(f"no disk has room to prepare {artifact.path.name}") from error
+
+    def build_in(folder: Path) -> str | None:
+        frames = str(own_folder() or folder)
+        said: str | None = run_build(run, build, artifact, precision, str(folder), key, frames)
+        return said
+
+    with kept(artifact, key, cache_dir, _read, build_in) as found:
         yield found
 
 
@@ -132,37 +98,6 @@ def _read(folder: Path, key: str) -> Prepared | None:
         return Prepared(frame, embedding, positions, entry["weight_bytes"], pieces)
     except MALFORMED:
         return None
-
-
-def _build(artifact: Artifact, precision: str, folder: Path, key: str, run: Run) -> Prepared:
-    """Raises `OSError` where the folder cannot be written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(folder)
-    problem = run(
-        build,
-        str(artifact.path),
-        to_manifest(artifact),
-        precision,
-        str(folder),
-        key,
-        str(own_folder() or folder),
-        what=artifact.path.name,
-        limits=build_limits(artifact.fp32_bytes, NICENESS),
-    )
-    found = _read(folder, key)
-    if problem is not None or found is None:
-        raise OSError(problem or f"{folder} does not keep what is written")
-    return found
-
-
-def build_limits(fp32_bytes: int, niceness: int) -> Limits:
-    """For a child that builds what belongs to weights of that size."""
-    return Limits(
-        memory_mib=BUILD_MIB + BUILD_TIMES_FP32 * fp32_bytes // MIB,
-        cpu_s=BUILD_CPU_S + fp32_bytes // BUILD_BYTES_PER_CPU_S,
-        write_mib=64 + BUILD_TIMES_FP32 * fp32_bytes // MIB,
-        niceness=niceness,
-    )
 
 
 def build(

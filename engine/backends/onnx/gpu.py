@@ -17,9 +17,10 @@ from common.errors import OutOfMemory
 from common.memory import return_freed_memory
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
-from engine.backends.interface import CHUNK, BackendModel, Ids, Logits
+from engine.backends.interface import CHUNK, BackendModel, Ids, Logits, check_ids
 from engine.backends.kv_capacity import grown
-from engine.backends.onnx.cpu import MAX_ROWS, check_ids, to_ort
+from engine.backends.mapped_kv_cache import MAX_ROWS
+from engine.backends.onnx.cpu import to_ort
 from engine.backends.onnx.device import CUDA, Buffers, Provider, buffers, open_session
 from engine.backends.onnx.graph import GPT2Graph, kv_names, padded_head_size
 

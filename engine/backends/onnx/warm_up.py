@@ -13,9 +13,10 @@ from engine.artifacts.config import GPT2Config
 from engine.backends.interface import CHUNK
 from engine.backends.onnx import frames
 from engine.backends.onnx.cpu import OnnxModel
-from engine.prepared.cache import Prepared, build_limits
+from engine.prepared.cache import Prepared
 from engine.prepared.folder import own_folder
 from engine.prepared.frame import build_frame, read_frame
+from engine.prepared.kept import build_limits
 from engine.prepared.manifest import NICENESS, Run
 from engine.prepared.prune import in_use
 

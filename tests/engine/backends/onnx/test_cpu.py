@@ -21,8 +21,9 @@ from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 from engine.backends import mapping
 from engine.backends.interface import CHUNK, BackendModel
+from engine.backends.mapped_kv_cache import MAX_ROWS, PAGE, MappedKVCache
 from engine.backends.onnx import cpu, gpu, int8_kv
-from engine.backends.onnx.cpu import MAX_ROWS, PAGE, PIECE, MappedKVCache
+from engine.backends.onnx.cpu import PIECE
 from engine.backends.onnx.device import CPU
 from tests.engine.models import make_artifact
 
