@@ -102,29 +102,30 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
         journal.observe(event, model, seconds)
 
     client = MMSClient(launcher.mms_socket(run_dir), secret)
-    async with AsyncEngineClient(launcher.engine_socket(run_dir)) as engine:
-        cache, lookups = Cache(stores), Lookups(store, stores)
-        workers, snapshot = Workers(settings, run_dir, client, engine), Snapshot(run_dir)
-        registry = Registry(settings, workers, cache, observe, snapshot.write, journal.changed)
-        gateway = Gateway(
-            settings=settings,
-            registry=registry,
-            on_demand=OnDemand(registry, lookups, Residency(registry, workers, observe)),
-            recovery=Recovery(settings, registry, workers, snapshot),
-            mms=client,
-            engine=engine,
-            lookups=lookups,
-            metrics=metrics,
-            journal=journal,
-        )
-        try:
-            yield gateway
-        finally:
-            for task in gateway.tasks:
-                task.cancel()
-            lookups.close()
-            await asyncio.to_thread(cache.close)  # downloads end; the next server resumes them
-            await client.close()
+    engine = AsyncEngineClient(launcher.engine_socket(run_dir))
+    cache, lookups = Cache(stores), Lookups(store, stores)
+    workers, snapshot = Workers(settings, run_dir, client, engine), Snapshot(run_dir)
+    registry = Registry(settings, workers, cache, observe, snapshot.write, journal.changed)
+    gateway = Gateway(
+        settings=settings,
+        registry=registry,
+        on_demand=OnDemand(registry, lookups, Residency(registry, workers, observe)),
+        recovery=Recovery(settings, registry, workers, snapshot),
+        mms=client,
+        engine=engine,
+        lookups=lookups,
+        metrics=metrics,
+        journal=journal,
+    )
+    try:
+        yield gateway
+    finally:
+        for task in gateway.tasks:
+            task.cancel()
+        lookups.close()
+        await asyncio.to_thread(cache.close)  # downloads end; the next server resumes them
+        client.close()
+        engine.close()
 
 
 async def serve(settings: Settings, run_dir: Path, secret: str) -> None:

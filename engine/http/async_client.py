@@ -8,31 +8,24 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
-from yarl import URL
-
 from common.errors import EngineError, EngineUnavailable, OutOfMemory
+from common.unix_http import UnixHTTP
 from engine.http.client import GRACE_S, LOAD_TIMEOUT_S, error_of
 
 CHECK_TIMEOUT_S = 10.0
 
 
+HEADERS = {"content-type": "application/json"}
+
+
 class AsyncEngineClient:
-    """Use as `async with`. Every call raises the engine's errors, or `EngineUnavailable`."""
+    """Every call raises the engine's errors, or `EngineUnavailable`."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
-        self._session: aiohttp.ClientSession | None = None
+        self._http = UnixHTTP(path)
 
-    async def __aenter__(self) -> AsyncEngineClient:
-        self._session = aiohttp.ClientSession(
-            base_url="http://engine", connector=aiohttp.UnixConnector(self._path, limit=0)
-        )
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+    def close(self) -> None:
+        self._http.close()
 
     async def check(
         self,
@@ -109,45 +102,46 @@ class AsyncEngineClient:
 
         Leaving the loop frees the request's place in the batch. `kind` as for `generate`.
         """
-        assert self._session is not None
         body = {kind: inputs, "parameters": parameters, "timeout_s": timeout_s, "stream": True}
-        timeout = aiohttp.ClientTimeout(total=timeout_s + GRACE_S)
+        content, limit_s = json.dumps(body).encode(), timeout_s + GRACE_S
         try:
-            async with self._session.post(
-                _url(name, "/generate"), json=body, timeout=timeout
-            ) as response:
-                if response.status >= 400:
-                    retry_after = response.headers.get("Retry-After")
-                    raise error_of(response.status, await response.read(), retry_after)
-                finished = False
-                async for line in response.content:
-                    item = json.loads(line)
-                    if "error" in item:
-                        status = item["error"]["code"]
-                        raise error_of(status, json.dumps(item["error"]).encode(), None)
-                    finished = "finish_reason" in item
-                    yield item
+            async with self._http.stream(
+                "POST", _url(name, "/generate"), limit_s, HEADERS, content
+            ) as answer:
+                rest, finished = b"", False
+                while piece := await answer.piece():
+                    if answer.status >= 400:
+                        rest += piece
+                        continue
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        item = json.loads(line)
+                        if "error" in item:
+                            status = item["error"]["code"]
+                            raise error_of(status, json.dumps(item["error"]).encode(), None)
+                        finished = "finish_reason" in item
+                        yield item
+                if answer.status >= 400:
+                    raise error_of(answer.status, rest, answer.headers.get("retry-after"))
                 if not finished:
                     raise EngineUnavailable("the engine ended in the middle of the answer")
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+        except (OSError, asyncio.TimeoutError) as error:
             raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
 
     async def _call(
-        self, method: str, url: str | URL, body: Mapping[str, Any] | None, timeout_s: float
+        self, method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> Any:
-        assert self._session is not None
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        content = None if body is None else json.dumps(body).encode()
         try:
-            async with self._session.request(method, url, json=body, timeout=timeout) as response:
-                content = await response.read()
-                if response.status >= 400:
-                    raise error_of(response.status, content, response.headers.get("Retry-After"))
-                return json.loads(content) if content else None
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            status, headers, found = await self._http.ask(method, url, timeout_s, HEADERS, content)
+            if status >= 400:
+                raise error_of(status, found, headers.get("retry-after"))
+            return json.loads(found) if found else None
+        except (OSError, asyncio.TimeoutError) as error:
             raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
         except ValueError as error:
             raise EngineUnavailable("the engine's answer is not JSON", retry_after_s=1) from error
 
 
-def _url(name: str, action: str = "") -> URL:
-    return URL(f"/models/{quote(name, safe='')}{action}", encoded=True)
+def _url(name: str, action: str = "") -> str:
+    return f"/models/{quote(name, safe='')}{action}"

@@ -9,24 +9,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote_plus, urlencode
 
-import aiohttp
-from multidict import CIMultiDictProxy
-
+from common.unix_http import UnixHTTP
 from common.worker_protocol import PROBE_HEADER, WORKER_HEADER
 from serving.errors import NoRoom, Timeout, Unavailable, WorkerFailed
 
 logger = logging.getLogger(__name__)
 
 PAGE = 100
+UNQUOTED = "?/:@!$'()*,"  # in a query, which MMS takes up to a length
 
 Query = Mapping[str, str] | Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Answer:
+    """`headers` have their names in lower case; the body is as its model wrote it."""
+
     status: int
-    headers: CIMultiDictProxy[str]
+    headers: Mapping[str, str]
     body: bytes
 
     @property
@@ -39,15 +41,11 @@ class MMSClient:
     """Names are MMS's own, which the gateway makes: ASCII and never used again."""
 
     def __init__(self, socket_path: str, probe_secret: str) -> None:
-        self._session = aiohttp.ClientSession(
-            base_url="http://mms",
-            connector=aiohttp.UnixConnector(socket_path, limit=0),
-            auto_decompress=False,  # an answer is as its model wrote it
-        )
+        self._http = UnixHTTP(socket_path)
         self._probe_secret = probe_secret
 
-    async def close(self) -> None:
-        await self._session.close()
+    def close(self) -> None:
+        self._http.close()
 
     async def call(
         self,
@@ -63,21 +61,14 @@ class MMSClient:
 
         A body has the type that `headers` say, or none.
         """
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        if query:
+            url += "?" + urlencode(query, safe=UNQUOTED, quote_via=quote_plus)
         try:
-            async with self._session.request(
-                method,
-                url,
-                params=query,
-                headers=headers,
-                skip_auto_headers=("Content-Type",),
-                data=body,
-                timeout=timeout,
-            ) as response:
-                return Answer(response.status, response.headers, await response.read())
+            sent = {"accept": "*/*", **(headers or {})}
+            return Answer(*await self._http.ask(method, url, timeout_s, sent, body))
         except asyncio.TimeoutError:
             raise Timeout(f"no answer within {timeout_s:.0f} s") from None
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             logger.debug("Multi Model Server did not answer: %r", error)
             raise Unavailable("Multi Model Server is being started", retry_after_s=1) from None
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multidict import CIMultiDict, CIMultiDictProxy
-
 from common.worker_protocol import TIMEOUT_HEADER, WORKER_HEADER
 from serving.api.app import App
 from serving.api.metrics import Metrics
@@ -29,10 +27,10 @@ TEXT = json.dumps({"generated_text": "가실 때에는"}, ensure_ascii=False).en
 def answered(
     status: int = 200, body: bytes = TEXT, *, by_worker: bool = True, **more: str
 ) -> Answer:
-    headers = CIMultiDict({"content-type": "application/json", **more})
+    headers = {"content-type": "application/json", **more}
     if by_worker:
         headers[WORKER_HEADER] = "1"
-    return Answer(status, CIMultiDictProxy(headers), body)
+    return Answer(status, headers, body)
 
 
 Asked = Callable[[int], Coroutine[Any, Any, Answer]]
