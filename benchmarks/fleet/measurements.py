@@ -73,17 +73,22 @@ def added_ms(results: Results) -> list[float]:
     return [statistics.median(through - direct for through, direct in pairs)]
 
 
-def gained(results: Results) -> list[float]:
-    """Tokens a second of three servers against one."""
-    nodes = results["nodes"]
-    pairs = zip(nodes["3"]["tokens_per_s"], nodes["1"]["tokens_per_s"], strict=True)
-    return [three / one for three, one in pairs]
+def gained(many: int) -> Callable[[Results], list[float]]:
+    """Tokens a second of so many servers against one."""
+
+    def ratios(results: Results) -> list[float]:
+        nodes = results["nodes"]
+        pairs = zip(nodes[str(many)]["tokens_per_s"], nodes["1"]["tokens_per_s"], strict=True)
+        return [several / one for several, one in pairs]
+
+    return ratios
 
 
 class FleetRun(Run):
     PARTS = DEFAULT = ("proxy", "nodes")
     GOALS: Sequence[Goal] = (
-        ("tokens a second of three servers against one", ">=", 2.7, "x", gained),
+        ("tokens a second of two servers against one", ">=", 1.8, "x", gained(2)),
+        ("tokens a second of three servers against one", ">=", 2.7, "x", gained(3)),
         ("what the proxy adds to a call, median", "<=", 1, "ms", added_ms),
     )
 
@@ -117,13 +122,11 @@ class FleetRun(Run):
         cores = sorted(os.sched_getaffinity(0))
         found: Results = {}
         for nodes in NODES:
-            if len(cores) <= nodes:
-                self.results["skipped"][f"{nodes} servers"] = (
-                    f"{nodes + 1} cores are needed, one for the clients and the proxy;"
-                    f" here are {len(cores)}"
-                )
+            if len(cores) < nodes:
+                self.results["skipped"][f"{nodes} servers"] = f"here are {len(cores)} cores"
                 continue
             found[str(nodes)] = self._several(cores[:nodes])
+            found[str(nodes)]["alone"] = len(cores) > nodes  # on their cores
         return found
 
     def _several(self, cores: Sequence[int]) -> Results:
@@ -193,7 +196,11 @@ def _proxy_table(results: Results) -> Iterator[str]:
 
 def _nodes_table(results: Results) -> Iterator[str]:
     rows = [
-        (nodes, shown(found["tokens_per_s"], 0), shown(found["p99_ms"], 0))
+        (
+            nodes if found["alone"] else f"{nodes}, with the proxy and the clients",
+            shown(found["tokens_per_s"], 0),
+            shown(found["p99_ms"], 0),
+        )
         for nodes, found in results.get("nodes", {}).items()
     ]
     yield from table(("servers of one core", "tokens a second", "p99, ms"), rows)

@@ -69,7 +69,7 @@ def test_a_fleet_answers_while_the_server_that_has_the_model_is_killed(fleet: Co
         found = [requests.get(fleet.url(f"/v2/models/.{n}/ready"), timeout=60) for n in range(16)]
         return {answer.headers.get("x-served-by") for answer in found if answer.status_code == 400}
 
-    eventually(lambda: healthy(fleet) and len(answering()) == 3, START_S)
+    eventually(lambda: healthy(fleet) and len(answering()) == 3, 3 * START_S)
     home = ask()[2]
     assert requests.get(fleet.url("/models"), timeout=60).status_code == 403
     seen, ended = Counter[tuple[int, bool, str]](), threading.Event()
