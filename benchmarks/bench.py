@@ -30,6 +30,8 @@ class Bench:
     json: Path | None = option(None, "(benchmark.json in the working folder)", metavar="FILE")
     plot: Path | None = option(None, "(benchmark.png in the working folder)", metavar="FILE")
     workdir: Path = option(WORKDIR, "kept for later runs")
+    add: bool = option(False, "to what --json has, of the same commit and plan")
+    pages: bool = option(False, "write docs/benchmark*.json into the pages, measure nothing")
     install_peers: bool = option(False, "make .venv-benchmark, then measure nothing")
     switching: bool = _switching(False, "measure many models that do not all fit")
     models: int | None = _switching(None, "fine-tunes (8)", min=1, metavar="N")
@@ -57,6 +59,8 @@ def run(options: Bench) -> int:
     kogpt2 bench --quick            a tiny model and one round: does it run?
     kogpt2 bench --rounds 3 --only guides,onnxruntime-int8,bandwidth
     taskset -c 0,1 kogpt2 bench     on two cores
+    kogpt2 bench --only uses --add --json found.json    one part more
+    kogpt2 bench --pages            docs/benchmark*.json into the README and the pages
     kogpt2 bench --gateway          the gateway's own numbers instead
     kogpt2 bench --fleet            servers of one core behind HAProxy
     kogpt2 bench --switching        eight models where five fit, and what a swap takes
@@ -88,6 +92,11 @@ def run(options: Bench) -> int:
         raise Problem(f"--only {unknown[0]}: known are {', '.join(kind.PARTS)}")
     if options.sweep and "sweep" not in wanted:
         wanted.append("sweep")
+    if options.pages:
+        from benchmarks.report import pages
+
+        print(*pages.write(), sep="\n")
+        return 0
     if options.install_peers:
         peers.install()
         return 0
@@ -97,10 +106,14 @@ def run(options: Bench) -> int:
     workdir = options.workdir.resolve()
     print(f"working in {workdir}", file=sys.stderr)
     measured = kind(plan, wanted, workdir)
-    results, file = measured.results, options.json or workdir / f"{name}.json"
+    file = options.json or workdir / f"{name}.json"
+    if options.add and file.exists():
+        measured.add_to(json.loads(file.read_text(encoding="utf-8")))
+    results = measured.results
+    before = results.get("seconds", 0.0)
 
     def save() -> None:
-        results["seconds"] = time.monotonic() - began
+        results["seconds"] = before + time.monotonic() - began
         file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     measured.measure(save)
@@ -115,4 +128,4 @@ def run(options: Bench) -> int:
             print(f"no plot: {error}", file=sys.stderr)
             if options.plot:
                 return 1
-    return 1 if set(results["skipped"]) - set(peers.MODULES) else 0
+    return 1 if set(results["skipped"]) - peers.NAMES else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import http.client
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from tqdm import tqdm
 from benchmarks.process import ROOT, BenchmarkError
 from benchmarks.report import goals, machine
 from common.errors import EngineError
+from scripts.lib.problem import Problem
 
 Results = dict[str, Any]
 
@@ -39,6 +41,17 @@ class Run:
             "plan": dataclasses.asdict(plan),
             "wanted": list(wanted),
             "skipped": {},
+        }
+
+    def add_to(self, before: Results) -> None:
+        """Goes on with the results of a run of the same commit and plan. Raises `Problem`."""
+        for key in ("commit", "plan"):
+            if json.dumps(before[key]) != json.dumps(self.results[key]):
+                raise Problem(f"--add: {key} was {before[key]}, is {self.results[key]}")
+        self.results = {
+            **before,
+            "wanted": [*dict.fromkeys([*before["wanted"], *self.wanted])],
+            "skipped": {n: why for n, why in before["skipped"].items() if n not in self.wanted},
         }
 
     def measure(self, save: Callable[[], object]) -> None:

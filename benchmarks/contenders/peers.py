@@ -18,11 +18,18 @@ from scripts.lib.converting import to_hugging_face
 from scripts.lib.environment import ensure_environment
 
 ENVIRONMENT = ROOT / ".venv-benchmark"
+OPENVINO = ROOT / ".venv-openvino"  # it wants an older transformers
 PYTHON = ENVIRONMENT / "bin" / "python"
 SERVER = ENVIRONMENT / "bin" / "llama-server"
 UV = ENVIRONMENT / "bin" / "uv"
 GROUP = f"{ROOT}/pyproject.toml:llama-cpp"  # compiled here, which may fail
-MODULES = {"transformers": "transformers", "ctranslate2": "ctranslate2", "llama.cpp": "llama_cpp"}
+MODULES = {
+    "transformers": "transformers",
+    "ctranslate2": "ctranslate2",
+    "llama.cpp": "llama_cpp",
+    "openvino": "openvino_genai",
+}
+NAMES = {*MODULES, "llama-server", "openvino-genai"}
 RUN_S = 300.0
 MISSING = "not installed: kogpt2 bench --install-peers"
 OPTIONS = ("BUILD_SHARED_LIBS", "LLAMA_OPENSSL", "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI")
@@ -31,8 +38,9 @@ BUILD = ("--target", SERVER.name, "--parallel", str(os.cpu_count() or 1))
 
 
 def install() -> None:
-    """Makes the environment. Raises `Failed`; without a compiler llama.cpp is left out."""
+    """Makes the environments. Raises `Failed`; without a compiler llama.cpp is left out."""
     ensure_environment(ENVIRONMENT, "benchmark")
+    ensure_environment(OPENVINO, "openvino")
     print("compiling llama.cpp, some ten minutes on two cores", file=sys.stderr)
     llama = [str(UV), "pip", "install", "--python", str(PYTHON), "--group", GROUP]
     if subprocess.run(llama).returncode or not (SERVER.exists() or _build_server()):
@@ -60,9 +68,10 @@ def _build_server() -> bool:
 
 def python(name: str) -> Path:
     """A peer's. Raises `BenchmarkError` where it is not installed."""
-    if not [*ENVIRONMENT.glob(f"lib/python3*/site-packages/{MODULES[name]}")]:
+    environment = OPENVINO if name == "openvino" else ENVIRONMENT
+    if not [*environment.glob(f"lib/python3*/site-packages/{MODULES[name]}")]:
         raise BenchmarkError(MISSING)
-    return PYTHON
+    return environment / "bin" / "python"
 
 
 def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
@@ -83,6 +92,11 @@ def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
         saved = export("transformers", artifact, folder, log)
         converter = ENVIRONMENT / "bin" / "ct2-transformers-converter"
         _run(log, converter, "--model", saved, "--output_dir", building, "--quantization", "int8")
+    elif name == "openvino":
+        saved = export("transformers", artifact, folder, log)
+        exporter = OPENVINO / "bin" / "optimum-cli"
+        how = ("--task", "text-generation-with-past", "--weight-format", "int8")
+        _run(log, exporter, "export", "openvino", "--model", saved, *how, building)
     else:
         _run(log, PYTHON, "-m", "benchmarks.contenders.llama_cpp", "--export", artifact, building)
     building.rename(target)

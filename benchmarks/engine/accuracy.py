@@ -52,7 +52,8 @@ def compare(
     tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
     exact, fast = (backends.load(artifact, "onnxruntime", p) for p in ("fp32", precision))
     try:
-        return compare_models(exact, fast, tokenizer, prompts, new_tokens)
+        found = compare_models(exact, fast, tokenizer, prompts, new_tokens)
+        return {**found, "kv_bytes_per_token": fast.kv_bytes_per_token}
     finally:
         exact.close()
         fast.close()

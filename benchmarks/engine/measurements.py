@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from benchmarks import random_model
 from benchmarks.contenders.contender import CONTENDERS, Contender
+from benchmarks.contenders.systems import INT8, SYSTEMS, System
 from benchmarks.engine import process, serving, tables
 from benchmarks.process import ROOT, Worker
 from benchmarks.run import Results, Run
@@ -26,7 +27,6 @@ from scripts.lib.documents import read_documents
 DEMO = ("sowol", "dongju")
 BATCH = 8  # the rows of B=8
 SETTLE_S = 0.2  # until the thread pools of who was measured before have stopped spinning
-INT8 = ("onnxruntime", "int8")
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,29 @@ class Plan:
         return cls(random_model.TINY, 1, 16, 16, 3, 4, 1, 5, 1, 2, 4 << 20)
 
 
+PARTS = ("bandwidth", "turns", "uses", "serving", "loading", "memory", "accuracy")
+
+
 class EngineRun(Run):
-    PARTS = DEFAULT = (
-        *(contender.name for contender in CONTENDERS),
-        *("bandwidth", "turns", "prefixes", "uses", "serving", "loading", "memory", "accuracy"),
-    )
+    DEFAULT = ("contenders", *PARTS)
+    PARTS = (*DEFAULT, *(contender.name for contender in CONTENDERS))
     GOALS = tables.GOALS
 
     def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
-        super().__init__(plan, wanted, workdir)
+        every = [one.name for one in CONTENDERS] if "contenders" in wanted else []
+        super().__init__(plan, [*every, *(n for n in wanted if n != "contenders")], workdir)
         self.plan = plan
         rows = max(plan.clients, BATCH)
         self.prompts = random_model.prompts(plan.config, rows, plan.prompt_tokens)
         self.texts = [random_model.text_of(prompt) for prompt in self.prompts]
         self.results["contenders"] = {}
+        self._bandwidth: Callable[..., dict[str, float]] | None = None
+
+    def add_to(self, before: Results) -> None:
+        """Those that are compared are of one run."""
+        super().add_to(before)
+        if {*self.wanted} & {one.name for one in CONTENDERS}:
+            self.results["contenders"] = {}
 
     def measure(self, save: Callable[[], object]) -> None:
         self._make_models()
@@ -79,8 +88,8 @@ class EngineRun(Run):
                     rounds.update()
             rounds.close()
         for name in self.results["skipped"]:
-            self.results["contenders"].pop(name, None)
-            self.results.pop(name, None)
+            for place in (self.results, self.results["contenders"], self.results.get("uses", {})):
+                place.pop(name, None)
         # With the others gone: what they have mapped cannot leave the page cache.
         text, log = self.texts[0], self.log
         alone = {
@@ -116,13 +125,18 @@ class EngineRun(Run):
                 with self.skipping(name):
                     found.append((name, how()))
 
-        def worker(name: str, *arguments: str | Path, **options: Any) -> Callable[[], None]:
+        def worker(name: str, *arguments: str | Path) -> Callable[..., Any]:
             said = {"OPENBLAS_NUM_THREADS": "1"} if name == "bandwidth" else {}
             started = Worker(sys.executable, f"engine.{name}", arguments, self.log(name), said)
             stack.enter_context(started)
             rounds: list[Any] = []
             self.results[name] = {**started.about, "rounds": rounds}
-            return lambda: rounds.append(started.call("measure", **options))
+
+            def measure(**options: Any) -> Any:
+                rounds.append(started.call("measure", **options))
+                return rounds[-1]
+
+            return measure
 
         def contender(one: Contender) -> Callable[[], None]:
             worker = one.start(self.models[0], self.workdir / "peers", self.log(one.name))
@@ -132,32 +146,60 @@ class EngineRun(Run):
             self.results["contenders"][one.name] = about
             return lambda: self._speed(about, worker)
 
-        start("bandwidth", lambda: worker("bandwidth", str(self.plan.bandwidth_floats)))
-        before = list(found)
+        def system(one: System) -> Callable[[], None]:
+            exports = self.workdir / "peers"
+            worker = one.start(self.plan.config, self.models[0], exports, self.logs)
+            stack.enter_context(worker)
+            rounds: list[Any] = []
+            self.results["uses"][one.name] = {"label": one.label, "rounds": rounds}
+            return lambda: rounds.append(worker.call("measure", parts=one.parts, **asked))
+
+        if "bandwidth" in self.wanted:
+            with self.skipping("bandwidth"):
+                self._bandwidth = worker("bandwidth", str(self.plan.bandwidth_floats))
         for one in tqdm(CONTENDERS, desc="starting contenders", disable=None):
             start(one.name, partial(contender, one))
         start("serving", lambda: self._serving(stack))
         said = {"texts": self.texts[:BATCH], "new_tokens": self.plan.new_tokens}
-        start("turns", lambda: worker("turns", *INT8, *self.models, **said))
-        start("prefixes", lambda: worker("prefixes", *INT8, self.models[0]))
-        asked = {"prompt_tokens": self.plan.prompt_tokens, "new_tokens": self.plan.new_tokens}
-        start("uses", lambda: worker("uses", *INT8, self.models[0], **asked))
-        return found + before
+        start("turns", lambda: partial(worker("turns", *INT8, *self.models), **said))
+        plan, config = self.plan, self.plan.config
+        asked = {"vocab_size": config.vocab_size, "max_length": config.max_length}
+        asked |= {"prompt_tokens": plan.prompt_tokens, "new_tokens": plan.new_tokens}
+        if "uses" in self.wanted:
+            self.results["uses"] = {}
+            for each in SYSTEMS:
+                self.results["skipped"].pop(each.name, None)
+            for each in tqdm(SYSTEMS, desc="starting systems", disable=None):
+                with self.skipping(each.name):
+                    found.append((each.name, system(each)))
+        return found
 
     def _speed(self, found: Results, worker: Worker) -> None:
         for rows, measured in found["rows"].items():
+            around = [self._read_rate()] if rows == "1" else []
             answer = worker.call(
                 "generate", prompts=self.prompts[: int(rows)], new_tokens=self.plan.new_tokens
             )
+            around += [self._read_rate()] if rows == "1" else []
             steps = answer["steps_s"]
             measured["rounds"].append(
                 {
                     "seconds": sum(steps),
                     "first_token_s": steps[0],
                     "step_s": statistics.median(steps[1:]),
+                    "read_bytes_per_s": [rate for rate in around if rate],
                 }
             )
             found.setdefault("ids", answer["ids"][0])
+
+    def _read_rate(self) -> float:
+        """What the cores read now; 0 if nobody wants to know."""
+        if self._bandwidth is None:
+            return 0.0
+        time.sleep(SETTLE_S)
+        rate = max(self._bandwidth().values())
+        time.sleep(SETTLE_S)
+        return float(rate)
 
     def _serving(self, stack: ExitStack) -> Callable[[], None]:
         plan, models = self.plan, {"full": self.models[0], "tiny": self.tiny}

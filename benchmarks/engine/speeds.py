@@ -5,13 +5,12 @@ Standard library only: plots are drawn in the environment of the peers.
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 Results = dict[str, Any]
 
 
-def rounds(results: Results, name: str, rows: int, key: str) -> list[float]:
+def rounds(results: Results, name: str, rows: int, key: str) -> list[Any]:
     measured = results["contenders"][name]["rows"][str(rows)]["rounds"]
     return [entry[key] for entry in measured]
 
@@ -27,16 +26,12 @@ def step_ms(results: Results, name: str) -> list[float]:
     return [1000 * seconds for seconds in rounds(results, name, 1, "step_s")]
 
 
-def bandwidth(results: Results) -> list[float]:
-    """Bytes per second, before and after each round: of the fastest way to read."""
-    return [max(kernels.values()) for kernels in results["bandwidth"]["rounds"]]
+def floor_ms(results: Results, name: str) -> list[float]:
+    """What reading the weights once takes, in each round.
 
-
-def floor_ms(results: Results, name: str) -> float:
-    """What reading the weights once takes, with the median of the run's bandwidths.
-
-    Not the highest: the machines are shared, and a moment without neighbours is not what the steps
-    had. Not round by round: a disturbed measurement would flatter that round.
+    With the higher of the rates that were measured just before and just after: a disturbed
+    measurement must not flatter, and the machine's rate goes up and down within a run.
     """
-    size: int = results["contenders"][name]["weight_bytes"]
-    return 1000 * size / statistics.median(bandwidth(results))
+    found = results["contenders"][name]
+    size: int = found.get("step_bytes", found["weight_bytes"])
+    return [1000 * size / max(rates) for rates in rounds(results, name, 1, "read_bytes_per_s")]

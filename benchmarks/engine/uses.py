@@ -1,70 +1,118 @@
-"""Measured: the engine with its defaults on what people send: samples, prompts of
-all lengths that come and go, long ones.
+"""What people send: samples, prompts of all lengths that come and go, long ones, chats, several
+answers to one prompt. To whoever can be asked: our engine, our server, and peers.
 
-Prompts are new in each round, so that nothing of them is kept from the one before.
+numpy and the standard library only: it also runs in the environments of the peers. Prompts are new
+in each round, so that nothing of them is kept from the one before.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.engine.request import Request
-from benchmarks.worker import Channel
-from engine.registry import Engine
-from engine.settings import Settings
-
 ROWS = 8
-SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 50}
+TURNS = 8
+ANSWERS = 8
+PAUSE_S = 0.3  # less than anybody takes to read an answer and write the next line
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
+RATES = ("greedy", "sampled", "ragged")
 
 
-def main() -> None:
-    backend, precision, folder = sys.argv[1:]
-    engine = Engine(Settings(backend=backend, precision=precision))
-    config = engine.load("m", folder).config
+class Asked(Protocol):
+    """A request that is answered."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Of the first answer."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+
+    @property
+    def first_s(self) -> float:
+        """Until the first token of the first answer."""
+
+    @property
+    def all_begun_s(self) -> float:
+        """Until the first token of the last one."""
+
+
+# ask(prompt, new_tokens, sampled=False, answers=1): waits for the end; from any number of threads
+Ask = Callable[..., Asked]
+
+
+def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
+    """The `measure` command."""
     seeds = itertools.count()
 
-    def prompt(length: int) -> list[int]:
-        rng = np.random.default_rng(next(seeds))
-        ids: list[int] = rng.integers(4, config.vocab_size, length).tolist()
-        return ids
+    def measure(
+        vocab_size: int, max_length: int, prompt_tokens: int, new_tokens: int, parts: Sequence[str]
+    ) -> dict[str, Any]:
+        """`parts`: some of those that follow here."""
 
-    def tokens_per_s(work: list[tuple[int, int]], **options: Any) -> float:
-        """Of prompts and answers of these lengths, for `ROWS` clients that take them in turn."""
+        def prompt(length: int) -> list[int]:
+            rng = np.random.default_rng(next(seeds))
+            ids: list[int] = rng.integers(4, vocab_size, length).tolist()
+            return ids
 
-        def answered(ids: list[int], new: int) -> int:
-            return Request(engine, ids, new, **options).wait().tokens
+        def tokens_per_s(work: list[tuple[int, int]], sampled: bool = False) -> float:
+            """Of prompts and answers of these lengths, for `ROWS` clients that take them in
+            turn."""
+            prompts = [prompt(length) for length, _ in work]
+            began = time.perf_counter()
+            with ThreadPoolExecutor(ROWS) as clients:
+                asked = clients.map(
+                    lambda ids, new: ask(ids, new, sampled), prompts, [new for _, new in work]
+                )
+                tokens = sum(found.tokens for found in asked)
+            return tokens / (time.perf_counter() - began)
 
-        prompts = [prompt(length) for length, _ in work]
-        began = time.perf_counter()
-        with ThreadPoolExecutor(ROWS) as clients:
-            tokens = sum(clients.map(answered, prompts, [new for _, new in work]))
-        return tokens / (time.perf_counter() - began)
+        def chat(pause_s: float) -> list[float]:
+            """Seconds to the first token of each turn; the second has `history` tokens before
+            it."""
+            said, found = prompt(history - answer), []
+            for _ in range(TURNS):
+                asked = ask(said, answer)
+                found.append(asked.first_s)
+                said = said + asked.ids + prompt(line)
+                time.sleep(pause_s)
+            return found
 
-    def measure(prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
+        def answers() -> dict[str, float]:
+            one = ask(prompt(history // 4), 1, True)
+            several = ask(prompt(history // 4), 1, True, ANSWERS)
+            return {"one_s": one.first_s, "all_s": several.all_begun_s}
+
+        history, answer, line = (max_length // part for part in (2, 32, 64))
         equal = [(prompt_tokens, new_tokens)] * ROWS
-        longest = config.max_length * 2 // 5  # of 1,024 some 400
+        longest = max_length * 2 // 5  # of 1,024 some 400
         lengths = np.linspace(5, longest, 2 * ROWS).astype(int).tolist()
         news = np.linspace(new_tokens // 4, new_tokens, 2 * ROWS).astype(int).tolist()
         order = np.random.default_rng(0).permutation(2 * ROWS).tolist()
         ragged = [(lengths[i], news[-i]) for i in order]
-        long = [prompt(length) for length in (config.max_length // 2, config.max_length - 24)]
-        return {
-            "greedy_tokens_per_s": tokens_per_s(equal),
-            "sampled_tokens_per_s": tokens_per_s(equal, **SAMPLED, seed=1),
-            "ragged_tokens_per_s": tokens_per_s(ragged),
-            "long_prompts_s": {len(ids): Request(engine, ids, 1).wait().first_s for ids in long},
+        long = (max_length // 2, max_length - 24)
+        how: dict[str, Callable[[], Any]] = {
+            "greedy_tokens_per_s": lambda: tokens_per_s(equal),
+            "sampled_tokens_per_s": lambda: tokens_per_s(equal, sampled=True),
+            "ragged_tokens_per_s": lambda: tokens_per_s(ragged),
+            "long_prompts_s": lambda: {length: ask(prompt(length), 1).first_s for length in long},
+            "chat_s": lambda: chat(PAUSE_S),
+            "chat_at_once_s": lambda: chat(0),
+            "answers": answers,
         }
+        if next(seeds) == 0:  # to warm up, and so that ours knows that answers come back
+            chat(0)
+            tokens_per_s([(prompt_tokens, 2)] * ROWS, sampled=True)
+        return {"history": history, **{part: how[part]() for part in parts}}
 
-    tokens_per_s([(16, 2)] * ROWS, **SAMPLED)  # to warm up
-    Channel().serve({}, {"measure": measure})
-    engine.close()
+    return measure
 
 
-if __name__ == "__main__":
-    main()
+PARTS = (*(f"{rate}_tokens_per_s" for rate in RATES), "long_prompts_s", "chat_s", "answers")
+KEPT = ("chat_s", "chat_at_once_s", "answers")  # what depends on what is kept of prompts

@@ -150,10 +150,10 @@ class GatewayRun(Run):
 
 
 def lines(results: Results) -> str:
-    return page(results, "the gateway", table(("", ""), [*_rows(results)]))
+    return page(results, "the gateway", table(("", ""), [*rows(results)]))
 
 
-def _rows(results: Results) -> Iterator[Row]:
+def rows(results: Results) -> Iterator[Row]:
     if found := results.get("calls"):
         for name, key in (("the gateway", "gateway_ms"), ("MMS's own socket", "mms_ms")):
             p99 = statistics.quantiles(found[key], n=100)[98]

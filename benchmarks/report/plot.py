@@ -55,7 +55,7 @@ def _speeds(results: dict[str, Any]) -> Any:
     left.set_xlabel("ms per token, one request (log scale; less is better)")
     if results.get("bandwidth", {}).get("rounds"):
         for place, name in enumerate(names):
-            floor = floor_ms(results, name)
+            floor = statistics.median(floor_ms(results, name))
             left.plot([floor, floor], [place - 0.4, place + 0.4], color="black", linewidth=1.5)
         left.plot([], [], color="black", linewidth=1.5, label="weight bytes / read bandwidth")
         figure.legend(loc="outside lower left", frameon=False, fontsize=8)

@@ -22,9 +22,13 @@ def page(results: dict[str, Any], plan: str, *parts: Iterator[str]) -> str:
     """The machine, `plan`, the parts of it that were measured, and the goals."""
     lines = [*machine.lines(results["machine"]), f"Commit {results['commit']}; {plan}", ""]
     lines += [line for part in parts for line in part]
-    lines += table(("", "goal", "measured", "met"), [_goal(goal) for goal in results["goals"]])
+    lines += goal_table(results["goals"])
     lines += [f"not measured: {n} ({reason})" for n, reason in results["skipped"].items()]
     return "\n".join(lines)
+
+
+def goal_table(goals: Sequence[dict[str, Any]]) -> Iterator[str]:
+    return table(("", "goal", "measured", "met"), [_goal(goal) for goal in goals])
 
 
 def _goal(goal: dict[str, Any]) -> Row:

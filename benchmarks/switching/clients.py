@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.process import BenchmarkError
-from benchmarks.switching.servers import LlamaServer, Ours
+from benchmarks.switching.servers import Ours, Router
 
 ANSWER_S = 120.0
 STATES = ("hot", "warm", "parked", "cold")
@@ -43,7 +43,7 @@ class Client:
     """One connection that stays open."""
 
     def __init__(
-        self, server: Ours | LlamaServer, prompts: Sequence[list[int]], new_tokens: int
+        self, server: Ours | Router, prompts: Sequence[list[int]], new_tokens: int
     ) -> None:
         self._server, self._prompts, self._new_tokens = server, prompts, new_tokens
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
@@ -88,7 +88,7 @@ class Client:
 
 
 def run(
-    server: Ours | LlamaServer,
+    server: Ours | Router,
     trace: Sequence[tuple[str, int]],
     prompts: Sequence[list[int]],
     clients: int,

@@ -24,7 +24,7 @@ from benchmarks.run import Results, Run, commit
 from benchmarks.switching import process_tree, tables
 from benchmarks.switching.clients import Client, count_faults, run
 from benchmarks.switching.control_group import ControlGroup
-from benchmarks.switching.servers import LlamaServer, Ours
+from benchmarks.switching.servers import Ours, Router
 from benchmarks.switching.summary import each_further, joined
 from benchmarks.switching.trace import Kind, trace
 from common.memory import MIB
@@ -182,8 +182,8 @@ class SwitchingRun(Run):
                 peers.export(PEER, folder, exports, log)
             at_once = max(one["room"] for one in found["now"])
 
-            def start(mib: int, name: str) -> LlamaServer:
-                return LlamaServer(exports, at_once, self.plan.clients, log)
+            def start(mib: int, name: str) -> Router:
+                return Router(exports, at_once, self.plan.clients, log)
 
             with start(0, "prepare") as server:
                 expected = self._alone(server, PEER)

@@ -7,16 +7,13 @@ that of the least recently used one where there would be more than so many.
 from __future__ import annotations
 
 import json
-import os
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import random_model
-from benchmarks.contenders.peers import MISSING, SERVER
-from benchmarks.process import BenchmarkError, Program
-from benchmarks.server import Server, free_port
+from benchmarks.contenders.llama_server import LlamaServer
+from benchmarks.server import Server
 from engine.http.client import EngineClient
 
 CONTEXT = 512  # tokens of all requests of a model of llama.cpp's together
@@ -58,38 +55,15 @@ class Ours(Server):
         return event["text"] if "token" in event else None
 
 
-class LlamaServer(Program):
+class Router(LlamaServer):
     """`models_dir` has the GGUF files; a model is called what its file is, without the suffix."""
 
     def __init__(self, models_dir: Path, at_once: int, rows: int, log: Path) -> None:
-        if not SERVER.exists():
-            raise BenchmarkError(MISSING)
-        self.port = free_port()
-        options = {
-            "models-dir": models_dir,
-            "models-max": at_once,
-            "host": "127.0.0.1",
-            "port": self.port,
-            "ctx-size": CONTEXT,
-            "parallel": rows,
-            "threads": len(os.sched_getaffinity(0)),
-            "threads-batch": len(os.sched_getaffinity(0)),
-        }
-        given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-        super().__init__([SERVER, *given, "--no-ui", "--no-warmup"], log)
-        self._wait(lambda: self._get("/health"))
-
-    def _get(self, path: str) -> Any:
-        """None where it does not answer."""
-        try:
-            url = f"http://127.0.0.1:{self.port}{path}"
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                return json.load(answer)
-        except OSError:
-            return None
+        options = {"models-dir": models_dir, "models-max": at_once}
+        super().__init__({**options, "ctx-size": CONTEXT, "parallel": rows}, log)
 
     def states(self) -> dict[str, str]:
-        rows = (self._get("/v1/models") or {}).get("data", [])
+        rows = (self.get("/v1/models") or {}).get("data", [])
         return {row["id"]: "hot" for row in rows if row["status"]["value"] == "loaded"}
 
     def stream(self, model: str, ids: list[int], new_tokens: int) -> tuple[str, dict[str, Any]]:

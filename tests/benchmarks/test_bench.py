@@ -14,7 +14,9 @@ import pytest
 import sentencepiece
 
 from benchmarks import random_model
-from benchmarks.engine import tables
+from benchmarks.contenders import peers
+from benchmarks.contenders.ours import unread_bytes
+from benchmarks.engine import tables, uses
 from benchmarks.fleet import measurements as fleet
 from benchmarks.fleet import simulation
 from benchmarks.gateway import measurements as gateway
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("mxnet", "onnxruntime-fp32", "onnxruntime-int8")
-PARTS = ("bandwidth", "turns", "prefixes", "uses", "loading", "memory", "accuracy")
+PARTS = ("bandwidth", "turns", "uses", "loading", "memory", "accuracy")
 
 
 def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
@@ -38,7 +40,7 @@ def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """The JSON and the output of a quick run of what needs neither peers nor Java."""
+    """The JSON and the output of a quick run of what needs no peers."""
     folder = tmp_path_factory.mktemp("benchmark")
     only = ",".join(("guides", *OURS, *PARTS))
     result = run("--quick", "--only", only, "--workdir", folder, "--json", folder / "found.json")
@@ -48,7 +50,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 
 def test_everything_asked_for_is_measured(measured: tuple[dict[str, Any], str]) -> None:
     results, _ = measured
-    assert results["skipped"] == {}
+    assert set(results["skipped"]) <= peers.NAMES
     assert set(results["contenders"]) == {"guides", *OURS}
     assert set(PARTS) <= set(results)
     for name, found in results["contenders"].items():
@@ -118,18 +120,45 @@ def test_the_tables_show_every_goal_and_contender(measured: tuple[dict[str, Any]
     assert tables.lines(results) in output
 
 
-def test_a_chats_turns_and_several_answers_are_timed_with_and_without_what_is_kept(
+def test_what_people_send_is_asked_of_the_engine_and_of_the_server(
     measured: tuple[dict[str, Any], str],
 ) -> None:
-    (found,) = measured[0]["prefixes"]["rounds"]
-    for engine in ("with", "without"):
-        for chat in ("chat_s", "chat_at_once_s"):
-            assert len(found[engine][chat]) == 8
-            assert all(seconds > 0 for seconds in found[engine][chat])
-        several = found[engine]["answers_16"]
-        assert 0 < several["first_s"] <= several["all_s"]
+    found = {name: system["rounds"][0] for name, system in measured[0]["uses"].items()}
+    assert {"engine", "engine-anew", "server"} <= set(found)
+    for name in ("engine", "server"):
+        assert all(found[name][f"{use}_tokens_per_s"] > 0 for use in uses.RATES)
+        assert [*found[name]["long_prompts_s"]] == ["64", "104"]
+    for one in found.values():
+        assert len(one["chat_s"]) == uses.TURNS
+        assert min(one["chat_s"]) > 0
+        assert min(one["answers"].values()) > 0
     goal = next(g for g in measured[0]["goals"] if g["name"].startswith("second turn"))
-    assert goal["rounds"] == [1000 * found["with"]["chat_s"][1]]
+    assert goal["rounds"] == [1000 * found["engine"]["chat_s"][1]]
+
+
+def test_the_floor_is_of_the_moments_around_a_contender_and_of_what_its_step_reads(
+    measured: tuple[dict[str, Any], str],
+) -> None:
+    results, _ = measured
+    (entry,) = results["contenders"]["onnxruntime-int8"]["rows"]["1"]["rounds"]
+    read = [max(kernels.values()) for kernels in results["bandwidth"]["rounds"]]
+    assert len(read) == 2 * len(results["contenders"])
+    assert set(entry["read_bytes_per_s"]) <= set(read)
+    size = results["contenders"]["onnxruntime-int8"]["step_bytes"]
+    goal = next(g for g in results["goals"] if "floor" in g["name"])
+    floor_s = size / max(entry["read_bytes_per_s"])
+    assert goal["rounds"] == pytest.approx([entry["step_s"] / floor_s])
+
+
+def test_the_scales_that_are_packed_with_the_numbers_are_read_there_only() -> None:
+    weights = {
+        "_embed.weight": np.zeros((500, 64)),
+        "_pos_embed.weight": np.zeros((128, 64)),
+        "gamma": np.zeros(64),
+    }
+    assert unread_bytes(weights, "onnxruntime", "int8") == 4 * 500
+    assert unread_bytes(weights, "onnxruntime", "fp32") == 0
+    assert unread_bytes(weights, "mxnet", "fp32") == 4 * 128 * 64
 
 
 def test_loads_are_timed_to_ready_and_on_to_the_first_token(

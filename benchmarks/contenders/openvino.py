@@ -1,0 +1,122 @@
+"""Contender: OpenVINO GenAI's continuous batching on int8 weights. Runs in its own environment.
+
+The model is what `optimum-cli export openvino --weight-format int8` makes, which NNCF quantizes:
+uint8, asymmetric, a scale for each row. It computes on bfloat16 where the processor can, and keeps
+keys and values in int8: its defaults. So is the scheduler's, but that prefixes are kept, which is
+the default of its `LLMPipeline` and of its server.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.engine.uses import SAMPLED, measurement
+from benchmarks.worker import Channel, Clock, generation
+
+EOS = 3  # ends nothing
+
+
+class Asked:
+    """A request under way; `poll` after each step."""
+
+    def __init__(self, handle: Any, answers: int) -> None:
+        self.ids: list[int] = []
+        self.tokens, self.first_s, self.all_begun_s = 0, 0.0, 0.0
+        self.done = threading.Event()
+        self._handle, self._answers, self._asked = handle, answers, time.perf_counter()
+
+    def poll(self) -> None:
+        """One answer comes as it is made, several together at their end."""
+        now = time.perf_counter() - self._asked
+        while self._handle.can_read():
+            found = [out.generated_ids for out in self._handle.read().values()]
+            self.tokens += sum(map(len, found))
+            self.ids += found[0]
+        if self.tokens:
+            self.first_s = self.first_s or now
+            self.all_begun_s = self.all_begun_s or now
+        if self._handle.get_status().name != "RUNNING":
+            self.done.set()
+
+
+class Pipeline:
+    def __init__(self, folder: str, threads: int) -> None:
+        import openvino_genai
+
+        self._genai = openvino_genai
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = True
+        how = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", how)
+        self._numbers = itertools.count()
+        self._asked: list[Asked] = []
+        self._more = threading.Condition()
+
+    def add(self, ids: list[int], new_tokens: int, sampled: bool = False, answers: int = 1) -> Any:
+        import openvino
+
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens, config.eos_token_id, config.ignore_eos = new_tokens, EOS, True
+        config.num_return_sequences = answers
+        if sampled:
+            config.do_sample = True
+            for name, value in SAMPLED.items():
+                setattr(config, name, value)
+        tensor = openvino.Tensor(np.array([ids], dtype=np.int64))
+        return self.pipeline.add_request(next(self._numbers), tensor, config)
+
+    def ask(
+        self, ids: list[int], new_tokens: int, sampled: bool = False, answers: int = 1
+    ) -> Asked:
+        with self._more:
+            asked = Asked(self.add(ids, new_tokens, sampled, answers), answers)
+            self._asked.append(asked)
+            self._more.notify()
+        asked.done.wait()
+        return asked
+
+    def run(self) -> None:
+        """Steps while there are requests of `ask`."""
+        while True:
+            with self._more:
+                self._more.wait_for(lambda: self._asked)
+            self.pipeline.step()
+            with self._more:
+                for asked in self._asked:
+                    asked.poll()
+                self._asked = [asked for asked in self._asked if not asked.done.is_set()]
+
+    def generate(self, prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
+        handles = [self.add(prompt, new_tokens) for prompt in prompts]
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+            clock.step()
+        return [list(handle.read_all()[0].generated_ids) for handle in handles]
+
+
+def main() -> None:
+    from importlib import metadata
+
+    folder, threads = sys.argv[1:]
+    pipeline = Pipeline(folder, int(threads))
+    threading.Thread(target=pipeline.run, daemon=True).start()
+    about = {
+        "version": f"openvino-genai {metadata.version('openvino-genai')}",
+        "weight_bytes": (Path(folder) / "openvino_model.bin").stat().st_size,
+    }
+    commands = {
+        "generate": generation(pipeline.generate),
+        "measure": measurement(pipeline.ask),
+    }
+    Channel().serve(about, commands)
+
+
+if __name__ == "__main__":
+    main()
