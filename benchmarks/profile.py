@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 STEPS = 40
 WARM_UP = 5
 PROMPT = 16
-BYTES_PER_WEIGHT = {"int8": 1 + 4 / 64, "fp32": 4.0}  # int8 has a scale for 64 weights
+BYTES_PER_WEIGHT = {"int8": 1 + 8 / 64, "fp32": 4.0}  # 64 in int8 have a scale and an offset
+ALL = "all"
 PRODUCTS = ("MatMulNBits", "FusedMatMul")
 
 Event = dict[str, Any]
@@ -54,7 +56,9 @@ def run(options: Profile) -> None:
 
     folder = options.model or random_model.make(WORKDIR / "models", random_model.FULL, 0)
     artifact = open_artifact(folder)
-    print(*lines(artifact, options.precision, [*map(int, counts)]), sep="\n")
+    found = measured(artifact, options.precision, [*map(int, counts)])
+    config = dataclasses.asdict(artifact.config)
+    print(*lines(found, config, options.precision), sep="\n")
 
 
 def measure(artifact: Artifact, precision: str, rows: int) -> list[Step]:
@@ -103,28 +107,42 @@ def _shape(event: Event, which: str) -> list[int]:
     return shape
 
 
-def lines(artifact: Artifact, precision: str, counts: Sequence[int]) -> Iterator[str]:
+def measured(artifact: Artifact, precision: str, counts: Sequence[int]) -> dict[str, Step]:
+    """By the number of rows, median seconds of each operator, and of `ALL` of them."""
+    from benchmarks.report.tables import medians
+
+    found = {}
+    for rows in counts:
+        steps = measure(artifact, precision, rows)
+        found[str(rows)] = {
+            **medians(steps),
+            ALL: statistics.median(sum(s.values()) for s in steps),
+        }
+    return found
+
+
+def lines(found: Mapping[str, Step], config: Mapping[str, Any], precision: str) -> Iterator[str]:
     """Milliseconds a step, and of products the weights read and the arithmetic done meanwhile."""
-    from benchmarks.report.tables import medians, table
+    from benchmarks.report.tables import table
 
     def cells(name: str, seconds: float, rows: int) -> list[str]:
         _, _, matrix = name.partition(" ")
         if not matrix or not seconds:
             return [f"{1e3 * seconds:.3f}" if seconds else "", "", ""]
         outer, wide = map(int, matrix.split("x"))
-        times = 1 if outer == artifact.config.vocab_size else artifact.config.num_layers
+        times = 1 if outer == config["vocab_size"] else config["num_layers"]
         per_s = outer * wide * times / seconds / 1e9
         read = per_s * BYTES_PER_WEIGHT[precision]
         return [f"{1e3 * seconds:.3f}", f"{read:.0f}", f"{per_s * rows:.0f}"]
 
-    measured = {n: measure(artifact, precision, n) for n in counts}
-    found = {n: medians(steps) for n, steps in measured.items()}
-    first = found[counts[0]]
+    first = next(iter(found.values()))
+    names = sorted(first, key=first.__getitem__, reverse=True)
     rows = [
-        [name, *(cell for n, one in found.items() for cell in cells(name, one.get(name, 0.0), n))]
-        for name in sorted(first, key=first.__getitem__, reverse=True)
+        [
+            name,
+            *(cell for n, one in found.items() for cell in cells(name, one.get(name, 0.0), int(n))),
+        ]
+        for name in [*(name for name in names if name != ALL), ALL]
     ]
-    alls = [statistics.median(sum(s.values()) for s in steps) for steps in measured.values()]
-    rows.append(["all", *(cell for each in alls for cell in (f"{1e3 * each:.3f}", "", ""))])
-    heads = [(f"{n} row{'s'[: n > 1]}: ms", "GB/s", "GMAC/s") for n in found]
+    heads = [(f"{n} row{'s' * (n != '1')}: ms", "GB/s", "GMAC/s") for n in found]
     return table(["operator", *(cell for head in heads for cell in head)], rows)

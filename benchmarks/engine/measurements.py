@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import random_model
+from benchmarks import profile, random_model
 from benchmarks.contenders.contender import CONTENDERS, Contender
 from benchmarks.contenders.systems import INT8, SYSTEMS, System
 from benchmarks.engine import process, serving, tables
@@ -22,6 +22,7 @@ from benchmarks.process import ROOT, Worker
 from benchmarks.run import Results, Run
 from benchmarks.server import Server
 from engine.artifacts.config import GPT2Config
+from engine.artifacts.open import open_artifact
 from scripts.lib.documents import read_documents
 
 DEMO = ("sowol", "dongju")
@@ -49,7 +50,7 @@ class Plan:
         return cls(random_model.TINY, 1, 16, 16, 3, 4, 1, 5, 1, 2, 4 << 20)
 
 
-PARTS = ("bandwidth", "turns", "uses", "serving", "loading", "memory", "accuracy")
+PARTS = ("bandwidth", "turns", "uses", "serving", "loading", "memory", "accuracy", "profile")
 
 
 class EngineRun(Run):
@@ -98,6 +99,7 @@ class EngineRun(Run):
             ),
             "memory": lambda: process.measure_memory(self.models, text, log("memory")),
             "accuracy": self._accuracy,
+            "profile": lambda: profile.measured(open_artifact(self.models[0]), "int8", (1, BATCH)),
         }
         self.measure_parts(alone, save)
         self.judge()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from benchmarks import profile
 from benchmarks.engine.speeds import floor_ms, rounds, step_ms, tokens_per_s
 from benchmarks.engine.uses import RATES
 from benchmarks.report.goals import Goal, Results, Values
@@ -57,7 +58,8 @@ def lines(results: Results) -> str:
         f" {plan['new_tokens']} new tokens; medians of {plan['rounds']} rounds (min-max)"
     )
     rest = table(("", ""), [*others(results)])
-    return page(results, what, speeds(results), uses(results), rest, far(results))
+    parts = (speeds(results), uses(results), rest, far(results), operators(results))
+    return page(results, what, *parts)
 
 
 def speeds(results: Results) -> Iterator[str]:
@@ -158,6 +160,12 @@ def far(results: Results) -> Iterator[str]:
         for name, found in results.get("accuracy", {}).items()
     ]
     return table(head.split("|"), rows)
+
+
+def operators(results: Results) -> Iterator[str]:
+    """What `kogpt2 profile` shows, of the full-size model in int8."""
+    if found := results.get("profile"):
+        yield from profile.lines(found, results["plan"]["config"], "int8")
 
 
 # Goals

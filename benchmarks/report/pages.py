@@ -25,7 +25,7 @@ Results = dict[str, Any]
 
 ENGINE, GATEWAY = ROOT / "docs" / "benchmark.json", ROOT / "docs" / "benchmark-gateway.json"
 PAGES = ("README.md", "README.ko.md", "docs/benchmark.md")
-BLOCK = re.compile(r"(<!-- benchmark: ([\w.-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- benchmark: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PEERS = ("llama.cpp", "openvino", "ctranslate2")
 
 
@@ -61,7 +61,7 @@ def write() -> list[Path]:
 
 def _block(results: Results, found: re.Match[str]) -> str:
     begin, name, end = found.groups()
-    return f"{begin}{BLOCKS[name](results).strip()}{end}"
+    return f"{begin}{BLOCKS[name](results).strip()}\n{end}"
 
 
 def _conditions(results: Results) -> str:
@@ -150,4 +150,5 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "gateway": _lines(lambda r: table(("", ""), [*gateway.rows(r["gateway"])])),
     "gateway-goals": _lines(lambda r: goal_table(r["gateway"]["goals"])),
     "missed": _why,
+    "operators": _lines(tables.operators),
 }

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("mxnet", "onnxruntime-fp32", "onnxruntime-int8")
-PARTS = ("bandwidth", "turns", "uses", "loading", "memory", "accuracy")
+PARTS = ("bandwidth", "turns", "uses", "loading", "memory", "accuracy", "profile")
 
 
 def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
@@ -85,7 +85,7 @@ def test_a_ratio_compares_measurements_of_the_same_round(
     goal = by_name["int8, B=1, against the guides' loop"]
     assert goal["rounds"] == pytest.approx([ratio])
     assert goal["met"] is (ratio >= goal["limit"])
-    batched = by_name["mxnet, B=8, tokens/s against its own B=1"]
+    batched = by_name["mxnet fp32, B=8, tokens/s against its own B=1"]
     assert batched["value"]["median"] == pytest.approx(
         8 * seconds("mxnet", "1") / seconds("mxnet", "8")
     )
