@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -224,16 +224,25 @@ class Workers:
         remove_leftovers(self._run_dir)
 
 
-def _process_bytes(sockets: set[str]) -> dict[str, int]:
-    """By socket, what the worker that listens there and all that it has started take. What they
-    share counts for each."""
-    found: dict[str, int] = {}
+def _process_bytes(sockets: Set[str]) -> dict[str, int]:
+    """By socket, what goes with the worker that listens there and all that it has started: what no
+    file holds. What they share counts for each. Each process is looked at once: there are as many
+    as models."""
+    sizes: dict[int, int] = {}
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    workers: defaultdict[str, list[int]] = defaultdict(list)
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            memory = process.memory_info()
+            sizes[process.pid] = memory.rss - memory.shared
+            children[process.ppid()].append(process.pid)
             for socket in sockets & set(process.cmdline()):
-                tree = [process, *process.children(recursive=True)]
-                found[socket] = max(found.get(socket, 0), sum(map(_rss, tree)))
-    return found
+                workers[socket].append(process.pid)
+
+    def tree_bytes(pid: int) -> int:
+        return sizes[pid] + sum(map(tree_bytes, children[pid]))
+
+    return {socket: max(map(tree_bytes, pids)) for socket, pids in workers.items()}
 
 
 def _has_process(id: str) -> bool:
@@ -244,12 +253,6 @@ def _has_process(id: str) -> bool:
             if wanted in command_line.read_bytes():
                 return True
     return False
-
-
-def _rss(process: psutil.Process) -> int:
-    with contextlib.suppress(psutil.Error):
-        return int(process.memory_info().rss)
-    return 0
 
 
 def _describe(folder: Path, described: Mapping[str, Any], hosted: bool) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from psutil import _pslinux
 
 from common.errors import OutOfMemory
 from serving.errors import BadRequest, DiskFull, Unavailable, WorkerLost
 from serving.mms.client import Answer, MMSClient
-from serving.mms.workers import Workers
+from serving.mms.workers import Workers, _process_bytes
 from serving.models.model import Model
 from serving.models.model_settings import ModelSettings
 from serving.settings import Settings
@@ -206,6 +207,34 @@ def test_what_a_model_holds_is_its_weights_and_caches_and_its_processes(tmp_path
             await sleeper.communicate(b"\n")
 
     asyncio.run(test())
+
+
+BEHIND = "import subprocess as s, sys; s.run([sys.executable, '-c', sys.argv[2]])"
+FILLS = "x = b'x' * (20 << 20); print(flush=True); input()"
+
+
+def test_what_many_workers_and_their_children_take_is_found_in_one_look_at_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, real = [], _pslinux.pids
+
+    def pids() -> list[int]:
+        looks.append(1)
+        return real()
+
+    sockets = {str(tmp_path / f".mms.sock.{number}") for number in range(3)}
+    pipe = subprocess.PIPE
+    with contextlib.ExitStack() as stack:
+        for socket in sockets:
+            command = [sys.executable, "-c", BEHIND, socket, FILLS]
+            worker = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe))
+            assert worker.stdout is not None
+            worker.stdout.readline()
+        monkeypatch.setattr(_pslinux, "pids", pids)
+        found = _process_bytes(sockets | {"another"})
+        assert found.keys() == sockets
+        assert all(20 << 20 < size < 200 << 20 for size in found.values()), found
+        assert len(looks) == 1
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"models": 3}', b'{"models": [{}]}'])
