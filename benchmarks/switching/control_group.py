@@ -18,10 +18,13 @@ EMPTY_S = 10.0
 
 
 class ControlGroup:
-    """A context manager; `prefix` before a command puts what it runs into the group."""
+    """A context manager; `prefix` before a command puts what it runs into the group.
 
-    def __init__(self, memory_mib: int, read_mb_s: int | None = None) -> None:
-        self._limits = (memory_mib << 20, read_mb_s)
+    seen: what runs sees the group where a container sees its own
+    """
+
+    def __init__(self, memory_mib: int, read_mb_s: int | None = None, seen: bool = False) -> None:
+        self._limits, self._seen = (memory_mib << 20, read_mb_s), seen
         one = not (ROOT / "cgroup.controllers").exists()
         parents = [ROOT / "memory", ROOT / "blkio"] if one else [ROOT]
         self._folders = [parent / f"kogpt2-benchmark-{os.getpid()}" for parent in parents]
@@ -58,7 +61,11 @@ class ControlGroup:
     @property
     def prefix(self) -> list[str]:
         joining = "".join(f"echo $$ > {folder / 'cgroup.procs'}; " for folder in self._folders)
-        return ["/bin/sh", "-c", f'{joining}exec "$@"', "sh"]
+        if not self._seen:
+            return ["/bin/sh", "-c", f'{joining}exec "$@"', "sh"]
+        memory = self._folders[0]
+        joining += f"mount --bind {memory} {memory.parent}; "
+        return ["unshare", "--mount", "/bin/sh", "-ec", f'{joining}exec "$@"', "sh"]
 
     @contextlib.contextmanager
     def limited(self, left_bytes: int) -> Iterator[None]:

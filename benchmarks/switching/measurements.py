@@ -39,6 +39,7 @@ PROMPT_TOKENS = 16
 PROMPTS = 2
 TRACE = Kind(scans=1, moves=False)
 MANY = 20  # with more the artifacts do not stay beside what is prepared
+SETTLED = 2  # so many models bring in what all share
 DISK_MB_S = (50, 100, 200, 400, None)
 
 
@@ -97,7 +98,7 @@ class Side:
 
 
 class SwitchingRun(Run):
-    PARTS = ("trace", "swaps", "memory", "first", "sweep", "disk")
+    PARTS = ("trace", "swaps", "memory", "first", "sweep", "disk", "registered")
     DEFAULT = PARTS[:4]
 
     def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
@@ -132,6 +133,7 @@ class SwitchingRun(Run):
                 "first": lambda: self._by_side(self._first),
                 "sweep": lambda: self._by_side(self._sweep),
                 "disk": lambda: {"now": self._disk(self.sides[0])},
+                "registered": lambda: self._by_side(self._registered),
             }
             self.measure_parts({} if self.results["skipped"] else parts, save)
         self.judge()
@@ -196,7 +198,7 @@ class SwitchingRun(Run):
             group = None
             if plan.container_mib:
                 self._cold()
-                group = stack.enter_context(ControlGroup(plan.container_mib))
+                group = stack.enter_context(ControlGroup(plan.container_mib, seen=True))
                 more["prefix"] = group.prefix
             server = stack.enter_context(side.start(mib, log, **more))
             warm_up = self._warm_up(server)
@@ -279,8 +281,35 @@ class SwitchingRun(Run):
                     time.sleep(self.plan.pause_s)
                     states = Counter(server.states().values())
                     steps.append({**process_tree.memory(server.pid), "states": dict(states)})
-            found[kind] = {"steps": steps, "each": each_further(steps)}
+            found[kind] = {
+                "steps": steps,
+                "each": each_further(steps[1], steps[-1], len(steps) - 2),
+            }
         return found
+
+    def _registered(self, side: Side) -> Results:
+        """All models in the store and none loaded: each is asked once, and then any of them."""
+        with contextlib.ExitStack() as stack:
+            more: dict[str, Any] = {}
+            if mib := self.plan.container_mib:
+                more["prefix"] = stack.enter_context(ControlGroup(mib, seen=True)).prefix
+            server = stack.enter_context(side.start(self.plan.budget_mib, "registered", **more))
+            client = stack.enter_context(self._client(server))
+            steps, answers = [process_tree.memory(server.pid)], []
+            for number, folder in enumerate(tqdm(self.folders, desc="registered", disable=None)):
+                answers.append(client.ask(folder.name, new_tokens=1))
+                if number + 1 in (SETTLED, len(self.folders)):
+                    steps.append(process_tree.memory(server.pid))
+            again = [client.ask(name, new_tokens=1) for name, _ in self.trace[: self.plan.requests]]
+            return {
+                "ready_s": server.ready_s,
+                "first_call": [answer.row() for answer in answers],
+                "any_call": [answer.row() for answer in again],
+                "states": dict(Counter(server.states().values())),
+                "at_ready": steps[0],
+                "memory": steps[-1],
+                "each": each_further(steps[1], steps[-1], len(self.folders) - SETTLED),
+            }
 
     def _first(self, side: Side) -> list[float]:
         """Seconds from a call to its first token, of a model that was never loaded, in fp32: each

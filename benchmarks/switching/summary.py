@@ -12,15 +12,14 @@ from benchmarks.switching.trace import policies, replay
 from common.eviction import Held
 
 
-def each_further(steps: list[Results]) -> Results:
-    """What each model after the second added, on average, by kind of process."""
-    second, last, more = steps[1], steps[-1], max(len(steps) - 2, 1)
+def each_further(before: Results, after: Results, models: int) -> Results:
+    """What each of so many models added, on average, by kind of process."""
     return {
         kind: {
-            key: (counts[key] - second["by_kind"].get(kind, {}).get(key, 0)) / more
+            key: (counts[key] - before["by_kind"].get(kind, {}).get(key, 0)) / max(models, 1)
             for key in ("rss", "pss", "anonymous")
         }
-        for kind, counts in last["by_kind"].items()
+        for kind, counts in after["by_kind"].items()
     }
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from benchmarks.report.goals import Goal, Results, Values
 from benchmarks.report.tables import Row, page, shown, table
 from benchmarks.switching.clients import STATES
+from benchmarks.switching.summary import quantiles
+from common.memory import MIB
 
-MODEL_PROCESSES = ("engine", "texts", "workers")
 MISS_BYTES = 20_000_000
 QUANTILES = ("p50", "p90", "p99", "most")
 FAULTS = ("wrong", "lost", "4xx", "5xx")
@@ -25,7 +26,7 @@ def lines(results: Results) -> str:
         + (f"; a container of {plan['container_mib']:,} MiB" if plan["container_mib"] else "")
     )
     trace = results.get("trace", {})
-    others = [*_swaps(results), *_each(results), *_first(results)]
+    others = [*_swaps(results), *_each(results), *_first(results), *_registered(results)]
     return page(
         results,
         what,
@@ -116,6 +117,21 @@ def _first(results: Results) -> Iterator[Row]:
         yield f"{side}: the very first load to first token, s", shown(values, 2)
 
 
+def _registered(results: Results) -> Iterator[Row]:
+    for side, one in results.get("registered", {}).items():
+        yield f"{side}: start to ready, none loaded, s", f"{one['ready_s']:.1f}"
+        for key, name in (("first_call", "first call to each"), ("any_call", "a call to any")):
+            q = quantiles([row["first_s"] for row in one[key] if not row["error"]])
+            lost = sum(bool(row["error"]) for row in one[key])
+            said = f"{', '.join(_ms(q, *QUANTILES))}; {lost} of {len(one[key])} failed"
+            yield f"{side}: {name}, ms ({', '.join(QUANTILES)})", said
+        states = ", ".join(f"{count} {state}" for state, count in one["states"].items())
+        sizes = " / ".join(_mb(one["memory"][key]) for key in ("rss", "pss", "anonymous"))
+        yield f"{side}: RSS / PSS / anonymous ({states}), MB", sizes
+        each = sum(kind["anonymous"] for kind in one["each"].values())
+        yield f"{side}: anonymous memory of a further one, all processes, MB", f"{each / 1e6:.1f}"
+
+
 def _sweep(found: Results) -> Iterator[str]:
     rows = [
         (
@@ -174,7 +190,7 @@ def _opened(results: Results) -> list[float]:
 
 def _further(results: Results) -> list[float]:
     each = results["memory"]["now"]["two fit"]["each"]
-    return [sum(each[kind]["anonymous"] for kind in MODEL_PROCESSES if kind in each) / 1e6]
+    return [sum(kind["anonymous"] for kind in each.values()) / 1e6]
 
 
 def _faults(results: Results) -> list[float]:
@@ -183,6 +199,14 @@ def _faults(results: Results) -> list[float]:
 
 def _against_alone(results: Results) -> list[float]:
     return [results["trace"]["now"]["against_alone"]]
+
+
+def _rss(results: Results) -> list[float]:
+    return [results["registered"]["now"]["memory"]["rss"] / MIB]
+
+
+def _first_calls(results: Results) -> list[float]:
+    return [1000 * row["first_s"] for row in results["registered"]["now"]["first_call"]]
 
 
 _ALWAYS: tuple[Goal, ...] = (
@@ -202,4 +226,7 @@ GOALS: tuple[Goal, ...] = (
 CONTAINER_GOALS: tuple[Goal, ...] = (
     ("time to first token, p99", "<=", 700, "ms", _quantile("p99")),
     *_ALWAYS,
+    ("start to ready, none loaded", "<=", 5, "s", lambda r: [r["registered"]["now"]["ready_s"]]),
+    ("RSS of all processes", "<=", 6144, "MiB", _rss),
+    ("a first call, the longest", "<=", 700, "ms", lambda r: [max(_first_calls(r))]),
 )

@@ -244,7 +244,7 @@ def test_what_the_gateway_adds_is_the_median_difference_of_pairs() -> None:
 
 def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    parts = ("trace", "swaps")
+    parts = ("trace", "swaps", "registered")
     result = run(
         "--switching", "--quick", "--only", ",".join(parts), "--workdir", tmp_path, "--json", file
     )
@@ -265,6 +265,12 @@ def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path
     assert trace["hits"]["LRU"] <= trace["hits"]["Belady"] <= 1
     assert one["memory"]["pss"] <= one["memory"]["rss"]
     assert len(results["swaps"]["now"]["asked"]) == results["plan"]["models"]
+    registered = results["registered"]["now"]
+    assert [row["state"] for row in registered["first_call"]] == ["cold"] * results["plan"][
+        "models"
+    ]
+    assert not any(row["error"] for row in registered["first_call"] + registered["any_call"])
+    assert sum(registered["states"].values()) == results["plan"]["models"]
 
 
 def test_an_answer_that_another_model_would_give_is_wrong_and_half_of_one_is_lost() -> None:
