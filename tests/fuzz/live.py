@@ -15,6 +15,7 @@ import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,6 +29,7 @@ from tests.fuzz.cases import ODD, case, seeds
 from tests.handlers.tensors.graphs import identity
 
 WIDE_S = 90.0
+LARGE_ONE_IN = 1000
 KINDS = ("text-json", "json", "openai", "generate", "v2-binary", "npy", "csv", "settings", "grpc")
 FITTING = {"/v1/": "openai", "/generate": "generate", "/infer": "v2-binary"}
 TYPES = (
@@ -76,8 +78,24 @@ def served(folder: Path) -> Iterator[Server]:
     identity(store / "texts" / "model.onnx", TensorProto.STRING, ["n"])
     (store / "script" / "code").mkdir(parents=True)
     (store / "script" / "code" / "inference.py").write_text(SCRIPT)
-    with serving(folder / "server", store, MAX_REQUEST_BYTES="70000") as server:
+    with serving(folder / "server", store) as server:
         yield server
+
+
+@cache
+def large() -> list[bytes]:
+    """As large as requests may be, or nearly: what takes long to read, and one too large."""
+    fields = b",".join(b'"f%d":"a"' % i for i in range(440_000))
+    messages = b",".join([b'{"role":"user","content":"a"}'] * 200_000)
+    biases = b",".join(b'"%d":1' % i for i in range(500_000))
+    return [
+        b'{"inputs":"' + "가".encode() * 2_100_000 + b'"}',
+        b'{"inputs":{' + fields + b"}}",
+        b'{"inputs":"a","parameters":{"logit_bias":{' + biases + b"}}}",
+        b'{"model":"a","messages":[' + messages + b"]}",
+        b'{"model":"a","prompt":[' + b"1," * 3_000_000 + b"1]}",
+        b"[" * 6_600_000,
+    ]
 
 
 class Client:
@@ -118,6 +136,8 @@ class Client:
             body = case(rng, self._seeds[kind if rng.random() < 0.7 else rng.choice(KINDS)])
         if method in ("GET", "HEAD", "DELETE", "OPTIONS") and rng.random() < 0.9:
             body = None
+        if body is not None and rng.randrange(LARGE_ONE_IN) == 0:
+            body = rng.choice(large())
         headers = self._headers(name)
         if rng.random() < 0.1:
             path += (

@@ -48,6 +48,7 @@ from serving.store.settings import StoreSettings
 from tests.bounded import bounded
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact
+from tests.fuzz.tokenizers import JSON, SENTENCEPIECE, Tokenizer
 
 LIMIT = 100_000  # of bodies
 FREE_BYTES = 8 << 20
@@ -87,8 +88,8 @@ def attempt(target: Target, data: bytes, measured: bool = True) -> bool:
 class Echo:
     """A model of tensors that answers what it is sent."""
 
-    def __init__(self, *datatypes: str) -> None:
-        specs = [TensorSpec(f"x{i}", kind, ("n", None)) for i, kind in enumerate(datatypes)]
+    def __init__(self, *datatypes: str, shape: tuple[str | None, ...] = ("n", None)) -> None:
+        specs = [TensorSpec(f"x{i}", kind, shape) for i, kind in enumerate(datatypes)]
         self.metadata = v2.Metadata("되풀이", "test", specs, specs)
 
     def run(
@@ -98,6 +99,7 @@ class Echo:
 
 
 FLOATS, TEXTS, SEVERAL = Echo("FP32"), Echo("BYTES"), Echo("INT64", "BOOL", "UINT8", "FP64")
+LINES = Echo("BYTES", shape=("n",))
 
 
 def tensors(kind: str, *models: Echo) -> Target:
@@ -322,7 +324,7 @@ TARGETS: dict[str, Target] = {
     "generate": generate,
     "generation.json": in_artifact("generation.json"),
     "grpc": grpc_infer,
-    "json": tensors("application/json", FLOATS, SEVERAL, TEXTS),
+    "json": tensors("application/json", FLOATS, SEVERAL, TEXTS, LINES),
     "manifest": manifest,
     "names": names,
     "npy": tensors(NPY, FLOATS, Echo("BOOL"), Echo("INT64")),
@@ -330,10 +332,12 @@ TARGETS: dict[str, Target] = {
     "params": in_file("any.params", index_params),
     "safetensors": in_file("any.safetensors", index_safetensors),
     "settings": model_settings,
+    SENTENCEPIECE: Tokenizer(SENTENCEPIECE),
     "stops": stops,
     "template": template,
     "text": plain_text,
     "text-json": text_request,
+    JSON: Tokenizer(JSON),
     "torch": in_file("any.bin", index_torch),
     "types": types,
     "url": url,

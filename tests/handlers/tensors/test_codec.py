@@ -57,6 +57,16 @@ def test_csv_of_tokens_has_a_line_for_each_row() -> None:
     assert codec.decode(b"9007199254740993", CSV, IDS).tolist() == [[9007199254740993]]
 
 
+@pytest.mark.parametrize("kind", ["f4", object])
+@pytest.mark.parametrize(
+    ("shape", "lines"), [((0,), 0), ((0, 2), 0), ((2, 0), 2), ((), 1), ((3,), 3)]
+)
+def test_csv_has_a_line_for_each_row_of_no_rows_too(
+    kind: Any, shape: tuple[int, ...], lines: int
+) -> None:
+    assert codec.encode({"x": np.zeros(shape, kind)}, CSV).count(b"\n") == lines
+
+
 @pytest.mark.parametrize(
     ("body", "media_type", "spec", "said"),
     [
@@ -88,6 +98,7 @@ def test_csv_of_tokens_has_a_line_for_each_row() -> None:
         (b'"1,2', CSV, ROWS, "not CSV in UTF-8"),
         (b"\x93NUMPY", NPY, ROWS, "not NPY"),
         (b"PK\x03\x04" + bytes(100), NPY, ROWS, "not NPY"),
+        (b"\x93NUMPY\1\0\x28\x23" + b"-" * 9000, NPY, ROWS, "Header info length (9000)"),
         (npy(np.zeros((1, 3))), NPY, ROWS, "data has shape [1, 3], must be FP32 [batch, 2]"),
         (npy(np.zeros((1, 2)))[:-1], NPY, ROWS, "16 bytes, but holds 15"),
         (npy(np.zeros((1, 2))) + b"x", NPY, ROWS, "16 bytes, but holds 17"),
