@@ -122,6 +122,9 @@ def _find_java(output: JsonOutput) -> psutil.Process:
     from sagemaker_inference import model_server
 
     session = os.getsid(0)
+    # Before looking: what starts Java ends once it has, which may be while this looks.
+    launchers = psutil.Process().children()
+    ended = all(child.status() == psutil.STATUS_ZOMBIE for child in launchers)
     for process in psutil.process_iter():
         try:
             ours = os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
@@ -129,8 +132,7 @@ def _find_java(output: JsonOutput) -> psutil.Process:
                 return process
         except (psutil.Error, ProcessLookupError):
             continue
-    launchers = psutil.Process().children()
-    if all(child.status() == psutil.STATUS_ZOMBIE for child in launchers):
+    if ended:
         print("Multi Model Server's Java process ended while it started", flush=True)
         output.flush()
         os._exit(EXIT_NOT_STARTED)
