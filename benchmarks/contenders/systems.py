@@ -31,8 +31,8 @@ class System:
             python = peers.python("openvino")
             model = peers.export("openvino", artifact, exports, log)
             environment = {name: value.format(cores) for name, value in PEER.items()}
-            return Worker(python, "contenders.openvino", [model, str(cores)], log, environment)
-        arguments: list[str | Path]
+            arguments: list[str | Path] = [model, str(cores), "keeps"]
+            return Worker(python, "contenders.openvino", arguments, log, environment)
         if self.name == "llama-server":
             peers.python("llama.cpp")
             model = peers.export("llama.cpp", artifact, exports, log)
