@@ -143,6 +143,7 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
             app,
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             lifespan="off",
             http=HTTPProtocol,
             ws="none",

@@ -40,6 +40,10 @@ class Answer:
             self._done()
 
     @property
+    def is_complete(self) -> bool:
+        return self._left == 0
+
+    @property
     def entries(self) -> int:
         """How many log-probabilities the result holds."""
         return sum(len(token.shown) for tokens in self._tokens for token in tokens)

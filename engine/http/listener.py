@@ -59,6 +59,7 @@ def serve(settings: Settings) -> None:
             app.asgi,
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             lifespan="off",
             timeout_graceful_shutdown=25,
         )

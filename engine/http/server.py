@@ -31,6 +31,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -55,7 +56,7 @@ from engine.http.protocol import (
 from engine.http.stream import NdjsonStream, disconnected
 from engine.registry import Engine
 from engine.sandbox.reading import Reading
-from engine.sequence import Token
+from engine.sequence import Sequence, Token
 from engine.text.prompts import Inputs
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class EngineApp:
         self._engine = engine
         self.stopping = asyncio.Event()
         self._leases = leases.Leases(engine, self.stopping)
-        self._running: dict[str, set[asyncio.Event]] = {}  # by request id
+        self._running: dict[str, set[Callable[[], None]]] = {}  # by request id
         # A request may still be on its way when it is cancelled.
         self._cancelled: deque[str] = deque(maxlen=CANCELLED_KEPT)
         self.asgi = Starlette(
@@ -200,47 +201,54 @@ class EngineApp:
         if request_id in self._cancelled:
             raise Cancelled("the request was cancelled")
         loop = asyncio.get_running_loop()
-        finished: asyncio.Future[None] = loop.create_future()
+        over: asyncio.Future[None] = loop.create_future()
 
-        def wake() -> None:
-            if not finished.done():
-                finished.set_result(None)
+        def end() -> None:
+            if not over.done():
+                over.set_result(None)
 
         def done() -> None:
-            loop.call_soon_threadsafe(wake)
+            loop.call_soon_threadsafe(end)
 
         answer = Answer(parameters.num_return_sequences, done)
-        sequences = await asyncio.wrap_future(
-            self._engine.submit_soon(name, inputs, parameters, answer.emit, timeout_s, stream=False)
+        submitted = self._engine.submit_soon(
+            name, inputs, parameters, answer.emit, timeout_s, stream=False
         )
-        cancelled = asyncio.Event()
-        self._running.setdefault(request_id, set()).add(cancelled)
+        # A prompt that was cut wakes nobody here: the interpreter is for the thread that computes.
+        submitted.add_done_callback(lambda cut: done() if _sequences(cut) is None else None)
+        ends = self._running.setdefault(request_id, set())
+        ends.add(end)
         gone = asyncio.ensure_future(disconnected(request.receive))
-        called_off = asyncio.ensure_future(cancelled.wait())
+        gone.add_done_callback(lambda _: end())
         try:
-            ends: list[asyncio.Future[Any]] = [finished, gone, called_off]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await over
         finally:
             gone.cancel()
-            called_off.cancel()
-            self._running[request_id].discard(cancelled)
-            if not self._running[request_id]:
+            ends.discard(end)
+            if not ends:
                 del self._running[request_id]
-            if not finished.done() or answer.error is not None:
-                self._engine.cancel(sequences)
-        if not finished.done():
+            given_up = not answer.is_complete or answer.error is not None
+            if given_up and not submitted.cancel():
+                submitted.add_done_callback(self._give_up)
+        if not answer.is_complete:
+            if not submitted.cancelled() and submitted.done():
+                submitted.result()  # raises what is wrong with the prompt
             raise Cancelled("the request was cancelled")
 
         def build() -> Response:
-            return JSONResponse({**prompt_body(sequences[0]), **answer.result()})
+            told = answer.result()
+            return JSONResponse({**prompt_body(submitted.result()[0]), **told})
 
         return await run_in_threadpool(build) if answer.entries > LARGE_ENTRIES else build()
+
+    def _give_up(self, submitted: Future[list[Sequence]]) -> None:
+        self._engine.cancel(_sequences(submitted) or [])
 
     async def _cancel(self, request: Request) -> Response:
         request_id = request.path_params["id"]
         self._cancelled.append(request_id)
-        for cancelled in self._running.get(request_id, ()):
-            cancelled.set()
+        for end in [*self._running.get(request_id, ())]:
+            end()
         return Response(status_code=204)
 
     async def _stream(
@@ -270,6 +278,13 @@ class EngineApp:
                 yield json_line(body)
 
         return NdjsonStream(lines(), lambda: self._engine.cancel(sequences))
+
+
+def _sequences(submitted: Future[list[Sequence]]) -> list[Sequence] | None:
+    """Of a prompt that was cut; None where it will never be."""
+    if submitted.cancelled() or submitted.exception() is not None:
+        return None
+    return submitted.result()
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import psutil
 import pytest
 from starlette.requests import Request
 
@@ -387,6 +388,28 @@ def test_a_request_that_was_cancelled_before_it_came_does_not_begin(
     before = engine.statistics(NAME)["requests"]
     assert engine.call("POST", f"{url}/generate", {**LONG, "request_id": "b2"})[0] == 499
     assert engine.statistics(NAME)["requests"] == before
+
+
+def test_a_request_can_be_cancelled_while_its_prompt_is_cut(
+    engine: EngineProcess, url: str
+) -> None:
+    assert engine.call("POST", f"{url}/generate", {"inputs": PROMPT})[0] == 200
+    below = psutil.Process(engine.process.pid).children(recursive=True)
+    cutting = [process for process in below if process.ppid() != engine.process.pid]
+    with ThreadPoolExecutor(1) as pool:
+        for process in cutting:
+            process.suspend()
+        try:
+            body = {**LONG, "request_id": "c3"}
+            waiting = pool.submit(engine.call, "POST", f"{url}/generate", body)
+            time.sleep(0.5)  # most often it is there then; it may also come later
+            assert engine.call("DELETE", "/requests/c3") == (204, None)
+        finally:
+            for process in cutting:
+                process.resume()
+        # Where these few lines took seconds the prompt was given up.
+        assert waiting.result(WAIT_S)[0] in (499, 504)
+    until(lambda: engine.statistics(NAME)["running"] == 0)
 
 
 @pytest.mark.parametrize(("tokens", "elsewhere"), [(4, False), (60, True)])
