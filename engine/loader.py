@@ -129,7 +129,7 @@ class Loader:
                 check()
                 return run(*arguments, **options)
 
-            if backend == "mxnet" or self._settings.device == "gpu":
+            if not backends.is_prepared(backend, precision, self._settings.device):
                 check()
             return backends.load(
                 dataclasses.replace(artifact),  # what it maps goes with it

@@ -26,8 +26,9 @@ class Settings:
     precision: str = setting(
         "ENGINE_PRECISION",
         "",
-        "`fp32`, or with onnxruntime `int8` (its default) or `int8-kv8`, whose keys and values are"
-        " int8, too, and on a GPU `fp16`",
+        "`fp32` (the default of mxnet) or `int8` (that of onnxruntime), with onnxruntime also"
+        " `int8-kv8`, whose keys and values are int8, too; on a GPU mxnet has `fp32`, onnxruntime"
+        " `fp16`",
     )
     device: str = setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
     memory_mib: int = setting(
@@ -45,7 +46,7 @@ class Settings:
     max_rows: int = setting(
         "ENGINE_MAX_ROWS",
         16,
-        "sequences of one model that share a step; mxnet on a CPU takes 15 at most",
+        "sequences of one model that share a step; mxnet in fp32 on a CPU takes 15 at most",
     )
     max_queue: int = setting(
         "ENGINE_MAX_QUEUE", 256, "requests of one model that may wait; beyond it 503"

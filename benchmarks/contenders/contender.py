@@ -10,7 +10,6 @@ from pathlib import Path
 
 from benchmarks.contenders import peers
 from benchmarks.process import Worker
-from engine import backends
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,10 @@ THREADS = {"OMP_NUM_THREADS": "{}"}
 MXNET_DEFAULTS = {**THREADS, "MXNET_CPU_WORKER_NTHREADS": "1"}
 PEER = {**THREADS, "HF_HUB_OFFLINE": "1"}
 
-MXNET_INT8 = "int8" in backends.precisions("mxnet", "cpu")
 CONTENDERS = (
     Contender("guides", "the guides' loop, fp32", "guides_loop", (), MXNET_DEFAULTS, (1,)),
     Contender("mxnet", "ours, mxnet fp32", "ours", ("mxnet", "fp32")),
-    *([Contender("mxnet-int8", "ours, mxnet int8", "ours", ("mxnet", "int8"))] * MXNET_INT8),
+    Contender("mxnet-int8", "ours, mxnet int8", "ours", ("mxnet", "int8")),
     Contender("transformers", "transformers fp32", "transformers", (), PEER),
     Contender("onnxruntime-fp32", "ours, onnxruntime fp32", "ours", ("onnxruntime", "fp32")),
     Contender("ctranslate2", "CTranslate2 int8", "ctranslate2", (), PEER),

@@ -1,5 +1,5 @@
 """Measured: how far int8 is from fp32, on logits and on greedy text; with keys and values in fp32,
-and in int8, too.
+and in int8, too; and with MXNet's products.
 
 In shapes: T tokens of one text, V vocabulary.
 """
@@ -45,12 +45,17 @@ def log_softmax(logits: Logits) -> NDArray[np.float64]:
 
 
 def compare(
-    folder: str, precision: str, prompts: list[list[int]] | list[str], new_tokens: int
+    folder: str,
+    backend: str,
+    precision: str,
+    prompts: list[list[int]] | list[str],
+    new_tokens: int,
 ) -> dict[str, Any]:
-    """`precision` against fp32. `prompts` are ids or texts."""
+    """A backend's `precision` against onnxruntime's fp32. `prompts` are ids or texts."""
     artifact = open_artifact(folder)
     tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
-    exact, fast = (backends.load(artifact, "onnxruntime", p) for p in ("fp32", precision))
+    exact = backends.load(artifact, "onnxruntime", "fp32")
+    fast = backends.load(artifact, backend, precision)
     try:
         found = compare_models(exact, fast, tokenizer, prompts, new_tokens)
         return {**found, "kv_bytes_per_token": fast.kv_bytes_per_token}

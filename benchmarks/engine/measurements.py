@@ -26,6 +26,8 @@ from engine.artifacts.open import open_artifact
 from scripts.lib.documents import read_documents
 
 DEMO = ("sowol", "dongju")
+# With fp32, and how that is told.
+COMPARED = {"": INT8, ", int8-kv8": ("onnxruntime", "int8-kv8"), ", mxnet": ("mxnet", "int8")}
 BATCH = 8  # the rows of B=8
 SETTLE_S = 0.2  # until the thread pools of who was measured before have stopped spinning
 
@@ -224,14 +226,15 @@ class EngineRun(Run):
     def _accuracy(self) -> Results:
         with Worker(sys.executable, "engine.accuracy", [], self.log("accuracy")) as worker:
             return {
-                name if precision == "int8" else f"{name}, {precision}": worker.call(
+                f"{name}{label}": worker.call(
                     "compare",
                     folder=str(folder),
+                    backend=backend,
                     precision=precision,
                     prompts=prompts,
                     new_tokens=self.plan.new_tokens,
                 )
-                for precision in ("int8", "int8-kv8")
+                for label, (backend, precision) in COMPARED.items()
                 for name, folder, prompts in self._accuracy_cases()
             }
 

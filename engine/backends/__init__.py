@@ -9,6 +9,7 @@ from common.errors import InvalidRequest
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import KOGPT2, GPT2Config
 from engine.backends.interface import BackendModel
+from engine.prepared import int8
 from engine.prepared.manifest import Run, directly
 
 BACKENDS = ("mxnet", "onnxruntime")
@@ -20,7 +21,7 @@ KV_SHARE = {"fp16": 2, "int8-kv8": 4}  # of fp32's keys and values others have
 def precisions(backend: str, device: str) -> tuple[str, ...]:
     """What a backend can compute in on a device, its default first."""
     if backend == "mxnet":
-        return ("fp32",)
+        return ("fp32", "int8") if device == "cpu" else ("fp32",)
     return ("fp16",) if device == "gpu" else ("int8", "int8-kv8", "fp32")
 
 
@@ -42,6 +43,8 @@ def check(backend: str, precision: str, device: str) -> None:
 def weight_bytes(config: GPT2Config, backend: str, precision: str) -> int:
     """What a model's weights will take, for admission before anything is allocated."""
     if precision.startswith("int8"):
+        if backend == "mxnet":
+            return int8.num_bytes(config)
         # A byte each, a scale for 64, and the packed form's own; the fp32 tables are page cache.
         return config.num_parameters * 6 // 5
     return (2 if precision == "fp16" else 4) * config.num_parameters
@@ -50,6 +53,11 @@ def weight_bytes(config: GPT2Config, backend: str, precision: str) -> int:
 def row_bytes(config: GPT2Config, precision: str) -> int:
     """What the keys and values of one row of full context will take."""
     return config.max_length * config.kv_bytes_per_token // KV_SHARE.get(precision, 1)
+
+
+def is_prepared(backend: str, precision: str, device: str) -> bool:
+    """Whether its models are kept on the disk in a form of their own (`engine.prepared`)."""
+    return device == "cpu" and (backend, precision) != ("mxnet", "fp32")
 
 
 def preloaded(backend: str, device: str) -> tuple[str, ...]:
@@ -93,6 +101,10 @@ def load(
     Raises `ArtifactError`, `OutOfMemory`, and what `check` does.
     """
     check(backend, precision, device)
+    if (backend, precision) == ("mxnet", "int8"):
+        from engine.backends.mxnet import int8_model
+
+        return int8_model.load(artifact, cache_dir=cache_dir, run=run)
     if backend == "mxnet":
         from engine.backends.mxnet import model as mxnet_model
 

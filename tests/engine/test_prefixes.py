@@ -19,7 +19,7 @@ from tests.engine.sentences import SENTENCES
 
 CONTEXT = 512
 SEED = 20
-BACKENDS = (("mxnet", "fp32"), ("onnxruntime", "fp32"), ("onnxruntime", "int8"))
+BACKENDS = (("mxnet", "fp32"), ("mxnet", "int8"), ("onnxruntime", "fp32"), ("onnxruntime", "int8"))
 
 
 def test_what_two_prompts_share_is_counted_in_whole_pieces() -> None:

@@ -492,8 +492,8 @@ def test_a_model_has_as_many_rows_as_it_was_loaded_with(model_dir: Path) -> None
         assert engine.load("a", str(model_dir)).batch.max_rows == 5
         assert engine.load("b", str(model_dir), max_rows=2).batch.max_rows == 2
         for try_it in (engine.check, engine.load):
-            with pytest.raises(InvalidRequest, match="precision is 'int8'"):
-                try_it("c", str(model_dir), "mxnet", "int8")
+            with pytest.raises(InvalidRequest, match="precision is 'int8-kv8'"):
+                try_it("c", str(model_dir), "mxnet", "int8-kv8")
     finally:
         engine.close()
 

@@ -137,6 +137,25 @@ def test_the_coolest_gives_up_its_place(engine: Engine) -> None:
     }
 
 
+@pytest.mark.slow
+def test_mxnet_in_int8_keeps_its_models_warm_and_needs_their_artifacts_no_more(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    changing = make_talkative(tmp_path / "바뀌는", seed=9, max_length=CONTEXT)
+    engine = make_engine("mxnet", precision="int8", cache_dir=str(tmp_path / "cache"))
+    try:
+        for folder in (changing, folders[0]):
+            engine.load(folder.name, str(folder))
+        before = {name: ask(engine, name) for name in ("바뀌는", "m0")}
+        fit(engine, 1)
+        make_talkative(changing, seed=2, max_length=CONTEXT)
+        for name in ("m0", "바뀌는", "m0", "바뀌는"):
+            assert ask(engine, name) == before[name]
+            assert sorted(places(engine).values()) == ["hot", "warm"]
+    finally:
+        engine.close()
+
+
 def test_a_warm_model_is_parked_where_that_does_not_do(folders: list[Path]) -> None:
     engine = make_engine("onnxruntime")
     try:

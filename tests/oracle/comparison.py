@@ -25,7 +25,7 @@ REPETITION_PENALTY = 1.5
 Golden = Mapping[str, NDArray[Any]]
 
 
-def load(case: Case, folder: Path, backend: str) -> BackendModel:
+def load(case: Case, folder: Path, backend: str, precision: str = "fp32") -> BackendModel:
     """The case from an artifact's files; the tokenizer's is empty: ids go in and come out."""
     path = folder / f"{case.name}.model"
     path.mkdir(exist_ok=True)
@@ -39,7 +39,7 @@ def load(case: Case, folder: Path, backend: str) -> BackendModel:
     (path / "config.json").write_text(json.dumps(said), encoding="utf-8")
     if not (path / "model.params").exists():
         write_params(path / "model.params", dict(case.weights()))
-    return backends.load(open_artifact(path), backend, "fp32", cache_dir=folder / "prepared")
+    return backends.load(open_artifact(path), backend, precision, cache_dir=folder / "prepared")
 
 
 def agrees_with_oracle(model: BackendModel, golden: Golden) -> None:

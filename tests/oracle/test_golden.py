@@ -51,6 +51,15 @@ def test_a_backend_gives_the_logits_and_the_continuation_of_the_oracle(
         model.close()
 
 
+def test_mxnet_in_int8_is_close_to_the_oracle(case: Case, golden: Golden, tmp_path: Path) -> None:
+    model = load(case, tmp_path, "mxnet", "int8")
+    model.add_row()
+    found = np.stack([model.extend(0, golden["ids"][i : i + 1]) for i in range(len(golden["ids"]))])
+    model.close()
+    error = np.square(found - golden["logits"]).mean()
+    assert error < 0.1**2 * np.square(golden["logits"]).mean()
+
+
 def test_the_goldens_are_of_these_cases() -> None:
     assert {path.stem for path in HERE.glob("*.npz")} == {case.name for case in CASES}
 

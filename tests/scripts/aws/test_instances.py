@@ -11,6 +11,7 @@ from scripts.aws.instances import MIB, WORKER_BYTES, model_bytes
     ("backend", "precision", "mib"),
     [
         ("mxnet", None, 1.1 * 300),
+        ("mxnet", "int8", 0.33 * 300),
         ("onnxruntime", None, 0.33 * 300),
         ("onnxruntime", "int8", 0.33 * 300),
         ("onnxruntime", "int8-kv8", 0.33 * 300),
