@@ -94,6 +94,10 @@ class Unavailable(ServingError, status=503, type="ServiceUnavailableException"):
     """Starting, draining or broken: worth another try later."""
 
 
+class MMSEnded(Unavailable):
+    """Multi Model Server ended while it had the request."""
+
+
 class StillLoading(Unavailable, type="ModelsLoadingException"):
     """The server itself has started; the models that are to be there first have not all loaded."""
 

@@ -23,6 +23,7 @@ from serving.api.shared import CUSTOM_ATTRIBUTES, TARGET_MODEL, Gateway, header_
 from serving.api.stream import open_stream, wanted
 from serving.errors import (
     BadRequest,
+    MMSEnded,
     NotOfTheEngine,
     ServingError,
     Timeout,
@@ -39,6 +40,8 @@ MAX_QUERY_CHARACTERS = 3000  # MMS takes a first line of 4096
 FORWARDED = ("content-type", "accept", TARGET_MODEL, CUSTOM_ATTRIBUTES)
 # A worker dies in two steps, its process and the one that watches it, so twice is not enough.
 ATTEMPTS = 3
+# Of Multi Model Server, with the workers of all models, under one request.
+ENDS = 2
 LOOK_AGAIN_S = 0.1
 AWS_ACCEPT = "x-amzn-sagemaker-accept"
 # What a worker's answer may not set: this connection's own headers, what holds for the whole origin
@@ -231,8 +234,9 @@ async def _ask(
     end: float,
 ) -> Answer:
     """The worker's answer. One that is lost meanwhile is asked again when it is back; a request
-    that kills whoever answers it is given up."""
+    that kills whoever answers it is given up, and sooner where it ends what others need, too."""
     answer: Answer | None = None
+    ends = 0
     for attempt in range(ATTEMPTS):
         if answer is not None and answer.status == 503:  # of MMS, which has no worker now
             await asyncio.sleep(LOOK_AGAIN_S * 2**attempt)
@@ -244,7 +248,10 @@ async def _ask(
         try:
             timed = {**headers, TIMEOUT_HEADER: f"{left_s:.3f}"}
             answer = await _ask_once(gateway, model, body, timed, query, left_s + MMS_GRACE_S)
-        except Unavailable:  # MMS is being started again
+        except Unavailable as error:  # MMS is being started again
+            ends += isinstance(error, MMSEnded)
+            if ends == ENDS:
+                raise WorkerFailed(f"Multi Model Server ended {ENDS} times under this") from None
             if attempt == ATTEMPTS - 1:
                 raise
             continue

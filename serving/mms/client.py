@@ -13,7 +13,7 @@ from urllib.parse import quote_plus, urlencode
 
 from common.unix_http import UnixHTTP
 from common.worker_protocol import PROBE_HEADER, WORKER_HEADER
-from serving.errors import NoRoom, Timeout, Unavailable, WorkerFailed
+from serving.errors import MMSEnded, NoRoom, Timeout, Unavailable, WorkerFailed
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ class MMSClient:
         body: bytes | None = None,
         query: Query | None = None,
     ) -> Answer:
-        """Raises `Unavailable` when MMS is not there, `Timeout` when it is silent.
+        """Raises `Unavailable` when MMS is not there, `MMSEnded` when it ends meanwhile, `Timeout`
+        when it is silent.
 
         A body has the type that `headers` say, or none.
         """
@@ -70,7 +71,9 @@ class MMSClient:
             raise Timeout(f"no answer within {timeout_s:.0f} s") from None
         except OSError as error:
             logger.debug("Multi Model Server did not answer: %r", error)
-            raise Unavailable("Multi Model Server is being started", retry_after_s=1) from None
+            absent = isinstance(error, aiohttp.ClientConnectorError)
+            kind = Unavailable if absent else MMSEnded
+            raise kind("Multi Model Server is being started", retry_after_s=1) from None
 
     async def register(
         self, name: str, folder: Path, options: Mapping[str, Any], timeout_s: float

@@ -355,6 +355,19 @@ def test_what_is_in_flight_when_all_workers_are_killed_is_answered_soon(
         assert unload is None or unload.result().status_code == 200
 
 
+def test_a_request_under_which_java_ends_twice_is_not_asked_again(own: Server) -> None:
+    assert own.load("endless").status_code == 200
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(own.predict, "endless", ENDLESS)
+        for _ in range(2):
+            eventually(lambda: running(own) > 0)
+            kill(own.descendants("ModelServer"))
+            eventually(lambda: running(own) == 0)
+        assert error(answer.result(BOUND_S)) == (500, "WorkerFailedException")
+    eventually(lambda: text(own.predict("a", SHORT)), BOUND_S)
+    assert own.text().count("Model server started.") <= 3
+
+
 def test_a_worker_that_is_killed_during_its_load_fails_it_soon_and_leaves_nothing(
     own: Server,
 ) -> None:
