@@ -32,7 +32,7 @@ from common.media_types import JSON, ranges
 from common.worker_protocol import TIMEOUT_HEADER
 from handlers.payload import GenerateRequest, parse
 from serving.api.shared import Gateway
-from serving.errors import ServingError, Timeout
+from serving.errors import ServingError, Timeout, Unavailable
 from serving.models.model import Model
 
 EVENTS = "text/event-stream"
@@ -143,14 +143,20 @@ async def whole(
 async def _while_restored(
     gateway: Gateway, model: Model, end: float, ask: Callable[[], Awaitable[T]]
 ) -> T:
-    """What `ask` returns, asked again where the engine is being started again."""
+    """What `ask` returns, asked again where the engine is being started again. Raises `Unavailable`
+    where it has not got the model back in time."""
     restored = min(end, time.monotonic() + RESTORE_S)
     while True:
         try:
             return await ask()
-        except (EngineUnavailable, ModelNotFound):
+        except (EngineUnavailable, ModelNotFound) as error:
             if time.monotonic() > restored:
-                raise
+                if isinstance(error, EngineUnavailable) or (
+                    gateway.registry.find(model.name) is not model
+                ):
+                    raise
+                again = f"Model {model.name} is being loaded again"
+                raise Unavailable(again, retry_after_s=1) from None
             await asyncio.sleep(LOOK_AGAIN_S)
             await _have_it_loaded(gateway, model)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import common.errors
 from common.worker_protocol import TIMEOUT_HEADER, WORKER_HEADER
 from serving.api.app import App
 from serving.api.metrics import Metrics
@@ -72,6 +73,10 @@ class FakeEngine:
     async def cancel(self, id: str) -> None:
         self.called_off.append(id)
         self.over.set()
+
+    async def stream(self, name: str, *_: Any) -> AsyncIterator[dict[str, Any]]:
+        raise common.errors.ModelNotFound(f"model {name} is not loaded")
+        yield {}
 
     async def statistics(self, timeout_s: float = 1) -> dict[str, Any]:
         raise NotImplementedError

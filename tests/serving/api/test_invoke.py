@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from serving.api import stream
 from serving.errors import Unavailable
 from serving.mms.client import Answer
 from tests.serving.api.gateways import World, answered, model, settle
@@ -342,3 +343,20 @@ def test_a_form_of_too_many_fields_reaches_no_worker() -> None:
         assert len(world.mms.told_s) == 3
 
     asyncio.run(test())
+
+
+def test_a_stream_of_a_model_that_the_engine_has_lost_is_503_and_not_404(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "RESTORE_S", 0.1)
+
+    async def test() -> None:
+        lost = model()
+        lost.in_engine = True
+        body = json.dumps({"inputs": "가", "stream": True}).encode()
+        status, headers, answer = await World(lost).call("POST", PATH, body)
+        assert status == 503
+        assert headers["retry-after"] == "1"
+        assert said(answer) == ("ServiceUnavailableException", "Model 봄 is being loaded again")
+
+    run(test())
