@@ -71,7 +71,7 @@ class MMSClient:
             raise Timeout(f"no answer within {timeout_s:.0f} s") from None
         except OSError as error:
             logger.debug("Multi Model Server did not answer: %r", error)
-            absent = isinstance(error, aiohttp.ClientConnectorError)
+            absent = isinstance(error, ConnectionRefusedError | FileNotFoundError)
             kind = Unavailable if absent else MMSEnded
             raise kind("Multi Model Server is being started", retry_after_s=1) from None
 
