@@ -64,7 +64,7 @@ def test_an_example_serves_a_fine_tune_and_leaves_no_endpoint(
             env={**aws.environment, **given, **place},
             capture_output=True,
             text=True,
-            timeout=WIDE_S,
+            timeout=2 * WIDE_S,  # the SDK is large, and compiled when it is first imported
         )
     assert done.returncode == 0, done.stderr
     wanted = {**SHORT, "inputs": "나 보기가 역겨워"}
