@@ -161,7 +161,9 @@ class Registry:
         model.work = None
         if model.error is not None:
             await self._remove(model)
-            logger.error("model %s did not load: %s", model.name, model.error)
+            wanted = isinstance(model.error, LoadCancelled)
+            level = logging.INFO if wanted else logging.ERROR
+            logger.log(level, "model %s did not load: %s", model.name, model.error)
             raise model.error
         model.starts += 1
         model.last_used = time.monotonic()

@@ -69,7 +69,9 @@ def test_a_load_that_hangs_ends_at_its_limit(tmp_path: Path) -> None:
     run(test)
 
 
-def test_an_unload_ends_a_load_whose_worker_hangs(tmp_path: Path) -> None:
+def test_an_unload_ends_a_load_whose_worker_hangs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         parts = Parts(tmp_path)
         parts.workers.hung.add("a")
@@ -86,6 +88,7 @@ def test_an_unload_ends_a_load_whose_worker_hangs(tmp_path: Path) -> None:
         await parts.load("a")
 
     run(test)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_an_unload_ends_a_load_whose_fetch_hangs(tmp_path: Path) -> None:
