@@ -30,6 +30,7 @@ from tests.handlers.tensors.graphs import identity
 
 WIDE_S = 90.0
 LARGE_ONE_IN = 1000
+UNLOADED = "Failed to connect to worker"  # MMS, of one that another client unloads as it starts
 KINDS = ("text-json", "json", "openai", "generate", "v2-binary", "npy", "csv", "settings", "grpc")
 FITTING = {"/v1/": "openai", "/generate": "generate", "/infer": "v2-binary"}
 TYPES = (
@@ -223,7 +224,9 @@ def check(server: Server, processes: set[int]) -> None:
     living = {process.pid for process in server.descendants()}
     assert processes <= living
     failed = [
-        line for line in server.text().splitlines() if '"traceback"' in line or '"error"' in line
+        line
+        for line in server.text().splitlines()
+        if ('"traceback"' in line or '"error"' in line) and UNLOADED not in line
     ]
     assert not failed, failed[:3]
 
