@@ -87,7 +87,7 @@ def against_a_server(minutes: float, seed: int, clients: int) -> None:
                     print(f"{statuses.total()} requests", file=sys.stderr)
             finally:
                 ended.set()
-        live.check(server, processes)
+        live.check(server, processes, alone=clients == 1)
         longest_ms = statistics(server)["longest_step_s"] * 1e3
     print(f"seed {seed}\nstatus{'requests':>12}")
     for status, count in sorted(statuses.items()):
