@@ -117,15 +117,27 @@ class _Checker:
             yield Violation("true", f"{status} {op.type} has no reason: {op.message}", op)
 
     def in_time(self, op: Op) -> Iterator[Violation]:
-        """Time that the gateway stood still is not counted."""
+        """Time without a gateway is not counted: who connects then waits for the next one, which
+        counts from when it takes the request."""
         stood = sum(
-            max(min(op.end, fault.end) - max(op.begin, fault.begin), 0)
-            for fault in self.faults
-            if fault.kind == "stop gateway"
+            max(min(op.end, end) - max(op.begin, begin), 0) for begin, end in self._without_gateway
         )
         took = op.end - op.begin - stood
         if op.status and not op.hung_up and took > self._limit_s(op) + LATE_S * self.heal:
             yield Violation("in time", f"after {took:.1f} s", op)
+
+    @cached_property
+    def _without_gateway(self) -> list[tuple[float, float]]:
+        """Until it goes on, or another one has answered what was asked after the kill."""
+        found = []
+        for fault in self.faults:
+            end = fault.end
+            if fault.kind == "kill gateway":
+                answered = (o.end for o in self.history.ops if o.status and o.begin > fault.begin)
+                end = min(answered, default=math.inf)
+            if fault.kind in ("kill gateway", "stop gateway"):
+                found.append((fault.begin, end))
+        return found
 
     # All together
 

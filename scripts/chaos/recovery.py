@@ -21,7 +21,7 @@ from scripts.client.tables import table
 
 MODELS = 5
 KINDS = ("worker", "host", "texts", "zygote", "gateway", "engine", "java", "launcher")
-# The issue's own: p95 in seconds.
+# p95 in seconds.
 GOALS = {"worker": 0.5, "engine": 2.0, "gateway": 1.5, "java": 3.0}
 # Between two kills: a process that ended twice within a minute is started again later.
 REST_S = 2.5

@@ -107,6 +107,14 @@ def test_time_that_the_gateway_stood_still_does_not_count() -> None:
     assert rules(history(*late, faults=(fault("stop engine", 3, 8),))) == ["in time"]
 
 
+def test_nor_does_the_time_until_another_gateway_answers() -> None:
+    faults = (fault("kill gateway", 3),)
+    late = (load(0), op("predictions", 2, 28))
+    assert rules(history(*late, ask(8), faults=faults)) == []
+    assert rules(history(*late, ask(3.5), faults=faults)) == ["in time"]
+    assert rules(history(*late, ask(8), faults=(fault("kill engine", 3),))) == ["in time"]
+
+
 def test_the_log_has_each_request_once() -> None:
     made = history(load(0), ask(2))
     made.lines[made.ops[-1].id] = 2
