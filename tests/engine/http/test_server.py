@@ -556,7 +556,7 @@ def test_a_file_in_place_of_the_socket_is_left_alone(tmp_path: Path) -> None:
     ("variable", "value"),
     [
         ("ENGINE_BACKEND", "torch"),
-        ("ENGINE_PRECISION", "int8"),
+        ("ENGINE_PRECISION", "int8-kv8"),
         ("ENGINE_DEVICE", "tpu"),
         ("ENGINE_MAX_ROWS", "0"),
         ("ENGINE_MEMORY_MIB", "1e3"),
