@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from tests.container.containers import docker
+from tests.container.containers import BUILD_S, docker
 from tests.e2e.server import REPOSITORY, free_port
 
 STORE_IMAGE = "kogpt2-store:test"
@@ -22,7 +22,7 @@ class Compose:
         """`image` is the server's."""
         self._command = [*_program(), "-p", f"kogpt2-{secrets.token_hex(4)}", "-f", file]
         store = ["build", "-f", "tests/container/store/Dockerfile", "-t", STORE_IMAGE]
-        docker(*store, "--build-arg", f"IMAGE={image}", ".", timeout_s=300)
+        docker(*store, "--build-arg", f"IMAGE={image}", ".", timeout_s=BUILD_S)
         self.port = free_port()
         self._environment = {
             **os.environ,
@@ -43,7 +43,7 @@ class Compose:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=180,
+            timeout=300,
             check=False,
         )
         return done.returncode, done.stdout

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.container.containers import HARDENED, IMAGE, Container
+from tests.container.containers import BUILD_S, HARDENED, IMAGE, Container
 from tests.e2e.server import REPOSITORY
 
-BUILD_S = 900
 Start = Callable[..., Container]
 
 

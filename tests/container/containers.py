@@ -13,7 +13,8 @@ import requests
 from tests.e2e.server import REPOSITORY, eventually, free_port
 
 IMAGE = os.environ.get("TEST_IMAGE", "kogpt2-serving:test")
-START_S = 60.0
+START_S = 120.0
+BUILD_S = 600
 # Also as a user that the image does not know.
 HARDENED = [
     *("--read-only", "--tmpfs", "/run/kogpt2:mode=1777"),

@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from tests.container.compose import Compose
-from tests.container.containers import PROMPT, START_S, TEXT, docker
+from tests.container.containers import BUILD_S, PROMPT, START_S, TEXT, docker
 from tests.e2e.server import eventually
 
 pytestmark = pytest.mark.container
@@ -32,7 +32,7 @@ def one(image: str) -> Iterator[Compose]:
 @pytest.fixture
 def fleet(image: str) -> Iterator[Compose]:
     """Without Prometheus and Grafana, for which there are no small stand-ins."""
-    docker("build", "-t", PROXY_IMAGE, "tests/container/proxy", timeout_s=300)
+    docker("build", "-t", PROXY_IMAGE, "tests/container/proxy", timeout_s=BUILD_S)
     compose = Compose("compose.fleet.yaml", image, PROXY_IMAGE=PROXY_IMAGE, NODE_MEMORY="1g")
     try:
         compose.up("proxy")
