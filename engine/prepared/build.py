@@ -8,10 +8,8 @@ matrix needs no session where it was found to pack as `onnx.packing` does.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import itertools
 import math
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -29,11 +27,10 @@ from engine.artifacts.artifact import EMBEDDING, POSITIONS, Artifact, shapes
 from engine.backends.onnx import packing, quantize
 from engine.backends.onnx.graph import GPT2Graph, Part, only, place_externally
 from engine.prepared import embeddings
-from engine.prepared.files import CHUNK_BYTES, ZEROS, Store
+from engine.prepared.files import CHUNK_BYTES, OWN_FILE_BYTES, ZEROS, Store
 
 PAGE = 4096
 ALIGNMENT = 64  # onnxruntime's
-OWN_FILE_BYTES = 1 << 20
 
 Place = tuple[str, int, int]  # file, offset, length
 
@@ -56,8 +53,7 @@ def build(
     # Each core packs a matrix, which is there as given, as packed, and as it is kept.
     needed = 1.25 * sum(sizes) + 3 * sum(sorted(sizes)[-cpu_count() :])
     needed += (1.1 if graph.quantized else 4) * embedding.size
-    if shutil.disk_usage(store.building).free < needed:
-        raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are needed in {store.building}")
+    store.check_room(needed)
 
     def add(part: Part) -> tuple[list[bytes], list[bytes] | list[Place]]:
         """What is not packed, and what is; the large ones in the store already."""

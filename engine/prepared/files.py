@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from blake3 import blake3
 
 CHUNK_BYTES = 1 << 20
+OWN_FILE_BYTES = 1 << 20  # what is smaller shares a file with others
 ZEROS = bytes(CHUNK_BYTES)
 
 
@@ -24,6 +26,11 @@ class Store:
     def __init__(self, folder: Path, building: Path) -> None:
         self._folder, self.building = folder, building
         self.names: set[str] = set()
+
+    def check_room(self, needed: float) -> None:
+        """Raises `OSError` where the disk has no room for so many bytes."""
+        if shutil.disk_usage(self.building).free < needed:
+            raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are needed in {self.building}")
 
     def add(self, chunks: Iterable[bytes | memoryview], suffix: str) -> str:
         """Writes a file and returns its name; a whole one that is there already is kept.

@@ -10,11 +10,9 @@ processor and no version of a library has a form of its own.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import itertools
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,13 +29,12 @@ from engine.artifacts.config import GPT2Config
 from engine.backends.onnx.quantize import ZERO, quantize
 from engine.backends.page_cache import Span
 from engine.prepared.entries import MALFORMED, make_entry, read_entry
-from engine.prepared.files import Store, hash_of
+from engine.prepared.files import OWN_FILE_BYTES, Store, hash_of
 from engine.prepared.kept import kept, run_build
 from engine.prepared.manifest import Run, content_of, directly, from_manifest
 
 FORMAT = 1  # raise it when the quantization changes
 ALIGNMENT = 64
-OWN_FILE_BYTES = 1 << 20
 
 
 class Int8Weights(Mapping[str, NDArray[Any]]):
@@ -115,9 +112,7 @@ def build(path: str, manifest: dict[str, Any], folder: str, key: str) -> str | N
 
 
 def _make(artifact: Artifact, store: Store) -> dict[str, Any]:
-    needed = num_bytes(artifact.config)
-    if shutil.disk_usage(store.building).free < needed:
-        raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are needed in {store.building}")
+    store.check_room(num_bytes(artifact.config))
     tensors: dict[str, list[Any]] = {}
     small: list[memoryview] = []
     at = 0
