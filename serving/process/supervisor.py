@@ -20,8 +20,8 @@ from serving.process.system import Processes
 logger = logging.getLogger(__name__)
 
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
-# A process that ran this long is started again at once.
-STEADY_S = 60.0
+# A process that ran this long had worked, and is started again at once.
+STEADY_S = 20.0
 # One that runs and does not work for so long is killed, and then started again.
 UNHEALTHY_S = 15.0
 

@@ -156,6 +156,16 @@ def test_a_child_that_ends_again_and_again_is_started_ever_later() -> None:
     assert 7 <= server.processes.count("mms") <= 10
 
 
+def test_a_child_that_had_worked_is_started_again_at_once_however_often_it_ends() -> None:
+    server, ends = Server(), range(30, 280, 25)
+    for second in ends:
+        server.processes.at(second, lambda: server.processes.end("mms", 0))
+    server.run(until=300)
+    started = [p.started_at for p in server.processes.all.values() if p.command == "mms"]
+    assert len(started) == 1 + len(ends)
+    assert all(at < end + 1.5 for at, end in zip(started[1:], ends, strict=True))
+
+
 def test_it_gives_up_when_it_has_not_started_in_time() -> None:
     server = Server()
     server.processes.events.clear()
