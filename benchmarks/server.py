@@ -52,7 +52,7 @@ class Server(Program):
             **_java(),
             **(environment or {}),
         }
-        command = [*prefix, sys.executable, "-m", "serving.entrypoint", "serve"]
+        command = [*prefix, *self._command(settings)]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--management-port", str(self.management_port)]
         super().__init__(command, log, settings, root)
@@ -64,6 +64,9 @@ class Server(Program):
         except BaseException:
             self.close()
             raise
+
+    def _command(self, settings: Mapping[str, str]) -> list[str]:
+        return [sys.executable, "-m", "serving.entrypoint", "serve"]
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=CALL_S)

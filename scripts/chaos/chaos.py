@@ -29,6 +29,7 @@ class Chaos:
     )
     only: str | None = option(None, "kinds of faults; a wrong one lists all", metavar="KIND,...")
     plan: Path | None = option(None, "to repeat, instead of one from the seed", metavar="FILE")
+    image: str = option("", "the server as a container of it", metavar="NAME")
     heal: float = option(
         1.0, "how much longer than a quiet machine this one may take", min=1, metavar="X"
     )
@@ -61,6 +62,7 @@ def run(options: Chaos) -> int:
     kogpt2 chaos --seed 3 --minutes 30
     kogpt2 chaos --only "kill engine,kill gateway" --every 2
     kogpt2 chaos --plan chaos/plan.json     again
+    kogpt2 chaos --image kogpt2-serving:cpu
     kogpt2 chaos --soak --minutes 60 --clients 16
     kogpt2 chaos --recovery 20              how long each process is missed
     """
@@ -84,7 +86,7 @@ def break_it(plan: Plan, options: Chaos) -> int:
     from scripts.chaos.run import run as carry_out
     from scripts.chaos.shrink import shortest
 
-    size = Size(options.clients, heal=options.heal, pause_s=options.pause)
+    size = Size(options.clients, heal=options.heal, pause_s=options.pause, image=options.image)
     first = carry_out(plan, size, _say)
     report.write(options.out, plan, first)
     print("\n".join(report.lines(first)))

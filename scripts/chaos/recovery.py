@@ -23,7 +23,7 @@ MODELS = 5
 KINDS = ("worker", "host", "texts", "zygote", "gateway", "engine", "java", "launcher")
 # p95 in seconds.
 GOALS = {"worker": 0.5, "engine": 2.0, "gateway": 1.5, "java": 3.0}
-# Between two kills: a process that ended twice within a minute is started again later.
+# Between two kills, for what a killed process takes with it.
 REST_S = 2.5
 GIVE_UP_S = 60.0
 PAUSE_S = 0.01

@@ -18,7 +18,7 @@ from benchmarks.switching.control_group import ControlGroup
 from scripts.chaos.checker import AGREE_S, Violation, check
 from scripts.chaos.clients import MIX, PAUSE_S, PROMPTS, Clients, Models
 from scripts.chaos.faults import Injector
-from scripts.chaos.history import LOAD, UNLOAD, History, View, text_key
+from scripts.chaos.history import LOAD, ROUTES, UNLOAD, History, View, text_key
 from scripts.chaos.plan import Plan
 from scripts.chaos.store import Store, store
 from scripts.chaos.system import System
@@ -38,6 +38,7 @@ class Size:
     loaded: whether the steady models are loaded first, or on demand
     heal: how much longer than a quiet machine this one may take
     pause_s: of a client after each answer, on average
+    image: what the server runs in as a container; "" for its processes alone
     """
 
     clients: int = 8
@@ -47,6 +48,7 @@ class Size:
     loaded: bool = True
     heal: float = 1.0
     pause_s: float = PAUSE_S
+    image: str = ""
 
 
 def nothing(system: System) -> contextlib.AbstractContextManager[object]:
@@ -73,7 +75,8 @@ def run(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         kept = stack.enter_context(store(folder / "moto.log"))
         environment = {**kept.environment, **_limits(plan, size)}
-        system = stack.enter_context(System(folder, environment, _group(stack)))
+        group = None if size.image else _group(stack)
+        system = stack.enter_context(System(folder, environment, group, size.image))
         one = _Run(plan, size, system, kept, say)
         try:
             history = one.carry_out(beside)
@@ -181,13 +184,15 @@ class _Run:
         return self.system.agreed(AGREE_S * self.size.heal)
 
     def _answers_again(self) -> None:
-        """After the last fault, all models answer; the checker sees the requests."""
+        """After the last fault, all models answer on all routes; the checker sees the requests."""
         for model in self.size.models.all:
             if self.plan.multi_model:
                 self.clients.ask(-1, LOAD, model)
-            op = self.clients.ask(-1, "predictions", model)
-            if op.status != 200:
-                self.history.left.append(f"{model} does not answer: {op.status} {op.message}")
+            for route in ROUTES:
+                op = self.clients.ask(-1, route, model)
+                if op.status != 200:
+                    said = f"{op.status} {op.message}{op.lost}"
+                    self.history.left.append(f"{model} does not answer {route}: {said}")
 
     def _more(self, before: Counter[str], names: set[str]) -> list[str]:
         """Processes that were not there, or are not any more, and files in RUN_DIR. Those that are

@@ -1,0 +1,33 @@
+"""A short run of `kogpt2 chaos` on the whole server, with seeded clients and a fixed plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scripts.chaos import report
+from scripts.chaos.clients import Models
+from scripts.chaos.history import ROUTES, History
+from scripts.chaos.plan import Fault, Plan
+from scripts.chaos.run import Size, run
+
+GAP_S = 1.5
+# How much longer than a quiet machine one may take that runs other tests at the same time: so long
+# any fault is a reason for a 503. What is lost, wrong or left is as on any other.
+HEAL = 30.0
+MODELS = Models(("소월", "동주"), ("봄",), 2)
+
+
+def nothing_is_lost_wrong_or_left(
+    folder: Path, multi_model: bool, *kinds: str, image: str = ""
+) -> None:
+    """Whatever breaks. A violation is shown with what it was, and `folder` has the server's log."""
+    faults = (Fault(1 + GAP_S * i, kind, 1.0, i) for i, kind in enumerate(kinds))
+    plan = Plan(int(multi_model), 2 + GAP_S * len(kinds), multi_model, tuple(faults))
+    result = run(plan, Size(5, MODELS, heal=HEAL, image=image))
+    history = result.history
+    report.write(folder, plan, result)
+    assert result.violations == [], "\n".join(report.lines(result))
+    assert {*ROUTES} <= {op.kind for op in history.ops if op.status == 200}
+    assert len(history.faults) == len(kinds)
+    assert not history.faults[0].skipped
+    assert History.read(folder / "history.json") == history

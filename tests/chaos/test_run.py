@@ -1,0 +1,15 @@
+"""The server as processes, as on demand; tests/container has it as a container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.short import nothing_is_lost_wrong_or_left
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_wrong_or_left_whatever_breaks(tmp_path: Path) -> None:
+    faults = ("kill java", "store truncate", "kill worker", "kill gateway", "kill texts")
+    nothing_is_lost_wrong_or_left(tmp_path, False, *faults)
