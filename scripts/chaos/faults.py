@@ -19,6 +19,7 @@ from scripts.chaos.system import System
 SLOW_CONNECTIONS = 1000
 # What a shrinking limit leaves beside what is used: less than a worker is asked to have.
 LEFT_BYTES = 48 << 20
+AHEAD_S = (3600, -3600)  # what a clock is set to, and back
 
 
 class NotHere(Exception):
@@ -59,6 +60,7 @@ class Injector:
             "disk": self._full_disk,
             "memory": self._less_memory,
             "slow": self._slow_connections,
+            "clock": self._other_time,
         }
         began, skipped = time.monotonic(), ""
         try:
@@ -121,6 +123,17 @@ class Injector:
             raise NotHere("control groups are not allowed")
         with group.limited(LEFT_BYTES):
             yield
+
+    @contextlib.contextmanager
+    def _other_time(self, name: str, fault: Fault) -> Iterator[None]:
+        clock = self._system.clock
+        if clock is None or not clock.environment:
+            raise NotHere("no libfaketime that works with this Python; pip install libfaketime")
+        clock.set(AHEAD_S[fault.pick % len(AHEAD_S)])
+        try:
+            yield
+        finally:
+            clock.set(0)
 
     @contextlib.contextmanager
     def _slow_connections(self, name: str, fault: Fault) -> Iterator[None]:

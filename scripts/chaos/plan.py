@@ -21,6 +21,7 @@ KINDS = {
     **{f"store {mode}": 2 for mode in STORE},
     **{f"disk {name}": 2 for name in DISKS},
     "memory": 2,
+    "clock": 2,
     "slow connections": 2,
 }
 SHORTEST_S, LONGEST_S = 0.3, 4.0

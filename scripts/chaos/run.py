@@ -17,6 +17,7 @@ from benchmarks.process import BenchmarkError
 from benchmarks.switching.control_group import ControlGroup
 from scripts.chaos.checker import AGREE_S, Violation, check
 from scripts.chaos.clients import MIX, PAUSE_S, PROMPTS, Clients, Models
+from scripts.chaos.clock import Clock
 from scripts.chaos.faults import Injector
 from scripts.chaos.history import LOAD, ROUTES, UNLOAD, History, View, text_key
 from scripts.chaos.plan import Plan
@@ -76,7 +77,9 @@ def run(
         kept = stack.enter_context(store(folder / "moto.log"))
         environment = {**kept.environment, **_limits(plan, size)}
         group = None if size.image else _group(stack)
-        system = stack.enter_context(System(folder, environment, group, size.image))
+        shifts = not size.image and any(fault.kind == "clock" for fault in plan.faults)
+        clock = Clock(folder) if shifts else None
+        system = stack.enter_context(System(folder, environment, group, size.image, clock))
         one = _Run(plan, size, system, kept, say)
         try:
             history = one.carry_out(beside)

@@ -20,6 +20,7 @@ from benchmarks.server import Server
 from benchmarks.switching.control_group import ControlGroup
 from common.errors import EngineError
 from engine.http.client import EngineClient, UnixConnection
+from scripts.chaos.clock import Clock
 from scripts.chaos.history import View
 
 # Words of the command lines. The texts' processes are forks of the zygote.
@@ -53,8 +54,9 @@ class System(Server):
         environment: Mapping[str, str],
         group: ControlGroup | None = None,
         image: str = "",
+        clock: Clock | None = None,
     ) -> None:
-        self.group, self.disks = group, Disks(folder)
+        self.group, self.disks, self.clock = group, Disks(folder), clock
         self._image, self._name = image, f"kogpt2-{folder.name}"
         self.log = folder / "server.log"
         try:
@@ -62,7 +64,11 @@ class System(Server):
                 folder,
                 self.log,
                 backend=("onnxruntime", "fp32"),
-                environment={**environment, **self.disks.environment},
+                environment={
+                    **environment,
+                    **self.disks.environment,
+                    **(clock.environment if clock else {}),
+                },
                 prefix=group.prefix if group else (),
             )
             if image:

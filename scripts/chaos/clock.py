@@ -1,0 +1,70 @@
+"""A clock of the server's own that can be set: libfaketime, preloaded into its processes.
+
+Only the time of day is another one, as when a clock is set: monotonic clocks go on, and so does
+what the kernel writes beside files. Debian's libfaketime 0.9.10 cannot have that beside Python
+3.11, whose `time.sleep` it breaks (https://github.com/wolfcw/libfaketime/issues/426). `pip install
+libfaketime` makes a newer one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+# Debian's, of whichever release, and the wheel's.
+PLACES = ("/usr/lib/*-linux-gnu/faketime/libfaketimeMT.so.1",)
+IN_WHEEL = "vendor/libfaketime/src/libfaketime.so.1"
+SLEEPS = "import time; time.sleep(0.001)"
+
+
+class Clock:
+    """`environment` is what the server needs; empty where there is no library that works."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "clock"
+        self.set(0)
+        self.environment: dict[str, str] = next(
+            (
+                {**found, "WORKER_VARIABLES": "FAKETIME_*,NO_FAKE_STAT"}
+                for found in map(self._with, libraries())
+                if works(found)
+            ),
+            {},
+        )
+
+    def _with(self, library: Path) -> dict[str, str]:
+        return {
+            "LD_PRELOAD": str(library),
+            "FAKETIME_TIMESTAMP_FILE": str(self._file),
+            "FAKETIME_CACHE_DURATION": "1",  # in seconds: so late it is seen
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "NO_FAKE_STAT": "1",
+        }
+
+    def set(self, ahead_s: int) -> None:
+        new = self._file.with_suffix(".new")
+        new.write_text(f"{ahead_s:+d}s\n", encoding="ascii")
+        new.replace(self._file)
+
+
+def libraries() -> list[Path]:
+    found = [path for place in PLACES for path in Path("/").glob(place.lstrip("/"))]
+    wheel = importlib.util.find_spec("libfaketime")
+    if wheel is not None and wheel.origin is not None:
+        found.insert(0, Path(wheel.origin).parent / IN_WHEEL)
+    return found
+
+
+def works(environment: Mapping[str, str]) -> bool:
+    """Whether Python's sleep does, with a clock that is an hour ahead."""
+    shifted = {k: v for k, v in environment.items() if k != "FAKETIME_TIMESTAMP_FILE"}
+    done = subprocess.run(
+        [sys.executable, "-c", SLEEPS],
+        env={**os.environ, **shifted, "FAKETIME": "+3600s"},
+        capture_output=True,
+    )
+    return not done.returncode and not done.stderr

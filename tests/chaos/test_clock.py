@@ -1,0 +1,37 @@
+"""The server's clock is set, and nothing but the time of day is another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.chaos.clock import Clock, works
+
+TIMES = "import time; time.sleep(0.01); print(time.time(), time.monotonic())"
+
+
+def test_a_clock_that_is_set_leaves_what_is_monotonic_alone(tmp_path: Path) -> None:
+    clock = Clock(tmp_path)
+    if not clock.environment:
+        pytest.skip("no libfaketime that works; pip install libfaketime")
+    for ahead_s in (3600, -3600, 0):
+        clock.set(ahead_s)
+        begin = time.time(), time.monotonic()
+        environment = {**os.environ, **clock.environment}
+        said = subprocess.run(
+            [sys.executable, "-c", TIMES], env=environment, stdout=subprocess.PIPE, check=True
+        )
+        at, passed = map(float, said.stdout.split())
+        assert begin[0] <= at - ahead_s <= time.time()
+        assert begin[1] <= passed <= time.monotonic()
+
+
+def test_a_library_that_cannot_be_loaded_does_not_work(tmp_path: Path) -> None:
+    assert works({})
+    (tmp_path / "시계.so").write_bytes(b"no library")
+    assert not works({"LD_PRELOAD": str(tmp_path / "시계.so")})
