@@ -55,8 +55,8 @@ class Batch:
     """
 
     def __init__(self, max_rows: int, budget: Budget, chunk: int, prefixes: Prefixes) -> None:
-        """Of a prompt `chunk` tokens are computed at once, each time from a multiple of it, so a
-        text does not depend on who computes beside it."""
+        """Of a prompt `chunk` tokens are computed at once, each time from a multiple of the model's
+        piece, so a text does not depend on who computes beside it."""
         self.max_rows = max_rows
         self.rows: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
@@ -89,6 +89,15 @@ class Batch:
         """The rows of the next decode step."""
         return [s for s in self.rows if s.state is State.DECODE]
 
+    def others_to(self, first: Sequence) -> list[Sequence]:
+        """Those that answer the same prompt for the same request, and have no token yet."""
+        everybody = [*self.rows, *self.waiting] if first.parameters.num_return_sequences > 1 else []
+        return [
+            s
+            for s in everybody
+            if s.prompt is first.prompt and s is not first and not s.num_new and not s.over
+        ]
+
     def _kv_bytes(self, *more: Sequence) -> int:
         """K/V bytes of the rows, and of `more`, at their longest."""
         return self.model.kv_bytes_for([s.max_tokens for s in (*self.rows, *more)])
@@ -112,8 +121,7 @@ class Batch:
                     chunks.append(Chunk(len(self.rows) - 1, [], completes, source))
                     room -= chunks[-1].cost
             if done < len(sequence.prompt):
-                edge = done + (1 if sequence.is_scored else self._chunk - done % self._chunk)
-                ids = sequence.prompt[done:edge]
+                ids = sequence.prompt[done : self._edge(sequence, done)]
                 if len(ids) > room:
                     break
                 done += len(ids)
@@ -122,6 +130,15 @@ class Batch:
             if done == len(sequence.prompt):
                 sequence = None
         return chunks
+
+    def _edge(self, sequence: Sequence, done: int) -> int:
+        """Where the next chunk of a prompt ends. A last token is not left for one of its own, whose
+        kernel is another, where a prompt that begins with kept tokens would have more in it."""
+        if sequence.is_scored:
+            return done + 1
+        piece, prompt = self.model.piece, sequence.prompt
+        edge = done + self._chunk - done % piece
+        return edge - piece if edge + 1 == len(prompt) and piece < self._chunk else edge
 
     def _follows(self, chunks: list[Chunk]) -> bool:
         """Whether the next in the queue can be a copy of one whose prompt is complete now, and who
@@ -143,7 +160,8 @@ class Batch:
         if sequence.is_scored or not self._prefixes.limit_bytes:
             return None
         # The logits after the last have to be computed, which alone is not like beside others.
-        ids = sequence.prompt[: -1 if len(sequence.prompt) % self._chunk == 1 else -2]
+        alone = self.model.piece == self._chunk and len(sequence.prompt) % self._chunk == 1
+        ids = sequence.prompt[: -1 if alone else -2]
         running = [
             (shared(self._whole(i), ids, self.model.piece), i) for i in range(len(self.rows) - 1)
         ]

@@ -16,7 +16,7 @@ import numpy as np
 
 from common.errors import EngineError, EngineUnavailable, OutOfMemory
 from engine.backends import nvidia
-from engine.backends.interface import BackendModel
+from engine.backends.interface import BackendModel, Logits
 from engine.model import Model
 from engine.prefixes import Prefix, Prefixes
 from engine.scheduler import Chunk
@@ -227,10 +227,25 @@ class Loop:
                     logits = sequence.begin_like(batch.rows[source.row])
             if chunk.completes:
                 sequence.state = State.DECODE
+                if sequence.num_new == 0:
+                    self._begin(model, sequence, logits)
+
+    def _begin(self, model: Model, first: Sequence, logits: Logits) -> None:
+        """Chooses the first token, and that of all other answers to the prompt: they need its
+        logits (V,), and rows only for what follows."""
+        with self.changed:  # the queue is shared with `submit`
+            others = model.batch.others_to(first)
+        told = []
+        for sequence in (first, *others):
+            with self._ending(model, sequence):
+                if sequence is not first:
+                    sequence.begin_like(first)
                 waited_s = time.monotonic() - sequence.queued_at
-                counters.time_to_first_token_s.observe(waited_s)
+                model.statistics.time_to_first_token_s.observe(waited_s)
                 if sequence.advance(logits):
-                    model.texts.write([sequence])
+                    told.append(sequence)
+        if told:
+            model.texts.write(told)
 
     def _decode(self, model: Model, running: list[Sequence]) -> None:
         compute = model.compute

@@ -64,7 +64,7 @@ class BackendModel(ABC):
     kv_bytes_per_token: int  # of the cache
     max_rows: int
     # Keys and values of a multiple of so many tokens are the same, bit for bit, whatever follows
-    # them, where at least two tokens are computed at once, with edges at the multiples of `CHUNK`.
+    # them, where at least two tokens are computed at once, each time from a multiple of it.
     piece: int
     keeps: bool  # whether it has `keep_row`
     mapped: Sequence[Span] = ()  # its weights, where they are mapped files and not its memory

@@ -298,15 +298,15 @@ def test_a_prompt_without_memory_ends_alone(house: House) -> None:
     assert [one.wait().ids for one in others] == [right(8)] * 3
 
 
-def ask_for_several(house: House, model: Model, count: int) -> list[Asked]:
+def ask_for_several(house: House, model: Model, count: int, new: int = 8) -> list[Asked]:
     """Of one request: they have one prompt."""
     made: list[Asked] = []
 
     def ask() -> None:
-        made.extend(Asked(model, 5, 8) for _ in range(count))
+        made.extend(Asked(model, 5, new) for _ in range(count))
         for one in made:
             one.sequence.prompt = made[0].sequence.prompt
-            one.sequence.parameters = Parameters(max_new_tokens=8, num_return_sequences=count)
+            one.sequence.parameters = Parameters(max_new_tokens=new, num_return_sequences=count)
 
     house.loop.call(ask)
     return made
@@ -320,6 +320,43 @@ def test_a_prompt_of_several_answers_that_fails_ends_those_that_have_rows(house:
     assert errors == [OutOfMemory] * 3 + [type(None)]
     assert asked[3].ids == right(8)
     assert not house.lost
+
+
+@pytest.mark.parametrize(
+    ("piece", "length", "chunks"),
+    [(16, 64, [64]), (16, 65, [48, 17]), (16, 130, [64, 64, 2]), (64, 65, [64, 1])],
+)
+def test_no_token_is_left_alone_where_a_chunk_may_end_anywhere(
+    house: House, piece: int, length: int, chunks: list[int]
+) -> None:
+    model = house.add("m")
+    fake(model).piece = piece
+    [one] = house.ask((model, length, 1))
+    one.wait()
+    assert [tokens for _, what, tokens in house.done if what == "extend"] == chunks
+
+
+def test_all_answers_begin_when_their_prompt_is_computed(house: House) -> None:
+    """Also those for which there is no row yet."""
+    model = house.add("m", max_rows=2)
+    decode, begun = fake(model).decode, list[list[int]]()
+
+    def decode_and_look(ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        begun.append([one.num_new for one in (*model.batch.rows, *model.batch.waiting)])
+        return decode(ids)
+
+    fake(model).decode = decode_and_look  # type: ignore[method-assign]
+    asked = ask_for_several(house, model, 4)
+    assert [one.wait().ids for one in asked] == [right(8)] * 4
+    assert begun[0] == [1] * 4
+    assert [what for _, what, _ in house.done].count("extend") == 2  # the first two had gone
+
+
+def test_answers_of_one_token_need_one_row(house: House) -> None:
+    model = house.add("m", max_rows=1)
+    asked = ask_for_several(house, model, 3, new=1)
+    assert [one.wait().ids for one in asked] == [right(1)] * 3
+    assert [what for _, what, _ in house.done] == ["extend"]
 
 
 def test_an_answer_whose_row_cannot_be_copied_ends_alone(house: House) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from engine.artifacts.config import GPT2Config
-from engine.backends.interface import CHUNK
 from engine.backends.onnx import frames
-from engine.backends.onnx.cpu import OnnxModel
+from engine.backends.onnx.cpu import TRIED, OnnxModel
 from engine.prepared.cache import Prepared
 from engine.prepared.folder import own_folder
 from engine.prepared.frame import build_frame, read_frame
@@ -48,7 +47,7 @@ def warm_up(config: GPT2Config, precision: str, cache_dir: Path | None, run: Run
         # which is the longest: it has no keys and values.
         rng = np.random.default_rng(0)
         numbers = rng.uniform(-0.05, 0.05, files.plain_bytes // 4).astype(np.float32)
-        tokens = np.resize(numbers, (CHUNK["cpu"], config.units))
+        tokens = np.resize(numbers, (TRIED, config.units))
         with tempfile.NamedTemporaryFile(dir=folders[-1]) as file:
             file.write(numbers.tobytes())
             file.truncate(max(files.lengths))

@@ -328,12 +328,11 @@ def test_a_row_that_begins_with_kept_pieces_goes_on_bit_for_bit(
     second[: 3 * piece] = first[: 3 * piece]
 
     def extend(row: int, ids: Any) -> Any:
-        """As the engine does it: with edges at the multiples of a chunk."""
+        """As the engine does it: each time from a multiple of a piece."""
         left = list(ids)
         while left:
-            edge = CHUNK["cpu"] - model.length(row) % CHUNK["cpu"]
-            logits = model.extend(row, np.array(left[:edge]))
-            del left[:edge]
+            logits = model.extend(row, np.array(left[: CHUNK["cpu"]]))
+            del left[: CHUNK["cpu"]]
         return logits
 
     model.add_row()
@@ -351,6 +350,28 @@ def test_a_row_that_begins_with_kept_pieces_goes_on_bit_for_bit(
     np.testing.assert_array_equal(model.decode(np.array([3, 9]))[1], step)
     for _ in range(2):
         model.remove_last_row()
+
+
+@pytest.mark.parametrize("precision", ["fp32", *INT8])
+def test_where_a_prompts_chunks_end_changes_no_bit(models: Models, precision: str) -> None:
+    """Far beyond what `_find_piece` tries."""
+    model = models.load(precision, units=192, heads=4, max_length=512)
+    ids, random = some_ids(512), np.random.default_rng(3)
+
+    def found(edges: list[int]) -> tuple[Any, Any]:
+        row = model.add_row()
+        for begin, end in itertools.pairwise(edges):
+            logits = model.extend(row, ids[begin:end])
+        values = model._cache.array[:, row].copy()
+        model.remove_last_row()
+        return values, logits.copy()
+
+    values, logits = found(list(range(0, 513, CHUNK["cpu"])))
+    for most in (6, 20, 64, 64):
+        edges = np.cumsum(random.integers(2, most + 1, 512))
+        others = found([0, *edges[edges < 511].tolist(), 512])
+        np.testing.assert_array_equal(others[0], values)
+        np.testing.assert_array_equal(others[1], logits)
 
 
 def test_kv_bytes_are_those_of_the_rows_in_use(models: Models) -> None:
