@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from sentencepiece import sentencepiece_model_pb2
-from tqdm import tqdm
 
 from benchmarks.process import ROOT
 from engine.artifacts.artifact import EMBEDDING, POSITIONS, shapes
@@ -65,20 +64,21 @@ def _write(
     building.rename(folder)
 
 
-def fine_tunes(workdir: Path, config: GPT2Config, count: int) -> list[Path]:
-    """`count` artifacts in fp16 of which no two share a tensor, from one base; written once.
+def fine_tunes(workdir: Path, config: GPT2Config, count: int) -> Iterator[Path]:
+    """`count` artifacts in fp16 of which no two share a tensor, from one base; each is written when
+    it is come to, unless it is there.
 
     Drawing numbers takes most of the time that `make` takes, so the base's are turned round: they
     begin at another place in each model.
     """
-    names = [f"tuned-{config.num_layers}x{config.units}-{i:03}-v{FORMAT}" for i in range(count)]
-    folders = [workdir / name for name in names]
-    missing = [folder for folder in folders if not folder.is_dir()]
-    base = list(random_weights(config, 0)) if missing else []
-    for folder in tqdm(missing, desc="fine-tunes", disable=None):
-        turn = 1 + folders.index(folder)
-        _write(folder, config, ((name, _turned(name, w, turn)) for name, w in base), "float16")
-    return folders
+    base: list[tuple[str, NDArray[np.float32]]] = []
+    for i in range(count):
+        folder = workdir / f"tuned-{config.num_layers}x{config.units}-{i:03}-v{FORMAT}"
+        if not folder.is_dir():
+            base = base or list(random_weights(config, 0))
+            turned = ((name, _turned(name, w, turn=1 + i)) for name, w in base)
+            _write(folder, config, turned, "float16")
+        yield folder
 
 
 def demo(name: str, workdir: Path) -> Path:

@@ -98,7 +98,7 @@ class Side:
 
 
 class SwitchingRun(Run):
-    PARTS = ("trace", "swaps", "memory", "first", "sweep", "disk", "registered")
+    PARTS = ("trace", "swaps", "memory", "first", "sweep", "disk", "registered", "models")
     DEFAULT = PARTS[:4]
 
     def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
@@ -114,8 +114,7 @@ class SwitchingRun(Run):
         self.results["against"] = None
 
     def measure(self, save: Callable[[], object]) -> None:
-        self.folders = random_model.fine_tunes(self.store, self.plan.config, self.plan.models)
-        self.trace = self.plan.trace(self.folders)
+        self.store.mkdir(exist_ok=True)
         with contextlib.ExitStack() as stack:
             self.sides = [self._side("now", ROOT)]
             if against := self.plan.against:
@@ -126,6 +125,8 @@ class SwitchingRun(Run):
                 for side in self.sides:  # the first time each model is quantized
                     with side.start(self.plan.budget_mib, "prepare") as server:
                         side.expected = self._alone(server, side.name)
+                self.folders = [*self._models()]
+                self.trace = self.plan.trace(self.folders)
             parts: dict[str, Callable[[], Any]] = {
                 "trace": self._traces,
                 "swaps": lambda: self._by_side(self._swaps),
@@ -134,6 +135,7 @@ class SwitchingRun(Run):
                 "sweep": lambda: self._by_side(self._sweep),
                 "disk": lambda: {"now": self._disk(self.sides[0])},
                 "registered": lambda: self._by_side(self._registered),
+                "models": self._disk_bytes,
             }
             self.measure_parts({} if self.results["skipped"] else parts, save)
         self.judge()
@@ -147,18 +149,29 @@ class SwitchingRun(Run):
     def _by_side(self, measure: Callable[[Side], Any]) -> Results:
         return {side.name: measure(side) for side in self.sides}
 
+    def _models(self) -> Iterator[Path]:
+        return random_model.fine_tunes(self.store, self.plan.config, self.plan.models)
+
     def _client(self, server: Any) -> closing[Client]:
         return closing(Client(server, self.prompts, self.plan.new_tokens))
 
     def _alone(self, server: Any, name: str) -> dict[tuple[str, int], str]:
+        """What each model says. Of many, each is made only then: the disk holds no more of them."""
         found = {}
-        with self._client(server) as client:
-            for folder in tqdm(self.folders, desc=f"models alone, {name}", disable=None):
+        models = tqdm(self._models(), f"models alone, {name}", self.plan.models, disable=None)
+        for folder in models:
+            with self._client(server) as client:  # one that is idle for long is closed
                 for prompt in range(PROMPTS):
                     found[folder.name, prompt] = client.must(folder.name, prompt).text
-                if self.many:
-                    random_model.hollow(folder)
+            if self.many:
+                random_model.hollow(folder)
+        if len(set(found.values())) < len(found):  # a hollow one was prepared anew
+            raise BenchmarkError(f"{self.store} is damaged: two models there say the same")
         return found
+
+    def _disk_bytes(self) -> int:
+        """Of all models, with what is prepared."""
+        return sum(512 * p.stat().st_blocks for f in self.folders for p in f.rglob("*"))
 
     # The trace
 

@@ -27,6 +27,8 @@ def lines(results: Results) -> str:
     )
     trace = results.get("trace", {})
     others = [*_swaps(results), *_each(results), *_first(results), *_registered(results)]
+    if "models" in results:
+        others.append(("the models, on the disk, MB", _mb(results["models"])))
     return page(
         results,
         what,

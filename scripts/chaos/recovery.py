@@ -33,7 +33,7 @@ def measure(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Seconds by kind, one for each round, in each of which a new server loses each once."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
-        models = random_model.fine_tunes(Path(folder) / "models", random_model.TINY, MODELS)
+        models = [*random_model.fine_tunes(Path(folder) / "models", random_model.TINY, MODELS)]
         for number in range(rounds):
             log = Path(folder) / "server.log"
             named = {path.name: path for path in models}
