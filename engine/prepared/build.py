@@ -25,6 +25,7 @@ from common import onnx_session
 from common.cpus import cpu_count
 from engine.artifacts.artifact import EMBEDDING, POSITIONS, Artifact, shapes
 from engine.backends.onnx import packing, quantize
+from engine.backends.onnx.frames import FrameFiles
 from engine.backends.onnx.graph import GPT2Graph, Part, only, place_externally
 from engine.prepared import embeddings
 from engine.prepared.files import CHUNK_BYTES, OWN_FILE_BYTES, ZEROS, Store
@@ -35,9 +36,7 @@ ALIGNMENT = 64  # onnxruntime's
 Place = tuple[str, int, int]  # file, offset, length
 
 
-def build(
-    artifact: Artifact, graph: GPT2Graph, store: Store, frame: dict[str, Any]
-) -> dict[str, Any]:
+def build(artifact: Artifact, graph: GPT2Graph, store: Store, frame: FrameFiles) -> dict[str, Any]:
     """Quantizes, packs where the `frame` has windows for it, and puts the files into the store.
 
     Returns what a loader has to know: the `pieces` to be shown in a frame of this graph, in its
@@ -58,12 +57,12 @@ def build(
     def add(part: Part) -> tuple[list[bytes], list[bytes] | list[Place]]:
         """What is not packed, and what is; the large ones in the store already."""
         values = part.make()
-        if f"{EMBEDDING}.q" in values and not frame["as_known"]:
+        if f"{EMBEDDING}.q" in values and not frame.as_known:
             q, scales = values.values()
             entry["embedding"] = embeddings.add_quantized(q, scales, embedding.shape, store)
-        if part.node is None or not frame["windows"]:
+        if part.node is None or not frame.windows:
             return [values[name].tobytes() for name in part.shapes], []
-        if frame["as_known"]:
+        if frame.as_known:
             (name, q), (_, scales) = values.items()
             given = [values[other].tobytes() for other in part.shapes if other != name]
             return given, keep([packing.num_bytes(q)], [packing.packed(q, scales)])

@@ -32,7 +32,7 @@ from common import onnx_session
 from engine.artifacts.artifact import Artifact
 from engine.backends.onnx.frames import FrameFiles, Piece
 from engine.prepared.embeddings import Floats, Table, open_floats, open_table
-from engine.prepared.entries import MALFORMED, make_entry, read_entry
+from engine.prepared.entries import is_there, make_entry, read_entry
 from engine.prepared.files import hash_of
 from engine.prepared.folder import own_folder
 from engine.prepared.frame import cpu_model, frame_name, make_frame, read_frame, to_pieces
@@ -85,19 +85,17 @@ def _key(artifact: Artifact, precision: str) -> str:
 # Reading an entry
 
 
-def _read(folder: Path, key: str) -> Prepared | None:
-    try:
-        entry = read_entry(folder / f"{key}.json")
-        pieces = to_pieces(folder, entry["pieces"])
-        frame = read_frame(folder / entry["frame"])
-        if frame.lengths != [length for _, _, length in pieces]:
-            return None
-        table = entry["embedding"]
-        embedding = None if table is None else open_table(folder, *table)
-        positions = open_floats(folder, *entry["positions"])
-        return Prepared(frame, embedding, positions, entry["weight_bytes"], pieces)
-    except MALFORMED:
-        return None
+def _read(path: Path) -> Prepared:
+    """Raises one of `MALFORMED`."""
+    folder, entry = path.parent, read_entry(path)
+    pieces = to_pieces(folder, entry["pieces"])
+    frame = read_frame(folder / entry["frame"])
+    if frame.lengths != [length for _, _, length in pieces]:
+        raise ValueError(path)
+    table = entry["embedding"]
+    embedding = None if table is None else open_table(folder, *table)
+    positions = open_floats(folder, *entry["positions"])
+    return Prepared(frame, embedding, positions, entry["weight_bytes"], pieces)
 
 
 def build(
@@ -116,12 +114,12 @@ def build(
     try:
         name = frame_name(graph)
         frame = make_frame(graph, target / name, Path(frames) / name)
-        make_entry(
-            target / f"{key}.json",
-            lambda store: (
-                packing.build(artifact, graph, store, read_entry(frame)) | {"frame": frame.name}
-            ),
-        )
+        if not is_there(entry := target / f"{key}.json", _read):
+            found = read_frame(frame)
+            make_entry(
+                entry,
+                lambda store: packing.build(artifact, graph, store, found) | {"frame": frame.name},
+            )
     except OSError as error:
         return str(error)
     return None

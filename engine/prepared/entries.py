@@ -44,10 +44,11 @@ def read_entry(path: Path) -> dict[str, Any]:
     return entry
 
 
-def is_there(path: Path) -> bool:
-    """Whether there is an entry, with all its files."""
+def is_there(path: Path, read: Callable[[Path], object]) -> bool:
+    """Whether there is an entry that `read` can read, which raises one of `MALFORMED` if not: one
+    that another build of this code wrote may say too little, and its files be whole."""
     try:
-        read_entry(path)
+        read(path)
     except MALFORMED:
         return False
     return True
@@ -65,10 +66,9 @@ def _stamp(path: Path) -> list[int]:
 
 
 def make_entry(path: Path, make: Callable[[Store], dict[str, Any]]) -> None:
-    """Writes an entry and its files unless they are there. Raises `OSError`."""
-    if not is_there(path):
-        with tempfile.TemporaryDirectory(prefix=BUILDING, dir=path.parent) as building:
-            store = Store(path.parent, Path(building))
-            made = make(store)
-            made["files"] = {name: _stamp(path.parent / name) for name in sorted(store.names)}
-            write_object(path, made | {"said": _said(made)})
+    """Writes an entry and its files. Raises `OSError`."""
+    with tempfile.TemporaryDirectory(prefix=BUILDING, dir=path.parent) as building:
+        store = Store(path.parent, Path(building))
+        made = make(store)
+        made["files"] = {name: _stamp(path.parent / name) for name in sorted(store.names)}
+        write_object(path, made | {"said": _said(made)})

@@ -28,7 +28,8 @@ def read_frame(path: Path) -> FrameFiles:
     folder, entry = path.parent, read_entry(path)
     windows = to_pieces(folder, entry["windows"])
     plain, plain_bytes = entry["plain"], entry["plain_bytes"]
-    return FrameFiles(path.name, folder / entry["graph"], windows, plain, plain_bytes)
+    graph, as_known = folder / entry["graph"], entry["as_known"]
+    return FrameFiles(path.name, graph, windows, plain, plain_bytes, as_known)
 
 
 def to_pieces(folder: Path, said: list[Any]) -> list[Piece]:
@@ -44,7 +45,8 @@ def build_frame(config: dict[str, Any], precision: str, folders: list[str]) -> s
     blank = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes(sizes)}
     graph = GPT2Graph(sizes, blank, precision)
     paths = [Path(folder) / frame_name(graph) for folder in folders]
-    return str(next(filter(is_there, paths), None) or make_frame(graph, paths[-1]))
+    found = (path for path in paths if is_there(path, read_frame))
+    return str(next(found, None) or make_frame(graph, paths[-1]))
 
 
 def frame_name(graph: Any) -> str:
@@ -57,10 +59,12 @@ def make_frame(graph: Any, path: Path, source: Path | None = None) -> Path:
     """Makes a graph's frame where it is not, a copy of `source` if given."""
     from engine.prepared import build as packing
 
-    if source is not None and source != path and not is_there(path):
-        make_entry(path, partial(_copied, make_frame(graph, source)))
-    else:
-        make_entry(path, partial(packing.build_frame, graph))
+    if not is_there(path, read_frame):
+        if source in (None, path):
+            make = partial(packing.build_frame, graph)
+        else:
+            make = partial(_copied, make_frame(graph, source))
+        make_entry(path, make)
     return path
 
 

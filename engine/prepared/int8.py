@@ -28,7 +28,7 @@ from engine.artifacts.artifact import POSITIONS, Artifact, shapes
 from engine.artifacts.config import GPT2Config
 from engine.backends.onnx.quantize import ZERO, quantize
 from engine.backends.page_cache import Span
-from engine.prepared.entries import MALFORMED, make_entry, read_entry
+from engine.prepared.entries import is_there, make_entry, read_entry
 from engine.prepared.files import OWN_FILE_BYTES, Store, hash_of
 from engine.prepared.kept import kept, run_build
 from engine.prepared.manifest import Run, content_of, directly, from_manifest
@@ -91,11 +91,9 @@ def prepared(
         yield found
 
 
-def _read(folder: Path, key: str) -> Int8Weights | None:
-    try:
-        return Int8Weights(folder, read_entry(folder / f"{key}.json")["tensors"])
-    except MALFORMED:
-        return None
+def _read(path: Path) -> Int8Weights:
+    """Raises one of `MALFORMED`."""
+    return Int8Weights(path.parent, read_entry(path)["tensors"])
 
 
 # In the sandbox
@@ -105,7 +103,8 @@ def build(path: str, manifest: dict[str, Any], folder: str, key: str) -> str | N
     """Builds the entry if it is not there. Says what is wrong with a folder, if it is that."""
     artifact = from_manifest(Path(path), manifest)
     try:
-        make_entry(Path(folder) / f"{key}.json", partial(_make, artifact))
+        if not is_there(entry := Path(folder) / f"{key}.json", _read):
+            make_entry(entry, partial(_make, artifact))
     except OSError as error:
         return str(error)
     return None

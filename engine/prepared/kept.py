@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from common.errors import OutOfMemory
 from common.memory import MIB
 from engine.artifacts.artifact import Artifact
+from engine.prepared.entries import MALFORMED
 from engine.prepared.folder import cache_folder, remove_abandoned
 from engine.prepared.manifest import NICENESS, Run, to_manifest
 from engine.prepared.prune import in_use
@@ -32,11 +33,11 @@ def kept(
     artifact: Artifact,
     key: str,
     cache_dir: Path | None,
-    read: Callable[[Path, str], Prepared | None],
+    read: Callable[[Path], Prepared],
     build: Callable[[Path], str | None],
 ) -> Iterator[Prepared]:
-    """What `read` makes of the folder and the key; if it is nothing, `build` is called before,
-    which says what is wrong with a folder, if it is that.
+    """What `read` makes of the key's entry; if it raises one of `MALFORMED`, `build` is called
+    before, which says what is wrong with a folder, if it is that.
 
     The folder is `cache_dir` or `.prepared` in the artifact's. Where it cannot be written, the
     model is built in a temporary one, which is gone after the `with` (what has mapped its files
@@ -44,11 +45,17 @@ def kept(
     """
     folder = cache_folder(artifact.path, cache_dir)
 
+    def find(folder: Path) -> Prepared | None:
+        try:
+            return read(folder / f"{key}.json")
+        except MALFORMED:
+            return None
+
     def built(folder: Path) -> Prepared:
         folder.mkdir(parents=True, exist_ok=True)
         remove_abandoned(folder)
         problem = build(folder)
-        found = read(folder, key)
+        found = find(folder)
         if problem is not None or found is None:
             raise OSError(problem or f"{folder} does not keep what is written")
         return found
@@ -59,7 +66,7 @@ def kept(
             logger.warning("%s: its prepared models are another user's", artifact.path)
         else:
             stack.enter_context(in_use(folder))
-            found = read(folder, key)
+            found = find(folder)
             try:
                 found = found or built(folder)
             except OSError as error:

@@ -42,7 +42,7 @@ class FrameFiles:
     """What a frame is opened from (`engine.prepared.build.build_frame`).
 
     windows: where packed weights are; plain: name, type, shape and offset of the others, which are
-    `plain_bytes` of memory
+    `plain_bytes` of memory; as_known: whether matrices are packed as `onnx.packing` does
     """
 
     key: str
@@ -50,6 +50,7 @@ class FrameFiles:
     windows: list[Piece]
     plain: list[tuple[str, str, list[int], int]]
     plain_bytes: int
+    as_known: bool
 
     @property
     def lengths(self) -> list[int]:

@@ -23,6 +23,7 @@ from engine.backends.onnx import cpu
 from engine.backends.onnx.cpu import OnnxModel
 from engine.prepared import build
 from engine.prepared import cache as prepared
+from engine.prepared import entries as entries_of
 from engine.prepared import folder as cache_folder
 from engine.prepared.folder import own_folder
 from tests.engine.models import make_artifact
@@ -135,6 +136,19 @@ def test_a_damaged_entry_is_made_anew(
     after = files(cache)
     np.testing.assert_array_equal(answer(artifact, cache), whole)
     assert files(cache) == after
+
+
+def test_an_entry_of_another_build_that_says_too_little_is_made_anew(
+    artifact: Path, cache: Path
+) -> None:
+    expected = answer(artifact, cache)
+    for entry in cache.glob("*.json"):
+        whole = json.loads(entry.read_text(encoding="utf-8"))
+        for key in sorted(set(whole) - {"files", "said"}):
+            less = {name: value for name, value in whole.items() if name != key}
+            entry.write_text(json.dumps(less | {"said": entries_of._said(less)}), encoding="utf-8")
+            np.testing.assert_array_equal(answer(artifact, cache), expected, key)
+            assert set(json.loads(entry.read_text(encoding="utf-8"))) == set(whole), key
 
 
 def test_a_copied_cache_is_checked_once_and_used(artifact: Path, cache: Path) -> None:
