@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 BLOCK_SIZE = 64  # from 128 on, a row's result depends on the rows beside it (facts of 1.31)
 MIN_BLOCK_SIZE = 16
-NUMBERS_AT_ONCE = 1 << 16  # such a piece stays in a core's cache
+NUMBERS_AT_ONCE = 1 << 17  # such a piece stays in a core's cache
 ZERO = 128  # what MatMulNBits subtracts where no zero points are given
 MAX = 127
+MAGNITUDE = np.int32(0x7FFFFFFF)  # of a float32's bits, all but the sign
 
 
 def block_size(width: int) -> int:
@@ -37,16 +38,17 @@ def quantize(
 
     at_once = max(NUMBERS_AT_ONCE // (blocks * block), 1)
     w = np.zeros((at_once, blocks * block), dtype=np.float32)
-    magnitudes = np.empty_like(w)
+    magnitudes = np.empty(w.shape, dtype=np.int32)
     begins = np.arange(0, w.size, block)
     for begin in range(0, rows, at_once):
         count = min(at_once, rows - begin)
         w[:count, :width] = weight[begin : begin + count]
         v = w[:count].reshape(count, blocks, block)
-        np.abs(w[:count], out=magnitudes[:count])
-        # Half the time of `max(axis=-1)`, which begins anew for each block.
+        # The bits of magnitudes compare as these do, in half the time, and `reduceat` takes half
+        # of that of `max(axis=-1)`, which begins anew for each block.
+        np.bitwise_and(w[:count].view(np.int32), MAGNITUDE, out=magnitudes[:count])
         largest = np.maximum.reduceat(magnitudes[:count].reshape(-1), begins[: count * blocks])
-        scale = largest.reshape(count, blocks) / np.float32(MAX)
+        scale = largest.view(np.float32).reshape(count, blocks) / np.float32(MAX)
         scales[begin : begin + count] = scale
         # A block of zeros has the scale 0; any divisor gives its zeros back.
         v /= np.where(scale > 0, scale, 1)[..., None]
