@@ -26,6 +26,7 @@ class Bench:
     rounds: int | None = option(None, "(5, or 1 with --quick)", min=1)
     gateway: bool = option(False, "measure what stands in front of the engine")
     fleet: bool = option(False, "measure one, two and three servers behind HAProxy")
+    cpus: float | None = option(None, "of each server of --fleet (a core), by root", metavar="N")
     only: str | None = option(None, "what to measure; a wrong name lists all", metavar="NAME,...")
     json: Path | None = option(None, "(benchmark.json in the working folder)", metavar="FILE")
     plot: Path | None = option(None, "(benchmark.png in the working folder)", metavar="FILE")
@@ -63,6 +64,7 @@ def run(options: Bench) -> int:
     kogpt2 bench --pages            docs/benchmark*.json into the README and the pages
     kogpt2 bench --gateway          the gateway's own numbers instead
     kogpt2 bench --fleet            servers of one core behind HAProxy
+    kogpt2 bench --fleet --cpus 0.5 three on two cores
     kogpt2 bench --switching        eight models where five fit, and what a swap takes
     kogpt2 bench --switching --against 3e223a9 --sweep
     """

@@ -1,4 +1,5 @@
-"""Measured: one, two and three servers of one core behind HAProxy, and what the proxy costs."""
+"""Measured: one, two and three servers behind HAProxy, each of one core or of what `--cpus` says,
+and what the proxy costs."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from benchmarks.report.goals import Goal, Results
 from benchmarks.report.tables import page, shown, table
 from benchmarks.run import Run
 from benchmarks.server import Server, ask, free_port
+from benchmarks.switching.control_group import ControlGroup
 from engine.artifacts.config import GPT2Config
 
 CONFIGURATION = ROOT / "deploy" / "haproxy" / "haproxy.cfg"
@@ -34,6 +36,7 @@ class Plan:
     seconds: float = 20.0
     new_tokens: int = 32
     rounds: int = 3
+    cpus: float | None = None  # of a server; without it, a core of its own
 
     @classmethod
     def quick(cls) -> Plan:
@@ -119,34 +122,31 @@ class FleetRun(Run):
             return found
 
     def _nodes(self) -> Results:
-        cores = sorted(os.sched_getaffinity(0))
+        cores, each = len(os.sched_getaffinity(0)), self.plan.cpus or 1
         found: Results = {}
         for nodes in NODES:
-            if len(cores) < nodes:
-                self.results["skipped"][f"{nodes} servers"] = f"here are {len(cores)} cores"
+            if cores < nodes * each:
+                self.results["skipped"][f"{nodes} servers"] = f"here are {cores} cores"
                 continue
-            found[str(nodes)] = self._several(cores[:nodes])
-            found[str(nodes)]["alone"] = len(cores) > nodes  # on their cores
+            found[str(nodes)] = self._several(nodes)
+            found[str(nodes)]["alone"] = cores > nodes * each  # on what they have
         return found
 
-    def _several(self, cores: Sequence[int]) -> Results:
-        plan = self.plan
+    def _several(self, nodes: int) -> Results:
+        plan, cores = self.plan, sorted(os.sched_getaffinity(0))
         with contextlib.ExitStack() as started:
-            servers = [
-                started.enter_context(
-                    Server(
-                        self.store,
-                        self.log(f"{len(cores)}-{core}"),
-                        dict.fromkeys(NAMES, self.model),
-                        prefix=["taskset", "-c", str(core)],
-                    )
-                )
-                for core in cores
-            ]
+            servers = []
+            for number in range(nodes):
+                prefix = ["taskset", "-c", str(cores[number % len(cores)])]
+                if plan.cpus:
+                    prefix = started.enter_context(ControlGroup(cpus=plan.cpus, seen=True)).prefix
+                models, log = dict.fromkeys(NAMES, self.model), self.log(f"{nodes}-{number}")
+                server = Server(self.store, log, models, prefix=prefix)
+                servers.append(started.enter_context(server))
             proxy = started.enter_context(
                 HAProxy([server.port for server in servers], self.log("haproxy"))
             )
-            rounds = [self._round(servers[0], proxy, len(cores), r) for r in range(plan.rounds)]
+            rounds = [self._round(servers[0], proxy, nodes, r) for r in range(plan.rounds)]
         return {
             "tokens_per_s": [
                 sum(len(c) for c in r) * plan.new_tokens / plan.seconds for r in rounds
@@ -203,4 +203,5 @@ def _nodes_table(results: Results) -> Iterator[str]:
         )
         for nodes, found in results.get("nodes", {}).items()
     ]
-    yield from table(("servers of one core", "tokens a second", "p99, ms"), rows)
+    servers = f"servers of {results['plan'].get('cpus') or 1:g} cores"
+    yield from table((servers, "tokens a second", "p99, ms"), rows)

@@ -1,4 +1,5 @@
-"""Processes with less memory and a slower disk, as in a small container: a control group, by root.
+"""Processes with less memory, processor time and a slower disk, as in a small container: a control
+group, by root.
 
 A page is charged to the group that first reads it, so files must be out of the page cache before.
 """
@@ -6,6 +7,7 @@ A page is charged to the group that first reads it, so files must be out of the 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -15,36 +17,52 @@ from benchmarks.process import BenchmarkError
 
 ROOT = Path("/sys/fs/cgroup")
 EMPTY_S = 10.0
+PERIOD_US = 20_000  # short, so that a stream does not stand still for long
 
 
 class ControlGroup:
     """A context manager; `prefix` before a command puts what it runs into the group.
 
     seen: what runs sees the group where a container sees its own
+    cpus: so much processor time a second, as `docker run --cpus`
     """
 
-    def __init__(self, memory_mib: int, read_mb_s: int | None = None, seen: bool = False) -> None:
-        self._limits, self._seen = (memory_mib << 20, read_mb_s), seen
-        one = not (ROOT / "cgroup.controllers").exists()
-        parents = [ROOT / "memory", ROOT / "blkio"] if one else [ROOT]
-        self._folders = [parent / f"kogpt2-benchmark-{os.getpid()}" for parent in parents]
+    _made = itertools.count(1)
+
+    def __init__(
+        self,
+        memory_mib: int | None = None,
+        read_mb_s: int | None = None,
+        seen: bool = False,
+        cpus: float | None = None,
+    ) -> None:
+        one = not (ROOT / "cgroup.controllers").exists()  # version 1 has a tree for each controller
+        limits: list[tuple[str, str, str]] = []
+        self._seen, self._memory = seen, str((memory_mib or 0) << 20)
+        if memory_mib is not None:
+            limits += [("memory", "memory.limit_in_bytes" if one else "memory.max", self._memory)]
+        if read_mb_s is not None:
+            rate = read_mb_s * 1_000_000
+            file, line = ("blkio.throttle.read_bps_device", "") if one else ("io.max", "rbps=")
+            limits += [("blkio", file, f"{_disk()} {line}{rate}")]
+        if cpus is not None and one:
+            limits += [("cpu", "cpu.cfs_period_us", str(PERIOD_US))]
+            limits += [("cpu", "cpu.cfs_quota_us", str(int(PERIOD_US * cpus)))]
+        elif cpus is not None:
+            limits += [("cpu", "cpu.max", f"{int(PERIOD_US * cpus)} {PERIOD_US}")]
+        name = f"kogpt2-benchmark-{os.getpid()}-{next(self._made)}"
+        self._limits = {
+            (ROOT / controller if one else ROOT) / name / file: said
+            for controller, file, said in limits
+        }
+        self._folders = [*dict.fromkeys(file.parent for file in self._limits)]
 
     def __enter__(self) -> ControlGroup:
-        memory_bytes, read_mb_s = self._limits
         try:
             for folder in self._folders:
                 folder.mkdir()
-            if len(self._folders) == 2:
-                memory, disk = self._folders
-                (memory / "memory.limit_in_bytes").write_text(str(memory_bytes))
-                rate = (disk / "blkio.throttle.read_bps_device", "{} {}")
-            else:
-                (memory,) = self._folders
-                (memory / "memory.max").write_text(str(memory_bytes))
-                rate = (memory / "io.max", "{} rbps={}")
-            if read_mb_s is not None:
-                file, line = rate
-                file.write_text(line.format(_disk(), read_mb_s * 1_000_000))
+            for file, said in self._limits.items():
+                file.write_text(said)
         except OSError as error:
             self.__exit__()
             raise BenchmarkError(f"no control group: {error}") from None
@@ -63,8 +81,8 @@ class ControlGroup:
         joining = "".join(f"echo $$ > {folder / 'cgroup.procs'}; " for folder in self._folders)
         if not self._seen:
             return ["/bin/sh", "-c", f'{joining}exec "$@"', "sh"]
-        memory = self._folders[0]
-        joining += f"mount --bind {memory} {memory.parent}; "
+        for folder in self._folders:
+            joining += f"mount --bind {folder} {folder.parent}; "
         return ["unshare", "--mount", "/bin/sh", "-ec", f'{joining}exec "$@"', "sh"]
 
     @contextlib.contextmanager
@@ -79,7 +97,7 @@ class ControlGroup:
         try:
             yield
         finally:
-            limit.write_text(str(self._limits[0]))
+            limit.write_text(self._memory)
 
     def page_ins(self) -> dict[str, int]:
         """Major faults and pages that were read again soon after they had been let go."""

@@ -20,9 +20,11 @@ from benchmarks.engine import tables, uses
 from benchmarks.fleet import measurements as fleet
 from benchmarks.fleet import simulation
 from benchmarks.gateway import measurements as gateway
+from benchmarks.process import BenchmarkError
 from benchmarks.report import goals
 from benchmarks.switching import clients as switching_clients
 from benchmarks.switching import tables as switching
+from benchmarks.switching.control_group import ControlGroup
 from engine.artifacts.open import open_artifact
 from tests.fleet.haproxy import needs_haproxy
 
@@ -222,6 +224,24 @@ def test_a_fleet_is_measured_as_far_as_there_are_cores(tmp_path: Path) -> None:
     assert len(results["skipped"]) == len(fleet.NODES) - len(results["nodes"])
     for measured in results["nodes"].values():
         assert min(measured["tokens_per_s"]) > 0
+
+
+def test_what_runs_in_a_control_group_has_its_processor_time_and_sees_it() -> None:
+    busy = """if True:
+        import time
+        from common.cpus import cpu_count
+        began = time.monotonic()
+        while time.process_time() < 0.3: pass
+        print(cpu_count(), time.monotonic() - began)
+    """
+    try:
+        with ControlGroup(cpus=0.2, seen=True) as group:
+            command = [*group.prefix, sys.executable, "-c", busy]
+            cores, seconds = subprocess.check_output(command, cwd=ROOT, text=True).split()
+    except BenchmarkError as error:
+        pytest.skip(str(error))
+    assert int(cores) == 1
+    assert float(seconds) > 0.6
 
 
 def test_hashing_finds_models_loaded_and_bounded_load_keeps_a_hot_one_from_waiting() -> None:

@@ -21,8 +21,9 @@ class Compose:
     def __init__(self, file: str, image: str, **environment: str) -> None:
         """`image` is the server's."""
         self._command = [*_program(), "-p", f"kogpt2-{secrets.token_hex(4)}", "-f", file]
-        store = ["build", "-f", "tests/container/store/Dockerfile", "-t", STORE_IMAGE]
-        docker(*store, "--build-arg", f"IMAGE={image}", ".", timeout_s=BUILD_S)
+        # Not on the server's, which has another name each time that it is built.
+        store = ["-f", "tests/container/store/Dockerfile", "-t", STORE_IMAGE]
+        docker("build", *store, "requirements", timeout_s=BUILD_S)
         self.port = free_port()
         self._environment = {
             **os.environ,

@@ -59,7 +59,7 @@ def test_a_call_loads_a_demo_model_from_the_store(one: Compose) -> None:
     assert float(fetched.split()[1]) > 1_000_000  # over the network
 
 
-def test_a_fleet_answers_while_the_server_that_has_the_model_is_killed(fleet: Compose) -> None:
+def test_a_fleet_answers_while_servers_end_and_starts_them_again(fleet: Compose) -> None:
     def ask() -> tuple[int, bool, str]:
         answer = requests.post(fleet.url("/predictions/sowol"), json=PROMPT, timeout=90)
         return answer.status_code, TEXT in answer.text, answer.headers.get("x-served-by", "")
@@ -91,3 +91,10 @@ def test_a_fleet_answers_while_the_server_that_has_the_model_is_killed(fleet: Co
             one.result()
     assert {(status, right) for status, right, _ in seen} == {(200, True)}
     assert len({server for _, _, server in seen}) > 1
+
+    # One that ends by itself is started again; who kills a container does not want it back.
+    ended_by_itself = ask()[2]
+    container = fleet.run("ps", "-q", ended_by_itself)[1].split()[-1]
+    assert fleet.run("exec", "-T", ended_by_itself, "sh", "-c", "kill -TERM 1")[0] == 0
+    restarts = ("inspect", "-f", "{{.RestartCount}}", container)
+    eventually(lambda: int(docker(*restarts)) > 0 and ended_by_itself in answering(), START_S)
