@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -54,7 +55,9 @@ def kept(
     def built(folder: Path) -> Prepared:
         folder.mkdir(parents=True, exist_ok=True)
         remove_abandoned(folder)
+        began = time.monotonic()
         problem = build(folder)
+        logger.info("prepared %s in %.2f s", artifact.path.name, time.monotonic() - began)
         found = find(folder)
         if problem is not None or found is None:
             raise OSError(problem or f"{folder} does not keep what is written")

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import stat
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +45,8 @@ READ_MIB = 512
 READ_CPU_S = 20
 READ_BYTES_PER_CPU_S = 25 * MIB
 NICENESS = 5
+
+logger = logging.getLogger(__name__)
 
 Stamps = list[list[Any]]
 
@@ -105,7 +109,9 @@ class Manifests:
             cpu_s=READ_CPU_S + sum(size for _, size, *_ in stamps) // READ_BYTES_PER_CPU_S,
             niceness=NICENESS,
         )
+        began = time.monotonic()
         manifest: dict[str, Any] = run(read, str(path), what=path.name, limits=limits)
+        logger.info("read %s in %.2f s", path.name, time.monotonic() - began)
         file = self._file(path)
         if file is not None and stamps_of(path) == stamps:
             said = {"format": FORMAT, "path": str(path), "files": stamps, "artifact": manifest}
