@@ -47,6 +47,7 @@ class Model:
     fetched: Fetched | None = None
     in_flight: int = 0
     last_used: float = field(default_factory=lambda: time.monotonic())
+    last_shared: float = field(default_factory=lambda: time.monotonic())  # by requests at once
     restoring: bool = False
     restarts: Restarts = field(default_factory=Restarts)
     starts: int = 0  # of its worker, so far: tells what was seen before the last one

@@ -331,8 +331,10 @@ class Registry:
         try:
             yield model
         finally:
-            model.in_flight -= 1
             model.last_used = time.monotonic()
+            if model.in_flight > 1:
+                model.last_shared = model.last_used
+            model.in_flight -= 1
             if model.in_flight == 0:
                 model.set()
 

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 0.02
 IDLE_LOOK_S = 1.0
-# After so long a model keeps one connection of MMS's: sixteen of them cost it 4 MB.
+# So long after it last had two requests at once a model keeps one connection of MMS's: sixteen of
+# them cost it 4 MB.
 ONE_CONNECTION_S = 30.0
 
 Shortage = NoRoom | OutOfMemory
@@ -177,8 +178,9 @@ class Residency:
                     continue
                 if model.name in self._wanted:
                     continue
-                idle_s = time.monotonic() - model.last_used
-                if model.in_engine and model.connections > 1 and idle_s >= ONE_CONNECTION_S:
+                now = time.monotonic()
+                idle_s, alone_s = now - model.last_used, now - model.last_shared
+                if model.in_engine and model.connections > 1 and alone_s >= ONE_CONNECTION_S:
                     model.connections = 1
                     self._registry.spawn(self._workers.connect(model))
                 limit_s = model.settings.idle_unload_s

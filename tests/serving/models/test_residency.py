@@ -293,8 +293,10 @@ def test_a_model_has_as_many_connections_as_it_needs(tmp_path: Path) -> None:
         await asyncio.gather(*(use(parts, "a", 5) for _ in range(3)))
         assert parts.workers.connected == [("a", 16)]
         await asyncio.sleep(20)
-        await use(parts, "a")
-        await asyncio.sleep(29)
+        await asyncio.gather(use(parts, "a"), use(parts, "a"))
+        for _ in range(28):  # one after the other
+            await asyncio.sleep(1)
+            await use(parts, "a")
         assert parts.workers.connected == [("a", 16)]
         await asyncio.sleep(3)
         assert parts.workers.connected == [("a", 16), ("a", 1)]
