@@ -28,7 +28,6 @@ MIX = {
 STEADY_SHARE = 0.6
 PAUSE_S = 0.05  # of a client after each answer, on average
 RETRIES = 5
-LOST_S = 150.0  # nobody waits longer
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,14 @@ class Models:
     """Of the `steady` ones nobody unloads one; the others come and go, and change in the store.
 
     zipf: the exponent of their popularity, each kind's first the most popular; 0: all alike
+    full: those of the steady ones that are as large as KoGPT2; all others are tiny
     """
 
     steady: tuple[str, ...]
     moving: tuple[str, ...]
     versions: int  # of those that move; a steady one has one
     zipf: float = 0.0
+    full: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -61,7 +62,7 @@ class Models:
 
 class Clients:
     """`count` of them, from `start` to `stop`; `ops` is what happened. `put` replaces a model in
-    the store."""
+    the store. Nobody waits for longer than `lost_s`."""
 
     def __init__(
         self,
@@ -72,10 +73,11 @@ class Clients:
         put: Callable[[str, int], None],
         mix: Mapping[str, int] = MIX,
         pause_s: float = PAUSE_S,
+        lost_s: float = 150.0,
     ) -> None:
         self.ops: list[Op] = []
         self._ports, self._models, self._put = ports, models, put
-        self._seed, self._mix, self._pause_s = seed, mix, pause_s
+        self._seed, self._mix, self._pause_s, self._lost_s = seed, mix, pause_s, lost_s
         self._stop, self._go = threading.Event(), threading.Event()
         self._go.set()
         self._busy = 0
@@ -110,7 +112,9 @@ class Clients:
         """One request that nobody hangs up."""
         op = Op(f"{self._seed}-{client}-{kind}-{time.monotonic_ns()}", client, kind, model, 0, 0)
         op = replace(op, prompt=prompt, begin=time.monotonic())
-        return self._said(call(self._ports, request(kind, model, PROMPTS[prompt], url), op, LOST_S))
+        return self._said(
+            call(self._ports, request(kind, model, PROMPTS[prompt], url), op, self._lost_s)
+        )
 
     def _said(self, op: Op) -> Op:
         self.ops.append(op)
@@ -157,7 +161,7 @@ class Clients:
         for attempt in range(RETRIES):
             op = Op(f"{id}-{attempt}", client, kind, "" if kind == LIST else model, 0, 0)
             op = replace(op, prompt=prompt, begin=time.monotonic())
-            op = self._said(call(self._ports, asked, op, LOST_S, hang_up))
+            op = self._said(call(self._ports, asked, op, self._lost_s, hang_up))
             if op.status != 503 and (op.status or op.hung_up):
                 return
             # Where nobody listens, soon again.

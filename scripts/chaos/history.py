@@ -103,6 +103,8 @@ class History:
     faults: list[Done] = field(default_factory=list)
     views: list[View] = field(default_factory=list)
     left: list[str] = field(default_factory=list)  # after all was unloaded
+    # What the server held when it was started, and after all was unloaded.
+    empty: list[dict[str, int]] = field(default_factory=list)
     lines: dict[str, int] = field(default_factory=dict)  # of the server's log, by request
 
     def write(self, path: Path) -> None:

@@ -36,8 +36,18 @@ def lines(result: Result) -> list[str]:
         if op := violation.op:
             at = f"{op.begin - history.began:.2f} to {op.end - history.began:.2f} s"
             found.append(f"    {op.kind} {op.model} {op.id}, {at}: {op.status} {op.text!r}")
-    found.append(f"{len(result.violations)} violations")
+    found += [empty(history), f"{len(result.violations)} violations"]
     return found
+
+
+def empty(history: History) -> str:
+    """What the server held when it was started, and after all was unloaded."""
+    start, end = history.empty
+    rows = [
+        [name, f"{start.get(name, 0):,}", f"{end.get(name, 0):,}"]
+        for name in dict.fromkeys((*start, *end))
+    ]
+    return table(["", "at the start", "after all was unloaded"], rows)
 
 
 def _requests(history: History) -> list[str]:

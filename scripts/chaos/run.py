@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
+import shutil
 import tarfile
 import tempfile
 import time
@@ -22,13 +22,12 @@ from scripts.chaos.faults import Injector
 from scripts.chaos.history import LOAD, ROUTES, UNLOAD, History, View, text_key
 from scripts.chaos.plan import Plan
 from scripts.chaos.store import Store, store
-from scripts.chaos.system import System
+from scripts.chaos.system import SETTLED, System
 from scripts.lib.problem import Failed
 
 MODELS = Models(("소월", "동주", "steady"), ("봄", "여름", "moving"), 3)
 GROUP_MIB = 4096
-REQUEST_S, LOAD_S = 30, 60
-SETTLED = ("java", "launcher", "engine", "gateway", "host", "zygote")
+LOST_S = 90  # after the limit of a load nobody waits longer
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class Size:
     heal: how much longer than a quiet machine this one may take
     pause_s: of a client after each answer, on average
     image: what the server runs in as a container; "" for its processes alone
+    request_s, load_s: REQUEST_TIMEOUT_S, LOAD_TIMEOUT_S
     """
 
     clients: int = 8
@@ -50,6 +50,8 @@ class Size:
     heal: float = 1.0
     pause_s: float = PAUSE_S
     image: str = ""
+    request_s: int = 30
+    load_s: int = 60
 
 
 def nothing(system: System) -> contextlib.AbstractContextManager[object]:
@@ -76,11 +78,12 @@ def run(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         kept = stack.enter_context(store(folder / "moto.log"))
         environment = {**kept.environment, **_limits(plan, size)}
-        group = None if size.image else _group(stack)
-        shifts = not size.image and any(fault.kind == "clock" for fault in plan.faults)
-        clock = Clock(folder) if shifts else None
-        system = stack.enter_context(System(folder, environment, group, size.image, clock))
-        one = _Run(plan, size, system, kept, say)
+        broken = {fault.kind.partition(" ")[0] for fault in plan.faults}
+        group = _group(stack) if "memory" in broken and not size.image else None
+        clock = Clock(folder) if "clock" in broken and not size.image else None
+        small = "disk" in broken
+        system = stack.enter_context(System(folder, environment, group, size.image, clock, small))
+        one = _Run(plan, size, system, kept, archives(size.models, folder / "archives"), say)
         try:
             history = one.carry_out(beside)
         except BaseException:
@@ -92,8 +95,8 @@ def run(
 
 def _limits(plan: Plan, size: Size) -> dict[str, str]:
     return {
-        "REQUEST_TIMEOUT_S": str(REQUEST_S),
-        "LOAD_TIMEOUT_S": str(LOAD_S),
+        "REQUEST_TIMEOUT_S": str(size.request_s),
+        "LOAD_TIMEOUT_S": str(size.load_s),
         "ENGINE_MEMORY_MIB": str(size.room_mib),
         "SAGEMAKER_MULTI_MODEL": str(plan.multi_model).lower(),
         "DRAIN_S": "5",
@@ -114,20 +117,29 @@ class _Run:
         size: Size,
         system: System,
         store: Store,
+        archives: dict[tuple[str, int], Path],
         say: Callable[[str], None],
     ) -> None:
         self.plan, self.size, self.say = plan, size, say
-        self.system, self.store = system, store
-        self.archives = archives(size.models)
+        self.system, self.store, self.archives = system, store, archives
         self.clients = Clients(
-            system.ports, size.models, plan.seed, size.clients, self._put, size.mix, size.pause_s
+            system.ports,
+            size.models,
+            plan.seed,
+            size.clients,
+            self._put,
+            size.mix,
+            size.pause_s,
+            size.load_s + LOST_S,
         )
         store.changing = self._change
         self.injector = Injector(system, store)
-        self.history = History(plan.seed, plan.multi_model, REQUEST_S, LOAD_S, {}, time.monotonic())
+        self.history = History(
+            plan.seed, plan.multi_model, size.request_s, size.load_s, {}, time.monotonic()
+        )
 
     def _put(self, model: str, version: int) -> None:
-        self.store.put(model, self.archives[model, version])
+        self.store.put(model, self.archives[model, version].read_bytes())
 
     def _change(self, model: str) -> None:
         """In mid-download. A steady one stays what it is."""
@@ -138,6 +150,7 @@ class _Run:
         self, beside: Callable[[System], contextlib.AbstractContextManager[object]]
     ) -> History:
         history, clients, system = self.history, self.clients, self.system
+        history.empty.append(system.held())
         self._learn_texts()
         before, names = system.counted(), system.files("run")
         reserved = system.reserved_bytes()
@@ -157,6 +170,7 @@ class _Run:
             clients.stop()
         self._answers_again()
         history.left = list(self._left(before, names, reserved, files))
+        history.empty.append(system.held())
         history.ops = sorted(clients.ops, key=lambda op: op.begin)
         history.faults = sorted(self.injector.done, key=lambda fault: fault.begin)
         history.lines = dict(system.request_lines())
@@ -242,20 +256,24 @@ def _open_files(system: System, kind: str) -> dict[int, int]:
     return found
 
 
-def archives(models: Models) -> dict[tuple[str, int], bytes]:
-    """By model and version, each with weights of its own."""
-    found: dict[tuple[str, int], bytes] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for model in models.all:
-            for version in range(models.versions_of(model)):
-                made = random_model.make(Path(folder), random_model.TINY, len(found))
-                found[model, version] = _packed(made)
+def archives(models: Models, folder: Path) -> dict[tuple[str, int], Path]:
+    """By model and version, each with weights of its own, in `folder`, which is made."""
+    folder.mkdir()
+    found: dict[tuple[str, int], Path] = {}
+    for model in (model for model in models.all if model not in models.full):
+        for version in range(models.versions_of(model)):
+            made = random_model.make(folder, random_model.TINY, len(found))
+            found[model, version] = _packed(made)
+    tuned = random_model.fine_tunes(folder, random_model.FULL, len(models.full))
+    found |= {(model, 0): _packed(made) for model, made in zip(models.full, tuned, strict=True)}
     return found
 
 
-def _packed(folder: Path) -> bytes:
-    plain = io.BytesIO()
-    with tarfile.open(fileobj=plain, mode="w:gz", compresslevel=1) as tar:
+def _packed(folder: Path) -> Path:
+    """In the folder's place. Random numbers are not worth the time to compress them."""
+    packed = folder.with_suffix(".tar.gz")
+    with tarfile.open(packed, mode="w:gz", compresslevel=0) as tar:
         for file in sorted(folder.iterdir()):
             tar.add(file, file.name)
-    return plain.getvalue()
+    shutil.rmtree(folder)
+    return packed

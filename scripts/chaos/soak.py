@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,17 +24,23 @@ from scripts.chaos.plan import Plan
 from scripts.chaos.run import Result, Size
 from scripts.chaos.system import System
 from scripts.client.tables import ms, percent, table
+from serving.mms.leftovers import unix_sockets
 
-MODELS, MOVING = 100, 10
-# Of 1.1 MB each with a request's keys and values: a fifth of them has room.
-ROOM_MIB = 9
+MODELS, MOVING, FULL = 100, 10, 10
+# A fifth has room: of tiny ones of 0.45 MB, and of full-size ones with a row of keys and values.
+ROOM_MIB, FULL_MIB = 9, 475 + 73
+REQUEST_S = 120  # some wait until two full-size models before them have answered
+LOAD_S = 900  # a full-size model that is prepared for the first time, on a busy machine
 LOOK_S = 10.0
 WARM_UP = 1 / 6  # of the whole: the first ten minutes of an hour
 DRIFT, P99_DRIFT = 0.05, 0.10
 MIX = {"predictions": 60, "predictions-stream": 40, PUT: 1}
 # Kinds of faults that leave the machine as it was; what is killed begins again with less.
 FAULTS = ("kill worker", "kill host", "store 503", "store change", "store truncate", "stop engine")
-# What all of a run's samples have. Log bytes are those of a request.
+# What all of a run's samples have. Log bytes are those of a request. Files and threads are without
+# those of the connections from Multi Model Server to models' workers: a model has one, or sixteen
+# if several ask it at once, until that was half a minute ago, and Java keeps the thread of one that
+# is closed for a minute. They are as many as the load, not the time, has them be.
 KEYS = ("rss", "pss", "files_open", "threads", "processes", "sockets", "files", "log_bytes")
 
 
@@ -44,11 +51,26 @@ def plan(seed: int, minutes: float) -> Plan:
 
 
 def size(clients: int, models: int, heal: float, pause_s: float) -> Size:
+    """`models`: tiny ones, and a tenth as many full-size ones, each tenth of those that do not
+    change in the store."""
     names = tuple(f"시-{number}" for number in range(models))
-    moving = max(models * MOVING // MODELS, 1)
-    chosen = Models(names[moving:], names[:moving], 2, zipf=1.0)
-    room_mib = max(ROOM_MIB * models // MODELS, 3)
-    return Size(clients, chosen, MIX, room_mib, loaded=False, heal=heal, pause_s=pause_s)
+    moving, full = (max(models * share // MODELS, 1) for share in (MOVING, FULL))
+    large = tuple(f"대-{number}" for number in range(full))
+    steady = list(names[moving:])
+    for place, name in enumerate(large, 1):
+        steady.insert(10 * place - 1, name)
+    chosen = Models(tuple(steady), names[:moving], 2, zipf=1.0, full=large)
+    room_mib = max(ROOM_MIB * models // MODELS, 3) + max(full // 5, 1) * FULL_MIB
+    return Size(
+        clients,
+        chosen,
+        MIX,
+        room_mib,
+        heal=heal,
+        pause_s=pause_s,
+        request_s=REQUEST_S,
+        load_s=LOAD_S,
+    )
 
 
 @dataclass(frozen=True)
@@ -64,6 +86,8 @@ class Sample:
     sockets: int
     files: int
     log_bytes: int
+    connections: int
+    pooled: int  # threads
 
 
 class Samples:
@@ -101,17 +125,34 @@ class Samples:
             with contextlib.suppress(psutil.Error):
                 open_files += process.num_fds()
                 threads += process.num_threads()
+        sockets = len(list(system.run_dir.glob(".mms.sock.*")))
+        connections = sum(
+            path.startswith(f"{system.run_dir}/.mms.sock.") and not listens
+            for path, listens in unix_sockets()
+        )
+        pooled = sum(_pooled(java.pid) for java in system.processes("java"))
         return Sample(
             time.monotonic() - self._began,
             memory["rss"],
             memory["pss"],
-            open_files,
-            threads,
+            open_files - 2 * connections,  # its ends
+            threads - pooled,
             memory["processes"],
-            len(list(system.run_dir.glob(".mms.sock.*"))),
+            sockets,
             len(system.files()),
             system.log.stat().st_size,
+            connections,
+            pooled,
         )
+
+
+def _pooled(java: int) -> int:
+    """Multi Model Server's threads for connections and for what workers write: W-9000-model-1."""
+    count = 0
+    for name in Path(f"/proc/{java}/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has just ended
+            count += name.read_text(encoding="utf-8").startswith("W-")
+    return count
 
 
 def judged(samples: Sequence[Sample], history: History) -> dict[str, Any]:
@@ -154,6 +195,7 @@ def results(samples: Samples, result: Result, commit: str) -> dict[str, Any]:
         "requests": len(history.ops),
         "violations": [f"{violation.rule}: {violation.said}" for violation in kept],
         "left": history.left,
+        "empty": history.empty,
         "faults": [fault.kind for fault in history.faults],
         "judged": judged(samples.all, history),
         "samples": [asdict(sample) for sample in samples.all],

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ COMMANDS = {
     "zygote": "engine.sandbox.zygote",
     "texts": "engine.sandbox.zygote",
 }
+# Those that are there whatever is loaded, one of each.
+SETTLED = ("java", "launcher", "engine", "gateway", "host", "zygote")
 # The three folders that a fault fills. What else the server writes to is its log.
 DISKS = {"run": "RUN_DIR", "cache": "MODEL_CACHE", "prepared": "ENGINE_CACHE_DIR"}
 DISK_MIB = 96
@@ -41,9 +43,10 @@ QUIET_S = 60.0  # the most that is waited for all parts to agree
 
 
 class System(Server):
-    """The server, with each of its folders a small disk of its own where mounts are allowed.
+    """The server.
 
     image: what it runs in as a container, on the engine of this machine; "" for its processes alone
+    small_disks: each of its folders is one of its own where mounts are allowed
 
     Use as a context manager.
     """
@@ -55,8 +58,9 @@ class System(Server):
         group: ControlGroup | None = None,
         image: str = "",
         clock: Clock | None = None,
+        small_disks: bool = False,
     ) -> None:
-        self.group, self.disks, self.clock = group, Disks(folder), clock
+        self.group, self.disks, self.clock = group, Disks(folder, small_disks), clock
         self._image, self._name = image, f"kogpt2-{folder.name}"
         self.log = folder / "server.log"
         try:
@@ -184,6 +188,24 @@ class System(Server):
             for name in names
         }
 
+    def held(self) -> dict[str, int]:
+        """Counts, and bytes: of the folders, of the engine's budget, and in the memory of each
+        process that stays."""
+        found = dict(self.counted())
+        found["sockets"] = len(list(self.run_dir.glob(".mms.sock.*")))
+        for disk, name in DISKS.items():
+            sizes = list(_sizes(self.disks.folders[disk]))
+            found[f"{name} files"], found[f"{name} bytes"] = len(sizes), sum(sizes)
+        found["reserved bytes"] = self.reserved_bytes()
+        for kind in SETTLED:
+            for process in self.processes(kind):
+                with contextlib.suppress(psutil.Error):
+                    memory = process.memory_info()
+                    found[f"{kind} open files"] = process.num_fds()
+                    found[f"{kind} threads"] = process.num_threads()
+                    found[f"{kind} bytes"] = memory.rss - memory.shared
+        return found
+
     def reserved_bytes(self) -> int:
         """What the engine holds of its budget."""
         engine = EngineClient(str(self.run_dir / "engine.sock"))
@@ -201,6 +223,13 @@ class System(Server):
                 with contextlib.suppress(ValueError):
                     found[json.loads(line)["request_id"]] += 1
         return found
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            if path.is_file() and not path.is_symlink():
+                yield path.stat().st_size
 
 
 def _below(pid: int) -> list[psutil.Process]:
@@ -228,16 +257,16 @@ def processes_of(pid: int, kind: str) -> list[psutil.Process]:
 
 
 class Disks:
-    """A folder for each of `DISKS`, on a small tmpfs of its own where mounts are allowed."""
+    """A folder for each of `DISKS`, if `small` on a tmpfs of its own where mounts are allowed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, small: bool) -> None:
         self.folder = folder
         self.folders = {name: folder / name for name in DISKS}
         self.mounted = False
         for path in self.folders.values():
             path.mkdir(exist_ok=True)
             path.chmod(0o777)  # the server may be another user
-        if os.geteuid() == 0:
+        if small and os.geteuid() == 0:
             done = [self._mount(path) for path in self.folders.values()]
             self.mounted = all(done)
         self.environment = {DISKS[name]: str(path) for name, path in self.folders.items()}

@@ -1,0 +1,29 @@
+"""What the soak asks of a server, and what it calls growth."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.chaos import soak
+from tests.chaos.histories import history, op
+
+
+def sample(at_s: float, rss: int) -> soak.Sample:
+    return soak.Sample(at_s, rss, rss, 500, 100, 30, 20, 400, 1000, 20, 80)
+
+
+def test_each_tenth_of_the_models_by_popularity_is_full_size_and_a_fifth_has_room() -> None:
+    size = soak.size(16, 100, 1.0, 0.05)
+    assert [
+        rank for rank, name in enumerate(size.models.steady, 1) if name in size.models.full
+    ] == [*range(10, 101, 10)]
+    assert len(size.models.all) == 110
+    assert 2 * soak.FULL_MIB < size.room_mib < 3 * soak.FULL_MIB
+
+
+@pytest.mark.parametrize(("last", "drift"), [(100, 0.0), (120, 0.2), (80, -0.2)])
+def test_growth_is_counted_from_after_the_warm_up(last: int, drift: float) -> None:
+    samples = [sample(at, 10 if at < 10 else 100 if at < 50 else last) for at in range(61)]
+    judged = soak.judged(samples, history(op("predictions", 0, 1)))
+    assert judged["rss"]["drift"] == pytest.approx(drift)
+    assert judged["threads"]["drift"] == 0
