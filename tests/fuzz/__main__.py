@@ -85,9 +85,15 @@ def against_a_server(minutes: float, seed: int, clients: int) -> None:
                         one.result()
                     statuses = sum((client.statuses for client in asking), Counter[int]())
                     print(f"{statuses.total()} requests", file=sys.stderr)
+                ended.set()
+                live.check(server, processes, alone=clients == 1)
+            except BaseException:
+                log = Path("fuzz-server.log")
+                log.write_text(server.text(), encoding="utf-8")
+                print(f"seed {seed}: the server's log is in {log.absolute()}", file=sys.stderr)
+                raise
             finally:
                 ended.set()
-        live.check(server, processes, alone=clients == 1)
         longest_ms = statistics(server)["longest_step_s"] * 1e3
     print(f"seed {seed}\nstatus{'requests':>12}")
     for status, count in sorted(statuses.items()):
