@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from scripts.lib.problem import Problem
@@ -34,6 +35,7 @@ class Account:
 
     def __init__(self, options: Aws) -> None:
         import boto3
+        from botocore.config import Config
         from botocore.exceptions import ProfileNotFound
 
         try:
@@ -45,15 +47,8 @@ class Account:
         if not self._session.region_name:
             raise Problem("no region: give --region, set AWS_REGION, or run `aws configure`")
         self.region: str = self._session.region_name
-        self._clients: dict[str, Any] = {}
-
-    def client(self, service: str) -> Any:
-        from botocore.config import Config
-
-        if service not in self._clients:
-            config = Config(retries={"mode": "standard", "max_attempts": 6})
-            self._clients[service] = self._session.client(service, config=config)
-        return self._clients[service]
+        config = Config(retries={"mode": "standard", "max_attempts": 6})
+        self.client: Callable[[str], Any] = cache(partial(self._session.client, config=config))
 
     def pricing(self) -> Any:
         """A client of the Pricing API, which answers in us-east-1 for all regions; impatient, as

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -44,7 +45,9 @@ class Stack:
         self, body: str, values: dict[str, str], tags: dict[str, str]
     ) -> dict[str, Any] | None:
         """A change set, None where nothing would change. Raises `Problem` with AWS's reason."""
-        status = None if self.description is None else self.description["StackStatus"]
+        from botocore.exceptions import WaiterError
+
+        status = (self.description or {}).get("StackStatus")
         if status in STUCK:
             raise Problem(f"stack {self.name} is {status}: kogpt2 teardown {self.name} removes it")
         made = self._client.create_change_set(
@@ -57,13 +60,11 @@ class Stack:
             Capabilities=["CAPABILITY_IAM"],
             **({"OnStackFailure": "DELETE"} if self.is_new else {}),
         )
-        poll_s = FIRST_POLL_S
-        while True:
-            plan: dict[str, Any] = self._client.describe_change_set(ChangeSetName=made["Id"])
-            if plan["Status"] not in ("CREATE_PENDING", "CREATE_IN_PROGRESS"):
-                break
-            time.sleep(poll_s)
-            poll_s = min(LONGEST_POLL_S, poll_s * 1.5)
+        with contextlib.suppress(WaiterError):  # it failed; its reason is below
+            self._client.get_waiter("change_set_create_complete").wait(
+                ChangeSetName=made["Id"], WaiterConfig={"Delay": 1, "MaxAttempts": 600}
+            )
+        plan: dict[str, Any] = self._client.describe_change_set(ChangeSetName=made["Id"])
         if plan["Status"] != "FAILED":
             return plan
         self.drop(plan)

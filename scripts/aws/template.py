@@ -24,10 +24,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 def _function(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> dict[str, Any]:
     key = name if name in ("Ref", "Condition") else f"Fn::{name}"
-    if isinstance(node, yaml.ScalarNode):
-        return {key: loader.construct_scalar(node)}
-    assert isinstance(node, yaml.SequenceNode)
-    return {key: loader.construct_sequence(node, deep=True)}
+    items = isinstance(node, yaml.SequenceNode)
+    return {key: loader.construct_sequence(node, deep=True) if items else node.value}
 
 
 _Loader.add_multi_constructor("!", _function)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,15 @@ from moto.cloudformation.models import Stack as StackOfMoto
 from moto.core import DEFAULT_ACCOUNT_ID
 
 from scripts import cli
+from scripts.aws import account
 from scripts.aws.deploy import Options
 from scripts.aws.refusals import refuse, refuse_update
-from scripts.aws.template import body, option_name, template, with_defaults
+from scripts.aws.template import FILE, body, option_name, template, with_defaults
 from scripts.lib.problem import Problem
 from tests.scripts.aws.cloud import REGION, Cloud
 
+# Of scripts/aws, what is no provisioning: the choice of an instance, and commands of their own.
+APART = {"instances", "logs", "push", "upload"}
 MANY = "x --models s3://b/p/"
 ONE = "x --model s3://b/p/m.tar.gz"
 IMAGE = f"123456789012.dkr.ecr.{REGION}.amazonaws.com/team/kogpt2-serving:v1"
@@ -50,6 +54,11 @@ def test_the_template_fits_the_schemas_of_aws() -> None:
     group = {"Type": "AWS::Logs::LogGroup", "Properties": {"RetentionInDays": 31}}
     found = lint(json.dumps({"Resources": {"Logs": group}}), config=config)
     assert "E3030" in {match.rule.id for match in found}
+
+
+def test_provisioning_is_the_template_and_a_thin_call() -> None:
+    files = [file for file in Path(account.__file__).parent.glob("*.py") if file.stem not in APART]
+    assert sum(len(file.read_text("utf-8").splitlines()) for file in [*files, FILE]) <= 1200
 
 
 def test_the_console_groups_every_parameter() -> None:
