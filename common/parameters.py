@@ -5,8 +5,8 @@ Names are those of Hugging Face's text generation APIs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from common import fields as checks
@@ -15,6 +15,25 @@ from common.errors import InvalidRequest
 MAX_SEQUENCES = 16
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+
+# What each may be: called with its name and the value given, the value to use.
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "max_new_tokens": lambda n, v: checks.integer(n, v, 1, 1_000_000),
+    "stop": checks.stops,
+    "do_sample": checks.boolean,
+    "temperature": lambda n, v: checks.number(n, v, 0, 100, above=True),
+    "top_k": lambda n, v: checks.integer(n, v, 0, 1_000_000),
+    "top_p": lambda n, v: checks.number(n, v, 0, 1, above=True),
+    "repetition_penalty": lambda n, v: checks.number(n, v, 0, 100, above=True),
+    "frequency_penalty": lambda n, v: checks.number(n, v, -2, 2),
+    "presence_penalty": lambda n, v: checks.number(n, v, -2, 2),
+    "logit_bias": checks.biases,
+    "seed": lambda n, v: checks.integer(n, v, 0, MAX_SEED),
+    "num_return_sequences": lambda n, v: checks.integer(n, v, 1, MAX_SEQUENCES),
+    "logprobs": lambda n, v: checks.integer(n, v, 0, MAX_LOGPROBS),
+    "return_full_text": checks.boolean,
+    "decoder_input_details": checks.boolean,
+}
 
 
 @dataclass(frozen=True)
@@ -66,38 +85,19 @@ class Parameters:
             given = {}
         if not isinstance(given, Mapping):
             raise InvalidRequest(f"parameters must be a JSON object, is {checks.kind(given)}")
-        known = [f.name for f in fields(cls)]
         for name in given:
-            if name not in known:
+            if name not in CHECKS:
                 raise InvalidRequest(
-                    f"parameters.{name} is not known; known are {', '.join(sorted(known))}"
+                    f"parameters.{name} is not known; known are {', '.join(sorted(CHECKS))}"
                 )
         values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        integer, number = checks.integer, checks.number
-        check = {
-            "max_new_tokens": lambda n, v: integer(n, v, 1, 1_000_000),
-            "stop": checks.stops,
-            "do_sample": checks.boolean,
-            "temperature": lambda n, v: number(n, v, 0, 100, above=True),
-            "top_k": lambda n, v: integer(n, v, 0, 1_000_000),
-            "top_p": lambda n, v: number(n, v, 0, 1, above=True),
-            "repetition_penalty": lambda n, v: number(n, v, 0, 100, above=True),
-            "frequency_penalty": lambda n, v: number(n, v, -2, 2),
-            "presence_penalty": lambda n, v: number(n, v, -2, 2),
-            "logit_bias": checks.biases,
-            "seed": lambda n, v: integer(n, v, 0, MAX_SEED),
-            "num_return_sequences": lambda n, v: integer(n, v, 1, MAX_SEQUENCES),
-            "logprobs": lambda n, v: integer(n, v, 0, MAX_LOGPROBS),
-            "return_full_text": checks.boolean,
-            "decoder_input_details": checks.boolean,
-        }
-        values = {name: check[name](f"parameters.{name}", v) for name, v in values.items()}
+        values = {name: CHECKS[name](f"parameters.{name}", v) for name, v in values.items()}
         sampling = ("temperature", "top_k", "top_p", "seed")
         implied = any(name in values for name in sampling)
         if defaults:
             if implied:
                 values.setdefault("do_sample", True)
-            model_values = {name: check[name](name, value) for name, value in defaults.items()}
+            model_values = {name: CHECKS[name](name, value) for name, value in defaults.items()}
             values = {**model_values, **values}
             implied = any(name in values for name in sampling)
         values.setdefault("do_sample", implied)

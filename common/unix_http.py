@@ -18,6 +18,8 @@ RESTS_S = 4.0
 MAX_HEADER_BYTES = 65_536
 # Of a stream that nobody reads; its sender waits then.
 UNREAD_BYTES = 65_536
+# A request is copied into one piece up to here.
+TOGETHER_BYTES = 65_536
 IDEMPOTENT = ("GET", "PUT", "DELETE")
 
 Headers = Mapping[str, str]
@@ -127,8 +129,11 @@ class _Connection(asyncio.Protocol):
         if self.is_closed:
             raise ConnectionResetError("the connection was closed")
         self._timer = self._loop.call_later(timeout_s, self._fail, asyncio.TimeoutError())
-        self._transport.write(head)
-        if body:
+        # Each write is sent at once: of a short request the other side shall wake once.
+        if len(body) <= TOGETHER_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
             self._transport.write(body)
         while not (self._complete or (self._has_head and not whole)):
             await self._change()

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from common.errors import EngineError, EngineUnavailable, ModelNotFound, named
+from engine.http.connection import Connection
 
 LOAD_TIMEOUT_S = 300.0
 # Longer than the supervisor needs to start the engine again.
@@ -58,11 +59,8 @@ class Uses:
         self.ended = False
 
     @contextlib.contextmanager
-    def of(self, connection: http.client.HTTPConnection) -> Iterator[None]:
+    def of(self, used: socket.socket) -> Iterator[None]:
         """While a request is on this connection. Raises `ModelNotFound` after `end`."""
-        if connection.sock is None:
-            connection.connect()
-        used = connection.sock
         with self._lock:
             if self.ended:
                 raise ModelNotFound("the model is unloaded")
@@ -98,35 +96,34 @@ class EngineClient:
         uses: Uses | None = None,
     ) -> Any:
         """The parsed answer. Raises the engine's error, or `EngineUnavailable`."""
-        connection: Any = getattr(self._local, "connection", None)
+        connection: Connection | None = getattr(self._local, "connection", None)
         payload = None if body is None else json.dumps(body).encode()
         for fresh in (connection is None, True):
-            if fresh:
-                self.close()
-                connection = self._local.connection = UnixConnection(self._path, timeout_s)
             try:
-                if connection.sock is not None:
-                    connection.sock.settimeout(timeout_s)
-                with uses.of(connection) if uses else contextlib.nullcontext():
-                    connection.request(method, url, payload, {"Content-Type": "application/json"})
-                    response = connection.getresponse()
-                    content = response.read()
+                if fresh:
+                    self.close()
+                    connection = self._local.connection = Connection(self._path, timeout_s)
+                assert connection is not None
+                with uses.of(connection.socket) if uses else contextlib.nullcontext():
+                    status, headers, content = connection.ask(method, url, payload, timeout_s)
             except TimeoutError as error:
                 self.close()
                 message = f"the engine did not answer within {timeout_s:.0f} s"
                 raise EngineUnavailable(message) from error
-            except (OSError, http.client.HTTPException) as error:
+            except OSError as error:
                 self.close()
                 if not fresh and isinstance(error, _IDLE_CLOSED):
                     continue  # the kept connection had been closed while it was idle
                 raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
-            if response.status >= 400:
-                raise error_of(response.status, content, response.headers.get("Retry-After"))
+            if headers.get("connection") == "close":
+                self.close()
+            if status >= 400:
+                raise error_of(status, content, headers.get("retry-after"))
             return json.loads(content) if content else None
         raise EngineUnavailable("the engine is not there", retry_after_s=1)
 
     def close(self) -> None:
-        connection = getattr(self._local, "connection", None)
+        connection: Connection | None = getattr(self._local, "connection", None)
         if connection is not None:
             connection.close()
             self._local.connection = None
@@ -161,7 +158,7 @@ class EngineClient:
 
 
 # What a kept connection answers when the engine had closed it before this request.
-_IDLE_CLOSED = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
+_IDLE_CLOSED = (BrokenPipeError, ConnectionResetError)
 
 
 class Lease:

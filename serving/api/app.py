@@ -55,9 +55,9 @@ class App:
         both = [*health, *documents]
         self._inference = self._app(
             [
+                *Inference(gateway).routes(),  # each is tried in turn
                 *both,
                 *Console(gateway).routes(),
-                *Inference(gateway).routes(),
                 *OpenAI(gateway).routes(),
                 *V2(gateway).routes(),
                 *management,

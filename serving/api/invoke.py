@@ -216,7 +216,9 @@ class Counted:
 
 def _query(request: Request) -> Query:
     """For services of Multi Model Server. Raises `BadRequest` for one that it could not take."""
-    size = len(request.url.query)
+    size = len(request.scope["query_string"])
+    if not size:
+        return ()
     if size > MAX_QUERY_CHARACTERS:
         raise BadRequest(
             f"the query has {size} characters, at most {MAX_QUERY_CHARACTERS} are taken: send it"
@@ -271,14 +273,13 @@ async def _ask_once(
     timeout_s: float,
 ) -> Answer | None:
     """None if the worker is given up meanwhile: MMS would not answer then."""
-    call = asyncio.create_task(gateway.mms.invoke(model.id, body, headers, timeout_s, query))
-    lost = asyncio.create_task(model.lost.wait())
-    try:
-        await asyncio.wait((call, lost), return_when=asyncio.FIRST_COMPLETED)
-        return await call if call.done() else None
-    finally:
-        call.cancel()
-        lost.cancel()
+    with CancelScope() as scope:
+        model.asked.add(scope)
+        try:
+            return await gateway.mms.invoke(model.id, body, headers, timeout_s, query)
+        finally:
+            model.asked.remove(scope)
+    return None
 
 
 def _error_of_mms(model: Model, answer: Answer | None) -> ServingError:
@@ -301,10 +302,11 @@ def _response(answer: Answer) -> Response:
 def forwarded_headers(request: Request) -> dict[str, str]:
     """The headers for a worker. Raises `BadRequest` for one that it could not take."""
     found = {REQUEST_ID: request.state.request_id}
+    given = dict(reversed(request.headers.items()))  # the first of each name
+    if AWS_ACCEPT in given:  # the AWS client's call for a stream has another name for it
+        given["accept"] = given[AWS_ACCEPT]
     for name in FORWARDED:
-        value = request.headers.get(name)
-        if name == "accept":  # the AWS client's call for a stream has another name for it
-            value = request.headers.get(AWS_ACCEPT, value)
+        value = given.get(name)
         if value is None:
             continue
         if name == TARGET_MODEL and not value.isascii():

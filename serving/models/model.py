@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from anyio import CancelScope
+
 from serving.models.admission import Line
 from serving.models.model_settings import ModelSettings
 from serving.store import Fetched, StoredModel
@@ -57,8 +59,8 @@ class Model:
     socket: str = ""  # where its worker listens for MMS
     connections: int = 1  # of MMS's to that worker, for a model of the engine's
     error: Exception | None = None
-    # Set when its worker is given up: requests that wait for that worker try again.
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    # Cancelled when its worker is given up: requests that wait for that worker try again.
+    asked: set[CancelScope] = field(default_factory=set)
     # What waits for it and what it works on.
     line: Line = field(default_factory=Line)
     batch_size: int = 1  # requests that one of its workers takes at once

@@ -121,8 +121,8 @@ class Recovery:
             async with self._workers.turn:
                 with contextlib.suppress(ServingError):
                     await self._workers.unregister(model.id)
-                lost, model.lost = model.lost, asyncio.Event()
-                lost.set()
+                for scope in model.asked:
+                    scope.cancel()
                 limit_s = self._settings.load_timeout_s
                 await asyncio.wait_for(self._workers.start(model), limit_s)
             model.starts += 1

@@ -104,9 +104,9 @@ def test_the_errors_of_the_engine_are_raised_as_they_were_there(
 
 def test_a_connection_is_used_again(client: EngineClient) -> None:
     client.request("GET", "/health")
-    first = client._local.connection.sock
+    first = client._local.connection.socket
     client.request("GET", "/health")
-    assert client._local.connection.sock is first
+    assert client._local.connection.socket is first
 
 
 def test_threads_do_not_share_connections(handle: ModelHandle) -> None:
