@@ -6,6 +6,7 @@ whether loading and unloading leaves memory behind.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import statistics
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from benchmarks import random_model
 from benchmarks.engine.process import measure_cycles
-from benchmarks.gateway import fetching, streams
+from benchmarks.gateway import fetching, hand_offs, streams
 from benchmarks.report.goals import Goal, Results
 from benchmarks.report.tables import Row, medians, page, shown, table
 from benchmarks.run import Run
@@ -33,6 +34,7 @@ class Plan:
     archived_layers: int = 4  # in fp16, about 130 MB as a .tar.gz
     starts: int = 5
     calls: int = 2000
+    hand_offs: int = 300
     streams: int = 100
     cold_calls: int = 10
     fetches: int = 3
@@ -41,7 +43,7 @@ class Plan:
     @classmethod
     def quick(cls) -> Plan:
         """Some seconds on tiny models: shows that everything runs, not how fast."""
-        return cls(random_model.TINY, 1, 1, 50, 3, 2, 1, 5)
+        return cls(random_model.TINY, 1, 1, 50, 20, 3, 2, 1, 5)
 
 
 def added_ms(results: Results) -> list[float]:
@@ -69,7 +71,8 @@ GOALS: tuple[Goal, ...] = (
 
 
 class GatewayRun(Run):
-    PARTS = DEFAULT = ("starts", "calls", "streams", "cold", "fetching", "cycles")
+    DEFAULT = ("starts", "calls", "streams", "cold", "fetching", "cycles")
+    PARTS = (*DEFAULT, "hand-offs")
     GOALS = GOALS
 
     def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
@@ -86,6 +89,7 @@ class GatewayRun(Run):
         parts: dict[str, Callable[[], Results]] = {
             "starts": self._starts,
             "calls": self._calls,
+            "hand-offs": self._hand_offs,
             "streams": self._streams,
             "cold": self._cold,
             "fetching": self._fetching,
@@ -120,6 +124,20 @@ class GatewayRun(Run):
                 connection.close()
         return {name: each[WARM_UP:] for name, each in found.items()}
 
+    def _hand_offs(self) -> Results:
+        """Of one request after the other. Needs `perf`, and root."""
+        with (
+            Server(self.store, self.log("hand-offs"), {"m": self.tiny}) as server,
+            contextlib.closing(server.connect()) as connection,
+        ):
+
+            def once() -> None:
+                ask(connection, "m", self.text, hand_offs.TOKENS)
+
+            for _ in range(WARM_UP):
+                once()
+            return hand_offs.measure(server.pid, once, self.plan.hand_offs, self.workdir / "perf")
+
     def _streams(self) -> Results:
         return streams.measure(
             self.store, self.models, self.text, self.plan.streams, self.log("streams")
@@ -150,7 +168,9 @@ class GatewayRun(Run):
 
 
 def lines(results: Results) -> str:
-    return page(results, "the gateway", table(("", ""), [*rows(results)]))
+    handed = [*hand_offs.rows(results["hand-offs"])] if "hand-offs" in results else []
+    hand_off_table = table(("thread", "to wake, us", "computes, us"), handed)
+    return page(results, "the gateway", table(("", ""), [*rows(results)]), hand_off_table)
 
 
 def rows(results: Results) -> Iterator[Row]:

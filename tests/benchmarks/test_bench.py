@@ -203,7 +203,7 @@ def test_the_gateway_is_measured_and_every_goal_of_it_is_shown(tmp_path: Path) -
     assert result.returncode == 0, result.stderr
     results = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert results["skipped"] == {}
-    assert set(gateway.GatewayRun.PARTS) <= set(results)
+    assert set(gateway.GatewayRun.DEFAULT) <= set(results)
     for goal in results["goals"]:
         assert f"| {goal['name']} " in result.stdout
         assert goal["value"]["median"] > -100, goal
