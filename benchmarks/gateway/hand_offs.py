@@ -106,7 +106,20 @@ def measure(pid: int, ask: Callable[[], Any], count: int, data: Path) -> dict[st
     its `thread`, and medians `wake_us` and `computed_us`. `pid` is the server's."""
     if shutil.which("perf") is None:
         raise BenchmarkError("no perf")
-    command = ["perf", "record", "-q", "-a", "-k", "mono", "-m", "4096", "-e", EVENTS, "-o", data]
+    command: list[str | Path] = [
+        "perf",
+        "record",
+        "-q",
+        "-a",
+        "-k",
+        "mono",
+        "-m",
+        "4096",
+        "-e",
+        EVENTS,
+        "-o",
+        data,
+    ]
     recorder = subprocess.Popen(command, stderr=subprocess.PIPE)
     time.sleep(SETTLE_S)
     if recorder.poll() is not None:
@@ -122,7 +135,7 @@ def measure(pid: int, ask: Callable[[], Any], count: int, data: Path) -> dict[st
     finally:
         recorder.send_signal(signal.SIGINT)
         recorder.communicate()
-    script = ["perf", "script", "--ns", "-F", "tid,time,event,trace", "-i", data]
+    script: list[str | Path] = ["perf", "script", "--ns", "-F", "tid,time,event,trace", "-i", data]
     told = subprocess.run(script, capture_output=True, text=True, check=True).stdout
     schedule = Schedule(told.split("\n"))
     client = os.getpid()

@@ -13,7 +13,9 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from common.one_write import join
 from engine import backends, sandbox
 from engine.http.server import EngineApp
 from engine.registry import Engine
@@ -38,6 +40,18 @@ def listen(path: str) -> socket.socket:
     return listener
 
 
+class _Protocol(HttpToolsProtocol):
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        async def answer(scope: Any, receive: Any, send: Any) -> None:
+            async def send_on(message: Any) -> None:
+                join(cycle, message)
+                await send(message)
+
+            await app(scope, receive, send_on)
+
+        super()._start_asgi_task(cycle, answer)
+
+
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, app: EngineApp) -> None:
         super().__init__(config)
@@ -57,6 +71,7 @@ def serve(settings: Settings) -> None:
         app = EngineApp(engine)
         config = uvicorn.Config(
             app.asgi,
+            http=_Protocol,
             log_config=None,
             access_log=False,
             proxy_headers=False,

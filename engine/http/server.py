@@ -79,9 +79,9 @@ class EngineApp:
         self._cancelled: deque[str] = deque(maxlen=CANCELLED_KEPT)
         self.asgi = Starlette(
             routes=[
+                Route("/models/{name:path}/generate", self._generate, methods=["POST"]),
                 Route("/models", self._load, methods=["POST"]),
                 Route("/models", self._list, methods=["GET"]),
-                Route("/models/{name:path}/generate", self._generate, methods=["POST"]),
                 Route("/models/{name:path}", self._unload, methods=["DELETE"]),
                 Route("/requests/{id}", self._cancel, methods=["DELETE"]),
                 Route("/room", self._room, methods=["POST"]),

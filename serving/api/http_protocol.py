@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from common.one_write import join
 from common.worker_protocol import REQUEST_ID
 from serving.errors import BadRequest, HeadersTooLarge, RequestTimeout, ServingError, Unavailable
 
@@ -210,6 +211,7 @@ class HTTPProtocol(HttpToolsProtocol):
         async def answer(scope: Any, receive: Any, send: Any) -> None:
             async def send_on(message: Any) -> None:
                 self._prepare(cycle, message)
+                join(cycle, message)
                 await send(message)
 
             await app(scope, receive, send_on)

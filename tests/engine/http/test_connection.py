@@ -71,7 +71,7 @@ def test_who_hangs_up_before_an_answer_may_be_asked_again(listener: socket.socke
     ],
 )
 def test_a_broken_answer_is_none(listener: socket.socket, answer: bytes) -> None:
-    with pytest.raises(OSError, match="^the answer") as caught:
+    with pytest.raises(OSError, match="the answer") as caught:
         answered(listener, answer)
     assert not isinstance(caught.value, ConnectionError)
 

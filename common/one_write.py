@@ -1,0 +1,55 @@
+"""An answer's head and body in one write, for uvicorn's protocol on httptools.
+
+uvloop sends each write at once, so who waits for an answer would be woken for its head, and wait
+again for its body.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+# Longer ones are not copied for it.
+MOST_BYTES = 65_536
+
+
+def join(cycle: RequestResponseCycle, message: Any) -> None:
+    """To be called with each message before it is sent: of an answer whose length is known the
+    head waits for what follows it. There is a body, so it does follow."""
+    if (
+        message["type"] == "http.response.start"
+        and cycle.scope["method"] != "HEAD"
+        and any(name == b"content-length" for name, _ in message["headers"])
+    ):
+        cycle.transport = _Joining(cycle.transport)  # type: ignore[assignment]
+
+
+class _Joining:
+    """A transport whose first write goes with the second."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._first: bytes | None = None
+
+    def write(self, data: bytes) -> None:
+        if self._first is None:
+            self._first = data
+        elif self._first and len(data) <= MOST_BYTES:
+            self._first, data = b"", self._first + data
+            self._transport.write(data)
+        else:
+            self._flush()
+            self._transport.write(data)
+
+    def _flush(self) -> None:
+        if self._first:
+            self._transport.write(self._first)
+            self._first = b""
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
