@@ -20,6 +20,9 @@ from serving.settings import Settings
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+# Multi Model Server lets requests wait for a worker that has ended: while there are some, one is
+# missed sooner.
+GLANCE_S = 0.1
 WAIT_S = 0.1
 # Where the engine does not hold a model for so many looks in a row, it has been started again. A
 # request in flight may be loading the model: it is given longer.
@@ -62,7 +65,9 @@ class Recovery:
     async def watch(self) -> None:
         """Runs for ever: gives models their workers back."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            for _ in range(round(LOOK_S / GLANCE_S)):
+                await asyncio.sleep(GLANCE_S)
+                await self._glance()
             self._snapshot.retry()
             try:
                 await self._look()
@@ -71,6 +76,17 @@ class Recovery:
                 if error.message != self._blind:
                     logger.warning("the models' workers are not looked after: %s", error.message)
                 self._blind = error.message
+
+    async def _glance(self) -> None:
+        """At those that have requests and are due, and their sockets alone."""
+        now = time.monotonic()
+        used = [m for m in self._registry.all() if m.in_flight and now >= m.restarts.next_at]
+        listening = self._workers.listening() if used else set()
+        for model in used:
+            if model.state is not State.READY or model.restoring or model.socket in listening:
+                continue
+            if not await self._is_there(model) and not model.restoring:
+                return  # Multi Model Server does not answer
 
     async def _look(self) -> None:
         # What is asked for below is out of date for a worker that has been started meanwhile.
@@ -87,6 +103,21 @@ class Recovery:
                 self._restore(model, registered, listening)
         await self._end_strangers(registered)
         await asyncio.to_thread(self._workers.remove_leftovers)
+
+    async def _is_there(self, model: Model) -> bool:
+        """Whether it has its worker. One that is lost is started again, if it is due."""
+        starts = model.starts
+        try:
+            registered = {model.id} if await self._workers.is_registered(model.id) else set()
+        except ServingError:
+            return False
+        if model.starts != starts or model.restoring:
+            return not model.restoring
+        listening = self._workers.listening()
+        if not self._is_lost(model, registered, listening):
+            return True
+        self._restore(model, registered, listening)
+        return False
 
     def _is_lost(self, model: Model, registered: set[str], listening: set[str]) -> bool:
         draining = model.state is State.DRAINING and model.in_flight > 0  # those are answered, too
@@ -109,7 +140,8 @@ class Recovery:
         own = died or bool(restarts.reason)
         if own and now < restarts.next_at:
             return
-        if now - restarts.back_at > STEADY_S:
+        # What ended while it was not due has not stayed.
+        if now - max(restarts.back_at, restarts.next_at) > STEADY_S:
             restarts.failures = 0
         model.restoring = True
         model.work = self._registry.spawn(self._start_again(model, own))
@@ -184,14 +216,9 @@ class Recovery:
             retry_s = max(model.restarts.next_at - time.monotonic(), 1.0)
             if model.restarts.reason and retry_s > min(left_s, WORTH_WAITING_S):
                 break
-            starts = model.starts
-            with contextlib.suppress(ServingError):
-                registered = {model.id} if await self._workers.is_registered(model.id) else set()
-                if model.starts != starts or model.restoring:
-                    continue
-                listening = self._workers.listening()
-                if not self._is_lost(model, registered, listening):
-                    return
-                self._restore(model, registered, listening)
+            if await self._is_there(model):
+                return
+            if model.restoring:
+                continue
             await asyncio.sleep(WAIT_S)
         raise Unavailable(f"Model {model.name} is being loaded again", retry_after_s=retry_s)

@@ -46,6 +46,22 @@ def test_a_lost_worker_comes_back(tmp_path: Path) -> None:
     run(test)
 
 
+def test_a_lost_worker_for_which_requests_wait_comes_back_sooner(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        model = await parts.load("봄")
+        async with watched(parts):
+            for lost in range(3):
+                await asyncio.sleep(100)
+                async with parts.registry.use("봄"):
+                    parts.workers.kill(model)
+                    await asyncio.sleep(START_S + 0.2)
+                    assert parts.workers.works(model)
+                    assert model.starts == lost + 2
+
+    run(test)
+
+
 def test_a_model_that_the_engine_lost_comes_back(tmp_path: Path) -> None:
     async def test() -> None:
         parts = Parts(tmp_path)
