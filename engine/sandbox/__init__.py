@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.errors import ArtifactError, EngineError, EngineUnavailable, named
+from common.errors import ArtifactError, EngineError, EngineUnavailable, Overloaded, named
 from engine.sandbox.messages import receive, send
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +66,8 @@ class Sandbox:
 
         `ready` waits for that. What it returns serves `call`, if it can be called. Arguments and
         values are JSON. `what` begins the messages of errors, for example "m.params".
+
+        Raises `Overloaded` where no process can be had in time.
         """
         self._what, self._limits = what, limits
         self._calls, self._ending = threading.Lock(), threading.Lock()
@@ -81,9 +83,12 @@ class Sandbox:
         with theirs, their_status:
             try:
                 self._pid = _helper.start(orders, theirs, their_status)
-            except BaseException:
+            except BaseException as error:
                 self._close()
-                raise
+                if not isinstance(error, OSError | ValueError):
+                    raise
+                why = f"no process can be had for {what}: {error}"
+                raise Overloaded(why, retry_after_s=1) from error
 
     def ready(self, timeout_s: float) -> Any:
         """What the target returned; None where that is what answers calls. Called once, first.

@@ -90,10 +90,7 @@ class Texts:
 
     def _fork(self) -> Sandbox:
         limits = Limits(MEMORY_MIB)
-        try:
-            return Sandbox(text_child.serve, *self._arguments, what=self.file, limits=limits)
-        except (OSError, ValueError) as error:
-            raise EngineError(f"no process can be had for {self.file}: {error}") from error
+        return Sandbox(text_child.serve, *self._arguments, what=self.file, limits=limits)
 
     @property
     def pid(self) -> int | None:

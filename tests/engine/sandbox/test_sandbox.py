@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from common.errors import ArtifactError, EngineUnavailable, InvalidRequest, PromptTooLong
+from common.errors import (
+    ArtifactError,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+)
 from engine.sandbox import Limits, Sandbox, run
 from tests.engine.engines import is_gone, until
 from tests.engine.sandbox import targets
@@ -212,6 +219,22 @@ def test_a_lost_helper_is_replaced() -> None:
         until(lambda: is_gone(pid))  # with its helper
         with pytest.raises(EngineUnavailable, match="went away"):  # the file is not to blame
             child.call("가", timeout_s=WIDE_S)
+    assert run(targets.echo, "나", what="m", timeout_s=WIDE_S) == "나"
+
+
+def test_where_no_process_can_be_had_it_is_to_be_tried_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Sandbox(targets.servant, "", what="m") as child:
+        child.ready(WIDE_S)
+        helper = psutil.Process(child.pid).parent()
+        assert helper is not None
+    helper.kill()
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(Overloaded, match=r"no process .* 글\.model") as refused:
+        Sandbox(targets.servant, "", what="글.model")
+    assert refused.value.retry_after_s == 1
+    monkeypatch.undo()
     assert run(targets.echo, "나", what="m", timeout_s=WIDE_S) == "나"
 
 
