@@ -349,7 +349,10 @@ def test_what_is_in_flight_when_all_workers_are_killed_is_answered_soon(
             eventually(lambda: requests.get(own.url("/models/slow"), timeout=60).status_code == 404)
         begun = requests_of(own, "slow")
         kill(own.descendants(WORKER))
-        eventually(lambda: requests_of(own, "slow") == 2 * begun, BOUND_S)
+        # Where the workers are not back within the lease, the engine counts from nothing.
+        eventually(
+            lambda: all(a.done() for a in busy) or requests_of(own, "slow") >= 2 * begun, BOUND_S
+        )
         assert running(own) <= 4  # the first ones' rows are free: nobody waits for them any more
         assert {answer.result().status_code for answer in busy} == {200}
         assert unload is None or unload.result().status_code == 200
