@@ -30,6 +30,9 @@ from handlers.worker import CONNECTIONS_AT_ONCE, LEFT_ALONE_S, NEVER_CONNECTED_S
 
 # Each request in flight has one, and so has each load.
 MAX_THREADS = 512
+# So many wait for what comes; more end once they have answered, such as those of the connections
+# that all come at once after a restart.
+SPARE_THREADS = 16
 LOOK_AROUND_S = 0.5
 LEAVE = b"."
 
@@ -114,6 +117,9 @@ class Host:
             except Exception:
                 logger.exception("a message of Multi Model Server was not answered")
             with self._lock:
+                if self._idle >= SPARE_THREADS:
+                    self._threads -= 1
+                    return
                 self._idle += 1
 
     def _taken(self) -> None:

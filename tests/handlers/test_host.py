@@ -183,6 +183,21 @@ def test_connections_to_one_model_share_what_it_loaded(start: Callable[..., Proc
     )
 
 
+def test_threads_of_many_requests_at_once_end_with_them(start: Callable[..., Processes]) -> None:
+    processes = start()
+    model, host = processes.own("a"), psutil.Process(processes.host.pid)
+    connections = [model.connect() for _ in range(60)]
+    for connection in connections:
+        model.load(connection)
+        connection.sendall(_request(b"x")[:1])  # keeps one who waits for the rest
+    eventually(lambda: host.num_threads() > 60)
+    for connection in connections:
+        connection.sendall(_request(b"x")[1:])
+        assert b"a heard x" in connection.recv(1 << 16)
+    eventually(lambda: host.num_threads() < 30)
+    assert b"a heard x" in model.ask(connections[0], b"x")
+
+
 def test_messages_are_answered_however_they_arrive(start: Callable[..., Processes]) -> None:
     model = start().own("a")
     connection = model.connect()
