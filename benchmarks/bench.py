@@ -55,17 +55,17 @@ def run(options: Bench) -> int:
     folder, which later ones use.
 
     Examples:
-    kogpt2 bench --install-peers    once: transformers, CTranslate2, llama.cpp, matplotlib
-    kogpt2 bench                    everything, some minutes
-    kogpt2 bench --quick            a tiny model and one round: does it run?
+    kogpt2 bench --install-peers      once: transformers, CTranslate2, llama.cpp, matplotlib
+    kogpt2 bench                      everything, some minutes
+    kogpt2 bench --quick              a tiny model and one round: does it run?
     kogpt2 bench --rounds 3 --only guides,onnxruntime-int8,bandwidth
-    taskset -c 0,1 kogpt2 bench     on two cores
+    taskset -c 0,1 kogpt2 bench       on two cores
     kogpt2 bench --only uses --add --json found.json    one part more
-    kogpt2 bench --pages            docs/benchmark*.json into the README and the pages
-    kogpt2 bench --gateway          the gateway's own numbers instead
-    kogpt2 bench --fleet            servers of one core behind HAProxy
-    kogpt2 bench --fleet --cpus 0.5 three on two cores
-    kogpt2 bench --switching        eight models where five fit, and what a swap takes
+    kogpt2 bench --pages              docs/benchmark*.json into the README and the pages
+    kogpt2 bench --gateway            the gateway's own numbers instead
+    kogpt2 bench --fleet              servers of one core behind HAProxy
+    kogpt2 bench --fleet --cpus 0.5   three on two cores
+    kogpt2 bench --switching          eight models where five fit, and what a swap takes
     kogpt2 bench --switching --against 3e223a9 --sweep
     """
     from benchmarks.contenders import peers
