@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,6 @@ from tests.e2e.stores import FAST, SHORT, slow
 
 pytestmark = pytest.mark.container
 
-STOP_S = 10
 # One or two seconds of work for `slow`, on cores that are free.
 LONG = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 600, "temperature": 0.01}}
 WATCHED = ["--health-interval", "1s", "--health-retries", "2", "--health-start-period", "0s"]
@@ -75,9 +73,8 @@ def test_a_stop_lets_requests_in_flight_finish(start: Start, tmp_path: Path) -> 
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(container.predict, "slow", LONG) for _ in range(4)]
         eventually(lambda: container.running() == 4)
-        started = time.monotonic()
-        docker("stop", container.id)
-        assert time.monotonic() - started < STOP_S
+        # So long that only a server which does not end by itself is killed: its status says so.
+        docker("stop", "--time", "120", container.id, timeout_s=150)
         done = [future.result() for future in asked]
     assert [answer.status_code for answer in done] == [200] * 4
     assert all(answer.json()["generated_text"] for answer in done)
