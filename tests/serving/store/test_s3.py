@@ -124,7 +124,7 @@ def test_an_endpoint_that_does_not_answer_is_an_error_soon(
         started = time.monotonic()
         with pytest.raises(StoreUnavailable, match="cannot be read"):
             open_store(LOCATION).find("a")
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 45  # not the minute that botocore takes by itself
 
 
 def test_a_location_without_a_bucket_or_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
