@@ -62,6 +62,11 @@ class Model:
     def idle(self) -> bool:
         return not self.submitting and not self.batch.has_work
 
+    @property
+    def answered(self) -> bool:
+        """Whether everybody who asked has the whole answer."""
+        return self.idle and self.texts.idle
+
     def held(self) -> dict[str, Any]:
         """Where it is and what it takes of the budget, for whoever asks often."""
         compute = self.compute

@@ -156,21 +156,21 @@ class Engine:
             )
         return model
 
-    def unload(self, name: str, unless: Callable[[], bool] = lambda: False) -> None:
+    def unload(self, name: str, unless: Callable[[Model], bool] = lambda _: False) -> bool:
         """Frees a model and gives its memory back; its running requests fail with 404.
 
-        `unless` is asked while nobody can load or find the model: it stays if that says so.
-
-        Raises `ModelNotFound`.
+        `unless` is asked while nobody can load or find the model: it stays if that says so. Says
+        whether it went. Raises `ModelNotFound`.
         """
         with self._changed:
             model = self._find(name)
-            if unless():
-                return
+            if unless(model):
+                return False
             del self._models[name]
         self._residency.leave(model)
         self._loop.call(lambda: self._free(model, ModelNotFound(f"{name} was unloaded")))
         logger.info("unloaded %s", name)
+        return True
 
     def _lose(self, model: Model) -> None:
         """After a fault in its batch: whoever asks next loads it anew."""

@@ -1,10 +1,10 @@
-"""Leases: a model stays loaded while it has one, and goes soon after the last one ended."""
+"""Leases: a model stays loaded while it has one, and goes soon after the last one ended: once what
+was begun with it is finished, since a stream needs no worker any more."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import functools
 
 from starlette.concurrency import run_in_threadpool
@@ -50,8 +50,16 @@ class Leases:
         return self._counts.get(name, 0) > 0
 
     async def _unload(self, name: str) -> None:
-        await asyncio.sleep(self._grace_s)
-        if not self._stopping.is_set():
-            unload = self._engine.unload
-            with contextlib.suppress(ModelNotFound):
-                await run_in_threadpool(unload, name, unless=lambda: self._is_leased(name))
+        gone = False
+        while not gone:
+            await asyncio.sleep(self._grace_s)
+            if self._stopping.is_set():
+                return
+            try:
+                gone = await run_in_threadpool(
+                    self._engine.unload,
+                    name,
+                    unless=lambda model: self._is_leased(name) or not model.answered,
+                )
+            except ModelNotFound:
+                return

@@ -66,6 +66,7 @@ class Texts:
         self._changed = threading.Condition()
         self._tasks: deque[Callable[[], None]] = deque()
         self._written: list[Sequence] = []
+        self._telling = False
         self._closed: EngineError | None = None
         self._ready, self._readying = False, threading.Lock()
 
@@ -165,6 +166,12 @@ class Texts:
             self._written += sequences
             self._changed.notify()
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is owed a text."""
+        with self._changed:
+            return not (self._written or self._telling or self._rows)
+
     def close(self, reason: EngineError) -> None:
         """Ends the process; whom it still owed an answer is told the reason. Does not block."""
         with self._changed:
@@ -177,8 +184,10 @@ class Texts:
     def _run(self) -> None:
         while True:
             with self._changed:
+                self._telling = False
                 self._changed.wait_for(lambda: self._written or self._tasks or self._closed)
                 written, self._written = self._written, []
+                self._telling = bool(written)
                 task = self._tasks.popleft() if self._tasks and not written else None
             if self._closed is not None:
                 self._end(written, self._closed)

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -142,16 +141,14 @@ class System(Server):
             held = engine.request("GET", "/models", timeout_s=5)["models"]
         finally:
             engine.close()
-        mms = _json(UnixConnection(self.run_dir / "mms.sock"), "/models?limit=100")["models"]
-        listed = _json(
-            http.client.HTTPConnection("127.0.0.1", self.management_port), "/models?limit=100"
-        )["models"]
+        mms = names(UnixConnection(self.run_dir / "mms.sock"))
+        listed = names(http.client.HTTPConnection("127.0.0.1", self.management_port))
         return View(
             time.monotonic(),
             quiet_s,
-            [model["modelName"] for model in listed],
+            listed,
             [model["name"] for model in held],
-            [model["modelName"] for model in mms],
+            mms,
             [path.name for path in (self.run_dir / "workers").iterdir()],
             len(self.processes("worker")),
             len(list(self.run_dir.glob(".mms.sock.*"))),
@@ -290,13 +287,20 @@ class Disks:
             subprocess.run(["umount", "--lazy", str(path)], capture_output=True)
 
 
-def _json(connection: http.client.HTTPConnection, path: str) -> dict[str, Any]:
+def names(connection: http.client.HTTPConnection, limit: int = 100) -> list[str]:
+    """Of all models that the server or MMS behind it lists, `limit` to a page."""
+    found: list[str] = []
+    query = f"/models?limit={limit}"
     try:
         connection.connect()
         connection.sock.settimeout(5)
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        found: dict[str, Any] = json.loads(answer.read())
+        for _ in range(100):
+            connection.request("GET", query)
+            page = json.loads(connection.getresponse().read())
+            found += [model["modelName"] for model in page["models"]]
+            if (token := page.get("nextPageToken")) is None:
+                break
+            query = f"/models?limit={limit}&next_page_token={token}"
         return found
     finally:
         connection.close()

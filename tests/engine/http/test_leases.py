@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from common.errors import ModelNotFound
 from engine.http.leases import Leases
 from engine.registry import Engine
 from engine.settings import Settings
-from tests.engine.engines import WAIT_S
+from tests.engine.engines import WAIT_S, Request, make_talkative
 from tests.engine.models import make_artifact
 
 NAME = "소월"
@@ -80,10 +81,10 @@ def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
     begun, go_on = threading.Event(), threading.Event()
     unload = engine.unload
 
-    def slow(*args: Any, **options: Any) -> None:
+    def slow(*args: Any, **options: Any) -> bool:
         begun.set()
         assert go_on.wait(WAIT_S)
-        unload(*args, **options)
+        return unload(*args, **options)
 
     monkeypatch.setattr(engine, "unload", slow)
 
@@ -99,6 +100,36 @@ def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
         assert engine.describe(model)["name"] == NAME
 
     run(test)
+
+
+def test_a_model_without_a_lease_finishes_what_was_begun(tmp_path: Path) -> None:
+    """As a stream goes on whose worker's process was killed."""
+    engine = Engine(Settings(memory_mib=64))
+    engine.load(NAME, str(make_talkative(tmp_path / "모델", layers=1)))
+    asked, unload = threading.Event(), engine.unload
+
+    def counted(*args: Any, **options: Any) -> bool:
+        gone = unload(*args, **options)
+        asked.set()
+        return gone
+
+    engine.unload = counted  # type: ignore[method-assign]
+
+    async def test() -> None:
+        leases = Leases(engine, asyncio.Event(), grace_s=0)
+        leases.take(NAME)
+        # Its first token is told only once the model was to go.
+        request = Request(engine, NAME, "봄", lambda _: asked.wait(WAIT_S), max_new_tokens=20)
+        leases.release(NAME)
+        await asyncio.to_thread(request.wait)
+        assert (len(request.tokens), request.error) == (20, None)
+        await finished(leases)
+        assert not engine.models()
+
+    try:
+        run(test)
+    finally:
+        engine.close()
 
 
 def test_while_the_engine_stops_its_models_outlive_their_leases(engine: Engine) -> None:
