@@ -41,8 +41,9 @@ WARM_SHARE = 32
 MOST_OPEN = 500
 # Text processes of models that nobody uses: 16 MB each, and 30 ms to start one again.
 TEXTS_KEPT = 8
-# Of a container: many models make for more of everything else than the budget knows.
-KEPT_FREE = 64 << 20
+# Of a container: code, and what the budget does not know of. Where hot models have had that, too,
+# the kernel takes pages of theirs, and a step waits for the disk.
+KEPT_SHARE = 16
 THREADS = 2
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,8 @@ class Residency:
         container = container_memory() if hot else None
         if container is not None:
             mapped = sum(m.reserved_bytes for m in hot if _warm_bytes(m))  # is page cache
-            short = size + mapped + KEPT_FREE - container.free_bytes
+            kept = container.limit_bytes // KEPT_SHARE
+            short = size + mapped + kept - container.free_bytes
             if short > 0:
                 short -= self._prefixes.shrink(short)
             # One is always hot, however little there is.

@@ -9,7 +9,9 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,8 @@ from numpy.typing import NDArray
 MADV_COLD = 20  # Linux 5.4
 MADV_POPULATE_READ = 22  # Linux 5.14
 PAGE = mmap.PAGESIZE
+
+_disk = threading.Lock()
 
 Span = tuple[int, int]  # of this process's memory: where it begins, which is a page, and its length
 
@@ -35,10 +39,12 @@ def read_in(spans: Iterable[Span]) -> int:
     """
     spans = list(spans)
     missing = [part for span in spans for part in _missing(*span)]
-    for part in missing:  # all are under way before the first is waited for
-        _libc.madvise(*part, mmap.MADV_WILLNEED)
-    for span in spans:
-        _populate(*span)
+    # One after the other: of two at once neither would be there before both are.
+    with _disk if missing else nullcontext():
+        for part in missing:  # all are under way before the first is waited for
+            _libc.madvise(*part, mmap.MADV_WILLNEED)
+        for span in spans:
+            _populate(*span)
     return sum(length for _, length in missing)
 
 

@@ -357,7 +357,8 @@ def test_no_more_are_hot_than_the_container_has_memory_for(
     for model in [house.add(name) for name in "abc"]:
         house.touch(model)
     assert sum(m.place is Place.HOT for m in house.models.values()) == 3
-    free = residency.KEPT_FREE + (2 * 100 + 20) * residency.WARM_SHARE
+    share, two = residency.KEPT_SHARE, (2 * 100 + 20) * residency.WARM_SHARE
+    free = -(-two * share // (share - 1))  # with the share that is kept for others
     monkeypatch.setattr(residency, "container_memory", lambda: Memory(free, 0))
     house.touch(house.add("d"))
     assert sum(m.place is Place.HOT for m in house.models.values()) == 2

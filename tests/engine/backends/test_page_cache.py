@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from engine.backends import page_cache
 from engine.backends.page_cache import PAGE, Span, let_go, read_in
+from tests.engine.engines import WAIT_S
 
 PAGES = 1000
 LENGTH = PAGES * PAGE - 7
@@ -64,6 +66,19 @@ def test_only_the_parts_are_waited_for(span: Span) -> None:
     parts = [(begin + 100 * PAGE, 10 * PAGE), (begin + 900 * PAGE, 100 * PAGE - 7)]
     assert read_in(parts) == 110 * PAGE - 7
     assert [missing(part) for part in parts] == [0, 0]
+
+
+def test_one_reads_at_a_time_and_what_is_there_waits_for_nobody(span: Span) -> None:
+    there = (span[0], 10 * PAGE)
+    read_in([there])
+    left = missing(span)
+    with ThreadPoolExecutor(1) as pool:
+        with page_cache._disk:
+            rest = pool.submit(read_in, [span])
+            assert read_in([there]) == 0
+            assert not rest.done()
+            assert missing(span) == left
+        assert rest.result(WAIT_S) == left
 
 
 def test_it_works_without_the_newest_kernel(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
