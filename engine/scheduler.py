@@ -81,6 +81,16 @@ class Batch:
         return bool(self.rows or self.waiting) or self.completing
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether a prompt waits or is being computed."""
+        return bool(self.waiting) or self._prefilling is not None
+
+    @property
+    def _prefilling(self) -> Sequence | None:
+        last = self.rows[-1] if self.rows else None
+        return last if last is not None and last.state is State.PREFILL else None
+
+    @property
     def prefix_bytes(self) -> int:
         """What is kept of its rows that are done."""
         return self._prefixes.bytes_of(self)
@@ -107,7 +117,7 @@ class Batch:
         of `room` tokens together."""
         self.drop()
         chunks: list[Chunk] = []
-        sequence = self.rows[-1] if self.rows and self.rows[-1].state is State.PREFILL else None
+        sequence = self._prefilling
         done = self.model.length(len(self.rows) - 1) if sequence else 0
         while room > 0 or (sequence is None and self._follows(chunks)):
             if sequence is None:

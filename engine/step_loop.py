@@ -120,7 +120,7 @@ class Loop:
                 if self._closed and not self._commands:
                     return
                 commands, self._commands = self._commands, deque()
-                busy = self._busy()
+                busy = bool(self._busy())
             if quiet and wanted is not None:
                 self._complete(*wanted)
                 continue
@@ -129,7 +129,7 @@ class Loop:
                     command()
             if not busy:
                 continue
-            worked = self._turn(busy)
+            worked = self._turn()
             self._turned()
             if not worked:  # all wait for memory that another thread holds
                 time.sleep(IDLE_S)
@@ -165,18 +165,23 @@ class Loop:
             self._step_began = None
             self.longest_step_s = max(self.longest_step_s, time.monotonic() - began)
 
-    def _turn(self, models: list[Model]) -> bool:
-        """A step of each. Says whether there was anything to do."""
+    def _turn(self) -> bool:
+        """A step of each that has work, and of those to whom it comes meanwhile. Says whether
+        there was anything to do."""
         self._turns += 1
         with self.changed:  # those that wait for memory are asked for their clients, too
             for model in self._models.values():
                 if model.batch.waiting and not model.can_step:
                     model.batch.drop()
         worked, room = False, self._prefill_tokens
-        # Whose last prompt is the longest ago goes first, so that each gets its share of the room.
-        for model in sorted(models, key=lambda model: model.prefilled_at):
-            if self._models.get(model.name) is not model:
-                continue
+        stepped: set[Model] = set()
+        while True:
+            with self.changed:  # who comes now waits for one step, not for all that are left
+                left = [model for model in self._busy() if model not in stepped]
+            if not left:
+                return worked
+            model = min(left, key=_order)
+            stepped.add(model)
             try:
                 with self._timed():
                     prefilled, decoded = self._step(model, room)
@@ -186,7 +191,6 @@ class Loop:
                 continue
             room -= prefilled
             worked = worked or prefilled + decoded > 0
-        return worked
 
     def _step(self, model: Model, room: int) -> tuple[int, int]:
         """Schedule, run, postprocess. Says how many tokens of prompts and how many rows it were."""
@@ -290,3 +294,9 @@ class Loop:
         failure = error if known else EngineError(f"a step of {model.name} failed")
         assert isinstance(failure, EngineError)
         return failure
+
+
+def _order(model: Model) -> tuple[bool, int]:
+    """Prompts go before what only goes on; whose last prompt is the longest ago goes first, so that
+    each gets its share of the room."""
+    return not model.batch.has_prompts, model.prefilled_at

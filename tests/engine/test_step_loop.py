@@ -230,6 +230,27 @@ def test_short_prompts_of_several_models_share_a_turn(house: House) -> None:
     assert first.count("extend") == 4
 
 
+def test_a_prompt_goes_before_answers_that_only_go_on(house: House) -> None:
+    """Also one that comes in the middle of a turn: it waits for one step."""
+    busy, late = [house.add(str(i)) for i in range(3)], house.add("late")
+    house.ask((late, 3, 1))[0].wait()  # its last prompt is the newest of all from now on
+    came: list[Asked] = []
+    decode = fake(busy[0]).decode
+
+    def decode_and_ask(ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        if not came and all((name, "extend", 3) in house.done for name in "012"):
+            came.append(Asked(late, 3, 1))
+        return decode(ids)
+
+    fake(busy[0]).decode = decode_and_ask  # type: ignore[method-assign]
+    asked = house.ask(*((model, 3, 20) for model in busy))
+    assert [one.wait().ids for one in asked] == [right(20)] * 3
+    assert came[0].wait().ids == right(1)
+    steps = [name for name, _, _ in house.done]
+    at = len(steps) - 1 - steps[::-1].index("late")
+    assert steps[at - 1] == "0"
+
+
 @pytest.mark.parametrize("backend", ["mxnet", "onnxruntime"])
 def test_what_a_prompt_gives_does_not_depend_on_who_computes_beside_it(
     tmp_path: Path, backend: str
