@@ -1,9 +1,8 @@
 """A clock of the server's own that can be set: libfaketime, preloaded into its processes.
 
 Only the time of day is another one, as when a clock is set: monotonic clocks go on, and so does
-what the kernel writes beside files. Debian's libfaketime 0.9.10 cannot have that beside Python
-3.11, whose `time.sleep` it breaks (https://github.com/wolfcw/libfaketime/issues/426). `pip install
-libfaketime` makes a newer one.
+what the kernel writes beside files. The library is that of the wheel among the tests' requirements:
+Debian's 0.9.10 breaks `time.sleep` of Python 3.11 (https://github.com/wolfcw/libfaketime/issues/426).
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Injector:
     def _other_time(self, name: str, fault: Fault) -> Iterator[None]:
         clock = self._system.clock
         if clock is None or not clock.environment:
-            raise NotHere("no libfaketime that works with this Python; pip install libfaketime")
+            raise NotHere("no libfaketime that works here: requirements/test.txt has one")
         clock.set(AHEAD_S[fault.pick % len(AHEAD_S)])
         try:
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -18,7 +19,8 @@ TIMES = "import time; time.sleep(0.01); print(time.time(), time.monotonic())"
 def test_a_clock_that_is_set_leaves_what_is_monotonic_alone(tmp_path: Path) -> None:
     clock = Clock(tmp_path)
     if not clock.environment:
-        pytest.skip("no libfaketime that works; pip install libfaketime")
+        assert platform.machine() != "x86_64"  # for which the tests' requirements have it
+        pytest.skip("no libfaketime that works")
     for ahead_s in (3600, -3600, 0):
         clock.set(ahead_s)
         begin = time.time(), time.monotonic()

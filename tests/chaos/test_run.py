@@ -11,5 +11,5 @@ from tests.chaos.short import nothing_is_lost_wrong_or_left
 
 @pytest.mark.slow
 def test_nothing_is_lost_wrong_or_left_whatever_breaks(tmp_path: Path) -> None:
-    faults = ("kill java", "store truncate", "kill worker", "kill gateway", "kill texts")
+    faults = ("kill java", "store truncate", "kill worker", "kill gateway", "clock", "kill texts")
     nothing_is_lost_wrong_or_left(tmp_path, False, *faults)
