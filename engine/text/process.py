@@ -152,7 +152,8 @@ class Texts:
         """Ends the process until it is needed again, unless it is."""
 
         def rest() -> None:
-            if not self._rows:
+            if not self._owed():
+                self._rows.clear()
                 self._child.kill("it is not needed")
 
         with self._changed:
@@ -170,7 +171,11 @@ class Texts:
     def idle(self) -> bool:
         """Whether nobody is owed a text."""
         with self._changed:
-            return not (self._written or self._telling or self._rows)
+            return not (self._written or self._telling or self._owed())
+
+    def _owed(self) -> bool:
+        """Who is cancelled leaves with the next tokens of others, which may never come."""
+        return not all(sequence.over for sequence in list(self._rows))
 
     def close(self, reason: EngineError) -> None:
         """Ends the process; whom it still owed an answer is told the reason. Does not block."""
@@ -290,8 +295,7 @@ class Texts:
     def _give_up(self, why: str, kind: type[EngineError] = EngineError) -> EngineError:
         """Ends the process, and the answers that it knew; the next call starts another."""
         self._child.kill()
-        retry_after_s = 1 if kind is EngineUnavailable else None
-        error = kind(f"the tokenizer's process ended: {why}", retry_after_s=retry_after_s)
+        error = kind(f"the tokenizer's process ended: {why}")
         self._end([], error)
         return error
 

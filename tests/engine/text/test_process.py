@@ -32,7 +32,15 @@ from engine.settings import Settings
 from engine.statistics import Statistics
 from engine.text.process import Texts
 from engine.text.prompts import CHARACTERS_PER_TOKEN
-from tests.engine.engines import WAIT_S, Request, is_greedy, make_talkative, until
+from tests.engine.engines import (
+    WAIT_S,
+    Pause,
+    Request,
+    is_gone,
+    is_greedy,
+    make_talkative,
+    until,
+)
 from tests.engine.hugging_face import make_hugging_face, write_json
 
 PROMPT = "오늘은 날씨가"
@@ -112,6 +120,21 @@ def test_a_panic_of_a_tokenizer_is_an_error_of_the_text(engine_: Engine, tmp_pat
         Request(engine_, "bad", CATASTROPHE)
     assert Request(engine_, "bad", PROMPT, max_new_tokens=5).wait().ids() == before.ids()
     assert child(engine_, "bad") == pid
+
+
+def test_a_cancelled_answer_is_owed_to_nobody(engine_: Engine, good: Path) -> None:
+    model = engine_.load("good", str(good))
+    cancelled = Request(engine_, "good", PROMPT, max_new_tokens=240)
+    until(lambda: bool(cancelled.tokens))
+    with Pause(engine_):  # no token of its own comes after it
+        model.texts.soon(lambda: None).result(WAIT_S)
+        assert not model.answered
+        engine_.cancel(cancelled.sequences)
+    until(lambda: model.answered)
+    assert len(cancelled.tokens) < 240
+    pid = child(engine_, "good")
+    model.texts.rest()
+    until(lambda: is_gone(pid))
 
 
 def test_a_process_that_dies_ends_the_answers_of_its_model_alone(
