@@ -31,6 +31,7 @@ class ServiceError(Exception):
 
     status = 500
     type = "InternalServerException"
+    retry_after_s: float | None = None  # when it is worth another try, where it is
 
     def __init_subclass__(cls, status: int | None = None, type: str | None = None) -> None:
         cls.status, cls.type = status or cls.status, type or cls.type
@@ -38,7 +39,8 @@ class ServiceError(Exception):
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         self.message = cut(message.encode("utf-8", "backslashreplace").decode())
         super().__init__(self.message)
-        self.retry_after_s = retry_after_s
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
     def to_body(self) -> dict[str, object]:
         """The error as MMS writes its own: `{"code", "type", "message"}`."""
@@ -102,9 +104,13 @@ class UnsupportedMediaType(EngineError, status=415): ...
 class Overloaded(EngineError, status=503):
     """The queue is full; `retry_after_s` says when to come back."""
 
+    retry_after_s = 1.0
+
 
 class EngineUnavailable(EngineError, status=503):
     """The engine process is not there, or went away while it worked on the request."""
+
+    retry_after_s = 1.0
 
 
 class DeadlineExceeded(EngineError, status=504): ...

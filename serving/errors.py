@@ -93,6 +93,8 @@ class WorkerLost(WorkerFailed):
 class Unavailable(ServingError, status=503, type="ServiceUnavailableException"):
     """Starting, draining or broken: worth another try later."""
 
+    retry_after_s = 1.0
+
 
 class MMSEnded(Unavailable):
     """Multi Model Server ended while it had the request."""
@@ -130,6 +132,8 @@ class StoreAccessDenied(ServingError, status=403, type="AccessDeniedException"):
 
 class StoreUnavailable(Unavailable):
     """The store does not answer, or breaks off."""
+
+    retry_after_s = 5.0  # it was asked more than once
 
 
 class ArtifactChanged(Unavailable):

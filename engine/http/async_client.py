@@ -126,7 +126,7 @@ class AsyncEngineClient:
                 if not finished:
                     raise EngineUnavailable("the engine ended in the middle of the answer")
         except (OSError, asyncio.TimeoutError) as error:
-            raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
+            raise EngineUnavailable("the engine is not there") from error
 
     async def _call(
         self, method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float
@@ -138,9 +138,9 @@ class AsyncEngineClient:
                 raise error_of(status, found, headers.get("retry-after"))
             return json.loads(found) if found else None
         except (OSError, asyncio.TimeoutError) as error:
-            raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
+            raise EngineUnavailable("the engine is not there") from error
         except ValueError as error:
-            raise EngineUnavailable("the engine's answer is not JSON", retry_after_s=1) from error
+            raise EngineUnavailable("the engine's answer is not JSON") from error
 
 
 def _url(name: str, action: str = "") -> str:

@@ -114,13 +114,13 @@ class EngineClient:
                 self.close()
                 if not fresh and isinstance(error, _IDLE_CLOSED):
                     continue  # the kept connection had been closed while it was idle
-                raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
+                raise EngineUnavailable("the engine is not there") from error
             if headers.get("connection") == "close":
                 self.close()
             if status >= 400:
                 raise error_of(status, content, headers.get("retry-after"))
             return json.loads(content) if content else None
-        raise EngineUnavailable("the engine is not there", retry_after_s=1)
+        raise EngineUnavailable("the engine is not there")
 
     def close(self) -> None:
         connection: Connection | None = getattr(self._local, "connection", None)
@@ -150,7 +150,7 @@ class EngineClient:
                 raise http.client.HTTPException("the engine went away")
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise EngineUnavailable("the engine is not there", retry_after_s=1) from error
+            raise EngineUnavailable("the engine is not there") from error
         if response.status >= 400:
             connection.close()
             raise error_of(response.status, content, response.headers.get("Retry-After"))

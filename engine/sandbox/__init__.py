@@ -88,7 +88,7 @@ class Sandbox:
                 if not isinstance(error, OSError | ValueError):
                     raise
                 why = f"no process can be had for {what}: {error}"
-                raise Overloaded(why, retry_after_s=1) from error
+                raise Overloaded(why) from error
 
     def ready(self, timeout_s: float) -> Any:
         """What the target returned; None where that is what answers calls. Called once, first.
@@ -199,7 +199,7 @@ class Sandbox:
         self._end()
         if status is None:
             why = f"{self._what} could not be read: its reader went away"
-            return EngineUnavailable(why, retry_after_s=1)
+            return EngineUnavailable(why)
         if status == -signal.SIGXCPU:
             return self._error(f"it took more than {self._limits.cpu_s} s of computing")
         if status == -signal.SIGKILL:

@@ -60,7 +60,7 @@ class HTTPProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self.max_connections and not self._make_room():
-            transport.write(_error(Unavailable("too many connections", retry_after_s=1)))
+            transport.write(_error(Unavailable("too many connections")))
             transport.close()
             return
         super().connection_made(transport)

@@ -285,9 +285,9 @@ async def _ask_once(
 def _error_of_mms(model: Model, answer: Answer | None) -> ServingError:
     """What MMS itself says in the place of a worker, as an error of ours."""
     if answer is None or answer.status == 404:
-        return Unavailable(f"Model {model.name} is being loaded again", retry_after_s=1)
+        return Unavailable(f"Model {model.name} is being loaded again")
     if answer.status == 503:
-        return Unavailable(f"Model {model.name} has no worker now", retry_after_s=1)
+        return Unavailable(f"Model {model.name} has no worker now")
     return WorkerFailed(f"the worker of model {model.name} failed ({message_of(answer)})")
 
 

@@ -100,16 +100,16 @@ class Gateway:
         if self.start_error is not None:
             raise Unavailable(f"the model did not load: {self.start_error}")
         if not self.adopted:
-            raise Unavailable("the server is starting", retry_after_s=1)
+            raise Unavailable("the server is starting")
         if not self.started:
-            raise StillLoading("models are being loaded", retry_after_s=1)
+            raise StillLoading("models are being loaded")
 
     def check_health(self) -> None:
         """Raises `Unavailable` where a request would not be answered now; one that is there
         already waits for what is started again."""
         self.check_ready()
         if not self.healthy:
-            raise Unavailable("a part of the server is being started again", retry_after_s=1)
+            raise Unavailable("a part of the server is being started again")
 
     async def find(self, name: str) -> Model | None:
         """None for one that the store has and a request would load. Raises `ModelNotFound`."""
@@ -142,7 +142,7 @@ async def read_body(gateway: Gateway, request: Request) -> bytes:
             gateway.body_bytes += more
             request.state.body_bytes += more
             if gateway.body_bytes > LARGEST_BODIES * limit:
-                raise Unavailable("too many large bodies are being worked on", retry_after_s=1)
+                raise Unavailable("too many large bodies are being worked on")
     if scope.cancelled_caught:
         raise RequestTimeout(f"the body has {settings.request_timeout_s} s to arrive")
     return decoder.finish()

@@ -156,7 +156,7 @@ async def _while_restored(
                 ):
                     raise
                 again = f"Model {model.name} is being loaded again"
-                raise Unavailable(again, retry_after_s=1) from None
+                raise Unavailable(again) from None
             await asyncio.sleep(LOOK_AGAIN_S)
             await _have_it_loaded(gateway, model)
 

@@ -18,6 +18,7 @@ from serving.errors import MMSEnded, NoRoom, Timeout, Unavailable, WorkerFailed
 logger = logging.getLogger(__name__)
 
 PAGE = 100
+BACK_S = 2.0  # Java answers again after 1.6 (docs/reliability.md)
 UNQUOTED = "?/:@!$'()*,"  # in a query, which MMS takes up to a length
 
 Query = Mapping[str, str] | Sequence[tuple[str, str]]
@@ -73,7 +74,7 @@ class MMSClient:
             logger.debug("Multi Model Server did not answer: %r", error)
             absent = isinstance(error, ConnectionRefusedError | FileNotFoundError)
             kind = Unavailable if absent else MMSEnded
-            raise kind("Multi Model Server is being started", retry_after_s=1) from None
+            raise kind("Multi Model Server is being started", retry_after_s=BACK_S) from None
 
     async def register(
         self, name: str, folder: Path, options: Mapping[str, Any], timeout_s: float
@@ -100,7 +101,7 @@ class MMSClient:
         query = {"min_worker": str(low), "max_worker": str(high), "synchronous": "true"}
         answer = await self.call("PUT", f"/models/{name}", timeout_s=timeout_s, query=query)
         if answer.status >= 400:
-            raise Unavailable("Multi Model Server could not scale the workers", retry_after_s=1)
+            raise Unavailable("Multi Model Server could not scale the workers")
 
     async def probe(self, name: str, timeout_s: float) -> dict[str, Any]:
         """How the worker's load went: `{"status": 200, "in_engine": bool}` for well, or else

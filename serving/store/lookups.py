@@ -77,7 +77,7 @@ class Lookups:
 
     async def _ask(self, question: Callable[[], T]) -> T:
         if self._waiting >= MAX_WAITING:
-            raise Unavailable("the store does not answer fast enough", retry_after_s=1)
+            raise Unavailable("the store does not answer fast enough")
         self._waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, question)

@@ -128,7 +128,7 @@ class V2:
         if model is None:
             raise Unavailable(f"Model {name} is not loaded yet; a request to it loads it")
         if model.state is not State.READY:
-            raise Unavailable(f"Model {name} is {model.state.value}", retry_after_s=1)
+            raise Unavailable(f"Model {name} is {model.state.value}")
         _version_check(request)(model)
         return JSONResponse({"name": name, "ready": True})
 
