@@ -17,6 +17,7 @@ class Convert:
     source: Path = argument("the model's folder, v1 or Hugging Face")
     target: Path = argument("the folder to make; it must not be there")
     to: Literal["hf", "v1", "prepared", "onnx"] = option(..., "what to make")
+    backend: Literal["onnxruntime", "mxnet"] = option("onnxruntime", "that prepared is for")
     precision: Literal["int8", "int8-kv8", "fp32"] = option("int8", "of prepared")
     past: bool = option(False, "of onnx: with keys and values of earlier tokens")
     spiece: Path | None = option(None, "of v1: the sentencepiece model, where the source has none")
@@ -34,7 +35,7 @@ def run(options: Convert) -> None:
     v1: *.params and *.spiece, as KoGPT2 v1 has them.
 
     prepared: the same model with its quantized and packed form beside it, so that its first load is
-    as fast as any later one, on processors of the same kind.
+    as fast as any later one, on processors of the same kind; --backend mxnet's int8 fits all kinds.
 
     onnx: NAME/1/model.onnx of standard operators, for Triton and others: input_ids and
     attention_mask in, logits out; --past adds keys and values.
@@ -47,10 +48,15 @@ def run(options: Convert) -> None:
     """
     if options.target.exists():
         raise Problem(f"{options.target} is there already; remove it or choose another name")
+    backend, precision = options.backend, options.precision
+    if options.to != "prepared":
+        backend, precision = "onnxruntime", "fp32"
     from tqdm import tqdm
 
     from scripts.lib import converting
 
+    if options.to == "prepared":
+        converting.check_prepared(backend, precision)
     source = converting.open_source(options.source)
     texts = options.text.read_text(encoding="utf-8").splitlines() if options.text else []
     options.target.parent.mkdir(parents=True, exist_ok=True)
@@ -71,16 +77,17 @@ def run(options: Convert) -> None:
             elif options.to == "v1":
                 said = converting.to_v1(source, folder, options.spiece, texts, bar.update)
             elif options.to == "prepared":
-                converting.to_prepared(source, folder, options.precision)
+                converting.to_prepared(source, folder, backend, precision)
             else:
                 converting.to_onnx(source, folder, options.past, bar.update)
             bar.set_description("comparing logits")
-            precision = options.precision if options.to == "prepared" else "fp32"
-            said.append(converting.verify(source, folder, options.to, precision, options.past))
+            said.append(
+                converting.verify(source, folder, options.to, backend, precision, options.past)
+            )
         folder.chmod(0o755)
         folder.rename(options.target)
         if options.to == "prepared":
-            converting.prepare(options.target, options.precision)
+            converting.prepare(options.target, backend, precision)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for line in [f"{options.source} -> {options.target}", *said]:

@@ -21,7 +21,6 @@ from engine.artifacts.config import GPT2Config
 from engine.artifacts.generation_config import FILE as GENERATION_FILE
 from engine.artifacts.generation_config import HUGGING_FACE_FILE
 from engine.artifacts.open import open_artifact
-from engine.prepared.cache import prepared
 from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import Manifests
 from engine.text.chat_template import FILE as CHAT_FILE
@@ -170,21 +169,30 @@ def _copy_templates(source: Artifact, target: Path) -> list[str]:
     return [f"{GENERATION_FILE} is left out: the other tokenizer cuts its template otherwise"]
 
 
-def to_prepared(source: Artifact, target: Path, precision: str) -> None:
-    """The same artifact with what onnxruntime loads beside it, quantized and packed for this
-    machine's kind of processor."""
+def check_prepared(backend: str, precision: str) -> None:
+    """Raises `Problem` where such a model has no form of its own."""
+    try:
+        backends.check(backend, precision, "cpu")
+    except EngineError as error:
+        raise Problem(error.message) from None
+    if not backends.is_prepared(backend, precision, "cpu"):
+        raise Problem(f"{backend} reads {precision} from the artifact: there is nothing to prepare")
+
+
+def to_prepared(source: Artifact, target: Path, backend: str, precision: str) -> None:
+    """The same artifact with what the backend maps beside it: quantized, and for onnxruntime packed
+    for this machine's kind of processor."""
     for path in source.path.iterdir():
         if path.is_file() and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
-    prepare(target, precision)
+    prepare(target, backend, precision)
 
 
-def prepare(folder: Path, precision: str) -> None:
+def prepare(folder: Path, backend: str, precision: str) -> None:
     """Where it is now: a prepared model remembers the place of the files that it was made from."""
     for source in (folder / PREPARED).glob("*.source.json"):
         source.unlink()
-    with prepared(Manifests().open(folder), precision, None):
-        pass
+    backends.load(Manifests().open(folder), backend, precision).close()
 
 
 def to_onnx(source: Artifact, target: Path, with_past: bool, progress: Progress) -> None:
@@ -208,9 +216,11 @@ def prompts(config: GPT2Config) -> Iterator[NDArray[np.int64]]:
         yield rng.integers(0, config.vocab_size, length)
 
 
-def logits(artifact: Artifact, precision: str, cache_dir: Path) -> Logits:
+def logits(
+    artifact: Artifact, precision: str, cache_dir: Path, backend: str = "onnxruntime"
+) -> Logits:
     """After each of the prompts (CHECKS, V)."""
-    model = backends.load(artifact, "onnxruntime", precision, cache_dir=cache_dir)
+    model = backends.load(artifact, backend, precision, cache_dir=cache_dir)
     found = []
     for ids in prompts(artifact.config):
         row = model.add_row()
@@ -243,14 +253,16 @@ def onnx_logits(config: GPT2Config, path: Path, with_past: bool) -> Logits:
     return np.stack(found)
 
 
-def verify(source: Artifact, target: Path, kind: str, precision: str, with_past: bool) -> str:
+def verify(
+    source: Artifact, target: Path, kind: str, backend: str, precision: str, with_past: bool
+) -> str:
     """Compares the logits before and after; returns what to say. Raises `Problem`."""
     with tempfile.TemporaryDirectory(prefix="convert-") as work:
         before = logits(source, "fp32", Path(work))
         if kind == "onnx":
             after = onnx_logits(source.config, target / "1" / "model.onnx", with_past)
         elif kind == "prepared":
-            after = logits(open_artifact(target), precision, target / PREPARED)
+            after = logits(open_artifact(target), precision, target / PREPARED, backend)
         else:
             after = logits(open_artifact(target), "fp32", Path(work))
     error = float(np.abs(after - before).max())
