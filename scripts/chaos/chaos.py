@@ -130,7 +130,9 @@ def soak(options: Chaos) -> int:
     results = soak.results(taken[0], result, commit(ROOT))
     print("\n".join(soak.lines(results)))
     _written(options.out / "soak.json", results)
-    return 1 if result.violations else 0
+    if much := soak.grown(results["judged"]):
+        _say(f"grown too much: {', '.join(much)}")
+    return 1 if result.violations or much else 0
 
 
 def measure_recovery(rounds: int, out: Path) -> int:

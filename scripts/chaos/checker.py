@@ -9,6 +9,7 @@ quiet, all parts agreed. At the end nothing was left.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,6 +53,18 @@ def check(history: History, heal: float = 1.0) -> list[Violation]:
     """What no correct server could have done. `heal` stretches the times that a slow or busy
     machine needs."""
     return list(_Checker(history, heal).violations())
+
+
+def explained(history: History, heal: float = 1.0) -> Counter[tuple[int, str]]:
+    """Of the answers of 5xx, how many each kind of fault explains: the last to have begun, where
+    several do."""
+    checker = _Checker(history, heal)
+    found: Counter[tuple[int, str]] = Counter()
+    for op in history.ops:
+        faults = [f for f in checker.faults if op.status >= 500 and checker.explains(f, op)]
+        if faults and not op.hung_up:
+            found[op.status, max(faults, key=lambda fault: fault.begin).kind] += 1
+    return found
 
 
 class _Checker:
@@ -102,8 +115,10 @@ class _Checker:
         )
 
     def true(self, op: Op) -> Iterator[Violation]:
-        """An error has a reason."""
+        """An error has a reason, and a 503 says when to come back, unless it ends a stream."""
         status = op.status
+        if status == 503 and not op.hung_up and op.retry_after_s is None and op.first_s is None:
+            yield Violation("true", f"503 {op.type} has no Retry-After: {op.message}", op)
         if status in (0, 200) or op.hung_up or self._explained(status, op):
             return
         # On demand a call loads what it asks for.
@@ -153,6 +168,9 @@ class _Checker:
         """An unload waits for requests in flight."""
         request_s, load_s = self.history.request_s, self.history.load_s
         return {LOAD: load_s, UNLOAD: load_s + request_s}.get(op.kind, request_s)
+
+    def explains(self, fault: Done, op: Op) -> bool:
+        return op.status in self._errors(fault, op)
 
     def _explained(self, status: int, op: Op) -> bool:
         return any(status in self._errors(fault, op) for fault in self.faults)

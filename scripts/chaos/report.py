@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from scripts.chaos.checker import explained
 from scripts.chaos.history import PUT, History
 from scripts.chaos.plan import Plan
 from scripts.chaos.run import Result
@@ -30,6 +31,8 @@ def lines(result: Result) -> list[str]:
     kept, told = retries(history)
     if told:
         found.append(f"503 with Retry-After: {told}, and {kept} of them worked after that time")
+    if reasons := explained(history):
+        found += ["", _reasons(reasons)]
     found.append("")
     for violation in result.violations[:SHOWN]:
         found.append(f"{violation.rule}: {violation.said}")
@@ -48,6 +51,14 @@ def empty(history: History) -> str:
         for name in dict.fromkeys((*start, *end))
     ]
     return table(["", "at the start", "after all was unloaded"], rows)
+
+
+def _reasons(found: Counter[tuple[int, str]]) -> str:
+    """Faults by the answers of 5xx that they explain."""
+    statuses = sorted({status for status, _ in found})
+    kinds = sorted({kind for _, kind in found})
+    rows = [[kind, *(str(found[status, kind] or "") for status in statuses)] for kind in kinds]
+    return table(["errors explained by", *map(str, statuses)], rows)
 
 
 def _requests(history: History) -> list[str]:

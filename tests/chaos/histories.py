@@ -19,7 +19,9 @@ def text(version: int, model: str = MODEL) -> str:
 
 
 def op(kind: str, begin: float, end: float, status: int = 200, **more: Any) -> Op:
-    said = {"text": text(0)} if kind == "predictions" and status == 200 else {}
+    said: dict[str, Any] = {"retry_after_s": 1} if status == 503 else {}
+    if kind == "predictions" and status == 200:
+        said["text"] = text(0)
     return Op(f"r{next(numbers)}", 0, kind, MODEL, begin, end, status, **{**said, **more})
 
 

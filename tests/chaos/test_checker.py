@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.chaos.checker import check
+from scripts.chaos.checker import check, explained
 from scripts.chaos.history import Done, History, Op
 from tests.chaos.histories import ask, fault, history, load, op, put, text, unload, view
 
@@ -74,6 +74,20 @@ def test_on_demand_nothing_that_the_store_has_is_404_and_a_call_loads_it() -> No
     assert rules(history(ask(0, 404), multi_model=False)) == ["true"]
     assert rules(history(ask(0), load(1, 409), multi_model=False)) == []
     assert rules(history(load(1, 409), multi_model=False)) == ["true"]
+
+
+def test_a_503_says_when_to_come_back_unless_it_ends_a_stream() -> None:
+    faults = (fault("store 503", 1),)
+    silent = ask(2, 503, retry_after_s=None)
+    assert rules(history(load(0), silent, faults=faults)) == ["true"]
+    begun = op("predictions-stream", 2, 3, 503, retry_after_s=None, first_s=0.1)
+    assert rules(history(load(0), begun, ask(2, 503), faults=faults)) == []
+
+
+def test_an_error_counts_for_the_last_fault_that_explains_it() -> None:
+    faults = (fault("kill worker", 1), fault("store 503", 3), fault("stop java", 5))
+    told = explained(history(load(0), ask(2, 503), ask(4, 503), ask(4.1, 500), faults=faults))
+    assert told == {(503, "kill worker"): 1, (503, "store 503"): 1, (500, "kill worker"): 1}
 
 
 REASONS = [

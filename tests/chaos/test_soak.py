@@ -27,3 +27,13 @@ def test_growth_is_counted_from_after_the_warm_up(last: int, drift: float) -> No
     judged = soak.judged(samples, history(op("predictions", 0, 1)))
     assert judged["rss"]["drift"] == pytest.approx(drift)
     assert judged["threads"]["drift"] == 0
+    assert soak.grown(judged) == (["rss", "pss"] if drift > soak.DRIFT else [])
+
+
+@pytest.mark.parametrize(("last_s", "said"), [(0.105, []), (0.12, [soak.P99])])
+def test_the_first_token_is_to_come_as_soon_in_the_end(last_s: float, said: list[str]) -> None:
+    samples = [sample(at, 100) for at in range(61)]
+    ops = [
+        op("predictions-stream", at, at + 1, first_s=0.1 if at < 50 else last_s) for at in range(60)
+    ]
+    assert soak.grown(soak.judged(samples, history(*ops))) == said
