@@ -43,6 +43,7 @@ class Recovery:
         self._settings = settings
         self._registry, self._workers, self._snapshot = registry, workers, snapshot
         self._missed: Counter[str] = Counter()  # by id: how often in a row the engine lacked it
+        self._ending: set[str] = set()  # ids of no model
         self._blind = ""  # why the last look saw nothing
 
     def takes_over(self) -> bool:
@@ -57,7 +58,7 @@ class Recovery:
             except (ServingError, OSError) as error:
                 logger.error("model %s is lost: %s", model.name, error)
         with contextlib.suppress(ServingError):
-            await self._end_strangers(await self._workers.registered())
+            self._end_strangers(await self._workers.registered())
         await asyncio.to_thread(
             self._workers.remove_other_folders, {model.id for model in self._registry.all()}
         )
@@ -101,7 +102,7 @@ class Recovery:
         for model, starts in seen:
             if model.starts == starts and self._is_lost(model, registered, listening):
                 self._restore(model, registered, listening)
-        await self._end_strangers(registered)
+        self._end_strangers(registered)
         await asyncio.to_thread(self._workers.remove_leftovers)
 
     async def _is_there(self, model: Model) -> bool:
@@ -127,10 +128,18 @@ class Recovery:
             return True
         return self._missed[model.id] >= (LOOKS_IN_USE if model.in_flight else LOOKS)
 
-    async def _end_strangers(self, registered: set[str]) -> None:
-        """Ends the workers that belong to no model, such as a killed gateway's."""
-        for id in registered - {model.id for model in self._registry.all()}:
+    def _end_strangers(self, registered: set[str]) -> None:
+        """The workers that belong to no model, such as a killed gateway's. Nobody waits for their
+        end: Multi Model Server ends one that is starting when it has started."""
+        for id in registered - {model.id for model in self._registry.all()} - self._ending:
+            self._ending.add(id)
+            self._registry.spawn(self._end_stranger(id))
+
+    async def _end_stranger(self, id: str) -> None:
+        try:
             await self._workers.unregister(id)
+        finally:
+            self._ending.discard(id)
 
     def _restore(self, model: Model, registered: set[str], listening: set[str]) -> None:
         """Unless it has failed so often that it is not due yet. What has died with Multi Model

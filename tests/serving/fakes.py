@@ -50,6 +50,7 @@ class FakeWorkers:
         self.listing_s = 0.0
         self.residency = "hot"  # of all that the engine has
         self.hung: set[str] = set()  # names that do not start
+        self.starting: set[str] = set()  # ids that cannot be ended
         self.slow: asyncio.Event | None = None  # what `registered` and `held_by_engine` wait for
         self.listing: Exception | None = None
         self._sockets = 0
@@ -105,6 +106,8 @@ class FakeWorkers:
 
     async def unregister(self, id: str) -> None:
         self.unregistered.append(id)
+        if id in self.starting:
+            await asyncio.Event().wait()
         self.running.pop(id, None)
 
     async def registered(self) -> set[str]:

@@ -252,6 +252,26 @@ def test_workers_that_belong_to_no_model_are_ended(tmp_path: Path) -> None:
     run(test)
 
 
+def test_nobody_waits_for_the_end_of_a_worker_that_is_still_starting(tmp_path: Path) -> None:
+    async def test() -> None:
+        first = Parts(tmp_path)
+        model = await first.load("봄")
+        second = Parts(tmp_path)
+        second.workers.running = {**first.workers.running, "stranger": model}
+        second.workers.in_engine = first.workers.in_engine
+        second.workers.starting.add("stranger")
+        before = asyncio.get_running_loop().time()
+        await second.recovery.adopt()
+        assert asyncio.get_running_loop().time() == before
+        async with watched(second):
+            second.workers.kill(second.registry.get("봄"))
+            await asyncio.sleep(2)
+        assert second.workers.starts["봄"] == 1
+        assert second.workers.unregistered.count("stranger") == 1
+
+    run(test)
+
+
 def test_an_unload_ends_a_restart_that_hangs(tmp_path: Path) -> None:
     async def test() -> None:
         parts = Parts(tmp_path)
