@@ -119,10 +119,10 @@ class Server:
 
     def load(self, name: str, url: str | None = None, **options: Any) -> requests.Response:
         body = {"model_name": name, "url": url or name, **options}
-        return requests.post(self.management("/models"), json=body, timeout=60)
+        return requests.post(self.management("/models"), json=body, timeout=180)
 
     def unload(self, name: str) -> requests.Response:
-        return requests.delete(self.management(f"/models/{name}"), timeout=60)
+        return requests.delete(self.management(f"/models/{name}"), timeout=180)
 
     def predict(self, name: str, body: Any, **headers: str) -> requests.Response:
         """`body` is sent as JSON, or as it is when it is bytes."""
