@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
 
@@ -16,6 +17,8 @@ import requests
 from serving.api import openapi
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, raw, serving, small
+from tests.serving.api.test_framing import AMBIGUOUS, CLEAR
+from tests.serving.api.test_http_protocol import LAST, read_all
 
 pytestmark = pytest.mark.slow
 
@@ -159,3 +162,26 @@ def test_no_text_of_a_client_becomes_a_header_or_a_line_of_the_log(
     for line in lines:
         assert json.loads(line)["message"] != "forged"
         assert line.isprintable()
+
+
+def sent_raw(port: int, sent: bytes) -> bytes:
+    """All that comes back until the server closes, which it does when the client has."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        return read_all(client)
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_each_port_refuses_what_ends_in_two_ways(server: Server, port: str) -> None:
+    """As the protocol by itself does (test_framing.py); here behind all that a port has."""
+    at, cases = getattr(server, port), {**AMBIGUOUS, **CLEAR}
+    with ThreadPoolExecutor(8) as pool:  # of the same length: bodies stay as long as they say
+        asked = [
+            pool.submit(sent_raw, at, (case + LAST).replace(b"/echo", b"/ping"))
+            for case in cases.values()
+        ]
+        answers = dict(zip(cases, (future.result() for future in asked), strict=True))
+    for case, answer in answers.items():
+        found = re.findall(rb"HTTP/1\.1 (\d+)", answer)
+        assert len(found) == 2 if case in CLEAR else found == [b"400"], (case, answer[:300])
