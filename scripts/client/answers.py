@@ -74,21 +74,45 @@ def _whole(value: Any, completion: Completion) -> None:
     if isinstance(value, list) and len(value) == 1:  # Hugging Face's servers: [{...}]
         value = value[0]
     if isinstance(value, str):
-        completion.text = value
-    elif isinstance(value, dict) and isinstance(value.get("generated_text"), str):
-        sequences = value.get("sequences") or [value]
-        completion.text = "\n\n".join(str(s["generated_text"]) for s in sequences)
+        completion.text = _clean(value)
+    elif sequences := _sequences(value):
+        completion.text = _clean("\n\n".join(s["generated_text"] for s in sequences))
         if all(isinstance(s.get("tokens"), int) for s in sequences):
             completion.tokens = sum(s["tokens"] for s in sequences)
         completion.finish_reason = value.get("finish_reason")
-        completion.server_s = value.get("seconds")
+        completion.server_s = _seconds(value.get("seconds"))
     elif isinstance(value, list) and value and isinstance(value[0], str):
         # The guides' [text, steps, seconds], or without the steps.
-        completion.text = value[0]
-        completion.tokens = int(value[1]) if len(value) == 3 else None
-        completion.server_s = float(value[-1]) if len(value) > 1 else None
+        completion.text = _clean(value[0])
+        if len(value) == 3 and isinstance(value[1], int):
+            completion.tokens = value[1]
+        completion.server_s = _seconds(value[-1])
     else:
-        completion.text = json.dumps(value, ensure_ascii=False)
+        completion.text = _clean(json.dumps(value, ensure_ascii=False))
+
+
+def _sequences(value: Any) -> list[dict[str, Any]]:
+    """Those of an answer of ours; none where it is something else."""
+    if not isinstance(value, dict) or not isinstance(value.get("generated_text"), str):
+        return []
+    found = value.get("sequences") or [value]
+    known = isinstance(found, list) and all(
+        isinstance(_object(s).get("generated_text"), str) for s in found
+    )
+    return found if known else []
+
+
+def _seconds(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e9 else None
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _clean(text: str) -> str:
+    """Without halves of surrogate pairs, which JSON can hold and no terminal can show."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _stream(answer: Answer, completion: Completion) -> Iterator[str]:
@@ -99,7 +123,7 @@ def _stream(answer: Answer, completion: Completion) -> Iterator[str]:
             running = set()
             break
         if "error" in event:
-            said = message_of(json.dumps(event, ensure_ascii=False).encode())
+            said = message_of(json.dumps(event).encode())
             raise CallFailed(f"the stream broke off: {said}", kind="stream error")
         piece = _piece(event)
         completion.tokens = (completion.tokens or 0) + piece.tokens
@@ -165,15 +189,21 @@ class _Piece:
 def _piece(event: dict[str, Any]) -> _Piece:
     token, index = event.get("token"), event.get("index", 0)
     if isinstance(event.get("choices"), list):  # OpenAI's; the last one may have the usage only
-        choice = event["choices"][0] if event["choices"] else {}
-        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-        return _Piece(text, choice.get("index", 0), int(bool(text)), choice.get("finish_reason"))
-    if isinstance(token, dict):  # Hugging Face's, whose index counts tokens
-        reason = (event.get("details") or {}).get("finish_reason")
+        choice = _object(event["choices"][0]) if event["choices"] else {}
+        text = choice.get("text") or _object(choice.get("delta")).get("content") or ""
+        index, reason, tokens = choice.get("index", 0), choice.get("finish_reason"), int(bool(text))
+    elif isinstance(token, dict):  # Hugging Face's, whose index counts tokens
+        reason = _object(event.get("details")).get("finish_reason")
         if reason is None and event.get("generated_text") is not None:
             reason = "stop"
-        text = "" if token.get("special") else str(token.get("text", ""))
-        return _Piece(text, 0, 1, reason)
-    if token is None:  # the end of a sequence
-        return _Piece("", index, 0, event.get("finish_reason"))
-    return _Piece(str(event.get("text", "")), index, 1, event.get("finish_reason"))
+        text, index, tokens = "" if token.get("special") else token.get("text", ""), 0, 1
+    elif token is None:  # the end of a sequence
+        text, reason, tokens = "", event.get("finish_reason"), 0
+    else:
+        text, reason, tokens = event.get("text", ""), event.get("finish_reason"), 1
+    if not (isinstance(text, str) and isinstance(index, int) and isinstance(reason, str | None)):
+        said = json.dumps(event)[:80]
+        raise CallFailed(
+            f"the stream holds an object of no known form: {said}", kind="stream error"
+        )
+    return _Piece(_clean(text), index, tokens, reason)

@@ -48,6 +48,7 @@ from serving.store.settings import StoreSettings
 from tests.bounded import bounded
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact
+from tests.fuzz.streams import answers
 from tests.fuzz.tokenizers import JSON, SENTENCEPIECE, Tokenizer
 
 LIMIT = 100_000  # of bodies
@@ -317,6 +318,7 @@ def grpc_infer(data: bytes) -> None:
 
 
 TARGETS: dict[str, Target] = {
+    "answers": answers,
     "archive": archive,
     "compressed": compressed,
     "config.json": in_artifact("config.json"),

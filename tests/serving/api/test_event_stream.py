@@ -1,0 +1,30 @@
+"""What is said in AWS's event stream, read as boto3 reads it."""
+
+from __future__ import annotations
+
+from botocore.eventstream import EventStreamBuffer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.api.event_stream import payload_part
+
+PAYLOADS = st.lists(
+    st.one_of(st.binary(max_size=300), st.text(max_size=60), st.just("나 보기가")), max_size=6
+)
+
+
+@settings(max_examples=40)
+@given(PAYLOADS, st.integers(5, 500))
+def test_botocore_reads_each_part_however_the_bytes_are_cut(
+    payloads: list[bytes | str], size: int
+) -> None:
+    said = b"".join(map(payload_part, payloads))
+    buffer, parts = EventStreamBuffer(), []
+    for start in range(0, len(said), size):
+        buffer.add_data(said[start : start + size])
+        parts += [event.to_response_dict() for event in buffer]
+    assert [part["body"] for part in parts] == [
+        payload.encode() if isinstance(payload, str) else payload for payload in payloads
+    ]
+    assert all(part["headers"][":event-type"] == "PayloadPart" for part in parts)
+    assert all(part["status_code"] == 200 for part in parts)
