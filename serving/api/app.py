@@ -101,9 +101,7 @@ class App:
                 ]
             await send(message)
 
-        # Where both are one, that one has all routes.
-        on_requests = scope["server"][1] == self._gateway.settings.port
-        app = self._inference if on_requests else self._management
+        app = self._management if self._is_managing(scope) else self._inference
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
             app = error_response(
                 Request(scope), HeadersTooLarge(f"headers have at most {MAX_HEADER_BYTES} bytes")
@@ -116,6 +114,11 @@ class App:
         finally:
             self._gateway.body_bytes -= scope["state"]["body_bytes"]
             self._log(scope, status, time.monotonic() - started)
+
+    def _is_managing(self, scope: Scope) -> bool:
+        """Where both ports are one, that one has all routes."""
+        port: int = scope["server"][1]
+        return port != self._gateway.settings.port
 
     @staticmethod
     def _log(scope: Scope, status: int, seconds: float) -> None:
@@ -149,10 +152,11 @@ class App:
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi.document())
+        return JSONResponse(openapi.document(managing=self._is_managing(request.scope)))
 
     async def _docs(self, request: Request) -> Response:
-        return HTMLResponse(openapi.page())
+        described = openapi.document(managing=self._is_managing(request.scope))
+        return HTMLResponse(openapi.page(described))
 
 
 def _request_id(scope: Scope) -> str:

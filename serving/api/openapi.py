@@ -19,7 +19,7 @@ SCHEMAS = Path(__file__).with_name("schemas.json")
 EVENTS, LINES, BYTES = "text/event-stream", "application/x-ndjson", "application/octet-stream"
 DESCRIPTION = (
     "Serves many fine-tunes of KoGPT2 at once. The port for requests answers every route, the"
-    " management port those under `management`."
+    " management port those under `management` and `health`."
 )
 # What the routes share: whose errors they answer, what is sent, what is answered.
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "*/*": "Any",
         },
     ),
+    "description": ("Error", {}, {}),
     "endpoint": ("AWSError", {JSON: ("Generate", "Text"), TEXT: "Text"}, {"*/*": "Any"}),
     "OpenAI": ("OpenAIError", {}, {}),
     "completion": ("OpenAIError", {JSON: "OpenAICompletion"}, {JSON: "Any", EVENTS: "Text"}),
@@ -47,7 +48,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "generate": ("V2Error", {JSON: "V2Generate"}, {JSON: "Any"}),
 }
 TAGS = {
-    "load": "management", "endpoint": "inference", "completion": "OpenAI", "chat": "OpenAI",
+    "load": "management", "description": "inference", "endpoint": "inference", "completion": "OpenAI", "chat": "OpenAI",
     "infer": "V2", "generate": "V2",
 }  # fmt: skip
 CALL = "400 401 403 404 405 406 408 413 415 429 500 503 504 507"
@@ -66,7 +67,7 @@ POST /models/{{name}}/invoke | inference | {CALL} | Continue a prompt (SageMaker
 POST /predictions/{{name}} | inference | {CALL} | Continue a prompt (Multi Model Server)
 GET /predictions/{{name}} | inference | {CALL} | The same
 PUT /predictions/{{name}} | inference | {CALL} | The same
-OPTIONS /predictions/{{name}} | management | 401 404 | This, of one model
+OPTIONS /predictions/{{name}} | description | 401 404 | This, of one model
 POST /{{name}}/predict | inference | {CALL} | Continue a prompt (Multi Model Server's legacy route)
 POST /invocations | inference | {CALL} | Continue a prompt (SageMaker)
 POST /endpoints/{{endpoint}}/invocations | endpoint | 400 424 500 | \
@@ -98,6 +99,7 @@ TARGET = {
     "schema": {"type": "string"},
     "description": "which model, as a path below the store: `poem.tar.gz`",
 }
+MANAGING = {"management", "health"}  # what the management port answers
 # What a model that was loaded can be asked.
 LOADED = {"name": "$request.body#/model_name"}
 LINKS = {
@@ -106,10 +108,13 @@ LINKS = {
 }
 
 
-def document() -> dict[str, Any]:
+def document(*, managing: bool = False) -> dict[str, Any]:
+    """Of the port for requests, or of a management port of its own."""
     paths: dict[str, dict[str, Any]] = {}
     for line in ROUTES.strip().splitlines():
         route, kind, errors, summary = (part.strip() for part in line.split("|"))
+        if managing and TAGS.get(kind, kind) not in MANAGING:
+            continue
         method, path = route.split(" ")
         path, _, query = path.partition("?")
         versions = path.replace("models/{name}", "models/{name}/versions/{version}")
@@ -170,10 +175,9 @@ def of_model(name: str) -> dict[str, Any]:
     return described
 
 
-def page() -> str:
-    """The document as one HTML page of its own."""
+def page(described: dict[str, Any]) -> str:
+    """A document as one HTML page of its own."""
     rows = []
-    described = document()
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
             statuses = ", ".join(operation["responses"])

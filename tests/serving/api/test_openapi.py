@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any
 
+import pytest
 from starlette.routing import Route
 
 from common.parameters import MAX_LOGPROBS, MAX_SEQUENCES, Parameters
@@ -21,10 +22,10 @@ APART = re.compile(
 )
 
 
-def routed() -> set[tuple[str, str]]:
+def routed(managing: bool) -> set[tuple[str, str]]:
     """Method and path of every route. OpenAI's take any method, to refuse it in their words."""
-    found = set()
-    for route in World().app._inference.routes:  # type: ignore[attr-defined]
+    found, app = set(), World().app
+    for route in (app._management if managing else app._inference).routes:  # type: ignore[attr-defined]
         assert isinstance(route, Route)
         path = re.sub(r":\w+}", "}", route.path)
         any_method = path.startswith("/v1/")
@@ -33,13 +34,14 @@ def routed() -> set[tuple[str, str]]:
     return found
 
 
-def test_every_route_is_described_and_nothing_else() -> None:
+@pytest.mark.parametrize("managing", [False, True])
+def test_every_route_of_a_port_is_described_and_nothing_else(managing: bool) -> None:
     described = {
         ("*" if path.startswith("/v1/") else method.upper(), path)
-        for path, methods in openapi.document()["paths"].items()
+        for path, methods in openapi.document(managing=managing)["paths"].items()
         for method in methods
     }
-    assert described == {(m, path) for m, path in routed() if not APART.fullmatch(path)}
+    assert described == {(m, path) for m, path in routed(managing) if not APART.fullmatch(path)}
 
 
 def test_every_reference_leads_somewhere() -> None:
