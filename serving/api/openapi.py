@@ -48,8 +48,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "generate": ("V2Error", {JSON: "V2Generate"}, {JSON: "Any"}),
 }
 TAGS = {
-    "load": "management", "description": "inference", "endpoint": "inference", "completion": "OpenAI", "chat": "OpenAI",
-    "infer": "V2", "generate": "V2",
+    "load": "management", "description": "inference", "endpoint": "inference",
+    "completion": "OpenAI", "chat": "OpenAI", "infer": "V2", "generate": "V2",
 }  # fmt: skip
 CALL = "400 401 403 404 405 406 408 413 415 429 500 503 504 507"
 # Method, path with its query, kind, errors, summary.
@@ -100,12 +100,8 @@ TARGET = {
     "description": "which model, as a path below the store: `poem.tar.gz`",
 }
 MANAGING = {"management", "health"}  # what the management port answers
-# What a model that was loaded can be asked.
-LOADED = {"name": "$request.body#/model_name"}
-LINKS = {
-    "call": {"operationRef": "#/paths/~1predictions~1{name}/post", "parameters": LOADED},
-    "unload": {"operationRef": "#/paths/~1models~1{name}/delete", "parameters": LOADED},
-}
+# What a model that was loaded can be asked: path, method.
+LINKS = {"call": ("/predictions/{name}", "post"), "unload": ("/models/{name}", "delete")}
 
 
 def document(*, managing: bool = False) -> dict[str, Any]:
@@ -121,6 +117,14 @@ def document(*, managing: bool = False) -> dict[str, Any]:
         for variant in {path, versions} if path.startswith("/v2/models/") else {path}:
             described = _operation(kind, summary, variant, query, errors.split())
             paths.setdefault(variant, {})[method.lower()] = described
+    paths["/models"]["post"]["responses"]["200"]["links"] = {
+        name: {
+            "operationRef": f"#/paths/{path.replace('/', '~1')}/{method}",
+            "parameters": {"name": "$request.body#/model_name"},
+        }
+        for name, (path, method) in LINKS.items()
+        if path in paths
+    }
     schemas = json.loads(SCHEMAS.read_text("utf-8"))
     schemas["ModelSettings"]["properties"] = model_settings.schema()
     schemas["Load"]["properties"] |= model_settings.schema()
@@ -146,8 +150,6 @@ def _operation(kind: str, summary: str, path: str, query: str, errors: list[str]
     done: dict[str, Any] = {"description": "done"}
     if answered:
         done["content"] = _content(answered)
-    if kind == "load":
-        done["links"] = LINKS
     described = {
         "tags": [TAGS.get(kind, kind)],
         "summary": summary,

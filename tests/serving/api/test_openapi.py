@@ -52,6 +52,16 @@ def test_every_reference_leads_somewhere() -> None:
     assert set(schemas) - named == {"ModelSettings"}  # of a file beside a model
 
 
+@pytest.mark.parametrize(("managing", "names"), [(False, {"call", "unload"}), (True, {"unload"})])
+def test_a_load_links_to_routes_of_the_same_document(managing: bool, names: set[str]) -> None:
+    paths = openapi.document(managing=managing)["paths"]
+    links = paths["/models"]["post"]["responses"]["200"]["links"]
+    assert set(links) == names
+    for link in links.values():
+        _, _, path, method = link["operationRef"].split("/")
+        assert method in paths[path.replace("~1", "/")]
+
+
 def properties(name: str) -> dict[str, Any]:
     schema = openapi.document()["components"]["schemas"][name]
     assert set(schema.get("required", ())) <= set(schema["properties"])
