@@ -21,9 +21,9 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.e2e.stores import statistics
 from tests.fuzz import live
 from tests.fuzz.cases import case, seeds
+from tests.fuzz.lasting import Lasting
 from tests.fuzz.targets import TARGETS, attempt
 
 ROUND = 200
@@ -66,7 +66,7 @@ def run(names: list[str], minutes: float, seed: int) -> None:
 def against_a_server(minutes: float, seed: int, clients: int) -> None:
     """Ends with an `AssertionError` at the first answer that may not be."""
     with TemporaryDirectory() as folder, live.served(Path(folder)) as server:
-        processes, ended = live.lasting(server), threading.Event()
+        lasting, ended = Lasting(server, Path(folder)), threading.Event()
         asking = [live.Client(server, seed + i) for i in range(clients)]
         end = time.monotonic() + 60 * minutes
 
@@ -83,10 +83,11 @@ def against_a_server(minutes: float, seed: int, clients: int) -> None:
                     done, working = wait(working, SHOWN_EVERY_S, FIRST_EXCEPTION)
                     for one in done:
                         one.result()
+                    lasting.look()
                     statuses = sum((client.statuses for client in asking), Counter[int]())
                     print(f"{statuses.total()} requests", file=sys.stderr)
                 ended.set()
-                live.check(server, processes, alone=clients == 1)
+                measured = lasting.check(alone=clients == 1)
             except BaseException:
                 log = Path("fuzz-server.log")
                 log.write_text(server.text(), encoding="utf-8")
@@ -94,12 +95,11 @@ def against_a_server(minutes: float, seed: int, clients: int) -> None:
                 raise
             finally:
                 ended.set()
-        longest_ms = statistics(server)["longest_step_s"] * 1e3
     print(f"seed {seed}\nstatus{'requests':>12}")
     for status, count in sorted(statuses.items()):
         print(f"{status or 'closed':<6}{count:12}")
     print(f"{'all':6}{statuses.total():12}  unhandled 5xx: 0  lost processes: 0")
-    print(f"a model beside: {beside.result()} answers, all right; longest step {longest_ms:.0f} ms")
+    print(f"a model beside: {beside.result()} answers, all right\n{measured}")
 
 
 def main() -> None:
