@@ -15,7 +15,7 @@ PROCESSES = (
 )
 ZYGOTE = "engine.sandbox.zygote"
 # Of gateway and engine each, from the loaded models on: some bodies of the largest size at once, as
-# Python holds them, and what malloc keeps of that. A request that leaked its body would be beyond.
+# Python holds them, and what malloc keeps of that. A long run shows what leaks.
 GROWTH_BYTES = 300 << 20
 # A step that something holds up. The goal, 100 ms, is one for a quiet machine: on a busy one the
 # clock counts others too, so the bound is wide and the result shows the longest.
