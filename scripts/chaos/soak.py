@@ -193,7 +193,7 @@ def results(samples: Samples, result: Result, commit: str) -> dict[str, Any]:
         "commit": commit,
         "machine": machine.describe(),
         "seconds": samples.all[-1].at_s,
-        "requests": len(history.ops),
+        "requests": sum(op.kind != PUT for op in history.ops),
         "violations": [f"{violation.rule}: {violation.said}" for violation in kept],
         "left": history.left,
         "empty": history.empty,
