@@ -33,6 +33,31 @@ def test_a_clock_that_is_set_leaves_what_is_monotonic_alone(tmp_path: Path) -> N
         assert begin[1] <= passed <= time.monotonic()
 
 
+# Java's threads wait so, for a time on the monotonic clock.
+WAITS = """
+import ctypes, time
+libc, timespec = ctypes.CDLL(None), ctypes.c_long * 2
+condition, mutex, kind = (ctypes.create_string_buffer(64) for _ in range(3))
+libc.pthread_condattr_init(kind)
+libc.pthread_condattr_setclock(kind, time.CLOCK_MONOTONIC)
+libc.pthread_cond_init(condition, kind)
+libc.pthread_mutex_init(mutex, None)
+libc.pthread_mutex_lock(mutex)
+end = time.monotonic_ns() + 50_000_000
+libc.pthread_cond_timedwait(condition, mutex, timespec(*divmod(end, 1_000_000_000)))
+print(time.monotonic_ns() >= end)
+"""
+
+
+@pytest.mark.parametrize("ahead_s", [3600, 0, -3600])
+def test_who_waits_on_the_monotonic_clock_waits_as_long(tmp_path: Path, ahead_s: int) -> None:
+    clock = Clock(tmp_path)
+    clock.set(ahead_s)
+    environment = {**os.environ, **clock.environment}
+    said = subprocess.check_output([sys.executable, "-c", WAITS], env=environment, timeout=60)
+    assert said == b"True\n"
+
+
 def test_a_library_that_cannot_be_loaded_does_not_work(tmp_path: Path) -> None:
     assert works({})
     (tmp_path / "시계.so").write_bytes(b"no library")
