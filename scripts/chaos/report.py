@@ -84,5 +84,5 @@ def retries(history: History) -> tuple[int, int]:
             again = by_id.get(f"{begin}-{int(attempt) + 1}")
             if again is not None:
                 told += 1
-                kept += again.status != 503
+                kept += 0 < again.status < 500
     return kept, told

@@ -22,7 +22,7 @@ from scripts.chaos.faults import Injector
 from scripts.chaos.history import LOAD, ROUTES, UNLOAD, History, View, text_key
 from scripts.chaos.plan import Plan
 from scripts.chaos.store import Store, store
-from scripts.chaos.system import SETTLED, System
+from scripts.chaos.system import SETTLED, System, left_of
 from scripts.lib.problem import Failed
 
 MODELS = Models(("소월", "동주", "steady"), ("봄", "여름", "moving"), 3)
@@ -227,9 +227,12 @@ class _Run:
     ) -> Iterator[str]:
         """What is there after all was unloaded, and was not at the start."""
         yield from self.history.left
+        ids = dict(name.rsplit("#", 1) for name in self._agreed().engine)
         for model in self.size.models.all:
             op = self.clients.ask(-1, UNLOAD, model)
-            if op.status not in (200, 404):
+            if op.status == 200 and model in ids:
+                yield from left_of(self.system.run_dir, ids[model])
+            elif op.status not in (200, 404):
                 yield f"{model} is not unloaded: {op.status} {op.message}"
         view = self._agreed()
         yield from view.differences()

@@ -21,6 +21,7 @@ from common.errors import EngineError
 from engine.http.client import EngineClient, UnixConnection
 from scripts.chaos.clock import Clock
 from scripts.chaos.history import View
+from serving.mms.workers import has_process
 
 # Words of the command lines. The texts' processes are forks of the zygote.
 COMMANDS = {
@@ -286,6 +287,14 @@ class Disks:
     def close(self) -> None:
         for path in self.folders.values():
             subprocess.run(["umount", "--lazy", str(path)], capture_output=True)
+
+
+def left_of(run_dir: Path, id: str) -> Iterator[str]:
+    """Of a worker, once its model's unload was answered."""
+    if (run_dir / "workers" / id).exists():
+        yield f"the folder of worker {id} outlives its unload"
+    if has_process(id):
+        yield f"the process of worker {id} outlives its unload"
 
 
 def names(connection: http.client.HTTPConnection, limit: int = 100) -> list[str]:

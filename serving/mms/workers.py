@@ -140,7 +140,7 @@ class Workers:
                 if registered.done():
                     return await registered
                 unseen += 1
-                if await asyncio.to_thread(_has_process, id):
+                if await asyncio.to_thread(has_process, id):
                     unseen, looks = 0, LOOKS
         finally:
             registered.cancel()
@@ -245,7 +245,7 @@ def _process_bytes(sockets: Set[str]) -> dict[str, int]:
     return {socket: max(map(tree_bytes, pids)) for socket, pids in workers.items()}
 
 
-def _has_process(id: str) -> bool:
+def has_process(id: str) -> bool:
     """Whether there is the process of a worker, which has this among its arguments."""
     wanted = f"\0{id}\0".encode()
     for command_line in Path("/proc").glob("[0-9]*/cmdline"):

@@ -1,0 +1,28 @@
+"""What a server's parts have, and what they leave."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts.chaos.system import left_of
+from tests.engine.engines import until
+
+WORKER = "5e1f-1"
+
+
+def test_a_worker_that_outlives_its_unload_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "workers" / WORKER
+    folder.mkdir(parents=True)
+    waiting = [sys.executable, "-c", "input()", WORKER]
+    with subprocess.Popen(waiting, stdin=subprocess.PIPE) as worker:
+        until(lambda: len([*left_of(tmp_path, WORKER)]) == 2)
+        assert worker.stdin is not None
+        worker.stdin.close()
+        worker.wait()
+        assert [*left_of(tmp_path, WORKER)] == [
+            f"the folder of worker {WORKER} outlives its unload"
+        ]
+    folder.rmdir()
+    assert not [*left_of(tmp_path, WORKER)]
