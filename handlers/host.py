@@ -61,9 +61,13 @@ class Sources:
         for number, _ in self._epoll.poll(maxevents=1):
             taken()
             read = self._ready.get(number)
-            if read is not None and read():
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    self._epoll.modify(number, select.EPOLLIN | select.EPOLLONESHOT)
+            again = read is not None
+            try:
+                again = read is not None and read()
+            finally:  # nobody else would come back to one whose reading has failed
+                if again:
+                    with contextlib.suppress(OSError):  # closed meanwhile
+                        self._epoll.modify(number, select.EPOLLIN | select.EPOLLONESHOT)
 
 
 class HostedModel:
@@ -140,8 +144,9 @@ class Host:
             model = HostedModel(owner, listener)
             with self._lock:
                 self._models.add(model)
-            self._sources.add(owner, lambda: self._owner_ended(model))
+            # The owner last: from then on its end closes both, at once if it has ended already.
             self._sources.add(listener, lambda: self._connect(model))
+            self._sources.add(owner, lambda: self._owner_ended(model))
             return True
         owner.close()
         return True

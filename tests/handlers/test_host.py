@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from handlers.dispatch import is_hosted
+from handlers.host import Sources
 from serving.mms.launcher import MMS_HOME
 from tests.e2e.server import REPOSITORY, eventually
 
@@ -237,6 +238,39 @@ def test_a_model_ends_with_its_owner(start: Callable[..., Processes]) -> None:
         killed.connect()
     assert b"b heard x" in other.ask(kept, b"x")
     assert "closed" not in other.notes()
+
+
+def test_owners_that_end_at_once_take_nobody_with_them(start: Callable[..., Processes]) -> None:
+    processes = start()
+    before = processes.own("b")
+    assert b"loaded model" in before.load(before.connect())
+    for _ in range(500):
+        with socket.socket(socket.AF_UNIX) as owner, socket.socket(socket.AF_UNIX) as listener:
+            owner.connect(str(processes.folder / "workers.sock"))
+            listener.bind("")
+            listener.listen()
+            socket.send_fds(owner, [b"."], [listener.fileno()])
+    model = processes.own("a")
+    assert b"loaded model" in model.load(model.connect())
+
+
+def test_a_source_whose_reading_fails_is_read_again() -> None:
+    sources, said = Sources(), []
+
+    def read() -> bool:
+        said.append(there.recv(1))
+        if len(said) == 1:
+            raise ValueError("unexpected")
+        return False
+
+    here, there = socket.socketpair()
+    with here, there:
+        sources.add(there, read)
+        here.send(b"ab")
+        with pytest.raises(ValueError, match="unexpected"):
+            sources.serve_one(lambda: None)
+        sources.serve_one(lambda: None)
+    assert said == [b"a", b"b"]
 
 
 def test_a_model_that_everybody_left_ends_its_owner(start: Callable[..., Processes]) -> None:
