@@ -61,9 +61,11 @@ class Sources:
         for number, _ in self._epoll.poll(maxevents=1):
             taken()
             read = self._ready.get(number)
-            again = read is not None
+            if read is None:
+                continue
+            again = True
             try:
-                again = read is not None and read()
+                again = read()
             finally:  # nobody else would come back to one whose reading has failed
                 if again:
                     with contextlib.suppress(OSError):  # closed meanwhile

@@ -103,7 +103,7 @@ class ScriptProcess:
         if connection is None:
             raise ScriptError("the model's script is not running")
         if timeout_s is not None and timeout_s < left_s and not connection.poll(timeout_s):
-            raise EngineUnavailable("the model's script is being loaded again", retry_after_s=1)
+            raise EngineUnavailable("the model's script is being loaded again")
         try:
             with self._at_most(left_s):
                 outcome, _ = receive(connection)

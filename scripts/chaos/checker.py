@@ -55,15 +55,16 @@ def check(history: History, heal: float = 1.0) -> list[Violation]:
     return list(_Checker(history, heal).violations())
 
 
-def explained(history: History, heal: float = 1.0) -> Counter[tuple[int, str]]:
+def explained(history: History, heal: float) -> Counter[tuple[int, str]]:
     """Of the answers of 5xx, how many each kind of fault explains: the last to have begun, where
     several do."""
     checker = _Checker(history, heal)
     found: Counter[tuple[int, str]] = Counter()
     for op in history.ops:
-        faults = [f for f in checker.faults if op.status >= 500 and checker.explains(f, op)]
-        if faults and not op.hung_up:
-            found[op.status, max(faults, key=lambda fault: fault.begin).kind] += 1
+        if op.status >= 500 and not op.hung_up:
+            faults = checker.explaining(op.status, op)
+            if last := max(faults, key=lambda fault: fault.begin, default=None):
+                found[op.status, last.kind] += 1
     return found
 
 
@@ -169,11 +170,11 @@ class _Checker:
         request_s, load_s = self.history.request_s, self.history.load_s
         return {LOAD: load_s, UNLOAD: load_s + request_s}.get(op.kind, request_s)
 
-    def explains(self, fault: Done, op: Op) -> bool:
-        return op.status in self._errors(fault, op)
+    def explaining(self, status: int, op: Op) -> Iterator[Done]:
+        return (fault for fault in self.faults if status in self._errors(fault, op))
 
     def _explained(self, status: int, op: Op) -> bool:
-        return any(status in self._errors(fault, op) for fault in self.faults)
+        return any(self.explaining(status, op))
 
     def _errors(self, fault: Done, op: Op) -> set[int]:
         healed_s = STORE_HEALED_S if fault.kind.startswith("store") else HEALED_S

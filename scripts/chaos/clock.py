@@ -43,7 +43,6 @@ class Clock:
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             # Or waits for a time on a monotonic clock end at once, and Java's threads only spin.
             "FAKETIME_FORCE_MONOTONIC_FIX": "0",
-            # Or waits for a time on a monotonic clock end at once, and Java's threads only spin.
             "NO_FAKE_STAT": "1",
         }
 

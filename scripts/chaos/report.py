@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from scripts.chaos.checker import explained
 from scripts.chaos.history import PUT, History
 from scripts.chaos.plan import Plan
 from scripts.chaos.run import Result
@@ -31,8 +30,8 @@ def lines(result: Result) -> list[str]:
     kept, told = retries(history)
     if told:
         found.append(f"503 with Retry-After: {told}, and {kept} of them worked after that time")
-    if reasons := explained(history):
-        found += ["", _reasons(reasons)]
+    if result.explained:
+        found += ["", _reasons(result.explained)]
     found.append("")
     for violation in result.violations[:SHOWN]:
         found.append(f"{violation.rule}: {violation.said}")

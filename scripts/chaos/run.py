@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks import random_model
 from benchmarks.process import BenchmarkError
 from benchmarks.switching.control_group import ControlGroup
-from scripts.chaos.checker import AGREE_S, Violation, check
+from scripts.chaos.checker import AGREE_S, Violation, check, explained
 from scripts.chaos.clients import MIX, PAUSE_S, PROMPTS, Clients, Models
 from scripts.chaos.clock import Clock
 from scripts.chaos.faults import Injector
@@ -62,6 +62,7 @@ def nothing(system: System) -> contextlib.AbstractContextManager[object]:
 class Result:
     history: History
     violations: list[Violation]
+    explained: Counter[tuple[int, str]]  # answers of 5xx, by status and kind of fault
     log: str  # of the server
 
 
@@ -90,7 +91,8 @@ def run(
             say(system.log.read_text(encoding="utf-8", errors="replace")[-4000:])
             raise
         log = system.log.read_text(encoding="utf-8", errors="replace")
-    return Result(history, check(history, size.heal), log)
+    heal = size.heal
+    return Result(history, check(history, heal), explained(history, heal), log)
 
 
 def _limits(plan: Plan, size: Size) -> dict[str, str]:

@@ -48,14 +48,14 @@ def run(options: Convert) -> None:
     """
     if options.target.exists():
         raise Problem(f"{options.target} is there already; remove it or choose another name")
-    backend, precision = options.backend, options.precision
-    if options.to != "prepared":
-        backend, precision = "onnxruntime", "fp32"
     from tqdm import tqdm
 
     from scripts.lib import converting
 
+    backend: str = "onnxruntime"
+    precision: str = "fp32"
     if options.to == "prepared":
+        backend, precision = options.backend, options.precision
         converting.check_prepared(backend, precision)
     source = converting.open_source(options.source)
     texts = options.text.read_text(encoding="utf-8").splitlines() if options.text else []

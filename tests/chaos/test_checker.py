@@ -86,7 +86,7 @@ def test_a_503_says_when_to_come_back_unless_it_ends_a_stream() -> None:
 
 def test_an_error_counts_for_the_last_fault_that_explains_it() -> None:
     faults = (fault("kill worker", 1), fault("store 503", 3), fault("stop java", 5))
-    told = explained(history(load(0), ask(2, 503), ask(4, 503), ask(4.1, 500), faults=faults))
+    told = explained(history(load(0), ask(2, 503), ask(4, 503), ask(4.1, 500), faults=faults), 1)
     assert told == {(503, "kill worker"): 1, (503, "store 503"): 1, (500, "kill worker"): 1}
 
 

@@ -49,7 +49,7 @@ def test_no_request_is_an_error_of_the_server(lasting: Lasting, seed: int) -> No
 # On the management port the same code answers: there it is asked less.
 @pytest.mark.parametrize(
     ("port", "phases"),
-    [("port", "coverage,fuzzing,stateful"), ("management_port", "fuzzing,stateful")],
+    [("url", "coverage,fuzzing,stateful"), ("management", "fuzzing,stateful")],
 )
 def test_the_server_does_as_its_openapi_document_says(
     lasting: Lasting, tmp_path: Path, port: str, phases: str
@@ -58,10 +58,7 @@ def test_the_server_does_as_its_openapi_document_says(
     if python is None or sys.version_info < (3, 11):
         pytest.skip("CLIENTS_PYTHON names a Python >= 3.11 with requirements/clients.txt")
     command = [str(Path(python).absolute()), "-m", "schemathesis.cli", "run"]
-    command += [
-        f"http://127.0.0.1:{getattr(lasting.server, port)}/openapi.json",
-        "--max-examples=2",
-    ]
+    command += [getattr(lasting.server, port)("/openapi.json"), "--max-examples=2"]
     command += ["--request-timeout=90", f"--phases={phases}", "--seed=1"]
     command += [f"--checks={CHECKS}", "--generation-database=none", "--no-color"]
     environment = {**os.environ, "SCHEMATHESIS_HOOKS": "tests.fuzz.hooks"}
