@@ -34,6 +34,8 @@ MAX_THREADS = 512
 # that all come at once after a restart.
 SPARE_THREADS = 16
 LOOK_AROUND_S = 0.5
+# An owner that is late with its socket, such as one that was stopped, comes again.
+INTRODUCTION_S = 1.0
 LEAVE = b"."
 
 logger = logging.getLogger(__name__)
@@ -97,17 +99,18 @@ class Host:
         self._threads = self._idle = 0
 
     def serve(self) -> None:
-        """Never returns."""
-        self._sources.add(self._listener, self._meet_owner)
+        """Never returns. Owners are met here, however many requests there are; who connects and
+        brings no socket is hung up on, and knows that this process works."""
         self._start_thread()
+        self._listener.settimeout(LOOK_AROUND_S)
         while True:
-            time.sleep(LOOK_AROUND_S)
+            with contextlib.suppress(TimeoutError):
+                self._meet_owner(self._listener.accept()[0])
             with self._lock:
                 left = [model for model in self._models if model.is_left_alone()]
-            for model in left:  # MMS has unregistered it, or is gone
+            for model in left:  # MMS has unregistered it, or is gone; with its owner it ends
                 with contextlib.suppress(OSError):
                     model.owner.send(LEAVE)
-                self._drop(model)
 
     # Threads
 
@@ -137,8 +140,8 @@ class Host:
 
     # Models
 
-    def _meet_owner(self) -> bool:
-        owner, _ = self._listener.accept()
+    def _meet_owner(self, owner: socket.socket) -> None:
+        owner.settimeout(INTRODUCTION_S)
         with contextlib.suppress(OSError, LookupError):
             _, files, _, _ = socket.recv_fds(owner, 1, 1)
             listener = socket.socket(fileno=files[0])
@@ -149,9 +152,8 @@ class Host:
             # The owner last: from then on its end closes both, at once if it has ended already.
             self._sources.add(listener, lambda: self._connect(model))
             self._sources.add(owner, lambda: self._owner_ended(model))
-            return True
+            return
         owner.close()
-        return True
 
     def _owner_ended(self, model: HostedModel) -> bool:
         self._drop(model)

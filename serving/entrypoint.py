@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,7 @@ def serve(settings: Settings) -> int:
         workers = {**launcher.environment(settings, run_dir), **shared}
         run = [sys.executable, "-m"]
         is_healthy = functools.partial(_is_healthy, EngineClient(engine["ENGINE_SOCKET"]))
+        meets_owners = functools.partial(takes_models, run_dir)
         children = [
             Child(
                 "the engine",
@@ -98,7 +100,12 @@ def serve(settings: Settings) -> int:
                 gives_up=2,
                 healthy=Poll(is_healthy, False, lambda healthy: HEALTH_S),
             ),
-            Child("the workers' host", [*run, "handlers.host"], workers),
+            Child(
+                "the workers' host",
+                [*run, "handlers.host"],
+                workers,
+                healthy=Poll(meets_owners, False, lambda healthy: HEALTH_S),
+            ),
             Child("Multi Model Server", [*run, "serving.mms.launcher"], workers),
             Child(
                 "the gateway",
@@ -180,6 +187,18 @@ def _is_healthy(engine: EngineClient) -> bool:
     except (EngineError, ValueError):
         return False
     return True
+
+
+def takes_models(run_dir: Path) -> bool:
+    """Whether the workers' host meets who connects to it: it hangs up on who brings no model."""
+    with socket.socket(socket.AF_UNIX) as nobody:
+        nobody.settimeout(PROBE_TIMEOUT_S)
+        try:
+            nobody.connect(str(run_dir / "workers.sock"))
+            nobody.send(b"?")
+            return nobody.recv(1) == b""
+        except OSError:
+            return False
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class Sandbox:
 
         Raises the `EngineError` that it raises, and `ArtifactError` if the child ends or has not
         answered after `timeout_s`, which ends it (`alive` tells the two apart); `EngineUnavailable`
-        if it is lost with the helper, which says nothing of what it read.
+        if it is killed or lost with the helper, which says nothing of what it read.
         """
         return self._exchange(list(arguments), timeout_s)
 
@@ -197,13 +197,11 @@ class Sandbox:
         if self._pid is None:
             return self._gone()
         self._end()
-        if status is None:
-            why = f"{self._what} could not be read: its reader went away"
-            return EngineUnavailable(why)
+        if status in (None, -signal.SIGKILL):
+            how = "was killed, as for want of memory" if status else "went away"
+            return EngineUnavailable(f"{self._what} could not be read: its reader {how}")
         if status == -signal.SIGXCPU:
             return self._error(f"it took more than {self._limits.cpu_s} s of computing")
-        if status == -signal.SIGKILL:
-            return self._error("its reader was killed, as for want of memory")
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         return self._error(f"its reader crashed ({how})")
 
@@ -309,7 +307,7 @@ def run(
 
 
 def again(work: Callable[[], T]) -> T:
-    """What `work` returns, done once more where its child was lost with the helper."""
+    """What `work` returns, done once more where its child was killed or lost with the helper."""
     try:
         return work()
     except EngineUnavailable:

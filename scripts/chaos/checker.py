@@ -36,8 +36,6 @@ EXPLAINS = {
     "store": {503},
     "store 403": {403, 503},
     "disk": {503, 507},
-    # One that dies under an answer, as for want of memory, may be its own tokenizer's fault.
-    "kill texts": {500, 503},
     "memory": {0, 500, 503, 507},  # the kernel may kill any process
 }
 

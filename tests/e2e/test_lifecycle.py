@@ -108,9 +108,10 @@ def quietly(server: Server, name: str) -> None:
         server.predict(name, SHORT)
 
 
-def test_an_engine_that_hangs_is_started_again(server: Server) -> None:
+def test_an_engine_and_a_host_that_hang_are_started_again(server: Server) -> None:
     before = text(server.predict("a", SHORT))
-    server.descendants("-m engine ")[0].suspend()
-    eventually(lambda: "the engine has not worked for 15 s" in server.text())
-    eventually(server.is_ready)
-    assert text(server.predict("a", SHORT)) == before
+    for name, module in ("the engine", "engine"), ("the workers' host", "handlers.host"):
+        server.descendants(f"-m {module} ")[0].suspend()
+        eventually(lambda name=name: f"{name} has not worked for 15 s" in server.text())
+        eventually(server.is_ready)
+        assert text(server.predict("a", SHORT)) == before

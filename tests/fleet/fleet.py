@@ -14,13 +14,15 @@ import psutil
 import requests
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import FAST, SHORT, small
+from tests.e2e.stores import FAST, LONG, SHORT, small
 from tests.e2e.test_metrics import metrics
+from tests.engine.models import make_artifact
 from tests.fleet.haproxy import HAProxy
 from tests.fleet.upstream import SERVED_BY, names
 from tests.serving.store.s3 import BUCKET, S3Server, archive
 
 MODELS, ROOM = 40, 10
+LONG_WINDED = "긴시"
 ROOM_MIB = {ROOM: 17, 3 * ROOM: 51}  # of `small`
 
 
@@ -29,10 +31,16 @@ def model(number: int) -> str:
 
 
 def fill(s3: S3Server, folder: Path) -> None:
+    """With the models, and one that takes a second and more for `LONG`."""
     for number in range(MODELS):
-        files = small(folder / str(number), number).iterdir()
-        packed = archive({file.name: file.read_bytes() for file in files}, 0)
-        s3.put(f"{model(number)}.tar.gz", packed)
+        _put(s3, model(number), small(folder / str(number), number))
+    long = make_artifact(folder / "long", layers=2, units=128, vocab=160, max_length=2048)
+    _put(s3, LONG_WINDED, long)
+
+
+def _put(s3: S3Server, name: str, artifact: Path) -> None:
+    packed = archive({file.name: file.read_bytes() for file in artifact.iterdir()}, 0)
+    s3.put(f"{name}.tar.gz", packed)
 
 
 def node(folder: Path, s3: S3Server, room: int, port: int | None = None) -> Server:
@@ -75,6 +83,16 @@ class Fleet:
             with contextlib.suppress(psutil.NoSuchProcess):
                 killed.kill()
         self.nodes[name].process.wait()
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[tuple[str, Iterator[bytes]]]:
+        """Which server answers with a long stream, and the lines after its first."""
+        url = self.proxy.url(f"/predictions/{LONG_WINDED}")
+        body = {**LONG, "stream": True}
+        with requests.post(url, json=body, timeout=90, stream=True) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith(b"data: "), answer.status_code
+            yield answer.headers[SERVED_BY], lines
 
     def start(self, name: str) -> None:
         """One in the place of one that has ended."""

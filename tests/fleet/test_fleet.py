@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -85,24 +86,42 @@ def test_of_a_killed_server_only_its_share_moves_and_no_answer_is_lost(
     before = fleet.shares(NAMES)
     with Clients(fleet.proxy, expected, ASKED, streams=4) as clients:
         clients.wait_for_more(32)
-        killed = time.monotonic()
-        fleet.kill("node2")
-        fleet.proxy.wait_for("node1", "node3")
+        with fleet.stream() as (victim, lines):
+            killed = time.monotonic()
+            fleet.kill(victim)
+            with pytest.raises(requests.exceptions.ChunkedEncodingError):
+                list(lines)
+        fleet.proxy.wait_for(*fleet.nodes.keys() - {victim})
         noticed_s = time.monotonic() - killed
         clients.wait_for_more(32)
     without = fleet.shares(NAMES)
     with Clients(fleet.proxy, expected, ASKED) as later:
-        fleet.start("node2")
+        fleet.start(victim)
         later.wait_for_more(16)
-        fleet.proxy.wait_for("node1", "node2", "node3")
+        fleet.proxy.wait_for(*fleet.nodes)
         later.wait_for_more(32)
     print(f"killed: {clients.answers}, streams that had begun: {clients.begun}, noticed after")
     print(f"{noticed_s:.1f} s, longest answer {clients.longest_s:.1f} s; back: {later.answers}")
     assert set(clients.answers) == set(later.answers) == {200}
     moved = {name for name, server in before.items() if without[name] != server}
-    assert moved == {name for name, server in before.items() if server == "node2"}
+    assert moved == {name for name, server in before.items() if server == victim}
     assert 0 < len(moved) <= NAMES * (1 / 3 + 0.05)
     assert fleet.shares(NAMES) == before
+
+
+def test_an_engine_that_is_killed_ends_its_streams_with_an_error_and_loses_no_answer(
+    fleet: Fleet, expected: dict[str, str]
+) -> None:
+    with Clients(fleet.proxy, expected, ASKED, streams=4) as clients:
+        clients.wait_for_more(32)
+        with fleet.stream() as (victim, lines):
+            fleet.nodes[victim].descendants("-m engine ")[0].kill()
+            last = [line for line in lines if line][-1]
+        clients.wait_for_more(64)
+    print(f"engine killed: {clients.answers}, streams that had begun: {clients.begun}")
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 503
+    assert set(clients.answers) == {200}
+    assert not clients.begun["cut off"]
 
 
 def test_a_hot_model_spills_over_to_a_second_server(fleet: Fleet, expected: dict[str, str]) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from handlers.dispatch import is_hosted
 from handlers.host import Sources
+from serving.entrypoint import takes_models
 from serving.mms.launcher import MMS_HOME
 from tests.e2e.server import REPOSITORY, eventually
 
@@ -192,6 +193,7 @@ def test_threads_of_many_requests_at_once_end_with_them(start: Callable[..., Pro
         model.load(connection)
         connection.sendall(_request(b"x")[:1])  # keeps one who waits for the rest
     eventually(lambda: host.num_threads() > 60)
+    assert takes_models(processes.folder)
     for connection in connections:
         connection.sendall(_request(b"x")[1:])
         assert b"a heard x" in connection.recv(1 << 16)
@@ -252,6 +254,26 @@ def test_owners_that_end_at_once_take_nobody_with_them(start: Callable[..., Proc
             socket.send_fds(owner, [b"."], [listener.fileno()])
     model = processes.own("a")
     assert b"loaded model" in model.load(model.connect())
+
+
+def test_an_owner_that_says_nothing_holds_up_no_other(start: Callable[..., Processes]) -> None:
+    processes = start()
+    with socket.socket(socket.AF_UNIX) as silent:
+        eventually((processes.folder / "workers.sock").exists)
+        silent.connect(str(processes.folder / "workers.sock"))
+        model = processes.own("a")
+        assert b"loaded model" in model.load(model.connect())
+        assert silent.recv(1) == b""
+
+
+def test_a_host_that_stands_still_takes_no_models(start: Callable[..., Processes]) -> None:
+    processes = start()
+    eventually(lambda: takes_models(processes.folder))
+    processes.host.send_signal(signal.SIGSTOP)
+    assert not takes_models(processes.folder)
+    processes.host.kill()
+    processes.host.wait()
+    assert not takes_models(processes.folder)
 
 
 def test_a_source_whose_reading_fails_is_read_again() -> None:

@@ -25,7 +25,7 @@ from common.errors import (
     Overloaded,
     PromptTooLong,
 )
-from engine.sandbox import Limits, Sandbox, run
+from engine.sandbox import Limits, Sandbox, again, run
 from tests.engine.engines import is_gone, until
 from tests.engine.sandbox import targets
 
@@ -220,6 +220,25 @@ def test_a_lost_helper_is_replaced() -> None:
         with pytest.raises(EngineUnavailable, match="went away"):  # the file is not to blame
             child.call("가", timeout_s=WIDE_S)
     assert run(targets.echo, "나", what="m", timeout_s=WIDE_S) == "나"
+
+
+def test_a_reader_that_is_killed_says_nothing_of_what_it_read(tmp_path: Path) -> None:
+    read, tried = tmp_path / "글", list[int]()
+
+    def once() -> Any:
+        with Sandbox(targets.wait_for, str(read), what="m") as child:
+            assert child.pid is not None
+            tried.append(child.pid)
+            if len(tried) % 3:
+                os.kill(child.pid, signal.SIGKILL)
+            else:
+                read.write_text("나", "utf-8")
+            return child.ready(WIDE_S)
+
+    with pytest.raises(EngineUnavailable, match="m could not be read: its reader was killed"):
+        again(once)
+    assert again(once) == "나"
+    assert len(tried) == 3
 
 
 def test_where_no_process_can_be_had_it_is_to_be_tried_later(

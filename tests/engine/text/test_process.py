@@ -148,7 +148,7 @@ def test_a_process_that_dies_ends_the_answers_of_its_model_alone(
     until(lambda: bool(killed.tokens))
     os.kill(child(engine_, "bad"), signal.SIGKILL)
     assert killed.wait().error is not None
-    assert type(killed.error) is EngineError
+    assert isinstance(killed.error, EngineUnavailable)
     assert killed.error.message.startswith("the tokenizer's process ended: kogpt2.spiece")
     assert len(running.wait().ids()) == 240
     assert is_greedy(good, running.prompt, running.ids())
