@@ -3,7 +3,10 @@ others say what is not prevented, or are no claims. A new sentence without a tes
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from zipfile import ZipFile
@@ -35,6 +38,10 @@ TESTS = {
     "Passed are `PATH`": "test_what_it_says_is_passed_is_passed",
     "Of these, a name with `TOKEN`": "test_secrets_of_any_name_are_not",
     **dict.fromkeys(
+        ("gateway |", "a model's texts, in a sandbox |", "the workers' host |"),
+        "test_a_process_that_reads_clients_bytes_has_no_other_package",
+    ),
+    **dict.fromkeys(
         ("Netty 4.1.91 | TLS", "Commons IO", "These are their advisories"),
         "test_a_clients_bytes_reach_none_of_what_has_advisories",
     ),
@@ -52,6 +59,20 @@ LIBRARIES = {
     "com/google": (2021, 10, 29),  # Gson 2.8.9
     "com/lmax": (2021, 4, 29),  # Disruptor 3.4.4
 }
+# Prints which distributions there are modules of once these are imported.
+LOADED = """
+import importlib, importlib.metadata, json, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+tops = {name.partition(".")[0] for name in sys.modules}
+print(json.dumps([
+    package.metadata["Name"].lower().replace("_", "-")
+    for package in importlib.metadata.distributions()
+    if tops & {file.parts[0].partition(".")[0] for file in package.files or []}
+]))
+"""
+# Ourselves; what puts itself into every process; and a back-port for Python 3.10.
+UNTOLD = {"kogpt2-serving", "setuptools", "exceptiongroup"}
 # A row of the table, and what `test_no_program_of_a_model` tries for it.
 ROWS = {
     "read or change other models": "reads another model, reads another model by a program, "
@@ -88,10 +109,11 @@ NO_CLAIMS = (
     "Limit requests per client",
     "`serving/process/isolation.py` has all",
     "| library |",
+    "| process | packages |",
+    "Their versions are pinned",
     "Version 1.1.11 is the newest",
     "Netty 4.1.91 | CVE-2024-47535",
     "Gson 2.8.9",
-    "[SECURITY.md]",
 )
 # What follows a *not prevented*.
 NOT_PREVENTED = (
@@ -151,6 +173,26 @@ def test_the_jar_has_the_libraries_of_the_table() -> None:
         days[package] = min(days.get(package, file.date_time[:3]), file.date_time[:3])
     assert days == LIBRARIES
     assert "4.1.91.Final" in netty
+
+
+@pytest.mark.parametrize(
+    ("process", "modules"),
+    [
+        ("gateway", ["serving.gateway"]),
+        (
+            "a model's texts, in a sandbox",
+            ["engine.text.child", "engine.text.hugging_face", "engine.text.chat_template"],
+        ),
+        ("the workers' host", ["handlers.host", "handlers.handler_service"]),
+    ],
+)
+def test_a_process_that_reads_clients_bytes_has_no_other_package(
+    process: str, modules: list[str]
+) -> None:
+    (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {process} | `")]
+    command = [sys.executable, "-c", LOADED, *modules]
+    found = set(json.loads(subprocess.check_output(command, cwd=ROOT)))
+    assert set(re.findall(r"`(.+?)`", row)) == found - UNTOLD
 
 
 @pytest.mark.parametrize("language", ["", ".ko"])
