@@ -56,6 +56,9 @@ host.main()
 """
 
 
+MMS = ["/bin/sh", "-c", '"$@" & wait', "mms"]  # a parent of an owner's
+
+
 class Processes:
     """A host, and owners that are started as MMS does."""
 
@@ -76,6 +79,15 @@ class Processes:
 
     def own(self, name: str, within: Sequence[str] = ()) -> Model:
         """A model, started by the program `within`, if there is one."""
+        model = self.begin(name, within)
+        assert model.owner.stdout is not None
+        said = model.owner.stdout.readline()
+        assert within or said == f"[PID] {model.owner.pid}\n"
+        assert model.owner.stdout.readline() == "MMS worker started.\n"
+        return model
+
+    def begin(self, name: str, within: Sequence[str] = (), output: int = subprocess.PIPE) -> Model:
+        """A model whose owner has said nothing yet."""
         slot = self.folder / name
         slot.mkdir()
         (slot / "hosted").touch()
@@ -83,17 +95,15 @@ class Processes:
         command = [sys.executable, str(MMS_HOME / "mms" / "model_service_worker.py")]
         command += ["--sock-type", "unix", "--sock-name", str(path), "--handler", "echo"]
         command += ["--model-path", str(slot), "--model-name", name, "--preload-model", "false"]
-        owner = self._start([*within, *command], slot)
-        assert owner.stdout is not None
-        said = owner.stdout.readline()
-        assert within or said == f"[PID] {owner.pid}\n"
-        assert owner.stdout.readline() == "MMS worker started.\n"
+        owner = self._start([*within, *command], slot, output)
         self._models.append(Model(name, slot, path, owner))
         return self._models[-1]
 
-    def _start(self, command: list[str], folder: Path) -> subprocess.Popen[str]:
+    def _start(
+        self, command: list[str], folder: Path, output: int = subprocess.PIPE
+    ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            command, cwd=folder, env=self._environment, stdout=subprocess.PIPE, text=True
+            command, cwd=folder, env=self._environment, stdout=output, text=True
         )
         self._started.append(process)
         return process
@@ -104,7 +114,8 @@ class Processes:
                 connection.close()
         for process in self._started:
             process.kill()
-            process.communicate()
+            with process:  # not until its output ends: what it has started may live
+                pass
 
 
 class Model:
@@ -142,6 +153,10 @@ def _request(body: bytes) -> bytes:
     message = b"I" + _sized("id") + struct.pack("!i", -1) + _sized("body")
     message += _sized("application/octet-stream") + struct.pack("!i", len(body)) + body
     return message + struct.pack("!ii", -1, -1)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def _sized(text: str) -> bytes:
@@ -258,8 +273,8 @@ def test_owners_that_end_at_once_take_nobody_with_them(start: Callable[..., Proc
 
 def test_an_owner_that_says_nothing_holds_up_no_other(start: Callable[..., Processes]) -> None:
     processes = start()
+    eventually(lambda: takes_models(processes.folder))
     with socket.socket(socket.AF_UNIX) as silent:
-        eventually((processes.folder / "workers.sock").exists)
         silent.connect(str(processes.folder / "workers.sock"))
         model = processes.own("a")
         assert b"loaded model" in model.load(model.connect())
@@ -324,11 +339,31 @@ def test_an_owner_without_a_host_ends_with_multi_model_server(
     processes = start()
     processes.host.kill()
     processes.host.wait()
-    model = processes.own("a", within=["/bin/sh", "-c", '"$@" & wait', "mms"])
+    model = processes.own("a", within=MMS)
     (owner,) = eventually(psutil.Process(model.owner.pid).children)
     model.owner.kill()
-    eventually(lambda: not owner.is_running() or owner.status() == psutil.STATUS_ZOMBIE)
+    eventually(lambda: has_ended(owner))
     assert not model.path.exists()
+
+
+def test_so_does_one_that_has_not_said_a_word_yet(start: Callable[..., Processes]) -> None:
+    processes = start()
+    processes.host.kill()
+    processes.host.wait()
+    reader, writer = os.pipe()
+    with open(reader, "rb") as output:
+        with open(writer, "wb", buffering=0) as full:
+            os.set_blocking(writer, False)
+            while full.write(b"." * 4096):
+                pass
+            os.set_blocking(writer, True)
+            model = processes.begin("a", MMS, writer)
+        eventually(model.path.exists)
+        (owner,) = psutil.Process(model.owner.pid).children()
+        model.owner.kill()
+        model.owner.wait()
+        output.read()
+    eventually(lambda: has_ended(owner))
 
 
 def test_only_models_of_the_engine_are_hosted(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ def own(path: str, host_path: str) -> None:
     """Until the host says that MMS has left the model alone, or MMS is gone."""
     import _socket
 
+    mms = posix.getppid()  # who ends before it has read those lines is noticed, too
     unlink(path)
     listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     listener.bind(path)
@@ -30,7 +31,6 @@ def own(path: str, host_path: str) -> None:
     # MMS waits for these two lines.
     posix.write(1, b"[PID] %d\nMMS worker started.\n" % posix.getpid())
     number = listener.fileno().to_bytes(4, sys.byteorder)
-    mms = posix.getppid()
     while posix.getppid() == mms:
         host = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:
