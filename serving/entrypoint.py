@@ -19,13 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPException
 from pathlib import Path
 
 import requests
 
-from common.errors import EngineError, ServiceError
+from common.errors import ServiceError
 from common.logs import log_as_json
-from engine.http.client import EngineClient
+from engine.http.client import UnixConnection
 from serving.errors import StartError, StillLoading
 from serving.mms import launcher
 from serving.process import examples, ports
@@ -90,23 +91,30 @@ def serve(settings: Settings) -> int:
         gateway = {**python, **settings.environment(), **shared}
         workers = {**launcher.environment(settings, run_dir), **shared}
         run = [sys.executable, "-m"]
-        is_healthy = functools.partial(_is_healthy, EngineClient(engine["ENGINE_SOCKET"]))
-        meets_owners = functools.partial(takes_models, run_dir)
+
+        def watched(works: Callable[..., bool], *arguments: object) -> Poll[bool]:
+            return Poll(functools.partial(works, *arguments), False, lambda works: HEALTH_S)
+
         children = [
             Child(
                 "the engine",
                 [*run, "engine"],
                 engine,
                 gives_up=2,
-                healthy=Poll(is_healthy, False, lambda healthy: HEALTH_S),
+                healthy=watched(_answers, engine["ENGINE_SOCKET"], "/health"),
             ),
             Child(
                 "the workers' host",
                 [*run, "handlers.host"],
                 workers,
-                healthy=Poll(meets_owners, False, lambda healthy: HEALTH_S),
+                healthy=watched(takes_models, run_dir),
             ),
-            Child("Multi Model Server", [*run, "serving.mms.launcher"], workers),
+            Child(
+                "Multi Model Server",
+                [*run, "serving.mms.launcher"],
+                workers,
+                healthy=watched(_answers, launcher.mms_socket(run_dir), "/models?limit=1"),
+            ),
             Child(
                 "the gateway",
                 [*run, "serving.gateway", *(str(listener.fileno()) for listener in listeners)],
@@ -181,12 +189,13 @@ def _progress(settings: Settings) -> Callable[[], Progress]:
     return progress
 
 
-def _is_healthy(engine: EngineClient) -> bool:
-    try:
-        engine.request("GET", "/health", timeout_s=PROBE_TIMEOUT_S)
-    except (EngineError, ValueError):
-        return False
-    return True
+def _answers(path: str, url: str) -> bool:
+    with contextlib.closing(UnixConnection(path, PROBE_TIMEOUT_S)) as connection:
+        try:
+            connection.request("GET", url)
+            return connection.getresponse().status == 200
+        except (OSError, HTTPException):
+            return False
 
 
 def takes_models(run_dir: Path) -> bool:

@@ -108,10 +108,11 @@ def quietly(server: Server, name: str) -> None:
         server.predict(name, SHORT)
 
 
-def test_an_engine_and_a_host_that_hang_are_started_again(server: Server) -> None:
+def test_processes_that_hang_are_started_again(server: Server) -> None:
     before = text(server.predict("a", SHORT))
-    for name, module in ("the engine", "engine"), ("the workers' host", "handlers.host"):
-        server.descendants(f"-m {module} ")[0].suspend()
+    for program in "-m engine ", "-m handlers.host ", "ModelServer":
+        server.descendants(program)[0].suspend()
+    for name in "the engine", "the workers' host", "Multi Model Server":
         eventually(lambda name=name: f"{name} has not worked for 15 s" in server.text())
-        eventually(server.is_ready)
-        assert text(server.predict("a", SHORT)) == before
+    eventually(lambda: server.is_ready() and server.predict("a", SHORT).status_code == 200)
+    assert text(server.predict("a", SHORT)) == before
