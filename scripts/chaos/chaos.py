@@ -54,8 +54,7 @@ def run(options: Chaos) -> int:
     quiet; nothing is left. It fails where that does not hold, and prints the seed and the shortest
     plan that still shows it. docs/reliability.md has the rules.
 
-    What this machine does not allow is skipped and said: full disks need mounts, less memory a
-    control group.
+    What this machine does not allow is skipped and said: full disks need mounts.
 
     Examples:
     kogpt2 chaos                            a minute

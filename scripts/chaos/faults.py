@@ -118,10 +118,10 @@ class Injector:
 
     @contextlib.contextmanager
     def _less_memory(self, name: str, fault: Fault) -> Iterator[None]:
+        """Of the whole server; where control groups are not allowed, of the engine alone."""
         group = self._system.group
-        if group is None:
-            raise NotHere("control groups are not allowed")
-        with group.limited(LEFT_BYTES):
+        engine = self._process("engine", fault)
+        with group.limited(LEFT_BYTES) if group else limited(engine, LEFT_BYTES):
             yield
 
     @contextlib.contextmanager
@@ -145,3 +145,19 @@ class Injector:
                     slow = stack.enter_context(socket.create_connection(address, timeout=5))
                     slow.sendall(b"POST /predictions/a HTTP/1.1\r\nHost: slow\r\nX-")
             yield
+
+
+@contextlib.contextmanager
+def limited(process: psutil.Process, left_bytes: int) -> Iterator[None]:
+    """Meanwhile it may have so much private memory beside what it has, and no more."""
+    try:
+        before = process.rlimit(psutil.RLIMIT_DATA)
+        most = process.memory_info().data + left_bytes
+        process.rlimit(psutil.RLIMIT_DATA, (most, before[1]))
+    except psutil.Error as error:  # it has just ended, or is another user's
+        raise NotHere(f"no limit of memory: {error}") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.rlimit(psutil.RLIMIT_DATA, before)
