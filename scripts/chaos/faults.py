@@ -17,8 +17,8 @@ from scripts.chaos.store import Store
 from scripts.chaos.system import System
 
 SLOW_CONNECTIONS = 1000
-# What a shrinking limit leaves beside what is used: less than a worker is asked to have.
-LEFT_BYTES = 48 << 20
+# What a shrinking limit leaves beside what is used: hardly what a tiny model needs.
+LEFT_BYTES = 4 << 20
 AHEAD_S = (3600, -3600)  # what a clock is set to, and back
 
 
@@ -151,13 +151,13 @@ class Injector:
 def limited(process: psutil.Process, left_bytes: int) -> Iterator[None]:
     """Meanwhile it may have so much private memory beside what it has, and no more."""
     try:
-        before = process.rlimit(psutil.RLIMIT_DATA)
+        _, hard = process.rlimit(psutil.RLIMIT_DATA)
         most = process.memory_info().data + left_bytes
-        process.rlimit(psutil.RLIMIT_DATA, (most, before[1]))
+        process.rlimit(psutil.RLIMIT_DATA, (most, hard))
     except psutil.Error as error:  # it has just ended, or is another user's
         raise NotHere(f"no limit of memory: {error}") from None
     try:
         yield
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.rlimit(psutil.RLIMIT_DATA, before)
+            process.rlimit(psutil.RLIMIT_DATA, (hard, hard))  # another fault's may have begun
