@@ -1,10 +1,10 @@
 """One process that answers for all models that the engine holds.
 
 The handler for such a model only passes requests on to the engine, so one process serves any
-number of them: a further model costs some objects here, and the 3.2 MB of the process that Multi
-Model Server starts for it, which is no more than the owner of its socket (`handlers/mms_home`). It
-hands that socket over here, and the model lives until it ends. Where this process ends instead, the
-next one gets the sockets, and MMS connects again.
+number of them: a further model costs some objects here, and the process that Multi Model Server
+starts for it, a shell that owns its socket (`handlers/mms_home`). It hands that socket over here,
+and the model lives until it ends. Where this process ends instead, the next one gets the sockets,
+and MMS connects again.
 
 Whoever is free takes the next message, of whichever model: as many threads as there are requests.
 """
@@ -36,7 +36,7 @@ SPARE_THREADS = 16
 LOOK_AROUND_S = 0.5
 # An owner that is late with its socket, such as one that was stopped, comes again.
 INTRODUCTION_S = 1.0
-LEAVE = b"."
+LEAVE = b".\n"  # a line, which a shell reads
 
 logger = logging.getLogger(__name__)
 

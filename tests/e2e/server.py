@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import requests
 
+from tests.processes import has_ended
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 120.0
 STOP_S = 30.0
@@ -94,7 +96,7 @@ class Server:
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 line = " ".join([*process.cmdline(), ""])
-                if process.status() != psutil.STATUS_ZOMBIE and all(w in line for w in words):
+                if not has_ended(process) and all(w in line for w in words):
                     found.append(process)
             except psutil.Error:
                 continue

@@ -181,7 +181,7 @@ def workers(server: Server, *libraries: str) -> list[psutil.Process]:
 def test_a_text_model_beside_them_is_as_before(server: Server) -> None:
     assert text(server.predict("text", SHORT))
     (worker,) = server.descendants("model_service_worker")
-    assert worker.memory_full_info().uss < 6 << 20
+    assert worker.memory_full_info().uss < 1 << 20
     (host,) = server.descendants("handlers.host")
     assert "_multiarray_umath" not in " ".join(m.path for m in host.memory_maps())
     assert host.memory_full_info().uss < 40 << 20

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import requests
 
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, packed, serving, small, statistics, text
+from tests.processes import zombies_below
 
 pytestmark = pytest.mark.slow
 
@@ -44,15 +43,6 @@ def held(server: Server) -> tuple[int, int, int]:
     gateway = server.descendants("serving.gateway")[0]
     engine = server.descendants("-m engine ")[0]
     return gateway.num_fds(), engine.num_fds(), gateway.memory_info().rss
-
-
-def zombies(server: Server) -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process(server.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() == psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 def test_twelve_models_in_the_room_of_five_answer_as_each_does_alone(tmp_path: Path) -> None:
@@ -87,4 +77,4 @@ def test_twelve_models_in_the_room_of_five_answer_as_each_does_alone(tmp_path: P
             assert server.unload(model["modelName"]).status_code == 200
         assert statistics(server)["weight_bytes"] == 0
         eventually(lambda: not server.descendants("model_service_worker"))
-        eventually(lambda: not zombies(server))
+        eventually(lambda: not zombies_below(server.process.pid))

@@ -41,6 +41,7 @@ from tests.e2e.stores import (
     steps,
     text,
 )
+from tests.processes import has_ended
 
 pytestmark = pytest.mark.slow
 
@@ -463,4 +464,4 @@ def test_a_stop_finishes_what_is_in_flight(own: Server, number: int) -> None:
             assert error(own.predict("slow", SHORT))[0] == 503
         assert {answer.result().status_code for answer in busy} == {200}
     assert own.process.wait(BOUND_S) == 0
-    assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not [p for p in below if not has_ended(p)]

@@ -8,12 +8,12 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import requests
 
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, statistics, text
+from tests.processes import has_ended
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +98,7 @@ def test_a_stop_is_bounded_while_a_worker_and_a_fetch_hang(store: Path, tmp_path
         eventually(lambda: server.descendants(WORKER))
         below = server.descendants()
         assert server.stop() == 0
-        assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert not [p for p in below if not has_ended(p)]
         for load in loads:
             load.result()
 

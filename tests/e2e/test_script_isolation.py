@@ -19,6 +19,7 @@ from handlers.scripts.confinement import landlock
 from tests.e2e.scripts import script, transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, text
+from tests.processes import has_ended, zombies_below
 
 pytestmark = pytest.mark.slow
 
@@ -238,12 +239,8 @@ def test_a_daemon_goes_with_a_script_that_ends_while_nobody_asks(server: Server,
 def test_orphans_that_have_ended_are_waited_for(server: Server, wild: str) -> None:
     code = "import subprocess\nfor i in range(20): os.system('sleep 0.1 &')"
     assert server.predict(wild, code.encode()).status_code == 200
-
-    def ended() -> list[psutil.Process]:
-        below = psutil.Process(server.process.pid).children(recursive=True)
-        return [p for p in below if p.status() == psutil.STATUS_ZOMBIE and p.name() == "sleep"]
-
-    eventually(lambda: not server.descendants("sleep", "0.1") and not ended())
+    eventually(lambda: not server.descendants("sleep", "0.1"))
+    eventually(lambda: not zombies_below(server.process.pid))
 
 
 @pytest.mark.parametrize("how", ["unloaded", "worker killed"])
@@ -311,7 +308,7 @@ def test_a_script_that_will_not_end_does_not_hold_up_a_stop(allowing: Server, st
         eventually(lambda: allowing.descendants("sleep", "9876"))
         below = allowing.descendants()
         assert allowing.stop() == 0
-        assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert not [p for p in below if not has_ended(p)]
 
 
 def test_a_script_around_the_built_in_model_reaches_no_other(server: Server, store: Path) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from common.errors import EngineError
 from common.mxnet_compat import mx
@@ -153,14 +152,6 @@ def is_greedy(path: Path, prompt: list[int], new: list[int]) -> bool:
 def settle(engine: Engine) -> None:
     """Waits for the step that is under way."""
     engine._loop.call(lambda: None)
-
-
-def is_gone(pid: int) -> bool:
-    """Whether it has ended, though a test before this one may have made us its heir."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:

@@ -20,6 +20,7 @@ from handlers.host import Sources
 from serving.entrypoint import takes_models
 from serving.mms.launcher import MMS_HOME
 from tests.e2e.server import REPOSITORY, eventually
+from tests.processes import has_ended
 
 # A handler service that says what happened to it.
 ECHO = """
@@ -153,10 +154,6 @@ def _request(body: bytes) -> bytes:
     message = b"I" + _sized("id") + struct.pack("!i", -1) + _sized("body")
     message += _sized("application/octet-stream") + struct.pack("!i", len(body)) + body
     return message + struct.pack("!ii", -1, -1)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def _sized(text: str) -> bytes:
@@ -346,6 +343,18 @@ def test_an_owner_without_a_host_ends_with_multi_model_server(
     assert not model.path.exists()
 
 
+def test_so_does_one_whose_host_has_ended(start: Callable[..., Processes]) -> None:
+    processes = start()
+    model = processes.own("a", within=MMS)
+    assert b"loaded model" in model.load(model.connect())
+    (owner,) = eventually(psutil.Process(model.owner.pid).children)
+    processes.host.send_signal(signal.SIGSTOP)  # says nothing of what it sees
+    model.owner.kill()
+    processes.host.kill()
+    eventually(lambda: has_ended(owner))
+    assert not model.path.exists()
+
+
 def test_so_does_one_that_has_not_said_a_word_yet(start: Callable[..., Processes]) -> None:
     processes = start()
     processes.host.kill()
@@ -364,6 +373,15 @@ def test_so_does_one_that_has_not_said_a_word_yet(start: Callable[..., Processes
         model.owner.wait()
         output.read()
     eventually(lambda: has_ended(owner))
+
+
+def test_an_owner_whose_model_is_held_takes_no_memory(start: Callable[..., Processes]) -> None:
+    model = start().own("a")
+    assert b"loaded model" in model.load(model.connect())
+    owner = psutil.Process(model.owner.pid)
+    eventually(lambda: owner.name() == "sh")
+    assert owner.memory_full_info().uss < 1 << 20
+    assert "model_service_worker" in " ".join(owner.cmdline())
 
 
 def test_only_models_of_the_engine_are_hosted(tmp_path: Path) -> None:

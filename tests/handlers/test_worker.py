@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.e2e.server import REPOSITORY, eventually
+from tests.processes import has_ended
 
 PROGRAM = """
 import sys
@@ -70,4 +71,4 @@ def test_it_ends_with_its_watcher_although_a_connection_is_open(
         connection.connect(str(worker.socket))
         eventually(lambda: child.num_threads() == 2)  # it serves the connection
         worker.process.kill()
-        eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        eventually(lambda: has_ended(child))

@@ -26,8 +26,9 @@ from common.errors import (
     PromptTooLong,
 )
 from engine.sandbox import Limits, Sandbox, again, run
-from tests.engine.engines import is_gone, until
+from tests.engine.engines import until
 from tests.engine.sandbox import targets
+from tests.processes import has_ended
 
 WIDE_S = 60.0
 
@@ -111,7 +112,7 @@ def test_a_call_past_its_deadline_ends_the_process() -> None:
         with pytest.raises(ArtifactError, match=r"more than 0\.2 s"):
             child.call("sleep", timeout_s=0.2)
         assert not child.alive
-        until(lambda: is_gone(pid))
+        until(lambda: has_ended(pid))
 
 
 def test_a_crash_in_a_call_is_told_and_ends_only_this_one() -> None:
@@ -133,7 +134,7 @@ def test_killed_from_another_thread() -> None:
         with pytest.raises(ArtifactError, match="nobody waits any more"):
             child.ready(WIDE_S)
         killer.join()
-        until(lambda: is_gone(pid))
+        until(lambda: has_ended(pid))
 
 
 @pytest.mark.parametrize("write_mib", [0, 1])
@@ -205,8 +206,8 @@ def test_nothing_is_left_of_an_engine_that_is_killed() -> None:
         assert helper is not None
         holder.kill()
         holder.wait()
-        until(lambda: is_gone(pid))
-        until(lambda: is_gone(helper.pid))
+        until(lambda: has_ended(pid))
+        until(lambda: has_ended(helper.pid))
 
 
 def test_a_lost_helper_is_replaced() -> None:
@@ -216,7 +217,7 @@ def test_a_lost_helper_is_replaced() -> None:
         assert pid is not None
         helper = psutil.Process(pid).ppid()
         os.kill(helper, signal.SIGKILL)
-        until(lambda: is_gone(pid))  # with its helper
+        until(lambda: has_ended(pid))  # with its helper
         with pytest.raises(EngineUnavailable, match="went away"):  # the file is not to blame
             child.call("가", timeout_s=WIDE_S)
     assert run(targets.echo, "나", what="m", timeout_s=WIDE_S) == "나"
@@ -266,6 +267,6 @@ def test_what_is_lost_with_the_helper_is_done_again(tmp_path: Path) -> None:
         found = pool.submit(run, targets.wait_for, str(file), what="m", timeout_s=WIDE_S)
         until(lambda: len(helper.children()) == 2)
         helper.kill()
-        until(lambda: is_gone(helper.pid))
+        until(lambda: has_ended(helper.pid))
         file.write_text("다시", encoding="utf-8")
         assert found.result() == "다시"

@@ -36,12 +36,12 @@ from tests.engine.engines import (
     WAIT_S,
     Pause,
     Request,
-    is_gone,
     is_greedy,
     make_talkative,
     until,
 )
 from tests.engine.hugging_face import make_hugging_face, write_json
+from tests.processes import has_ended
 
 PROMPT = "오늘은 날씨가"
 CATASTROPHE = "a" * 60 + "!"  # for the expression below
@@ -134,7 +134,7 @@ def test_a_cancelled_answer_is_owed_to_nobody(engine_: Engine, good: Path) -> No
     assert len(cancelled.tokens) < 240
     pid = child(engine_, "good")
     model.texts.rest()
-    until(lambda: is_gone(pid))
+    until(lambda: has_ended(pid))
 
 
 def test_a_process_that_dies_ends_the_answers_of_its_model_alone(

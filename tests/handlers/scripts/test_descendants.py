@@ -14,6 +14,7 @@ import pytest
 
 from handlers.scripts import descendants
 from tests.e2e.server import eventually
+from tests.processes import has_ended
 
 # Prints the pids of: a child, a child in a session of its own, one whose parent has ended, and one
 # that left the session, too.
@@ -57,14 +58,7 @@ def programs() -> Iterator[list[tuple[subprocess.Popen[bytes], list[int]]]]:
 
 
 def living(pids: list[int]) -> list[int]:
-    found = []
-    for pid in pids:
-        try:
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(pid)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    return [pid for pid in pids if not has_ended(pid)]
 
 
 def test_all_of_it_ends_with_the_program(
