@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import json
 import logging
 import os
 import secrets
@@ -19,10 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-
-import requests
 
 from common.errors import ServiceError
 from common.logs import log_as_json
@@ -120,6 +119,7 @@ def serve(settings: Settings) -> int:
                 [*run, "serving.gateway", *(str(listener.fileno()) for listener in listeners)],
                 gateway,
                 gives_up=2,
+                healthy=watched(_is_heard, settings),
                 listeners=listeners,
             ),
         ]
@@ -173,29 +173,48 @@ def _run_dir(settings: Settings) -> Iterator[Path]:
 
 def _progress(settings: Settings) -> Callable[[], Progress]:
     """A function that says how far the gateway has come."""
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
 
     def progress() -> Progress:
         try:
-            url = f"http://{host}:{settings.port}/ping"
-            answer = requests.get(url, timeout=PROBE_TIMEOUT_S)
-            if answer.status_code == 200:
+            status, body = _ping(settings)
+            if status == 200:
                 return Progress.READY
-            loading = answer.json()["type"] == StillLoading.type
-        except (requests.RequestException, LookupError, TypeError, ValueError):
+            loading = json.loads(body)["type"] == StillLoading.type
+        except (OSError, HTTPException, LookupError, TypeError, ValueError):
             return Progress.STARTING
         return Progress.LOADING if loading else Progress.STARTING
 
     return progress
 
 
+def _is_heard(settings: Settings) -> bool:
+    """Whether the gateway answers, whatever it says: one that loads or drains works."""
+    try:
+        _ping(settings)
+    except (OSError, HTTPException):
+        return False
+    return True
+
+
+def _ping(settings: Settings) -> tuple[int, bytes]:
+    # Not by requests, which would ask a proxy, where the environment names one, for this machine.
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
+    return _get(HTTPConnection(host, settings.port, PROBE_TIMEOUT_S), "/ping")
+
+
 def _answers(path: str, url: str) -> bool:
-    with contextlib.closing(UnixConnection(path, PROBE_TIMEOUT_S)) as connection:
-        try:
-            connection.request("GET", url)
-            return connection.getresponse().status == 200
-        except (OSError, HTTPException):
-            return False
+    try:
+        return _get(UnixConnection(path, PROBE_TIMEOUT_S), url)[0] == 200
+    except (OSError, HTTPException):
+        return False
+
+
+def _get(connection: HTTPConnection, url: str) -> tuple[int, bytes]:
+    """The status and the body. Raises `OSError`, `HTTPException`."""
+    with contextlib.closing(connection):
+        connection.request("GET", url)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
 
 
 def takes_models(run_dir: Path) -> bool:

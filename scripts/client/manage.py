@@ -84,13 +84,16 @@ def call(options: Management, method: str, path: str, **query: str) -> Any:
     """What the server answers. Raises `Failed` with what it says is wrong."""
     import requests
 
-    from scripts.client.targets import message_of
+    from scripts.client.targets import message_of, session
 
     token = os.environ.get("MANAGEMENT_TOKEN")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     url = options.url.rstrip("/")
     try:
-        answer = requests.request(method, url + path, params=query, headers=headers, timeout=LOAD_S)
+        with session(url) as calls:
+            answer = calls.request(
+                method, url + path, params=query, headers=headers, timeout=LOAD_S
+            )
     except requests.RequestException as error:
         raise Failed(f"{url} cannot be asked ({type(error).__name__}): is it started?") from None
     if not answer.ok:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import boto3
 import botocore.exceptions
@@ -23,6 +23,7 @@ from scripts.lib.problem import Problem
 SUFFIX = ".tar.gz"
 CONNECT_S = 5.0
 CONNECTIONS = 1000
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,20 @@ def open_target(options: Options) -> Target:
     return Local(str(options.url), options.timeout, os.environ.get("INFERENCE_TOKEN", ""))
 
 
+def session(url: str) -> requests.Session:
+    """For calls to `url`: to this machine past any proxy that the environment names."""
+    found = requests.Session()
+    found.trust_env = urlsplit(url).hostname not in THIS_MACHINE
+    return found
+
+
 class Local:
     """A server's own routes."""
 
     def __init__(self, url: str, timeout_s: float, token: str = "") -> None:
         self._url, self._timeouts = url.rstrip("/"), (CONNECT_S, timeout_s)
         self._token = token
-        self._session = requests.Session()
+        self._session = session(self._url)
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
 

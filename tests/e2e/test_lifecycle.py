@@ -110,9 +110,9 @@ def quietly(server: Server, name: str) -> None:
 
 def test_processes_that_hang_are_started_again(server: Server) -> None:
     before = text(server.predict("a", SHORT))
-    for program in "-m engine ", "-m handlers.host ", "ModelServer":
+    for program in "-m engine ", "-m handlers.host ", "ModelServer", "serving.gateway":
         server.descendants(program)[0].suspend()
-    for name in "the engine", "the workers' host", "Multi Model Server":
+    for name in "the engine", "the workers' host", "Multi Model Server", "the gateway":
         eventually(lambda name=name: f"{name} has not worked for 15 s" in server.text())
     eventually(lambda: server.is_ready() and server.predict("a", SHORT).status_code == 200)
     assert text(server.predict("a", SHORT)) == before

@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from tests.e2e.server import REPOSITORY, Server, free_port
-from tests.e2e.stores import FAST, serving, small
+from tests.e2e.stores import FAST, SHORT, serving, small, text
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +64,13 @@ def test_a_bad_setting_is_named(variable: str, value: str) -> None:
     assert done.returncode == 1
     assert variable in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_proxy_in_the_environment_is_not_asked_for_the_server_itself(tmp_path: Path) -> None:
+    small(tmp_path / "store" / "봄")
+    proxies = dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
+    with serving(tmp_path, tmp_path / "store", **proxies) as server:
+        assert text(server.predict("봄", SHORT))
 
 
 def test_what_a_killed_server_left_does_not_matter_to_the_next(tmp_path: Path) -> None:

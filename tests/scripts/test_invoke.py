@@ -38,6 +38,14 @@ def test_json_shows_all_and_the_prompt_may_come_from_standard_input(
     assert "\\u" not in done.stdout
 
 
+def test_no_proxy_stands_between_a_machine_and_itself(run: Run, served: Server) -> None:
+    proxies = dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
+    listed = run("models", "--url", served.management(""), **proxies)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    done = run("invoke", "--url", served.url(""), "--model", "m0", *PROMPT, **proxies)
+    assert done.stdout == text(served.predict("m0", SHORT)) + "\n"
+
+
 def test_every_parameter_reaches_the_server(run: Run, served: Server) -> None:
     wanted = {
         "max_new_tokens": 9,
