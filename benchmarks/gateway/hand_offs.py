@@ -172,9 +172,13 @@ def _names(pid: int) -> dict[int, str]:
 
 
 def rows(found: dict[str, Any]) -> Iterator[Row]:
-    for step in found["steps"]:
-        yield step["thread"], f"{step['wake_us']:.0f}", f"{step['computed_us']:.0f}"
-    wake, computed = (
-        sum(step[key] for step in found["steps"]) for key in ("wake_us", "computed_us")
-    )
-    yield f"all, {found['requests']} of {found['of']} requests", f"{wake:.0f}", f"{computed:.0f}"
+    """Each step, then what each process does in all, and all of them."""
+    steps = [(step["thread"], step["wake_us"], step["computed_us"]) for step in found["steps"]]
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    whole = f"all, {found['requests']} of {found['of']} requests"
+    for thread, *times in steps:
+        for name in (f"{thread.partition(' ')[0]}, in all", whole):
+            sums[name] = [a + b for a, b in zip(sums[name], times, strict=True)]
+    sums[whole] = sums.pop(whole)  # last
+    for name, wake, computed in [*steps, *((name, *times) for name, times in sums.items())]:
+        yield name, f"{wake:.0f}", f"{computed:.0f}"

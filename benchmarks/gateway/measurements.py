@@ -12,6 +12,7 @@ import http.client
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks import random_model
@@ -125,18 +126,20 @@ class GatewayRun(Run):
         return {name: each[WARM_UP:] for name, each in found.items()}
 
     def _hand_offs(self) -> Results:
-        """Of one request after the other. Needs `perf`, and root."""
+        """Of one request after the other, of each model. Needs `perf`, and root."""
+        found: Results = {}
         with (
-            Server(self.store, self.log("hand-offs"), {"m": self.tiny}) as server,
+            Server(self.store, self.log("hand-offs"), self.models) as server,
             contextlib.closing(server.connect()) as connection,
         ):
-
-            def once() -> None:
-                ask(connection, "m", self.text, hand_offs.TOKENS)
-
-            for _ in range(WARM_UP):
-                once()
-            return hand_offs.measure(server.pid, once, self.plan.hand_offs, self.workdir / "perf")
+            for model in self.models:
+                once = partial(ask, connection, model, self.text, hand_offs.TOKENS)
+                for _ in range(WARM_UP):
+                    once()
+                found[model] = hand_offs.measure(
+                    server.pid, once, self.plan.hand_offs, self.workdir / "perf"
+                )
+        return found
 
     def _streams(self) -> Results:
         return streams.measure(
@@ -168,9 +171,13 @@ class GatewayRun(Run):
 
 
 def lines(results: Results) -> str:
-    handed = [*hand_offs.rows(results["hand-offs"])] if "hand-offs" in results else []
-    hand_off_table = table(("thread", "to wake, us", "computes, us"), handed)
-    return page(results, "the gateway", table(("", ""), [*rows(results)]), hand_off_table)
+    handed = [
+        table(
+            (f"the {model} model's requests", "to wake, us", "computes, us"), [*hand_offs.rows(one)]
+        )
+        for model, one in results.get("hand-offs", {}).items()
+    ]
+    return page(results, "the gateway", table(("", ""), [*rows(results)]), *handed)
 
 
 def rows(results: Results) -> Iterator[Row]:

@@ -86,23 +86,29 @@ def _sweep_of(plan: dict[str, Any]) -> str:
 
 
 def _sweep(results: dict[str, Any]) -> Any:
-    """Time to first token and hits, by the share of the models that fits."""
+    """Time to first token, and hits or tokens a second, by the memory there is."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    containers = results["plan"]["container_mib"]
     for color, (side, steps) in zip(COLORS, results["sweep"].items(), strict=False):
-        shares = [100 * step["share"] for step in steps]
+        sizes = [s["container_mib"] if containers else 100 * s["share"] for s in steps]
 
         def line(axis: Any, style: str, key: str, values: list[float]) -> None:
-            axis.plot(shares, values, style, color=color, marker=".", label=f"{side}, {key}")  # noqa: B023
+            axis.plot(sizes, values, style, color=color, marker=".", label=f"{side}, {key}")  # noqa: B023
 
         for key, style in QUANTILES.items():
             line(left, style, key, [1000 * s["first_token_s"]["all"][key] for s in steps])
+        if containers:
+            line(right, "-", "tokens/s", [s["tokens_per_s"] for s in steps])
+            continue
         for key, style in POLICIES.items():
             line(right, style, key, [100 * s["hits"][key] for s in steps])
     left.set_yscale("log")
     left.set_ylabel("time to first token, ms (log scale)")
-    right.set_ylabel("requests that found their model hot, %")
+    right.set_ylabel("tokens/s" if containers else "requests that found their model hot, %")
     for axis in (left, right):
-        axis.set_xlabel("models that fit into the memory, %")
+        axis.set_xlabel(
+            "the container's memory, MiB" if containers else "models that fit into the memory, %"
+        )
         axis.legend(frameon=False, fontsize=8)
     return figure
 

@@ -31,6 +31,7 @@ from common.memory import MIB
 from engine.artifacts.config import GPT2Config
 from engine.budget import budget_bytes
 from engine.prepared import cache as prepared
+from engine.residency import TEXTS_KEPT
 
 PEER = "llama.cpp"
 BEFORE_FIRST_S = 3.0
@@ -40,7 +41,11 @@ PROMPTS = 2
 TRACE = Kind(scans=1, moves=False)
 MANY = 20  # with more the artifacts do not stay beside what is prepared
 SETTLED = 2  # so many models bring in what all share
+FURTHER = 4  # models beyond those whose texts' processes the engine keeps
 DISK_MB_S = (50, 100, 200, 400, None)
+SERVER_MIB = 720  # of a container: no model's, and what one needs to answer at all
+UNLIMITED_MIB = 1 << 20
+SWEEP_S = 90.0  # for the trace in one size
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class SwitchingRun(Run):
                 "swaps": lambda: self._by_side(self._swaps),
                 "memory": lambda: self._by_side(self._memory),
                 "first": lambda: self._by_side(self._first),
-                "sweep": lambda: self._by_side(self._sweep),
+                "sweep": self._sweep,
                 "disk": lambda: {"now": self._disk(self.sides[0])},
                 "registered": lambda: self._by_side(self._registered),
                 "models": self._disk_bytes,
@@ -204,20 +209,30 @@ class SwitchingRun(Run):
                 expected = self._alone(server, PEER)
             yield Side(PEER, start, expected=expected)
 
-    def _trace(self, side: Side, mib: int, log: str) -> Results:
+    def _trace(
+        self,
+        side: Side,
+        mib: int,
+        log: str,
+        container_mib: int | None = None,
+        seen: bool = True,
+        limit_s: float = 0.0,
+    ) -> Results:
         plan = self.plan
+        container_mib = container_mib or plan.container_mib
+        limit_s = limit_s or 60 * plan.minutes
         with contextlib.ExitStack() as stack:
             more: dict[str, Any] = {}
             group = None
-            if plan.container_mib:
+            if container_mib:
                 self._cold()
-                group = stack.enter_context(ControlGroup(plan.container_mib, seen=True))
+                group = stack.enter_context(ControlGroup(container_mib, seen=seen))
                 more["prefix"] = group.prefix
             server = stack.enter_context(side.start(mib, log, **more))
             warm_up = self._warm_up(server)
             how = (self.prompts, plan.clients, plan.new_tokens, plan.pause_s)
             before = process_tree.usage(server.pid)
-            answers, seconds = run(server, self.trace, *how, 60 * plan.minutes or None)
+            answers, seconds = run(server, self.trace, *how, limit_s or None)
             after = process_tree.usage(server.pid)
             memory = process_tree.memory(server.pid)
             one = [(self.trace[0][0], i % PROMPTS) for i in range(max(len(answers) // 4, 8))]
@@ -245,14 +260,28 @@ class SwitchingRun(Run):
                 client.ask(name, new_tokens=1)
         return names
 
-    def _sweep(self, side: Side) -> list[Results]:
-        """The trace with less and less memory, down to one model."""
-        models, each = self.plan.models, self.plan.engine_mib / 5
+    def _sweep(self) -> Results:
+        """By side, the trace with less and less memory, down to one model. Containers of that
+        memory each have a second server, too, which does not know of it and keeps all hot."""
+        if self.plan.container_mib:
+            side = self.sides[0]
+            return {
+                side.name: self._sizes(side),
+                tables.ALL_HOT: self._sizes(side, seen=False),
+            }
+        return self._by_side(self._sizes)
+
+    def _sizes(self, side: Side, seen: bool = True) -> list[Results]:
+        models, whole = self.plan.models, self.plan.container_mib
+        each = (whole - SERVER_MIB) / models if whole else self.plan.engine_mib / 5
         found = []
         for room in range(models, 0, -max(models // 8, 1)):
-            mib = max(int(each * room), 1)
-            one = joined([self._trace(side, mib, f"sweep-{room}")])
-            found.append({"share": room / models, "mib": mib, **one})
+            container = int(SERVER_MIB + each * room) if whole else 0
+            mib = budget_bytes(container << 20) // MIB if whole else max(int(each * room), 1)
+            log = f"sweep-{room}" + ("" if seen else "-hot")
+            one = self._trace(side, mib if seen else UNLIMITED_MIB, log, container, seen, SWEEP_S)
+            sizes = {"mib": mib if seen else None, "container_mib": container}
+            found.append({"share": room / models, **sizes, **joined([one])})
         return found
 
     def _cold(self) -> None:
@@ -285,18 +314,20 @@ class SwitchingRun(Run):
 
     def _memory(self, side: Side) -> Results:
         """What each further model takes, of all processes: where all fit, and where two do."""
+        models = max(self.plan.models, TEXTS_KEPT + FURTHER)
+        folders = [*random_model.fine_tunes(self.store, self.plan.config, models)]
         found = {}
-        for kind, mib in (("all fit", 1 << 20), ("two fit", self.plan.two_mib)):
+        for kind, mib in (("all fit", UNLIMITED_MIB), ("two fit", self.plan.two_mib)):
             steps = []
             with side.start(mib, f"memory-{mib}") as server, self._client(server) as client:
-                for folder in self.folders:
+                for folder in folders:
                     client.must(folder.name)
                     time.sleep(self.plan.pause_s)
                     states = Counter(server.states().values())
                     steps.append({**process_tree.memory(server.pid), "states": dict(states)})
             found[kind] = {
                 "steps": steps,
-                "each": each_further(steps[1], steps[-1], len(steps) - 2),
+                "each": each_further(steps[-1 - FURTHER], steps[-1], FURTHER),
             }
         return found
 

@@ -12,6 +12,7 @@ from benchmarks.switching.summary import quantiles
 from common.memory import MIB
 
 MISS_BYTES = 20_000_000
+ALL_HOT = "all hot"
 QUANTILES = ("p50", "p90", "p99", "most")
 FAULTS = ("wrong", "lost", "4xx", "5xx")
 
@@ -138,16 +139,19 @@ def _sweep(found: Results) -> Iterator[str]:
     rows = [
         (
             f"{side}: {one['share']:.0%}",
-            f"{one['mib']:,}",
+            *(f"{one[key]:,}" if one[key] else "" for key in ("container_mib", "mib")),
             *_ms(one["first_token_s"]["all"], *QUANTILES[:3]),
             f"{one['hits']['measured']:.0%}",
+            f"{one['tokens_per_s']:.1f}",
+            _mb(sum(r["usage"]["read_bytes"] for r in one["rounds"])),
             str(sum(one["faults"].values())),
         )
         for side, steps in found.items()
         for one in steps
     ]
-    head = ("budget, MiB", *QUANTILES[:2], "p99, ms", "found hot", "faults")
-    return table(("room for, of all models", *head), rows)
+    head = ("container, MiB", "budget, MiB", *QUANTILES[:2], "p99, ms", "found hot")
+    more = ("tokens/s", "read, MB", "faults")
+    return table(("room for, of all models", *head, *more), rows)
 
 
 def _disk(found: Results) -> Iterator[str]:

@@ -293,6 +293,26 @@ def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path
     assert sum(registered["states"].values()) == results["plan"]["models"]
 
 
+def test_a_sweep_through_containers_has_a_server_that_does_not_know_them(tmp_path: Path) -> None:
+    try:
+        with ControlGroup(1200):
+            pass
+    except BenchmarkError as error:
+        pytest.skip(str(error))
+    file = tmp_path / "found.json"
+    result = run(
+        *("--switching", "--quick", "--models", "1", "--only", "sweep", "--container-mib", "1200"),
+        *("--workdir", tmp_path, "--json", file),
+    )
+    results = json.loads(file.read_text(encoding="utf-8"))
+    assert switching.lines(results) in result.stdout
+    assert set(results["sweep"]) == {"now", switching.ALL_HOT}
+    for (step,), seen in zip(results["sweep"].values(), (True, False), strict=True):
+        assert step["container_mib"] == 1200
+        assert sum(step["faults"].values()) == 0
+        assert bool(step["mib"]) == seen
+
+
 def test_an_answer_that_another_model_would_give_is_wrong_and_half_of_one_is_lost() -> None:
     def asked(text: str, error: str = "") -> switching_clients.Asked:
         return switching_clients.Asked("봄", 0, "hot", 1, 0, 0.1, 0.2, 2, text, error)

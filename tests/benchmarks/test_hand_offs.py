@@ -44,13 +44,17 @@ def test_a_way_that_a_stranger_is_on_is_none() -> None:
     assert way(CLIENT) == []
 
 
-def test_the_table_has_a_line_for_each_and_their_sum() -> None:
+def test_the_table_has_a_line_for_each_step_each_process_and_all() -> None:
     steps = [
         {"thread": "client", "wake_us": 0.0, "computed_us": 1.4},
-        {"thread": "gateway", "wake_us": 5.0, "computed_us": 4.0},
+        {"thread": "gateway thread 3", "wake_us": 5.0, "computed_us": 4.0},
+        {"thread": "gateway", "wake_us": 2.0, "computed_us": 3.0},
     ]
     assert list(rows({"requests": 3, "of": 4, "steps": steps})) == [
         ("client", "0", "1"),
-        ("gateway", "5", "4"),
-        ("all, 3 of 4 requests", "5", "5"),
+        ("gateway thread 3", "5", "4"),
+        ("gateway", "2", "3"),
+        ("client, in all", "0", "1"),
+        ("gateway, in all", "7", "7"),
+        ("all, 3 of 4 requests", "7", "8"),
     ]
