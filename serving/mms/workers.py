@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,12 @@ MMS_GRACE_S = 20.0
 # While a worker starts its process is looked for: one that was there has ended if it is not so
 # often; one that was never seen, if it is not for longer than a busy machine takes to start it.
 LOOK_S, LOOKS, LOOKS_UNSEEN = 1.5, 3, 10
+# A worker and what it has started are killed as one; memory of many gigabytes takes a while.
+GONE_S, GONE_LOOK_S = 10.0, 0.005
 # Of what the engine says of a model: what it holds of the budget.
 ENGINE_PARTS = ("reserved_bytes", "row_bytes", "kv_bytes")
+
+logger = logging.getLogger(__name__)
 
 
 class Workers:
@@ -166,11 +171,15 @@ class Workers:
     async def end(self, model: Model) -> None:
         """Leaves no worker, memory or folder of a model; each step whatever the others do."""
         self._promised.pop(model.engine_name, None)
+        folder = self._folders / model.id
+        hosted = (folder / "hosted").exists()  # what it takes is in the host and the engine
+        processes = [] if hosted else await asyncio.to_thread(_processes_of, model.id)
         with contextlib.suppress(ServingError):
             await self._mms.unregister(model.id)
+            await _ended(processes)
         with contextlib.suppress(EngineError):
             await self._engine.unload(model.engine_name)
-        await asyncio.to_thread(remove, self._folders / model.id)
+        await asyncio.to_thread(remove, folder)
 
     def remove_other_folders(self, ids: Set[str]) -> None:
         """Of workers that are not among these, such as those that a killed gateway was loading."""
@@ -246,13 +255,44 @@ def _process_bytes(sockets: Set[str]) -> dict[str, int]:
 
 
 def has_process(id: str) -> bool:
-    """Whether there is the process of a worker, which has this among its arguments."""
+    """Whether there is the process of a worker."""
+    return next(_with_argument(id), None) is not None
+
+
+def _with_argument(id: str) -> Iterator[int]:
+    """The processes of a worker, which have this among their arguments."""
     wanted = f"\0{id}\0".encode()
     for command_line in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
             if wanted in command_line.read_bytes():
-                return True
-    return False
+                yield int(command_line.parent.name)
+
+
+def _processes_of(id: str) -> list[psutil.Process]:
+    """A worker's, and all that they have started."""
+    found = set()
+    for pid in _with_argument(id):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            found |= {process, *process.children(recursive=True)}
+    return [*found]
+
+
+async def _ended(processes: Iterable[psutil.Process]) -> None:
+    """Waits for processes that have been killed, until their memory is free."""
+    end = asyncio.get_running_loop().time() + GONE_S
+    while left := [process for process in processes if _lives(process)]:
+        if asyncio.get_running_loop().time() >= end:
+            logger.error("of an unloaded model's processes %s are left", [p.pid for p in left])
+            return
+        await asyncio.sleep(GONE_LOOK_S)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _describe(folder: Path, described: Mapping[str, Any], hosted: bool) -> None:

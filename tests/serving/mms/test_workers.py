@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from serving.models.model import Model
 from serving.models.model_settings import ModelSettings
 from serving.settings import Settings
 from serving.store import Fetched
+from tests.processes import has_ended
 from tests.serving.fakes import stored
 from tests.serving.virtual_time import run
 
@@ -34,6 +36,7 @@ class FakeMMS:
         self.folders: dict[str, Path] = {}
         self.connections: list[int] = []
         self.hangs = False
+        self.unregistered = asyncio.Event()
 
     async def register(self, id: str, folder: Path, options: Any, timeout_s: float) -> None:
         self.folders[id] = folder
@@ -45,7 +48,7 @@ class FakeMMS:
         return {"status": 200, "in_engine": True}
 
     async def unregister(self, id: str) -> None:
-        pass
+        self.unregistered.set()
 
     async def socket_number(self, id: str) -> str:
         return "9000"
@@ -169,6 +172,31 @@ def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path: Path) -> N
             await starting
 
     run(test)
+
+
+def test_a_worker_has_ended_with_what_it_started_when_its_model_is_unloaded(
+    tmp_path: Path,
+) -> None:
+    below = "import subprocess as s, sys; print(s.Popen(['cat']).pid, flush=True); input()"
+
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        parts.model.id = f"봄-{os.getpid()}-3"
+        command = [sys.executable, "-c", below, "--model-name", parts.model.id]
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        with subprocess.Popen(command, **pipes) as worker:
+            assert worker.stdout is not None
+            child = int(worker.stdout.readline())
+            ending = asyncio.create_task(parts.workers.end(parts.model))
+            await parts.mms.unregistered.wait()
+            for pid in worker.pid, child:
+                await asyncio.sleep(0.05)  # however long: it waits
+                assert not ending.done()
+                os.kill(pid, signal.SIGKILL)
+            await ending
+            assert all(map(has_ended, (worker.pid, child)))
+
+    asyncio.run(test())
 
 
 def test_a_worker_comes_back_on_a_full_disk(
