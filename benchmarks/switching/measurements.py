@@ -314,7 +314,7 @@ class SwitchingRun(Run):
 
     def _memory(self, side: Side) -> Results:
         """What each further model takes, of all processes: where all fit, and where two do."""
-        models = max(self.plan.models, TEXTS_KEPT + FURTHER)
+        models = max(self.plan.models, TEXTS_KEPT + 1 + FURTHER)  # beside those kept, the one used
         folders = [*random_model.fine_tunes(self.store, self.plan.config, models)]
         found = {}
         for kind, mib in (("all fit", UNLIMITED_MIB), ("two fit", self.plan.two_mib)):
