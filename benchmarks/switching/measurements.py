@@ -247,7 +247,7 @@ class SwitchingRun(Run):
             "room": max(answer.hot for answer in answers),
             "faults": count_faults([*answers, *alone], side.expected),
             "memory": memory,
-            "usage": {key: after[key] - before[key] for key in before} | limited,
+            "usage": {key: after[key] - before[key] for key in after} | limited,
             "ready_s": server.ready_s,
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ def processes(pid: int) -> list[psutil.Process]:
     return [parent, *parent.children(recursive=True)]
 
 
+def kind_of(command: str) -> str:
+    return next((kind for word, kind in KINDS if word in command), "others")
+
+
 def memory(pid: int) -> dict[str, Any]:
     """Bytes of the process and all below it. `anonymous` is the share of what no file holds."""
     kinds: dict[str, dict[str, int]] = {}
@@ -34,7 +39,7 @@ def memory(pid: int) -> dict[str, Any]:
             command = " ".join(process.cmdline())
         except (OSError, psutil.Error):  # it has just ended
             continue
-        kind = next((kind for word, kind in KINDS if word in command), "others")
+        kind = kind_of(command)
         each = {"rss": found["Rss"], "pss": found["Pss"], "anonymous": found["Pss_Anon"]}
         counts = kinds.setdefault(kind, dict.fromkeys((*each, "processes"), 0))
         for key, value in {**each, "processes": 1}.items():
@@ -43,19 +48,25 @@ def memory(pid: int) -> dict[str, Any]:
     return {key: sum(k[key] for k in kinds.values()) for key in keys} | {"by_kind": kinds}
 
 
-def usage(pid: int) -> dict[str, float]:
-    """Major faults, bytes that came from the disk, and seconds of the processors' time.
+def usage(pid: int) -> Counter[str]:
+    """Major faults, bytes that came from the disk, and seconds of the processors' time: `cpu_s`, of
+    it `cpu_s KIND` of each kind of process, and of that `kernel_s KIND` in the kernel.
 
     Of the processes that live; the seconds are those of ended children, too.
     """
-    found = {"major_faults": 0, "read_bytes": 0, "cpu_s": 0.0}
+    found: Counter[str] = Counter(major_faults=0, read_bytes=0)
     for process in processes(pid):
         try:
             # After the name in brackets: field 3 of proc(5) is the first.
             stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8")
             found["major_faults"] += int(stat.rpartition(")")[2].split()[9])
-            found["cpu_s"] += sum(process.cpu_times()[:4])
             found["read_bytes"] += int(process.io_counters().read_bytes)
+            user, kernel, of_children, kernel_of_children = process.cpu_times()[:4]
+            kernel += kernel_of_children
+            kind = kind_of(" ".join(process.cmdline()))
+            for key in ("cpu_s", f"cpu_s {kind}"):
+                found[key] += user + of_children + kernel
+            found[f"kernel_s {kind}"] += kernel
         except (OSError, psutil.Error):
             continue
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 
 from benchmarks.report.goals import Goal, Results, Values
@@ -35,6 +36,7 @@ def lines(results: Results) -> str:
         what,
         table(("time to first token, ms", "requests", *QUANTILES), [*_latencies(trace)]),
         _rates(trace),
+        _processors(trace),
         _hits(trace),
         _memory_after(trace),
         table(("", ""), others),
@@ -70,6 +72,21 @@ def _rates(found: Results) -> Iterator[str]:
         rates += [str(one["faults"][kind]) for kind in FAULTS]
         rows.append([side, *rates, f"{1000 * cpu_s / requests:,.0f}", f"{faulted:,}", _mb(read)])
     return table(("", *head, "read, MB"), rows)
+
+
+def _processors(found: Results) -> Iterator[str]:
+    """What a request costs each kind of process, and how much of that is the kernel's."""
+    rows = []
+    for side, one in found.items():
+        requests = max(one["first_token_s"]["all"]["count"], 1)
+        spent: Counter[str] = sum((Counter(r["usage"]) for r in one["rounds"]), Counter())
+        kinds = {key.removeprefix("cpu_s "): s for key, s in spent.items() if "cpu_s " in key}
+        each = [
+            f"{kind} {1000 * s / requests:.0f} ({1000 * spent[f'kernel_s {kind}'] / requests:.0f})"
+            for kind, s in sorted(kinds.items(), key=lambda item: -item[1])
+        ]
+        rows.append((side, ", ".join(each)))
+    return table(("", "CPU of a request by kind of process, ms (and in the kernel)"), rows)
 
 
 def _hits(found: Results) -> Iterator[str]:
