@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un less its final zero
 LONGEST_SOCKET = ".mms.sock.999999"  # a worker's
 PROBE_TIMEOUT_S = 2.0
+# All clients are the gateway's, and a flood of them is no reason to end it.
+GATEWAY_TIMEOUT_S = 10.0
 HEALTH_S = 1.0
 # Between two looks at how far the gateway has come.
 PROGRESS_S = {Progress.STARTING: 0.05, Progress.LOADING: 0.2}
@@ -176,7 +178,7 @@ def _progress(settings: Settings) -> Callable[[], Progress]:
 
     def progress() -> Progress:
         try:
-            status, body = _ping(settings)
+            status, body = _ping(settings, PROBE_TIMEOUT_S)
             if status == 200:
                 return Progress.READY
             loading = json.loads(body)["type"] == StillLoading.type
@@ -190,16 +192,16 @@ def _progress(settings: Settings) -> Callable[[], Progress]:
 def _is_heard(settings: Settings) -> bool:
     """Whether the gateway answers, whatever it says: one that loads or drains works."""
     try:
-        _ping(settings)
+        _ping(settings, GATEWAY_TIMEOUT_S)
     except (OSError, HTTPException):
         return False
     return True
 
 
-def _ping(settings: Settings) -> tuple[int, bytes]:
+def _ping(settings: Settings, timeout_s: float) -> tuple[int, bytes]:
     # Not by requests, which would ask a proxy, where the environment names one, for this machine.
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
-    return _get(HTTPConnection(host, settings.port, PROBE_TIMEOUT_S), "/ping")
+    return _get(HTTPConnection(host, settings.port, timeout_s), "/ping")
 
 
 def _answers(path: str, url: str) -> bool:
