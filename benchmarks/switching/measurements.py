@@ -170,8 +170,12 @@ class SwitchingRun(Run):
                     found[folder.name, prompt] = client.must(folder.name, prompt).text
             if self.many:
                 random_model.hollow(folder)
-        if len(set(found.values())) < len(found):  # a hollow one was prepared anew
-            raise BenchmarkError(f"{self.store} is damaged: two models there say the same")
+        said = Counter(
+            tuple(found[folder.name, prompt] for prompt in range(PROMPTS))
+            for folder in self._models()
+        )
+        if len(said) < self.plan.models:  # hollow ones were prepared anew
+            raise BenchmarkError(f"{self.store} is damaged: models there say the same as others")
         return found
 
     def _disk_bytes(self) -> int:
