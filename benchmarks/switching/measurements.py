@@ -162,18 +162,16 @@ class SwitchingRun(Run):
 
     def _alone(self, server: Any, name: str) -> dict[tuple[str, int], str]:
         """What each model says. Of many, each is made only then: the disk holds no more of them."""
-        found = {}
+        found: dict[tuple[str, int], str] = {}
+        said = set()
         models = tqdm(self._models(), f"models alone, {name}", self.plan.models, disable=None)
         for folder in models:
             with self._client(server) as client:  # one that is idle for long is closed
-                for prompt in range(PROMPTS):
-                    found[folder.name, prompt] = client.must(folder.name, prompt).text
+                texts = [client.must(folder.name, prompt).text for prompt in range(PROMPTS)]
+            found |= {(folder.name, prompt): text for prompt, text in enumerate(texts)}
+            said.add(tuple(texts))
             if self.many:
                 random_model.hollow(folder)
-        said = Counter(
-            tuple(found[folder.name, prompt] for prompt in range(PROMPTS))
-            for folder in self._models()
-        )
         if len(said) < self.plan.models:  # hollow ones were prepared anew
             raise BenchmarkError(f"{self.store} is damaged: models there say the same as others")
         return found

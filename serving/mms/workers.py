@@ -172,8 +172,10 @@ class Workers:
         """Leaves no worker, memory or folder of a model; each step whatever the others do."""
         self._promised.pop(model.engine_name, None)
         folder = self._folders / model.id
-        hosted = (folder / "hosted").exists()  # what it takes is in the host and the engine
-        processes = [] if hosted else await asyncio.to_thread(_processes_of, model.id)
+        processes: list[psutil.Process] = []
+        # What a hosted one takes is in the host and the engine; without a folder none was started.
+        if folder.exists() and not (folder / "hosted").exists():
+            processes = await asyncio.to_thread(_processes_of, model.id)
         with contextlib.suppress(ServingError):
             await self._mms.unregister(model.id)
             await _ended(processes)

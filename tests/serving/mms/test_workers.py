@@ -187,6 +187,7 @@ def test_a_worker_has_ended_with_what_it_started_when_its_model_is_unloaded(
         with subprocess.Popen(command, **pipes) as worker:
             assert worker.stdout is not None
             child = int(worker.stdout.readline())
+            (tmp_path / "workers" / parts.model.id).mkdir()  # as `start` leaves it
             ending = asyncio.create_task(parts.workers.end(parts.model))
             await parts.mms.unregistered.wait()
             for pid in worker.pid, child:
