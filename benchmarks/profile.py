@@ -24,7 +24,7 @@ WARM_UP = 5
 PROMPT = 16
 BYTES_PER_WEIGHT = {"int8": 1 + 8 / 64, "fp32": 4.0}  # 64 in int8 have a scale and an offset
 ALL = "all"
-PRODUCTS = ("MatMulNBits", "FusedMatMul")
+PRODUCTS = ("Int8MatMul", "FusedMatMul")
 
 Event = dict[str, Any]
 Step = dict[str, float]  # seconds by operator
@@ -94,7 +94,7 @@ def _step(events: Sequence[Event]) -> Step:
 
 
 def _name(event: Event) -> str:
-    """The operator; of a product also its matrix, as in `MatMulNBits 3072x768`."""
+    """The operator; of a product also its matrix, as in `Int8MatMul 3072x768`."""
     kind: str = event["args"]["op_name"]
     if kind not in PRODUCTS:
         return kind

@@ -49,9 +49,12 @@ def session_options() -> Any:
     return options
 
 
-def open_packed(path: Path, given: dict[str, Any], profile: Path | None = None) -> Any:
+def open_packed(
+    path: Path, given: dict[str, Any], library: Path | None = None, profile: Path | None = None
+) -> Any:
     """Opens a graph on what `pack` wrote; its weights stay mapped from their files, and those that
-    are `given`, OrtValues which the caller keeps, where they are.
+    are `given`, OrtValues which the caller keeps, where they are. `library` has operators beside
+    onnxruntime's own.
 
     With `profile`, onnxruntime writes each operator's times to a file whose name begins so
     (`end_profiling` returns it).
@@ -60,6 +63,8 @@ def open_packed(path: Path, given: dict[str, Any], profile: Path | None = None) 
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     for name, value in given.items():
         options.add_initializer(name, value)  # in place; `add_external_initializers` would copy
     with out_of_memory(path.name):

@@ -107,11 +107,11 @@ missing_packages() {
 
 install_packages() { # PACKAGE...
   if ! has apt-get; then
-    die "missing here, under their Debian names: $* (gluonnlp 0.10.0 is compiled on this machine," \
-      "so it needs a C compiler and Python's headers; MXNet needs libgomp and libquadmath)"
+    die "missing here, under their Debian names: $* (gluonnlp 0.10.0 and our operator are compiled" \
+      "on this machine, so it needs a C compiler and Python's headers; MXNet needs libgomp and libquadmath)"
   fi
   if ! is_root; then
-    say "these Debian packages are missing (MXNet's libraries, Python's parts, a C compiler for gluonnlp); install them, then run this again:"
+    say "these Debian packages are missing (MXNet's libraries, Python's parts, a C compiler for gluonnlp and our operator); install them, then run this again:"
     printf 'sudo apt-get install -y %s\n' "$*" >&2
     exit 1
   fi
@@ -173,6 +173,12 @@ wanted_stamp() {
   echo "$version $(cd "$ROOT" && cat -- "$@" | sha256sum | cut -d' ' -f1) $dir"
 }
 
+# operator_sources prints what is compiled of our own, by the installation of this folder.
+operator_sources() {
+  local file
+  for file in "$ROOT"/engine/backends/onnx/int8/*; do echo "${file#"$ROOT"/}"; done
+}
+
 # venv_version prints the Python version of a virtual environment that runs, or fails.
 venv_version() {
   local version
@@ -186,6 +192,12 @@ requirements_of() { # GROUP
   ! is_base "$1" || lists="uv $1"
   [ "$1" != run ] || lists='uv build run'
   for list in $lists; do echo "requirements/$list.txt"; done
+}
+
+# The files by which an installation is out of date when they change.
+stamped_of() { # GROUP
+  requirements_of "$1"
+  [ "$1" != run ] || operator_sources
 }
 
 # A base group makes its environment; the others add to one that is complete.
@@ -209,7 +221,7 @@ is_complete() { # DIR GROUP
     read -r version _ < <(probe_python "$PYTHON") || return 1
   fi
   # shellcheck disable=SC2046
-  [ "$(cat "$stamp")" = "$(wanted_stamp "$1" "$version" $(requirements_of "$2"))" ]
+  [ "$(cat "$stamp")" = "$(wanted_stamp "$1" "$version" $(stamped_of "$2"))" ]
 }
 
 # What pip is told of indexes and certificates, for uv, which does not read pip's settings.
@@ -243,8 +255,8 @@ install_uv() { # DIR
     --require-hashes -r "$ROOT/requirements/uv.txt" >&2
 }
 
-# uv with its progress bars on a terminal, silent but for errors elsewhere. Of C only gluonnlp is
-# compiled, of which nothing here is slow; and all Python, which each process would compile for itself
+# uv with its progress bars on a terminal, silent but for errors elsewhere. Of C only gluonnlp, of which
+# nothing here is slow, and our operator are compiled; and all Python, which each process would compile for itself
 # where PYTHONDONTWRITEBYTECODE is set or the environment is another user's.
 run_uv() { # DIR ARGUMENT...
   local dir=$1 quiet=(-q)
@@ -291,7 +303,8 @@ install_group() { # DIR GROUP
   esac || die "could not install the rest (above is why); nothing is marked as done"
   # optimum-intel names torchvision, which it needs for images only and is left out.
   [ "$group" = openvino ] || run_uv "$dir" pip check || die "the packages in $dir do not fit together"
-  wanted_stamp "$dir" "$(venv_version "$dir")" "$@" >"$stamp"
+  # shellcheck disable=SC2046
+  wanted_stamp "$dir" "$(venv_version "$dir")" $(stamped_of "$group") >"$stamp"
 }
 
 # ensure_group DIR GROUP installs what is not complete yet; a second one at the same time waits.

@@ -1,13 +1,12 @@
 """Makes the files of prepared models and of the frames that they are shown in.
 
-onnxruntime packs each matrix for this CPU in a session of that operator alone. So all cores work,
-a matrix is on the disk twice for a moment only, and what is kept is what computing reads. An int8
-matrix needs no session where it was found to pack as `onnx.packing` does.
+An int8 matrix is written as our operator reads it. One of floats onnxruntime packs for this CPU, in
+a session of its operator alone: so all cores work, a matrix is on the disk twice for a moment only,
+and what is kept is what computing reads.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import tempfile
@@ -23,8 +22,8 @@ from numpy.typing import NDArray
 
 from common import onnx_session
 from common.cpus import cpu_count
-from engine.artifacts.artifact import EMBEDDING, POSITIONS, Artifact, shapes
-from engine.backends.onnx import packing, quantize
+from engine.artifacts.artifact import EMBEDDING, POSITIONS, Artifact
+from engine.backends.onnx import quantize
 from engine.backends.onnx.frames import FrameFiles
 from engine.backends.onnx.graph import GPT2Graph, Part, only, place_externally
 from engine.prepared import embeddings
@@ -37,7 +36,7 @@ Place = tuple[str, int, int]  # file, offset, length
 
 
 def build(artifact: Artifact, graph: GPT2Graph, store: Store, frame: FrameFiles) -> dict[str, Any]:
-    """Quantizes, packs where the `frame` has windows for it, and puts the files into the store.
+    """Quantizes, packs what the `frame` has windows for, and puts the files into the store.
 
     Returns what a loader has to know: the `pieces` to be shown in a frame of this graph, in its
     order, `weight_bytes` of all of them, and the tables that are looked up, no `embedding` where it
@@ -45,8 +44,7 @@ def build(artifact: Artifact, graph: GPT2Graph, store: Store, frame: FrameFiles)
     the disk has no room, and `OutOfMemory`.
     """
     embedding = artifact.weights[EMBEDDING]
-    # Where the output projection is the embedding, and packed so that rows of it can be looked up,
-    # it is there once.
+    # Where the output projection is the embedding, and in int8, rows of it are looked up.
     entry: dict[str, Any] = {"embedding": None}
     sizes = [part.num_bytes for part in graph.parts]
     # Each core packs a matrix, which is there as given, as packed, and as it is kept.
@@ -57,15 +55,11 @@ def build(artifact: Artifact, graph: GPT2Graph, store: Store, frame: FrameFiles)
     def add(part: Part) -> tuple[list[bytes], list[bytes] | list[Place]]:
         """What is not packed, and what is; the large ones in the store already."""
         values = part.make()
-        if f"{EMBEDDING}.q" in values and not frame.as_known:
-            q, scales = values.values()
-            entry["embedding"] = embeddings.add_quantized(q, scales, embedding.shape, store)
+        if part.is_matrix:
+            [matrix] = values.values()
+            return [], keep([matrix.nbytes], [iter([matrix.data])])
         if part.node is None or not frame.windows:
             return [values[name].tobytes() for name in part.shapes], []
-        if frame.as_known:
-            (name, q), (_, scales) = values.items()
-            given = [values[other].tobytes() for other in part.shapes if other != name]
-            return given, keep([packing.num_bytes(q)], [packing.packed(q, scales)])
         with _packed(part, graph, values, store.building) as (file, tensors):
             given = [values[tensor.name].tobytes() for tensor in tensors if not tensor.packed]
             pieces = [piece for tensor in tensors for piece in tensor.packed]
@@ -102,11 +96,11 @@ def build_frame(graph: GPT2Graph, store: Store) -> dict[str, Any]:
     """A graph on weights that are blank but for a number, by which onnxruntime finds each of them
     in its own place when it has packed it again.
 
-    Returns the `graph`, the `windows`, which is where it has them packed, the `plain` tensors,
-    which are to be given to it: name, type, shape, and where in the first piece they lie; and
-    whether it packs `as_known`. The file takes next to no room on the disk: what lies in the
+    Returns the `graph`, the `windows`, which is where it has them packed, and the tensors that are
+    to be given to it: the `matrices`, name and length, and the `plain` ones: name, type, shape, and
+    where in the first piece they lie. The file takes next to no room on the disk: what lies in the
     windows is never read. There are none where onnxruntime packs what nobody else can see (it does
-    so up to 1.23): all tensors are plain.
+    so up to 1.23): it `hides` these, and they are plain.
     """
 
     # The blanks lie over one another, the i-th from the i-th page on, which begins with i + 1.
@@ -126,12 +120,17 @@ def build_frame(graph: GPT2Graph, store: Store) -> dict[str, Any]:
 
     with ThreadPoolExecutor(cpu_count()) as pool:
         found = list(pool.map(packed, range(len(graph.parts)), graph.parts))
-        as_known = _packs_as_known(graph, store.building, pool)
-    if not all(t[0].packed for part, t in zip(graph.parts, found, strict=True) if part.node):
-        as_known = False
+    hides = not all(t[0].packed for part, t in zip(graph.parts, found, strict=True) if part.node)
+    if hides:
         for tensor in itertools.chain(*found):
             tensor.packed.clear()
-    given = [tensor for tensors in found for tensor in tensors if not tensor.packed]
+    matrices = {name for part in graph.parts if part.is_matrix for name in part.shapes}
+    given = [
+        tensor
+        for tensors in found
+        for tensor in tensors
+        if not tensor.packed and tensor.name not in matrices
+    ]
     plain_bytes = _end([tensor.length for tensor in given])
     lengths = [length for tensors in found for t in tensors for _, length in t.packed]
     lengths = [len(blanks), plain_bytes, *lengths]
@@ -151,6 +150,8 @@ def build_frame(graph: GPT2Graph, store: Store) -> dict[str, Any]:
                 here, places = places[: len(tensor.packed)], places[len(tensor.packed) :]
                 windows += here
                 here = [(name, i * PAGE, tensor.length), *here]
+            elif tensor.name in matrices:  # only that it would be in a file is looked at
+                here = [(name, 0, tensor.length)]
             else:
                 (_, at, length), *plain_places = plain_places
                 shape, dtype = shapes[tensor.name]
@@ -161,31 +162,11 @@ def build_frame(graph: GPT2Graph, store: Store) -> dict[str, Any]:
     return {
         "graph": graph_name,
         "windows": windows,
+        "matrices": [(t.name, t.length) for ts in found for t in ts if t.name in matrices],
         "plain": plain,
         "plain_bytes": plain_bytes,
-        "as_known": as_known,
+        "hides": hides,
     }
-
-
-def _packs_as_known(graph: GPT2Graph, folder: Path, pool: Executor) -> bool:
-    """Whether onnxruntime packs matrices of these widths as `onnx.packing` does: those of a model
-    of one layer and few rows in the head, but as many beyond a group as there are."""
-    if not graph.quantized:
-        return False
-    few = packing.SUMMED_ROWS + graph.config.vocab_size % packing.SUMMED_ROWS
-    config = dataclasses.replace(graph.config, num_layers=1, vocab_size=few)
-    numbers = np.random.default_rng(0).standard_normal(4093, dtype=np.float32)
-    weights = {name: np.resize(numbers, shape) for name, shape in shapes(config)}
-    sample = GPT2Graph(config, weights, "int8")
-
-    def same(part: Part) -> bool:
-        values = part.make()
-        with _packed(part, sample, values, folder) as (file, tensors):
-            pieces = [piece for tensor in tensors for piece in tensor.packed]
-            found = [b"".join(_read(file, *piece)) for piece in pieces]
-        return found == [b"".join(packing.packed(*values.values()))]
-
-    return all(pool.map(same, (part for part in sample.parts if part.node is not None)))
 
 
 class _Tensor:

@@ -39,7 +39,7 @@ from engine.prepared.frame import cpu_model, frame_name, make_frame, read_frame,
 from engine.prepared.kept import kept, run_build
 from engine.prepared.manifest import Run, content_of, directly, from_manifest
 
-FORMAT = 6  # raise it when the graph or the quantization changes, or what an entry says
+FORMAT = 7  # raise it when the graph or the quantization changes, or what an entry says
 
 
 @dataclass(frozen=True)

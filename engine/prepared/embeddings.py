@@ -25,14 +25,14 @@ class Table:
 
     def __init__(self, data: NDArray[np.uint8], shape: Sequence[int]) -> None:
         rows, self._width = shape
-        block = quantize.block_size(self._width)
-        self._sizes = rows, -(-self._width // block), block
-        self._numbers, self._scales = packing.views(data, *self._sizes)
+        self._block = quantize.block_size(self._width)
+        self._data = data[: packing.num_bytes(rows, self._width, self._block)]
 
     def __getitem__(self, ids: NDArray[Any]) -> Floats:
         """(T,) -> (T, C)"""
-        places = packing.places(ids, *self._sizes)
-        return quantize.dequantize(self._numbers[places], self._scales[places], self._width)
+        blocks = -(-self._width // self._block)
+        numbers, scales = packing.rows_of(self._data, ids, blocks, self._block)
+        return quantize.dequantize(numbers, scales, self._width)
 
 
 def open_table(folder: Path, name: str, dtype: str, shape: list[int]) -> Table | Floats:

@@ -20,16 +20,22 @@ from engine.prepared.entries import is_there, make_entry, read_entry
 from engine.prepared.files import Store, hash_of
 from engine.prepared.folder import FRAME
 
-FORMAT = 5  # raise it when the graph changes, or what a frame says
+FORMAT = 6  # raise it when the graph changes, or what a frame says
 
 
 def read_frame(path: Path) -> FrameFiles:
     """Raises one of `MALFORMED`."""
     folder, entry = path.parent, read_entry(path)
     windows = to_pieces(folder, entry["windows"])
-    plain, plain_bytes = entry["plain"], entry["plain_bytes"]
-    graph, as_known = folder / entry["graph"], entry["as_known"]
-    return FrameFiles(path.name, graph, windows, plain, plain_bytes, as_known)
+    return FrameFiles(
+        path.name,
+        folder / entry["graph"],
+        windows,
+        [(name, num_bytes) for name, num_bytes in entry["matrices"]],
+        entry["plain"],
+        entry["plain_bytes"],
+        entry["hides"],
+    )
 
 
 def to_pieces(folder: Path, said: list[Any]) -> list[Piece]:

@@ -14,7 +14,7 @@ def profile(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "product"), [("int8", "MatMulNBits 160x64"), ("fp32", "FusedMatMul 160x64")]
+    ("precision", "product"), [("int8", "Int8MatMul 160x64"), ("fp32", "FusedMatMul 160x64")]
 )
 def test_each_operator_has_its_time_and_each_product_its_speed(
     tmp_path: Path, precision: str, product: str

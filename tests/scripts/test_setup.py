@@ -51,6 +51,9 @@ esac
 """
 
 
+OPERATOR = "engine/backends/onnx/int8"
+
+
 class Machine:
     """A checkout with only the setup in it, and a PATH that holds only what a test puts there."""
 
@@ -63,7 +66,8 @@ class Machine:
         self.bin.mkdir()
         for name in ["setup.sh", "serve", "test"]:
             shutil.copy(ROOT / "scripts" / name, self.root / "scripts")
-        shutil.copytree(ROOT / "requirements", self.root / "requirements")
+        for name in ("requirements", OPERATOR):
+            shutil.copytree(ROOT / name, self.root / name)
         (folder / "uv").write_text(FAKE_UV)
         (folder / "uv").chmod(0o755)
         for tool in TOOLS.split():
@@ -272,7 +276,7 @@ def test_without_apt_a_missing_compiler_is_explained(machine: Machine) -> None:
     machine.python("python3.11", "3.11")
     code, _, err = machine.run("setup run")
     assert code == 1
-    assert "gluonnlp 0.10.0 is compiled on this machine" in err
+    assert "gluonnlp 0.10.0 and our operator are compiled on this machine" in err
 
 
 # --- The virtual environment ----------------------------------------------------------------
@@ -287,10 +291,13 @@ def test_the_first_setup_installs_and_the_second_does_nothing(ready: Machine) ->
     assert ready.run("setup run; setup test") == (0, "", "")
 
 
-def test_changed_requirements_are_installed(ready: Machine) -> None:
+@pytest.mark.parametrize(
+    ("name", "line"), [("requirements/run.txt", "one-more==1.0"), (f"{OPERATOR}/tile.h", "//")]
+)
+def test_what_changed_is_installed(ready: Machine, name: str, line: str) -> None:
     ready.run("setup run")
-    with (ready.root / "requirements" / "run.txt").open("a") as file:
-        file.write("one-more==1.0\n")
+    with (ready.root / name).open("a") as file:
+        file.write(f"{line}\n")
     assert ready.run("setup run")[0] == 0
     assert len(ready.installed()) == 6
 

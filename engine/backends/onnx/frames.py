@@ -1,17 +1,19 @@
 """onnxruntime sessions whose weights are exchanged: opened once, then shown one model or another.
 
-To open a session costs onnxruntime a tenth of a second: it packs all weights once more to find
-those on the disk. But all that distinguishes two models of one shape is the content of files that
-the session has mapped. So a frame is a session on blank weights, and its windows are the addresses
-of these: a model's files are mapped over them, which takes a few milliseconds, and over those
-another's. A frame that is given back is kept for the next model of its shape.
+To open a session takes onnxruntime tens of milliseconds, and in fp32 hundreds: it packs all weights
+once more to find those on the disk. But all that distinguishes two models of one shape is the
+content of files that the session has mapped. So a frame is a session on blank weights, and its
+windows are the addresses of these: a model's files are mapped over them, which takes a few
+milliseconds, and over those another's. A frame that is given back is kept for the next model of its
+shape.
 
-Where onnxruntime packs weights into memory of its own (up to 1.23, for Python 3.10), a frame shows
-one model from the beginning to its end.
+Where onnxruntime packs weights into memory of its own (fp32, up to 1.23, for Python 3.10), a frame
+shows one model from the beginning to its end.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import os
@@ -29,6 +31,7 @@ from common import onnx_session
 from common.errors import EngineError, OutOfMemory
 from common.memory import return_freed_memory
 from engine.backends.mapping import RESERVED, map_over
+from engine.backends.onnx import packing
 from engine.backends.page_cache import Span, present
 
 PROT_NONE = 0
@@ -41,21 +44,24 @@ SPARE = 4  # frames of one shape that are kept for the next models
 class FrameFiles:
     """What a frame is opened from (`engine.prepared.build.build_frame`).
 
-    windows: where packed weights are; plain: name, type, shape and offset of the others, which are
-    `plain_bytes` of memory; as_known: whether matrices are packed as `onnx.packing` does
+    windows: where weights are that onnxruntime has packed; matrices: name and length of those that
+    we have; plain: name, type, shape and offset of the others, which are `plain_bytes` of memory;
+    hides: whether onnxruntime packs what nobody else can see
     """
 
     key: str
     graph: Path
     windows: list[Piece]
+    matrices: list[tuple[str, int]]
     plain: list[tuple[str, str, list[int], int]]
     plain_bytes: int
-    as_known: bool
+    hides: bool
 
     @property
     def lengths(self) -> list[int]:
         """Of the pieces that are shown."""
-        return [self.plain_bytes, *(length for _, _, length in self.windows)]
+        given = [self.plain_bytes, *(length for _, length in self.matrices)]
+        return [*given, *(length for _, _, length in self.windows)]
 
 
 class Frame:
@@ -63,23 +69,30 @@ class Frame:
 
     def __init__(self, files: FrameFiles, pieces: list[Piece], profile: Path | None = None) -> None:
         """Shows the pieces. `profile`: see `onnx_session.open_packed`. Raises `OutOfMemory`."""
-        self.key, self.can_show_another = files.key, bool(files.windows)
+        self.key, self.can_show_another = files.key, not files.hides
         # A very small model has no plain tensors: all that is not packed is in the graph.
-        self._plain = mmap.mmap(-1, max(files.plain_bytes, mmap.PAGESIZE), flags=RESERVED)
-        plain = np.frombuffer(self._plain, np.uint8)
-        self.windows = [(plain.ctypes.data, files.plain_bytes)]
-        if not self.can_show_another:  # it packs them for itself
+        lengths = [max(files.plain_bytes, 1), *(length for _, length in files.matrices)]
+        *begins, end = itertools.accumulate(map(_whole_pages, lengths), initial=0)
+        self._memory = mmap.mmap(-1, end, flags=RESERVED)
+        given = np.frombuffer(self._memory, np.uint8)
+        self.windows = [
+            (given.ctypes.data + begin, length)
+            for begin, length in zip(begins, files.lengths, strict=False)
+        ]
+        if files.hides:
             self.show(pieces)
-        self._given = {
-            name: OrtValue.ortvalue_from_numpy(
-                plain[offset : offset + math.prod(shape) * np.dtype(dtype).itemsize]
-                .view(dtype)
-                .reshape(shape)
-            )
+        tensors = {
+            name: given[offset : offset + math.prod(shape) * np.dtype(dtype).itemsize]
+            .view(dtype)
+            .reshape(shape)
             for name, dtype, shape, offset in files.plain
         }
+        for begin, (name, length) in zip(begins[1:], files.matrices, strict=True):
+            tensors[name] = given[begin : begin + length]
+        self._given = {name: OrtValue.ortvalue_from_numpy(t) for name, t in tensors.items()}
         with _opening:  # so that the files are mapped by this one only
-            self.session = onnx_session.open_packed(files.graph, self._given, profile)
+            library = packing.library() if files.matrices else None
+            self.session = onnx_session.open_packed(files.graph, self._given, library, profile)
             if self.can_show_another:
                 self.windows += _addresses(files.windows)
                 self._check()
@@ -153,6 +166,10 @@ def give_back(frame: Frame) -> None:
         frame.clear()
         if len(_spare[frame.key]) < SPARE:
             _spare[frame.key].append(frame)
+
+
+def _whole_pages(length: int) -> int:
+    return length + -length % mmap.PAGESIZE
 
 
 def _map(address: int, size: int, protection: int, flags: int, file: int, offset: int) -> None:

@@ -41,12 +41,13 @@ from common.errors import ArtifactError
 from engine.artifacts import artifact
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.tensor_index import Weights
-from engine.backends.onnx import int8_kv, quantize
+from engine.backends.onnx import int8_kv, packing, quantize
 
 Array = NDArray[Any]
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 MICROSOFT = "com.microsoft"
+OURS = "kogpt2"  # `int8/operator.c`
 INLINE_BYTES = 128  # smaller tensors are written into the protobuf, as onnxruntime wants it
 HEAD_SIZE_MULTIPLE = 8  # GroupQueryAttention's; others are padded with zeros, see `_pad_heads`
 
@@ -69,7 +70,8 @@ class Part:
 
     shapes: Shapes
     make: Callable[[], dict[str, Array]]
-    node: Any = None  # the operator whose weights they are, with an input x and an output y
+    node: Any = None  # the operator that packs them for itself, with an input x and an output y
+    is_matrix: bool = False  # of Int8MatMul's, as it reads it
 
     @property
     def num_bytes(self) -> int:
@@ -205,22 +207,15 @@ class GPT2Graph:
         bias = "" if b is None else self._tensor(f"{name}.bias", b, dtype)
         if self.quantized:
             block = quantize.block_size(w.shape[1])
-            blocks = -(-w.shape[1] // block)
-            q, scales = f"{name}.q", f"{name}.scales"
-            shapes: Shapes = {
-                q: ((w.shape[0], blocks, block), np.dtype(np.uint8)),
-                scales: ((w.shape[0] * blocks,), np.dtype(np.float32)),
-            }
-            kind, attributes = "MatMulNBits", {"N": w.shape[0], "K": w.shape[1], "bits": 8}
-            # accuracy_level 4: the products are of int8 with int8, so x is quantized, too.
-            attributes |= {"block_size": block, "accuracy_level": 4}
+            packed, num_bytes = f"{name}.packed", packing.num_bytes(len(w), w.shape[1], block)
             self._add(
-                shapes,
-                lambda: dict(zip((q, scales), _quantized(w, block, gain), strict=True)),
-                _alone(kind, [q, scales], attributes),
+                {packed: ((num_bytes,), np.dtype(np.uint8))},
+                lambda: {packed: _packed(w, block, gain)},
+                is_matrix=True,
             )
-            inputs = [x, q, scales, *(["", "", bias] if bias else [])]
-            return self._op(kind, inputs, output, domain=MICROSOFT, **attributes)
+            inputs = [x, packed, *([bias] if bias else [])]
+            attributes = {"N": w.shape[0], "block_size": block}
+            return self._op("Int8MatMul", inputs, output, domain=OURS, **attributes)
         kind, weight = "FusedMatMul", f"{name}.weight"
         self._tensor(weight, w, dtype, _alone(kind, [weight], {"transB": 1}), gain)
         product = self._op(kind, [x, weight], "" if bias else output, domain=MICROSOFT, transB=1)
@@ -247,20 +242,21 @@ class GPT2Graph:
         shapes: Shapes,
         make: Callable[[], dict[str, Array]],
         node: Any = None,
+        is_matrix: bool = False,
     ) -> None:
         external = {}
         for name, (shape, dtype) in shapes.items():
             tensor = TensorProto(name=name, dims=shape)
             tensor.data_type = helper.np_dtype_to_tensor_dtype(dtype)
             num_bytes = math.prod(shape) * dtype.itemsize
-            if num_bytes < INLINE_BYTES:
+            if num_bytes < INLINE_BYTES and not is_matrix:
                 tensor.raw_data = make()[name].tobytes()
             else:
                 place_externally(tensor, location="none", offset=0, length=num_bytes)
                 external[name] = (shape, dtype)
             self._initializers[name] = tensor
         if external:
-            self.parts.append(Part(external, make, node))
+            self.parts.append(Part(external, make, node, is_matrix))
 
     def _op(self, kind: str, inputs: list[str], output: str = "", **attributes: Any) -> str:
         output = output or f"{kind}_{len(self._nodes)}"
@@ -316,6 +312,8 @@ def _alone(kind: str, weights: list[str], attributes: dict[str, Any]) -> Any:
 
 def _model_of(graph: Any) -> Any:
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(MICROSOFT, 1)]
+    if any(node.domain == OURS for node in graph.node):
+        opsets.append(helper.make_opsetid(OURS, 1))
     return helper.make_model(graph, opset_imports=opsets, ir_version=9)
 
 
@@ -326,11 +324,11 @@ def _gain(rows: int, scale: float) -> Array:
     return gain.reshape(-1)
 
 
-def _quantized(w: Array, block: int, gain: Array | None) -> tuple[Array, Array]:
+def _packed(w: Array, block: int, gain: Array | None) -> Array:
     quantized, scales = quantize.quantize(w, block)
     if gain is not None:
         scales.reshape(len(w), -1)[...] *= gain[:, None]
-    return quantized, scales
+    return np.concatenate([np.asarray(part) for part in packing.packed(quantized, scales)])
 
 
 def _as(value: Array, dtype: np.dtype[Any], name: str, gain: Array | None = None) -> Array:

@@ -1,4 +1,4 @@
-"""Quantizes fp32 weights to int8 in blocks, as onnxruntime's MatMulNBits reads them."""
+"""Quantizes fp32 weights to int8 in blocks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK_SIZE = 64  # from 128 on, a row's result depends on the rows beside it (facts of 1.31)
+BLOCK_SIZE = 64
 MIN_BLOCK_SIZE = 16
 NUMBERS_AT_ONCE = 1 << 17  # such a piece stays in a core's cache
-ZERO = 128  # what MatMulNBits subtracts where no zero points are given
+ZERO = 128  # what stands for 0
 MAX = 127
 MAGNITUDE = np.int32(0x7FFFFFFF)  # of a float32's bits, all but the sign
 

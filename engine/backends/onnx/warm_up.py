@@ -41,7 +41,7 @@ def warm_up(config: GPT2Config, precision: str, cache_dir: Path | None, run: Run
             limits=build_limits(4 * config.num_parameters, NICENESS),
         )
         files = read_frame(Path(frame))
-        if not files.windows:  # it shows one model only
+        if files.hides:  # it shows one model only
             return
         # Any weights will do to find out in which order the kernels add up. None of the head's,
         # which is the longest: it has no keys and values.

@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common import onnx_session
 from common.errors import OutOfMemory
 from engine.artifacts.open import open_artifact
 from engine.backends.onnx import cpu
 from engine.backends.onnx.cpu import OnnxModel
-from engine.prepared import build
 from engine.prepared import cache as prepared
 from engine.prepared import entries as entries_of
 from engine.prepared import folder as cache_folder
@@ -201,8 +199,7 @@ def test_two_models_with_the_same_embedding_store_it_once(cache: Path, tmp_path:
     after = files(cache)
     assert before.items() <= after.items()
     new = sum(size for name, (_, size, _) in after.items() if name not in before)
-    if onnx_session.VERSION >= "1.24":  # before, a model's weights are one file
-        assert new < embedding_bytes / 2  # neither the table nor the head
+    assert new < embedding_bytes / 2  # neither the table nor the head
     for model in models:
         model.close()
 
@@ -215,25 +212,15 @@ def test_tables_of_the_same_content_are_mapped_once(artifact: Path, tmp_path: Pa
         model.close()
 
 
-def test_an_embedding_that_is_the_output_projection_is_there_once_where_its_layout_is_known(
-    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_embedding_that_is_the_output_projection_is_there_once(
+    artifact: Path, tmp_path: Path
 ) -> None:
-    def large_files(cache: Path) -> int:
-        [entry] = entries(cache)
-        found: dict[str, list[int]] = json.loads((cache / entry).read_text("utf-8"))["files"]
-        return sum(size >= 20_000 * 64 for size, _ in found.values())
-
-    expected = answer(artifact, tmp_path / "here")
-    [frame] = (tmp_path / "here").glob("*.frame.json")
-    known = json.loads(frame.read_text("utf-8"))["as_known"]
-    if onnx_session.VERSION >= "1.24":
-        assert large_files(tmp_path / "here") == (1 if known else 2)
-    monkeypatch.setattr(cache_folder, "_own", tmp_path / "own")  # no frame is known
-    (tmp_path / "own").mkdir()
-    monkeypatch.setattr(build, "_packs_as_known", lambda *_: False)
-    np.testing.assert_array_equal(answer(artifact, tmp_path / "elsewhere"), expected)
-    if onnx_session.VERSION >= "1.24":
-        assert large_files(tmp_path / "elsewhere") == 2
+    load(artifact, tmp_path / "here").close()
+    [entry] = entries(tmp_path / "here")
+    files: dict[str, list[int]] = json.loads((tmp_path / "here" / entry).read_text("utf-8"))[
+        "files"
+    ]
+    assert sum(size >= 20_000 * 64 for size, _ in files.values()) == 1
 
 
 LOAD_AND_HASH = """

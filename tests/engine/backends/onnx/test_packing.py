@@ -1,48 +1,148 @@
-"""int8 matrices are packed byte for byte as onnxruntime packs them, or by onnxruntime."""
+"""Int8MatMul: packed as it reads, exact within a block, and for each row what it is alone."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import ctypes
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import onnxruntime
 import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail, RuntimeException
 
 from common import onnx_session
-from engine.artifacts.open import open_artifact
-from engine.backends.onnx import cpu
-from engine.prepared import build, folder
-from tests.engine.models import make_artifact
+from engine.backends.onnx import packing
+from engine.backends.onnx.quantize import MAX, ZERO, block_size, dequantize, quantize
 
-SIZES: tuple[dict[str, Any], ...] = (
-    {},
-    {"vocab": 20_003},  # rows beyond a group of four, in a file of its own
-    {"units": 60, "heads": 6, "layers": 1},  # heads of 10, a width that no block divides
-    {"units": 16, "heads": 2, "layers": 1},  # scales that are written into the graph
-    {"units": 192, "heads": 4, "layers": 1},  # turns of two blocks, and one block left over
-)
+Floats = NDArray[np.float32]
+
+KERNELS = ("vnni", "avx2", "plain")
+# Rows and columns: whole groups and a rest, a width of several blocks, of smaller ones, of none.
+SIZES = ((48, 128), (50, 768), (3, 192), (17, 96), (33, 60), (16, 16), (1, 4))
+COUNTS = (1, 2, 3, 4, 7, 8, 12, 13, 31)
 
 
-def pieces(artifact: Path, cache: Path) -> tuple[list[Any], bool]:
-    """Of the entry that is built: files by content, offsets, lengths; and whether it is known how
-    onnxruntime packs."""
-    cpu.load(open_artifact(artifact), "int8", cache_dir=cache).close()
-    [frame] = cache.glob("*.frame.json")
-    [entry] = (path for path in cache.glob("*.json") if path != frame)
-    found: list[Any] = json.loads(entry.read_text(encoding="utf-8"))["pieces"]
-    return found, json.loads(frame.read_text(encoding="utf-8"))["as_known"]
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each of the sets of instructions that this processor has."""
+    use = ctypes.CDLL(str(packing.library())).use_kernels
+    use.restype, use.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
+    name: str = request.param
+    session(np.ones((1, 4), np.float32), None)  # so that the best is not chosen after ours
+    if use(name.encode()) is None:
+        pytest.skip(f"this processor has no {name}")
+    yield name
+    assert use(None)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_what_is_packed_here_is_what_onnxruntime_packs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
+def weights(rows: int, width: int) -> Floats:
+    rng = np.random.default_rng(rows * width)
+    w: Floats = rng.standard_normal((rows, width), dtype=np.float32)
+    w[0, : width // 2] = 0  # a block of zeros
+    return w
+
+
+def packed(w: Floats) -> NDArray[np.uint8]:
+    parts = packing.packed(*quantize(w, block_size(w.shape[1])))
+    return np.concatenate([np.asarray(part) for part in parts])
+
+
+def session(w: Floats, bias: Floats | None, **changed: Any) -> Any:
+    attributes = {"N": len(w), "block_size": block_size(w.shape[1])} | changed
+    given = {"packed": packed(w)} | ({} if bias is None else {"bias": bias})
+    node = helper.make_node("Int8MatMul", ["x", *given], ["y"], domain="kogpt2", **attributes)
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy")
+    tensors = [numpy_helper.from_array(array, name) for name, array in given.items()]
+    graph = helper.make_graph([node], "product", [x], [y], tensors)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("kogpt2", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    options = onnx_session.session_options()
+    options.register_custom_ops_library(str(packing.library()))
+    return onnxruntime.InferenceSession(model.SerializeToString(), options)
+
+
+def product(opened: Any, x: Floats) -> Floats:
+    y: Floats = opened.run(None, {"x": x})[0]
+    return y
+
+
+def rounded(x: Floats, block: int) -> NDArray[np.float64]:
+    """What remains of x when it is quantized in blocks."""
+    blocks = np.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(len(x), -1, block)
+    scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(MAX)
+    numbers = np.rint(blocks / np.where(scale > 0, scale, 1))
+    return (numbers * scale).reshape(len(x), -1)[:, : x.shape[1]].astype(np.float64)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_rows_are_found_again_in_what_is_packed(size: tuple[int, int]) -> None:
+    w, block = weights(*size), block_size(size[1])
+    data = packed(w)
+    assert len(data) == packing.num_bytes(*size, block)
+    quantized, scales = quantize(w, block)
+    ids = np.array([0, size[0] - 1, size[0] // 2, 0])
+    numbers, found = packing.rows_of(data, ids, quantized.shape[1], block)
+    np.testing.assert_array_equal(numbers, quantized[ids])
+    np.testing.assert_array_equal(found.reshape(len(ids), -1), scales.reshape(size[0], -1)[ids])
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_product_is_that_of_what_is_quantized_and_of_a_row_what_it_is_alone(
+    kernels: str, size: tuple[int, int]
 ) -> None:
-    artifact = make_artifact(tmp_path / "모델", **sizes)
-    ours, known = pieces(artifact, tmp_path / "ours")
-    monkeypatch.setattr(folder, "_own", tmp_path / "own")  # no frame is known
-    (tmp_path / "own").mkdir()
-    monkeypatch.setattr(build, "_packs_as_known", lambda *_: False)
-    assert pieces(artifact, tmp_path / "theirs") == (ours, False)
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    if "avx512_vnni" in flags and onnx_session.VERSION >= "1.24":
-        assert known, "it packs int8 otherwise than engine.backends.onnx.packing says"
+    w, (rows, width) = weights(*size), size
+    bias = np.linspace(-1, 1, rows, dtype=np.float32)
+    x = np.random.default_rng(1).standard_normal((max(COUNTS), width), dtype=np.float32)
+    x[5] = 0
+    block = block_size(width)
+    exact = rounded(x, block) @ dequantize(*quantize(w, block), width).astype(np.float64).T
+    for given in (bias, None):
+        opened = session(w, given)
+        all_rows = product(opened, x)
+        expected = exact if given is None else exact + given
+        # A number of x half-way between two may go either way.
+        np.testing.assert_allclose(all_rows, expected, atol=0.01 * np.sqrt(width))
+        assert np.median(np.abs(all_rows - expected)) < 1e-5
+        for count in COUNTS:
+            np.testing.assert_array_equal(product(opened, x[:count]), all_rows[:count])
+        np.testing.assert_array_equal(product(opened, x[None, 3:9]), all_rows[None, 3:9])
+
+
+def test_the_largest_numbers_do_not_overflow(kernels: str) -> None:
+    w = np.ones((20, 256), np.float32)
+    w[1::2] = -1
+    x = np.ones((5, 256), np.float32)
+    x[1] = -1
+    expected = x @ w.T
+    np.testing.assert_allclose(product(session(w, None), x), expected, rtol=1e-6)
+    assert quantize(w)[0].max() == ZERO + MAX
+
+
+def test_no_rows_have_no_product(kernels: str) -> None:
+    opened = session(weights(50, 768), None)
+    assert product(opened, np.zeros((0, 768), np.float32)).shape == (0, 50)
+
+
+def test_what_is_not_a_number_is_none_in_its_own_row_only(kernels: str) -> None:
+    opened = session(weights(50, 768), None)
+    x = np.ones((9, 768), np.float32)
+    expected = product(opened, x)
+    x[4, 700] = np.nan
+    found = product(opened, x)
+    assert np.isnan(found[4]).all()
+    np.testing.assert_array_equal(np.delete(found, 4, 0), np.delete(expected, 4, 0))
+
+
+def test_other_sizes_than_those_that_are_packed_are_refused() -> None:
+    w = weights(48, 128)
+    for x in (np.zeros((1, 64), np.float32), np.zeros((), np.float32)):
+        with pytest.raises(Fail, match="Int8MatMul"):
+            product(session(w, None), x)
+    for changed in ({"N": 0}, {"block_size": 6}, {"block_size": 128}):
+        with pytest.raises(RuntimeException, match="N or block_size"):
+            session(w, None, **changed)
+    with pytest.raises(Fail, match="packed is not of"):
+        product(session(w, None, N=64), np.zeros((1, 128), np.float32))
