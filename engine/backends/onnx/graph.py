@@ -107,9 +107,9 @@ class GPT2Graph:
         x = self._embed() if self._half else "x"  # (B, T, C)
         for i in range(c.num_layers):
             h = self._norm(x, artifact.ATTENTION_NORM.format(i))
-            x = self._op("Add", [x, self._widen(self._attention(h, i))])
+            x = self._attention(h, i, x)
             h = self._norm(x, artifact.FFN_NORM.format(i))
-            x = self._op("Add", [x, self._widen(self._feed_forward(h, i))])
+            x = self._feed_forward(h, i, x)
         x = self._op("Gather", [x, self._last_token], axis=1)  # (B, C): the head is the widest part
         x = self._norm(x, artifact.FINAL_NORM)
         head = artifact.EMBEDDING if c.tie_word_embeddings else artifact.OUTPUT
@@ -131,7 +131,7 @@ class GPT2Graph:
     def _widen(self, x: str) -> str:
         return self._op("Cast", [x], to=TensorProto.FLOAT) if self._half else x
 
-    def _attention(self, x: str, i: int) -> str:  # (B, T, C) -> (B, T, C)
+    def _attention(self, x: str, i: int, residual: str) -> str:  # (B, T, C) -> (B, T, C)
         c, name, out = self.config, artifact.QKV.format(i), artifact.ATTENTION_OUT.format(i)
         w, b = self.weights[name + ".weight"], self.weights[name + ".bias"]
         w_out = self.weights[out + ".weight"]
@@ -159,7 +159,7 @@ class GPT2Graph:
                 **attributes,
             )
         )
-        return self._dense(y, w_out, self.weights[out + ".bias"], out)
+        return self._dense(y, w_out, self.weights[out + ".bias"], out, residual=residual)
 
     def _kv_scales(self, i: int) -> list[str]:
         """(1, H, 1, hs) each"""
@@ -177,12 +177,13 @@ class GPT2Graph:
         model = exact.model.SerializeToString()
         return int8_kv.measured(model, exact.external, self.config, self.weights)
 
-    def _feed_forward(self, x: str, i: int) -> str:  # (B, T, C) -> (B, T, C)
+    def _feed_forward(self, x: str, i: int, residual: str) -> str:  # (B, T, C) -> (B, T, C)
         hidden, out = artifact.FFN_HIDDEN.format(i), artifact.FFN_OUT.format(i)
         h = self._dense(x, self.weights[hidden + ".weight"], self.weights[hidden + ".bias"], hidden)
         gelu = "FastGelu" if self.config.activation == "gelu_new" else "Gelu"
         h = self._op(gelu, [h], domain=MICROSOFT)
-        return self._dense(h, self.weights[out + ".weight"], self.weights[out + ".bias"], out)
+        w, b = self.weights[out + ".weight"], self.weights[out + ".bias"]
+        return self._dense(h, w, b, out, residual=residual)
 
     def _norm(self, x: str, name: str) -> str:
         gamma = self._tensor(name + ".gamma", self.weights[name + ".gamma"])
@@ -199,8 +200,9 @@ class GPT2Graph:
         name: str,
         output: str = "",
         gain: Array | None = None,
+        residual: str = "",
     ) -> str:
-        """x W^T + b with W (out, in), b (out,); all of it times `gain` (out,)."""
+        """x W^T + b with W (out, in), b (out,); all of it times `gain` (out,); and `residual`."""
         output = output or f"{name}.out"
         dtype = np.float16 if self._half else np.float32
         b = b if b is None or gain is None else b.astype(np.float32) * gain
@@ -213,13 +215,14 @@ class GPT2Graph:
                 lambda: {packed: _packed(w, block, gain)},
                 is_matrix=True,
             )
-            inputs = [x, packed, *([bias] if bias else [])]
+            inputs = [x, packed, bias, residual] if residual else [x, packed, bias]
             attributes = {"N": w.shape[0], "block_size": block}
             return self._op("Int8MatMul", inputs, output, domain=OURS, **attributes)
         kind, weight = "FusedMatMul", f"{name}.weight"
         self._tensor(weight, w, dtype, _alone(kind, [weight], {"transB": 1}), gain)
         product = self._op(kind, [x, weight], "" if bias else output, domain=MICROSOFT, transB=1)
-        return self._op("Add", [product, bias], output) if bias else product
+        product = self._op("Add", [product, bias], output) if bias else product
+        return self._op("Add", [residual, self._widen(product)]) if residual else product
 
     def _tensor(
         self,

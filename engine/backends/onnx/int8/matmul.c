@@ -1,4 +1,4 @@
-/* y = x W^T + bias, with W in int8 and x quantized on the way.
+/* y = x W^T + bias + residual, with W in int8 and x quantized on the way.
 
    onnxruntime's own (MatMulNBits with eight bits) is made for one row. This reads the weights as fast,
    and eight rows take hardly longer than one: see docs/benchmark.md.
@@ -134,15 +134,21 @@ void quantize_row(const Rows *rows, size_t row, const float *x, size_t k) {
   }
 }
 
-void multiply_group(const Rows *rows, size_t group, const uint8_t *packed, const float *bias, float *y,
-                    size_t n) {
-  const size_t begin = group * COLUMNS, columns = n - begin < COLUMNS ? n - begin : COLUMNS;
-  float of_group[COLUMNS] = {0}, out[MOST_ROWS * COLUMNS];
-  if (bias) memcpy(of_group, bias + begin, columns * sizeof(float));
-  packed += group * COLUMNS * (rows->width + rows->blocks * sizeof(float));
+void multiply_group(const Rows *rows, size_t group, const Product *product) {
+  const size_t n = product->n, begin = group * COLUMNS;
+  const size_t columns = n - begin < COLUMNS ? n - begin : COLUMNS;
+  const uint8_t *packed =
+      product->packed + group * COLUMNS * (rows->width + rows->blocks * sizeof(float));
+  float bias[COLUMNS] = {0}, out[MOST_ROWS * COLUMNS];
+  if (product->bias) memcpy(bias, product->bias + begin, columns * sizeof(float));
   for (size_t row = 0, done; row < rows->count; row += done) {
-    done = use->tile(rows, row, packed, of_group, out);
-    for (size_t r = 0; r < done; r++)
-      memcpy(y + (row + r) * n + begin, out + r * COLUMNS, columns * sizeof(float));
+    done = use->tile(rows, row, packed, bias, out);
+    for (size_t r = 0; r < done; r++) {
+      const size_t at = (row + r) * n + begin;
+      float *of_row = out + r * COLUMNS;
+      if (product->residual)
+        for (size_t c = 0; c < columns; c++) of_row[c] += product->residual[at + c];
+      memcpy(product->y + at, of_row, columns * sizeof(float));
+    }
   }
 }

@@ -27,6 +27,13 @@ Rows rows_in(void *memory, size_t count, size_t k, size_t block);
 size_t packed_bytes(size_t n, size_t k, size_t block);
 /* Quantizes row `row` of x (count, k). */
 void quantize_row(const Rows *rows, size_t row, const float *x, size_t k);
-/* Columns of group `group` of y (count, n) = x W^T + bias; bias (n,) or NULL. */
-void multiply_group(const Rows *rows, size_t group, const uint8_t *packed, const float *bias, float *y,
-                    size_t n);
+/* y (count, n) = x W^T + bias (n,) + residual (count, n), of which the last two may be NULL. */
+typedef struct {
+  const uint8_t *packed;
+  const float *bias, *residual;
+  float *y;
+  size_t n;
+} Product;
+
+/* Columns of group `group`. */
+void multiply_group(const Rows *rows, size_t group, const Product *product);

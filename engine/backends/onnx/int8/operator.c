@@ -1,9 +1,10 @@
 /* Int8MatMul, an operator of matmul.c's product for onnxruntime.
 
-       x       (..., K) float
-       packed  (bytes,) uint8, as matmul.c has it
-       bias    (N,) float, optional
-       y       (..., N) float
+       x         (..., K) float
+       packed    (bytes,) uint8, as matmul.c has it
+       bias      (N,) float, optional
+       residual  (..., N) float, optional
+       y         (..., N) float: x W^T + bias + residual
        N, block_size  attributes
 
    A wheel of onnxruntime brings no header. What is used of its C API is declared here: a struct of
@@ -82,7 +83,8 @@ struct Operator {
   Function rest[6];
 };
 
-enum { MOST_DIMENSIONS = 8, GROUPS = 8, ROWS = 16 }; /* at once */
+enum { X, PACKED, BIAS, RESIDUAL, INPUTS };
+enum { MOST_DIMENSIONS = 8, GROUPS = 8, ROWS = 16 }; /* the last two at once */
 
 typedef struct {
   const Api *api;
@@ -91,10 +93,9 @@ typedef struct {
 
 typedef struct {
   const Rows *rows;
-  const float *x, *bias;
-  const uint8_t *packed;
-  float *y;
-  size_t k, n;
+  const float *x;
+  size_t k;
+  Product product;
 } Work;
 
 static void quantize(void *data, size_t part) {
@@ -105,17 +106,26 @@ static void quantize(void *data, size_t part) {
 
 static void multiply(void *data, size_t part) {
   const Work *work = data;
-  for (size_t group = part * GROUPS; group < (part + 1) * GROUPS && group * COLUMNS < work->n; group++)
-    multiply_group(work->rows, group, work->packed, work->bias, work->y, work->n);
+  const size_t end = (part + 1) * GROUPS;
+  for (size_t group = part * GROUPS; group < end && group * COLUMNS < work->product.n; group++)
+    multiply_group(work->rows, group, &work->product);
 }
 
-static Status *dimensions(const Api *api, const Value *value, int64_t *dims, size_t *count) {
+typedef struct {
+  int64_t dims[MOST_DIMENSIONS];
+  size_t count, numbers;
+} Dimensions;
+
+static Status *dimensions(const Api *api, const Value *value, Dimensions *found) {
   Shape *shape;
   TRY(SHAPE(api)(value, &shape));
-  Status *status = COUNT_DIMENSIONS(api)(shape, count);
-  if (!status && *count > MOST_DIMENSIONS) status = CREATE_STATUS(api)(FAIL, "too many dimensions");
-  if (!status) status = DIMENSIONS(api)(shape, dims, *count);
+  Status *status = COUNT_DIMENSIONS(api)(shape, &found->count);
+  if (!status && found->count > MOST_DIMENSIONS)
+    status = CREATE_STATUS(api)(FAIL, "Int8MatMul: more than 8 dimensions");
+  if (!status) status = DIMENSIONS(api)(shape, found->dims, found->count);
   RELEASE_SHAPE(api)(shape);
+  found->numbers = 1;
+  for (size_t i = 0; !status && i < found->count; i++) found->numbers *= (size_t)found->dims[i];
   return status;
 }
 
@@ -125,35 +135,37 @@ static Status *compute(void *data, Context *context) {
   const Kernel *kernel = data;
   const Api *api = kernel->api;
   const size_t n = (size_t)kernel->n, block = (size_t)kernel->block;
-  const Value *values[3] = {0};
-  void *inputs[3] = {0};
-  size_t given, count, size;
+  Dimensions sizes[INPUTS] = {0};
+  void *inputs[INPUTS] = {0};
+  size_t given;
   TRY(COUNT_INPUTS(api)(context, &given));
-  for (size_t i = 0; i < given && i < 3; i++) {
-    TRY(INPUT(api)(context, i, &values[i]));
-    if (values[i]) TRY(DATA(api)(values[i], &inputs[i]));
+  for (size_t i = 0; i < given && i < INPUTS; i++) {
+    const Value *value;
+    TRY(INPUT(api)(context, i, &value));
+    if (!value) continue;
+    TRY(DATA(api)(value, &inputs[i]));
+    TRY(dimensions(api, value, &sizes[i]));
   }
 
-  int64_t dims[MOST_DIMENSIONS] = {0}, bytes[MOST_DIMENSIONS] = {0};
-  TRY(dimensions(api, values[1], bytes, &size));
-  TRY(dimensions(api, values[0], dims, &count));
-  if (!count) return CREATE_STATUS(api)(FAIL, "Int8MatMul: x is one number");
-  const size_t k = (size_t)dims[count - 1];
-  size_t rows = 1;
-  for (size_t i = 0; i + 1 < count; i++) rows *= (size_t)dims[i];
-  if (size != 1 || (size_t)bytes[0] != packed_bytes(n, k, block))
+  Dimensions *x = &sizes[X];
+  if (!x->count) return CREATE_STATUS(api)(FAIL, "Int8MatMul: x is one number");
+  const size_t k = (size_t)x->dims[x->count - 1], rows = k ? x->numbers / k : 0;
+  if (sizes[PACKED].numbers != packed_bytes(n, k, block))
     return CREATE_STATUS(api)(FAIL, "Int8MatMul: packed is not of N and x's last dimension");
-  dims[count - 1] = kernel->n;
+  if ((inputs[BIAS] && sizes[BIAS].numbers != n) ||
+      (inputs[RESIDUAL] && sizes[RESIDUAL].numbers != rows * n))
+    return CREATE_STATUS(api)(FAIL, "Int8MatMul: bias or residual is not of y's size");
+  x->dims[x->count - 1] = kernel->n;
   Value *output;
   void *y;
-  TRY(OUTPUT(api)(context, 0, dims, count, &output));
+  TRY(OUTPUT(api)(context, 0, x->dims, x->count, &output));
   TRY(DATA(api)((const Value *)output, &y));
   if (!rows) return NULL;
 
   void *memory = malloc(rows_bytes(rows, k, block));
   if (!memory) return CREATE_STATUS(api)(FAIL, "Int8MatMul: out of memory");
   const Rows quantized = rows_in(memory, rows, k, block);
-  Work work = {&quantized, inputs[0], inputs[2], inputs[1], y, k, n};
+  Work work = {&quantized, inputs[X], k, {inputs[PACKED], inputs[BIAS], inputs[RESIDUAL], y, n}};
   Status *status = NULL;
   if (rows <= ROWS)
     quantize(&work, 0);
@@ -180,12 +192,12 @@ static Status *create(const Operator *self, const Api *api, const Info *info, vo
 
 static const char *name(const Operator *self) { return (void)self, "Int8MatMul"; }
 static const char *provider(const Operator *self) { return (void)self, (const char *)NULL; }
-static int input_type(const Operator *self, size_t i) { return (void)self, i == 1 ? UINT8 : FLOAT; }
+static int input_type(const Operator *self, size_t i) { return (void)self, i == PACKED ? UINT8 : FLOAT; }
 static int output_type(const Operator *self, size_t i) { return (void)self, (void)i, FLOAT; }
-static size_t inputs(const Operator *self) { return (void)self, 3; }
+static size_t inputs(const Operator *self) { return (void)self, INPUTS; }
 static size_t outputs(const Operator *self) { return (void)self, 1; }
 static int characteristic(const Operator *self, size_t i) {
-  return (void)self, i == 2 ? OPTIONAL : REQUIRED;
+  return (void)self, i >= BIAS ? OPTIONAL : REQUIRED;
 }
 static int on_cpu(const Operator *self, size_t i) { return (void)self, (void)i, 0; }
 

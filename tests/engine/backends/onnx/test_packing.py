@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,13 +51,15 @@ def packed(w: Floats) -> NDArray[np.uint8]:
     return np.concatenate([np.asarray(part) for part in parts])
 
 
-def session(w: Floats, bias: Floats | None, **changed: Any) -> Any:
+def session(w: Floats, bias: Floats | None, *, residual: bool = False, **changed: Any) -> Any:
     attributes = {"N": len(w), "block_size": block_size(w.shape[1])} | changed
     given = {"packed": packed(w)} | ({} if bias is None else {"bias": bias})
-    node = helper.make_node("Int8MatMul", ["x", *given], ["y"], domain="kogpt2", **attributes)
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy")
+    names = ["x", "packed", "bias" if "bias" in given else "", *(["residual"] if residual else [])]
+    node = helper.make_node("Int8MatMul", names, ["y"], domain="kogpt2", **attributes)
+    info = functools.partial(helper.make_tensor_value_info, elem_type=TensorProto.FLOAT, shape=None)
+    inputs = [info(name) for name in ("x", "residual") if name in names]
     tensors = [numpy_helper.from_array(array, name) for name, array in given.items()]
-    graph = helper.make_graph([node], "product", [x], [y], tensors)
+    graph = helper.make_graph([node], "product", inputs, [info("y")], tensors)
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("kogpt2", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     options = onnx_session.session_options()
@@ -64,8 +67,8 @@ def session(w: Floats, bias: Floats | None, **changed: Any) -> Any:
     return onnxruntime.InferenceSession(model.SerializeToString(), options)
 
 
-def product(opened: Any, x: Floats) -> Floats:
-    y: Floats = opened.run(None, {"x": x})[0]
+def product(opened: Any, x: Floats, **others: Floats) -> Floats:
+    y: Floats = opened.run(None, {"x": x, **others})[0]
     return y
 
 
@@ -111,6 +114,18 @@ def test_a_product_is_that_of_what_is_quantized_and_of_a_row_what_it_is_alone(
         np.testing.assert_array_equal(product(opened, x[None, 3:9]), all_rows[None, 3:9])
 
 
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_residual_is_added(kernels: str, size: tuple[int, int]) -> None:
+    w, (rows, width) = weights(*size), size
+    rng = np.random.default_rng(2)
+    for shape in ((1,), (13,), (3, 2)):
+        x = rng.standard_normal((*shape, width), dtype=np.float32)
+        residual = rng.standard_normal((*shape, rows), dtype=np.float32)
+        for bias in (np.linspace(-1, 1, rows, dtype=np.float32), None):
+            found = product(session(w, bias, residual=True), x, residual=residual)
+            np.testing.assert_array_equal(found, product(session(w, bias), x) + residual)
+
+
 def test_the_largest_numbers_do_not_overflow(kernels: str) -> None:
     w = np.ones((20, 256), np.float32)
     w[1::2] = -1
@@ -146,3 +161,8 @@ def test_other_sizes_than_those_that_are_packed_are_refused() -> None:
             session(w, None, **changed)
     with pytest.raises(Fail, match="packed is not of"):
         product(session(w, None, N=64), np.zeros((1, 128), np.float32))
+    x, residual = np.zeros((2, 128), np.float32), np.zeros((1, 48), np.float32)
+    with pytest.raises(Fail, match="bias or residual"):
+        product(session(w, None, residual=True), x, residual=residual)
+    with pytest.raises(Fail, match="bias or residual"):
+        product(session(w, residual[0, 1:]), x)
