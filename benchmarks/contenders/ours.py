@@ -12,9 +12,7 @@ from benchmarks.worker import Channel, Clock, generation
 from engine import backends
 from engine.artifacts.artifact import POSITIONS
 from engine.artifacts.open import open_artifact
-from engine.artifacts.tensor_index import Weights
 from engine.backends.interface import BackendModel
-from engine.backends.onnx.quantize import block_size
 
 
 def generate(
@@ -33,25 +31,16 @@ def generate(
     return made
 
 
-def unread_bytes(weights: Weights, backend: str, precision: str) -> int:
-    """Of the weights in memory, what no decode step reads."""
-    if backend == "mxnet":
-        return 4 * weights[POSITIONS].size  # a row of them only
-    if not precision.startswith("int8"):
-        return 0
-    # onnxruntime packs the scales with the numbers, and is given them by themselves, too.
-    matrices = [w for name, w in weights.items() if w.ndim == 2 and name != POSITIONS]
-    return sum(4 * w.size // block_size(w.shape[1]) for w in matrices)
-
-
 def main() -> None:
     folder, backend, precision = sys.argv[1:]
     artifact = open_artifact(folder)
     model = backends.load(artifact, backend, precision)
+    # Of its positions, which are of onnxruntime's no weights, mxnet reads a row.
+    unread = 4 * artifact.weights[POSITIONS].size if backend == "mxnet" else 0
     about = {
         "version": f"{backend} {metadata.version(backend)}",
         "weight_bytes": model.weight_bytes,
-        "step_bytes": model.weight_bytes - unread_bytes(artifact.weights, backend, precision),
+        "step_bytes": model.weight_bytes - unread,
     }
     Channel().serve(about, {"generate": generation(partial(generate, model))})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import statistics
 import sys
 import time
@@ -52,7 +54,9 @@ class Plan:
         return cls(random_model.TINY, 1, 16, 16, 3, 4, 1, 5, 1, 2, 4 << 20)
 
 
-PARTS = ("bandwidth", "turns", "uses", "serving", "loading", "memory", "accuracy", "profile")
+PARTS = (
+    "bandwidth", "products", "turns", "uses", "serving", "loading", "memory", "accuracy", "profile"
+)  # fmt: skip
 
 
 class EngineRun(Run):
@@ -161,13 +165,15 @@ class EngineRun(Run):
         if "bandwidth" in self.wanted:
             with self.skipping("bandwidth"):
                 self._bandwidth = worker("bandwidth", str(self.plan.bandwidth_floats))
+        config = json.dumps(dataclasses.asdict(self.plan.config))
+        start("products", lambda: worker("products", config))
         for one in tqdm(CONTENDERS, desc="starting contenders", disable=None):
             start(one.name, partial(contender, one))
         start("serving", lambda: self._serving(stack))
         said = {"texts": self.texts[:BATCH], "new_tokens": self.plan.new_tokens}
         start("turns", lambda: partial(worker("turns", *INT8, *self.models), **said))
-        plan, config = self.plan, self.plan.config
-        asked = {"vocab_size": config.vocab_size, "max_length": config.max_length}
+        plan, shape = self.plan, self.plan.config
+        asked = {"vocab_size": shape.vocab_size, "max_length": shape.max_length}
         asked |= {"prompt_tokens": plan.prompt_tokens, "new_tokens": plan.new_tokens}
         if "uses" in self.wanted:
             self.results["uses"] = {}

@@ -58,8 +58,8 @@ def lines(results: Results) -> str:
         f" {plan['new_tokens']} new tokens; medians of {plan['rounds']} rounds (min-max)"
     )
     rest = table(("", ""), [*others(results)])
-    parts = (speeds(results), uses(results), rest, far(results), operators(results))
-    return page(results, what, *parts)
+    of_int8 = (far(results), products(results), operators(results))
+    return page(results, what, speeds(results), uses(results), rest, *of_int8)
 
 
 def speeds(results: Results) -> Iterator[str]:
@@ -143,6 +143,18 @@ def others(results: Results) -> Iterator[Row]:
     if found := results.get("memory"):
         yield "RSS of a further model, MB", f"{found['each']['rss_bytes'] / 1e6:.0f}"
         yield "the anonymous part of it, MB", f"{found['each']['anonymous_bytes'] / 1e6:.1f}"
+
+
+def products(results: Results) -> Iterator[str]:
+    """Milliseconds of all of a step's, by kernel, for so many rows."""
+    found = results.get("products", {}).get("rounds", [])
+    counts = [*next(iter(found[0].values()))] if found else []
+    head = [f"{count} row{'s' * (count != '1')}: ms" for count in counts]
+    rows = [
+        (kernel, *(shown([1000 * one[kernel][count] for one in found], 1) for count in counts))
+        for kernel in (found[0] if found else ())
+    ]
+    return table(["products in int8", *head], rows)
 
 
 def far(results: Results) -> Iterator[str]:

@@ -15,7 +15,6 @@ import sentencepiece
 
 from benchmarks import random_model
 from benchmarks.contenders import peers
-from benchmarks.contenders.ours import unread_bytes
 from benchmarks.engine import tables, uses
 from benchmarks.fleet import measurements as fleet
 from benchmarks.fleet import simulation
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("mxnet", "onnxruntime-fp32", "onnxruntime-int8")
-PARTS = ("bandwidth", "turns", "uses", "loading", "memory", "accuracy", "profile")
+PARTS = ("bandwidth", "products", "turns", "uses", "loading", "memory", "accuracy", "profile")
 
 
 def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
@@ -152,15 +151,24 @@ def test_the_floor_is_of_the_moments_around_a_contender_and_of_what_its_step_rea
     assert goal["rounds"] == pytest.approx([entry["step_s"] / floor_s])
 
 
-def test_the_scales_that_are_packed_with_the_numbers_are_read_there_only() -> None:
-    weights = {
-        "_embed.weight": np.zeros((500, 64)),
-        "_pos_embed.weight": np.zeros((128, 64)),
-        "gamma": np.zeros(64),
+def test_a_step_reads_all_weights_but_the_positions_of_others(
+    measured: tuple[dict[str, Any], str],
+) -> None:
+    contenders = measured[0]["contenders"]
+    unread = {
+        name: contenders[name]["weight_bytes"] - contenders[name]["step_bytes"] for name in OURS
     }
-    assert unread_bytes(weights, "onnxruntime", "int8") == 4 * 500
-    assert unread_bytes(weights, "onnxruntime", "fp32") == 0
-    assert unread_bytes(weights, "mxnet", "fp32") == 4 * 128 * 64
+    assert unread == {"mxnet": 4 * 128 * 64, "onnxruntime-fp32": 0, "onnxruntime-int8": 0}
+
+
+def test_each_kernel_of_the_products_is_measured(measured: tuple[dict[str, Any], str]) -> None:
+    results, printed = measured
+    (found,) = results["products"]["rounds"]
+    assert {"MatMulNBits", "Int8MatMul, plain"} <= set(found)
+    for kernel, seconds in found.items():
+        assert [*seconds] == ["1", "8", "64"]
+        assert min(seconds.values()) > 0
+        assert f"| {kernel} " in printed
 
 
 def test_loads_are_timed_to_ready_and_on_to_the_first_token(

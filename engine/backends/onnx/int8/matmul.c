@@ -28,6 +28,7 @@
 
 /* DOT adds the products of four numbers of x, which an int holds, with those of LANES columns. */
 
+#define TARGET
 #define NAME(x) x##_plain
 #define LANES 4
 #define ZERO_OF ZERO
@@ -38,11 +39,10 @@
 #include "tile.h"
 
 #if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#define TARGET __attribute__((target("avx2,fma")))
 /* It adds up products of unsigned and signed numbers in pairs, in 16 bits. 2 * 127 * 127 is the most
    that these hold, so the sign of x goes to the weights, and their 128 is taken off before. */
-static inline __m256i dot_avx2(__m256i dots, const uint8_t *packed, __m256i fours) {
+TARGET static inline __m256i dot_avx2(__m256i dots, const uint8_t *packed, __m256i fours) {
   const __m256i weights = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)packed),
                                            _mm256_set1_epi8((char)ZERO));
   const __m256i pairs =
@@ -55,10 +55,8 @@ static inline __m256i dot_avx2(__m256i dots, const uint8_t *packed, __m256i four
 #define DOT(dots, packed, four) \
   (dots) = (ints_avx2)dot_avx2((__m256i)(dots), packed, _mm256_set1_epi32(four))
 #include "tile.h"
-#pragma GCC pop_options
 
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,prefer-vector-width=512")
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")))
 #define NAME(x) x##_vnni
 #define LANES 16
 #define ZERO_OF ZERO
@@ -66,7 +64,6 @@ static inline __m256i dot_avx2(__m256i dots, const uint8_t *packed, __m256i four
   (dots) = (ints_vnni)_mm512_dpbusd_epi32((__m512i)(dots), _mm512_loadu_si512(packed), \
                                           _mm512_set1_epi32(four))
 #include "tile.h"
-#pragma GCC pop_options
 #endif
 
 typedef struct {

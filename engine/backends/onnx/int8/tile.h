@@ -1,10 +1,11 @@
-/* The products of some rows with the sixteen columns of a group, and the quantization of a row, for one
-   set of instructions. matmul.c includes this once for each of them, with NAME(x), LANES (numbers of
-   a register), DOT, and ZERO_OF: what DOT takes a weight's number to be too large by.
+/* The products of some rows with the sixteen columns of a group, and the quantization of a row, for
+   one set of instructions. matmul.c includes this once for each of them, with TARGET, NAME(x), LANES
+   (numbers of a register), DOT, and ZERO_OF: what DOT takes a weight's number to be too large by.
 
    A row's result is the same alone and among others: all add up in the same order. */
 
-static void NAME(quantize)(const float *x, size_t k, int8_t *numbers, float *scale, int32_t *sum) {
+TARGET static void NAME(quantize)(const float *x, size_t k, int8_t *numbers, float *scale,
+                                  int32_t *sum) {
   /* Magnitudes compare as their bits do, and compilers take these many at a time. */
   uint32_t most = 0;
   for (size_t i = 0; i < k; i++) {
@@ -33,8 +34,8 @@ typedef float NAME(floats) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
 
 #define TILE(R)                                                                              \
-  static void NAME(tile_##R)(const Rows *x, size_t row, const uint8_t *packed,               \
-                             const float *bias, float *out) {                                \
+  TARGET static void NAME(tile_##R)(const Rows *x, size_t row, const uint8_t *packed,        \
+                                    const float *bias, float *out) {                         \
     const int32_t *fours = x->fours + row / BESIDE * x->width + row % BESIDE;                \
     const size_t others = x->blocks * BESIDE; /* from some rows to the next */               \
     const float *scales = x->scales + row / BESIDE * others + row % BESIDE;                  \
@@ -73,8 +74,8 @@ TILE(12)
 #endif
 
 /* Of the rows from `row` on: out (the returned number, 16). */
-static size_t NAME(tile)(const Rows *x, size_t row, const uint8_t *packed, const float *bias,
-                         float *out) {
+TARGET static size_t NAME(tile)(const Rows *x, size_t row, const uint8_t *packed,
+                                const float *bias, float *out) {
   const size_t left = x->count - row;
 #define USE(R) \
   if (left >= R) return NAME(tile_##R)(x, row, packed, bias, out), R
@@ -91,6 +92,7 @@ static size_t NAME(tile)(const Rows *x, size_t row, const uint8_t *packed, const
 #undef USE
 #undef EACH
 #undef TILE
+#undef TARGET
 #undef NAME
 #undef LANES
 #undef PARTS
