@@ -32,10 +32,13 @@
 #define NAME(x) x##_plain
 #define LANES 4
 #define ZERO_OF ZERO
-#define DOT(dots, packed, four)     \
-  for (int c = 0; c < LANES; c++)   \
-    for (int k = 0; k < 4; k++)     \
-      (dots)[c] += (packed)[4 * c + k] * ((const int8_t *)&(four))[k];
+#define DOT(dots, packed, four)                                       \
+  {                                                                   \
+    ints_plain columns; /* four weights of each, the first of them last */ \
+    memcpy(&columns, packed, sizeof columns);                         \
+    for (int k = 0; k < 4; k++)                                       \
+      (dots) += (columns >> 8 * k & 255) * ((const int8_t *)&(four))[k]; \
+  }
 #include "tile.h"
 
 #if defined(__x86_64__)
