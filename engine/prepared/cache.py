@@ -28,14 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import onnx_session
 from engine.artifacts.artifact import Artifact
 from engine.backends.onnx.frames import FrameFiles, Piece
 from engine.prepared.embeddings import Floats, Table, open_floats, open_table
 from engine.prepared.entries import is_there, make_entry, read_entry
 from engine.prepared.files import hash_of
 from engine.prepared.folder import own_folder
-from engine.prepared.frame import cpu_model, frame_name, make_frame, read_frame, to_pieces
+from engine.prepared.frame import frame_name, make_frame, packer, read_frame, to_pieces
 from engine.prepared.kept import kept, run_build
 from engine.prepared.manifest import Run, content_of, directly, from_manifest
 
@@ -76,8 +75,7 @@ def _key(artifact: Artifact, precision: str) -> str:
         artifact.content or content_of(artifact),
         dataclasses.asdict(artifact.config),
         precision,
-        onnx_session.VERSION,
-        cpu_model(),
+        *packer(precision.startswith("int8")),
     ]
     return hash_of(json.dumps(parts, sort_keys=True))
 

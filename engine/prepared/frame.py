@@ -1,6 +1,7 @@
 """The frames that prepared models are shown in (`engine.backends.onnx.frames`), on the disk.
 
-Each is an entry of its own. It depends on the shape of a model, the processor and onnxruntime only.
+Each is an entry of its own. It depends on the shape of a model only; in fp32 on the processor and
+on onnxruntime as well.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def build_frame(config: dict[str, Any], precision: str, folders: list[str]) -> s
 
 def frame_name(graph: Any) -> str:
     said = graph.model.SerializeToString().hex()
-    parts = [FORMAT, said, onnx_session.VERSION, cpu_model()]
+    parts = [FORMAT, said, *packer(graph.quantized)]
     return f"{hash_of(json.dumps(parts))}{FRAME}"
 
 
@@ -79,6 +80,11 @@ def _copied(path: Path, store: Store) -> dict[str, Any]:
     for name in entry["files"]:
         store.copy(path.parent / name)
     return {key: value for key, value in entry.items() if key not in ("files", "said")}
+
+
+def packer(quantized: bool) -> list[str]:
+    """Who has packed a model's matrices: those in int8 are the same everywhere."""
+    return [] if quantized else [onnx_session.VERSION, cpu_model()]
 
 
 def cpu_model() -> str:

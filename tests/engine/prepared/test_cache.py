@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common import onnx_session
 from common.errors import OutOfMemory
 from engine.artifacts.open import open_artifact
 from engine.backends.onnx import cpu
@@ -23,6 +24,7 @@ from engine.backends.onnx.cpu import OnnxModel
 from engine.prepared import cache as prepared
 from engine.prepared import entries as entries_of
 from engine.prepared import folder as cache_folder
+from engine.prepared import frame
 from engine.prepared.folder import own_folder
 from tests.engine.models import make_artifact
 
@@ -221,6 +223,20 @@ def test_an_embedding_that_is_the_output_projection_is_there_once(
         "files"
     ]
     assert sum(size >= 20_000 * 64 for size, _ in files.values()) == 1
+
+
+def test_int8_is_prepared_for_every_processor_and_fp32_for_one(
+    artifact: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for precision in ("int8", "fp32"):
+        load(artifact, cache, precision).close()
+    before = files(cache)
+    monkeypatch.setattr(frame, "cpu_model", lambda: "another")
+    monkeypatch.setattr(onnx_session, "VERSION", onnx_session.VERSION + ".1")
+    load(artifact, cache, "int8").close()
+    assert files(cache) == before
+    load(artifact, cache, "fp32").close()
+    assert len(entries(cache)) == 3
 
 
 LOAD_AND_HASH = """
