@@ -4,6 +4,7 @@ and values in fp32 or int8."""
 from __future__ import annotations
 
 import itertools
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.artifacts.config import GPT2Config
 from engine.backends import page_cache
 from engine.backends.interface import CHUNK, BackendModel, Ids, Logits, check_ids
 from engine.backends.mapped_kv_cache import MAX_ROWS, MappedKVCache
+from engine.backends.mapping import RESERVED
 from engine.backends.onnx import frames
 from engine.backends.onnx.frames import Frame
 from engine.prepared.cache import Prepared, prepared
@@ -61,7 +63,9 @@ class OnnxModel(BackendModel):
         self._x = np.zeros((MAX_ROWS, 1, config.units), dtype=np.float32)
         self._last = np.zeros(MAX_ROWS, dtype=np.int32)
         self._total = np.zeros(1, dtype=np.int32)
-        self._logits = np.zeros((MAX_ROWS, config.vocab_size), dtype=np.float32)
+        # 6 MB at full size, of which a batch takes its rows only: what the heap has may be in use.
+        memory = mmap.mmap(-1, 4 * MAX_ROWS * config.vocab_size, flags=RESERVED)
+        self._logits = np.frombuffer(memory, np.float32).reshape(MAX_ROWS, config.vocab_size)
         self._bindings: dict[int, Any] = {}
         if found.frame.key not in _pieces:
             _pieces[found.frame.key] = self._find_piece()
