@@ -31,6 +31,7 @@ from serving.mms import launcher
 from serving.process import examples, ports
 from serving.process.device import check_device
 from serving.process.isolation import close_to_others, passed
+from serving.process.json_output import JsonOutput
 from serving.process.supervisor import Child, Progress, Supervisor
 from serving.process.system import Poll
 from serving.settings import REPOSITORY, Settings
@@ -129,11 +130,15 @@ def serve(settings: Settings) -> int:
         def on_ready() -> None:
             logger.info("ready after %.1f s", time.monotonic() - started)
             if settings.show_examples:
-                print(examples.text(settings), file=sys.stderr, flush=True)
+                output.write(examples.text(settings).encode("utf-8", "replace") + b"\n")
 
         progress = Poll(_progress(settings), Progress.STARTING, PROGRESS_S.get)
         limits = (settings.start_timeout_s, settings.drain_s)
-        return Supervisor(children, progress, on_ready, *limits).run()
+        output = JsonOutput("entrypoint")  # of all processes: it is read whatever they do
+        try:
+            return Supervisor(children, progress, on_ready, *limits).run()
+        finally:
+            output.close()
 
 
 def check_java() -> None:

@@ -134,7 +134,7 @@ def _find_java(output: JsonOutput) -> psutil.Process:
             continue
     if ended:
         print("Multi Model Server's Java process ended while it started", flush=True)
-        output.flush()
+        output.close()
         os._exit(EXIT_NOT_STARTED)
     raise RuntimeError("Multi Model Server's Java process is not there yet")
 
@@ -161,7 +161,10 @@ def main() -> None:
     log_configuration.write_text(LOG_CONFIGURATION, encoding="utf-8")
     model_server.DEFAULT_MMS_LOG_FILE = str(log_configuration)
     model_server._retry_retrieve_mms_server_process = functools.partial(_wait_for_java, output)
-    model_server.start_model_server(handler_service=HANDLER)
+    try:
+        model_server.start_model_server(handler_service=HANDLER)
+    finally:
+        output.close()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,27 @@
-"""Makes a JSON line of every line that this process and those that it starts print."""
+"""Makes a JSON line of every line that this process and those that it starts print.
+
+Printing never waits for the reader of the output: a process that waits in its log answers no
+request and no signal. What does not fit into the queue is dropped, and a line says how much.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
 import json
 import logging
 import os
+import select
 import threading
-from collections.abc import Iterable
 from typing import IO
 
 from common.logs import JsonFormatter
 
-FLUSH_S = 1.0
+FLUSH_S = 0.5
+MAX_QUEUED_BYTES = 4 << 20  # some 16,000 lines: seconds of the busiest server's
+MAX_LINE_BYTES = 1 << 20  # a longer one is taken for several
+PIPE_BYTES = 1 << 20  # what Linux allows every user
 
 
 class JsonOutput:
@@ -20,25 +30,69 @@ class JsonOutput:
 
     def __init__(self, process: str) -> None:
         self._formatter = JsonFormatter(process)
+        self._queued, self._dropped, self._ended = bytearray(), 0, False
+        self._changed = threading.Condition()
         reader, writer = os.pipe()
-        stdout = os.fdopen(os.dup(1), "wb", buffering=0)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._originals = [os.dup(output) for output in (1, 2)]
         for output in (1, 2):
             os.dup2(writer, output)
         os.close(writer)
         lines = os.fdopen(reader, "rb")
-        self._thread = threading.Thread(target=self._copy, args=(lines, stdout), daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._writer.start()
 
-    def flush(self) -> None:
-        """Before this process ends at once: what was printed by then gets out."""
-        for output in (1, 2):
-            os.close(output)
-        self._thread.join(FLUSH_S)  # until a process that still runs ends, but not longer
+    def close(self) -> None:
+        """Restore both outputs, and write what was printed, within `FLUSH_S`."""
+        for original, output in zip(self._originals, (1, 2), strict=True):
+            os.dup2(original, output)
+        self._writer.join(FLUSH_S)  # until the last process with the pipe ends, but not longer
 
-    def _copy(self, lines: Iterable[bytes], stdout: IO[bytes]) -> None:
-        for line in lines:
+    def write(self, line: bytes) -> None:
+        """Queue `line` as it is."""
+        with self._changed:
+            if len(self._queued) + len(line) > MAX_QUEUED_BYTES:
+                self._dropped += 1
+            else:
+                self._queued += line
+            self._changed.notify()
+
+    def _read(self, lines: IO[bytes]) -> None:
+        for line in iter(functools.partial(lines.readline, MAX_LINE_BYTES), b""):
             if line.strip():
-                stdout.write(line if _is_json(line) else self._wrapped(line))
+                self.write(line if _is_json(line) else self._wrapped(line))
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queued or self._ended)
+                batch, self._queued = self._queued, bytearray()
+                dropped, self._dropped = self._dropped, 0
+            if not batch:
+                return
+            if dropped:
+                batch += self._wrapped(
+                    b"warning: %d log lines were dropped: what reads the output is too slow"
+                    % dropped
+                )
+            try:
+                self._write_all(batch)
+            except OSError:  # the reader is gone, or the disk is full
+                with self._changed:
+                    self._dropped += dropped + batch.count(b"\n")
+
+    def _write_all(self, batch: bytearray) -> None:
+        left, output = memoryview(batch), self._originals[0]
+        while left:
+            try:
+                left = left[os.write(output, left) :]
+            except BlockingIOError:  # another process that has it open made it non-blocking
+                select.select([], [output], [])
 
     def _wrapped(self, line: bytes) -> bytes:
         text = line.decode("utf-8", "replace").strip()
@@ -50,5 +104,5 @@ class JsonOutput:
 def _is_json(line: bytes) -> bool:
     try:
         return line.endswith(b"\n") and isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

@@ -13,8 +13,9 @@ import psutil
 import pytest
 import requests
 
-from tests.e2e.server import REPOSITORY, Server, free_port
+from tests.e2e.server import REPOSITORY, START_S, Server, eventually, free_port
 from tests.e2e.stores import FAST, SHORT, serving, small, text
+from tests.processes import has_ended
 
 pytestmark = pytest.mark.slow
 
@@ -62,8 +63,8 @@ def test_no_java_is_reported_at_once() -> None:
 def test_a_bad_setting_is_named(variable: str, value: str) -> None:
     done = run_entrypoint("serve", "--host", "127.0.0.1", **{variable: value})
     assert done.returncode == 1
-    assert variable in done.stderr
-    assert "Traceback" not in done.stderr
+    assert variable in done.stdout + done.stderr  # of the gateway, in the log
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_a_proxy_in_the_environment_is_not_asked_for_the_server_itself(tmp_path: Path) -> None:
@@ -100,3 +101,26 @@ def test_a_second_server_in_the_same_folder_is_refused(clean: Server) -> None:
     assert second.returncode == 1
     assert "another server" in second.stderr
     assert clean.is_ready()
+
+
+def test_an_output_that_is_not_read_holds_up_no_process(tmp_path: Path) -> None:
+    """`serve | sleep 999`: requests, a restart, and a stop."""
+    small(tmp_path / "store" / "봄")
+    (tmp_path / "server.log").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "server.log")
+    output = os.open(tmp_path / "server.log", os.O_RDONLY | os.O_NONBLOCK)
+    server = Server(tmp_path, tmp_path / "store", FAST)
+    try:
+        eventually(server.is_ready, START_S)
+        with requests.Session() as session:
+            for _ in range(5_000):  # with the pipes, more than 1 MiB of lines
+                assert session.get(server.url("/models"), timeout=30).ok
+        (gateway,) = server.descendants("serving.gateway")
+        gateway.kill()
+        eventually(lambda: has_ended(gateway))
+        eventually(server.is_ready)
+        assert text(server.predict("봄", SHORT))
+        assert server.stop() == 0  # within STOP_S
+    finally:
+        server.process.kill()
+        os.close(output)
