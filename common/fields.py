@@ -38,6 +38,9 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def integer(name: str, value: Any, low: int, high: int) -> int:
+    """JSON has one kind of number: 3.0 is 3."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise wrong(name, f"must be an integer, is {kind(value)}")
     if not low <= value <= high:
@@ -53,6 +56,11 @@ def number(name: str, value: Any, low: float, high: float, *, above: bool = Fals
         bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
         raise wrong(name, f"must be {bounds}, is {value}")
     return float(value)
+
+
+def top_k(name: str, value: Any) -> int:
+    """0 and, as vLLM and transformers' configs have it, -1 mean all tokens."""
+    return max(integer(name, value, -1, 1_000_000), 0)
 
 
 def biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:

@@ -21,9 +21,10 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "max_new_tokens": lambda n, v: checks.integer(n, v, 1, 1_000_000),
     "stop": checks.stops,
     "do_sample": checks.boolean,
-    "temperature": lambda n, v: checks.number(n, v, 0, 100, above=True),
-    "top_k": lambda n, v: checks.integer(n, v, 0, 1_000_000),
+    "temperature": lambda n, v: checks.number(n, v, 0, 100),
+    "top_k": checks.top_k,
     "top_p": lambda n, v: checks.number(n, v, 0, 1, above=True),
+    "min_p": lambda n, v: checks.number(n, v, 0, 1),
     "repetition_penalty": lambda n, v: checks.number(n, v, 0, 100, above=True),
     "frequency_penalty": lambda n, v: checks.number(n, v, -2, 2),
     "presence_penalty": lambda n, v: checks.number(n, v, -2, 2),
@@ -33,7 +34,12 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "logprobs": lambda n, v: checks.integer(n, v, 0, MAX_LOGPROBS),
     "return_full_text": checks.boolean,
     "decoder_input_details": checks.boolean,
+    "ignore_eos": checks.boolean,
 }
+# Names of llama.cpp and Triton for what has one here.
+ALIASES = {"repeat_penalty": "repetition_penalty", "stop_words": "stop"}
+WORDS = ("stop_words", "bad_words")  # Triton's quick starts send them empty
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,11 @@ class Parameters:
 
     max_new_tokens: at most this many tokens are made (also bounded by the context)
     stop: texts at which the answer ends; they are not part of it
-    do_sample: draw from the distribution; implied by temperature, top_k, top_p or seed
-    temperature: > 0; divides the logits
-    top_k: draw among the k likeliest tokens; 0 means all
+    do_sample: draw from the distribution; implied by temperature, top_k, top_p, min_p or seed
+    temperature: divides the logits; 0 is greedy
+    top_k: draw among the k likeliest tokens; 0 and -1 mean all
     top_p: draw among the likeliest tokens that together reach this probability, 0 < p <= 1
+    min_p: draw among tokens that have at least this share of the likeliest one's probability
     repetition_penalty: > 0; logits of tokens seen before are divided (positive) or multiplied by
         it (negative), Keskar et al. 2019 (CTRL)
     frequency_penalty: from -2 to 2; taken from a token's logit as often as it stands in the answer
@@ -57,6 +64,7 @@ class Parameters:
     return_full_text: the prompt comes back in front of the answer
     decoder_input_details: the prompt's tokens come back, too, with their log-probabilities where
         `logprobs` is given
+    ignore_eos: end tokens do not end the answer
     """
 
     max_new_tokens: int = 64
@@ -65,6 +73,7 @@ class Parameters:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -74,6 +83,7 @@ class Parameters:
     logprobs: int | None = None
     return_full_text: bool = False
     decoder_input_details: bool = False
+    ignore_eos: bool = False
 
     @classmethod
     def parse(cls, given: Any, defaults: Mapping[str, Any] | None = None) -> Parameters:
@@ -85,21 +95,16 @@ class Parameters:
             given = {}
         if not isinstance(given, Mapping):
             raise InvalidRequest(f"parameters must be a JSON object, is {checks.kind(given)}")
-        for name in given:
-            if name not in CHECKS:
-                raise InvalidRequest(
-                    f"parameters.{name} is not known; known are {', '.join(sorted(CHECKS))}"
-                )
-        values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        values = {name: CHECKS[name](f"parameters.{name}", v) for name, v in values.items()}
-        sampling = ("temperature", "top_k", "top_p", "seed")
-        implied = any(name in values for name in sampling)
+        values = _checked(given, "parameters.")
+        implied = any(name in values for name in SAMPLING)
         if defaults:
             if implied:
                 values.setdefault("do_sample", True)
-            model_values = {name: CHECKS[name](name, value) for name, value in defaults.items()}
-            values = {**model_values, **values}
-            implied = any(name in values for name in sampling)
+            values = {**_checked(defaults), **values}
+            implied = any(name in values for name in SAMPLING)
+        if values.get("temperature") == 0:
+            del values["temperature"]
+            values["do_sample"] = False
         values.setdefault("do_sample", implied)
         if values.get("num_return_sequences", 1) > 1 and not values["do_sample"]:
             raise InvalidRequest(
@@ -107,3 +112,21 @@ class Parameters:
                 " greedy answers would all be the same"
             )
         return cls(**values)
+
+
+def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """By our own names, without those that are null. Raises `InvalidRequest`."""
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        own = ALIASES.get(name, name)
+        if own not in CHECKS and name not in WORDS:
+            known = ", ".join(sorted(CHECKS))
+            raise InvalidRequest(f"{prefix}{name} is not known; known are {known}")
+        if value is None or (name in WORDS and value in ("", [])):
+            continue
+        if name == "bad_words":
+            raise InvalidRequest(
+                f"{prefix}bad_words must be empty; logit_bias of -100 keeps a token out"
+            )
+        values[own] = CHECKS[own](f"{prefix}{name}", value)
+    return values

@@ -93,6 +93,8 @@ class Sampler:
         else:
             weights = _all_weights(logits, self._temperature)
             if p.top_p == 1.0:
+                if p.min_p:
+                    weights[weights < p.min_p] = 0
                 return _drawn(weights, uniform)
             whole = float(weights.sum())
             # Those left out have less than 1 - top_p together.
@@ -100,12 +102,14 @@ class Sampler:
         logits = logits[found]
         few = _weights(logits, self._temperature)
         if len(found) > FEW:
-            return int(found[Ranking(logits, few).draw(top_k, p.top_p, uniform, whole)])
+            return int(found[Ranking(logits, few).draw(top_k, p.top_p, uniform, whole, p.min_p)])
         order = np.argsort(-logits, kind="stable")[:top_k]
         through = np.cumsum(few[order])
         whole = whole or through[-1]
         # Those before which less than top_p has gathered.
         kept = through[: np.searchsorted(through, p.top_p * whole) + 1]
+        if p.min_p:
+            kept = kept[: max(np.count_nonzero(few[order] >= p.min_p), 1)]
         return int(found[order[_at(kept, uniform)]])
 
 
@@ -165,15 +169,24 @@ class Ranking:
             self._through = np.cumsum(np.bincount(bins, weights, BINS))
         self.total = float(self._through[-1])
 
-    def draw(self, top_k: int, top_p: float, uniform: float, whole: float | None = None) -> int:
-        """A token of the first `top_k`, and of those of the first that reach `top_p` of their
-        weight together, or of `whole`."""
+    def draw(
+        self,
+        top_k: int,
+        top_p: float,
+        uniform: float,
+        whole: float | None = None,
+        min_p: float = 0.0,
+    ) -> int:
+        """A token of the first `top_k`, of those of the first that reach `top_p` of their weight
+        together, or of `whole`, and of those that weigh at least `min_p`."""
         kept = whole or self.total
         if top_k < len(self._logits):
             last, _ = Ranking(self._logits, np.ones(len(self._logits))).reach(top_k)
             kept = self._through_token(last)
         if top_p < 1.0:
             kept = min(kept, self.reach(top_p * kept)[1])
+        if min_p:
+            kept = min(kept, float(self._weights[self._weights >= min_p].sum()))
         return self.reach(uniform * kept, side="right")[0]
 
     def reach(self, mass: float, side: Literal["left", "right"] = "left") -> tuple[int, float]:

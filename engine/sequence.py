@@ -130,7 +130,7 @@ class Sequence:
         token, logprobs = self._sampler.choose(logits, self.ids)
         self.ids.append(token)
         reason = None
-        if token in self.stop_ids:
+        if token in self.stop_ids and not self.parameters.ignore_eos:
             reason = "stop"
         elif self.num_new >= self.parameters.max_new_tokens or len(self.ids) >= self.max_length:
             reason = "length"

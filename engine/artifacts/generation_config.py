@@ -47,7 +47,6 @@ NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "min_length": (0,),
     "min_new_tokens": (0,),
     "typical_p": (1,),
-    "min_p": (0,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "suppress_tokens": ([],),
@@ -223,7 +222,7 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
             logger.warning("%s: %s is not done here and is left out", file, name)
     names = ["max_new_tokens", "repetition_penalty"]
     if given.get("do_sample"):
-        names += ["do_sample", "temperature", "top_k", "top_p"]
+        names += ["do_sample", "temperature", "top_k", "top_p", "min_p"]
     parameters: dict[str, Any] = {name: given[name] for name in names if name in given}
     if given.get("stop_strings"):
         parameters["stop"] = given["stop_strings"]

@@ -30,6 +30,7 @@ def test_every_field_can_be_given() -> None:
         "temperature": 0.5,
         "top_k": 10,
         "top_p": 0.9,
+        "min_p": 0.05,
         "repetition_penalty": 1.2,
         "frequency_penalty": -2,
         "presence_penalty": 0.5,
@@ -39,6 +40,7 @@ def test_every_field_can_be_given() -> None:
         "logprobs": 3,
         "return_full_text": True,
         "decoder_input_details": True,
+        "ignore_eos": True,
     }
     pairs = ((3, -100.0), (17, 2.5))
     expected = Parameters(**{**given, "stop": ("끝", "\n"), "logit_bias": pairs})
@@ -62,12 +64,13 @@ def test_an_unknown_field_is_refused_even_if_it_is_null() -> None:
 
 
 INTEGERS = ("max_new_tokens", "top_k", "seed", "num_return_sequences", "logprobs")
-NUMBERS = ("temperature", "top_p", "repetition_penalty")
-BOOLEANS = ("do_sample", "return_full_text", "decoder_input_details")
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+ABOVE_0 = ("top_p", "repetition_penalty")
+BOOLEANS = ("do_sample", "return_full_text", "decoder_input_details", "ignore_eos")
 
 
 @pytest.mark.parametrize("field", INTEGERS)
-@pytest.mark.parametrize("value", ["3", 3.0, 0.5, True, False, [3], {}, float("nan")])
+@pytest.mark.parametrize("value", ["3", 0.5, float("inf"), True, False, [3], {}, float("nan")])
 def test_an_integer_field_takes_integers_only(field: str, value: Any) -> None:
     assert f"parameters.{field} must be an integer" in refused({field: value})
 
@@ -95,14 +98,16 @@ def test_stop_takes_texts_only(value: Any) -> None:
         ("max_new_tokens", 0),
         ("max_new_tokens", -1),
         ("max_new_tokens", 1_000_001),
-        ("top_k", -1),
+        ("top_k", -2),
+        ("top_k", 1e300),
         ("seed", -1),
         ("seed", 2**63),
         ("num_return_sequences", 0),
         ("num_return_sequences", 17),
         ("logprobs", -1),
         ("logprobs", 21),
-        *((field, value) for field in NUMBERS for value in (0, 0.0, -0.5, 1e9, 10**400)),
+        *((field, value) for field in NUMBERS for value in (-0.5, 1e9, 10**400)),
+        *((field, value) for field in ABOVE_0 for value in (0, 0.0)),
         *((field, float(value)) for field in NUMBERS for value in ("nan", "inf", "-inf")),
         ("top_p", 1.0001),
         *((f"{kind}_penalty", v) for kind in ("frequency", "presence") for v in (-2.1, 2.1)),
@@ -138,6 +143,8 @@ def test_biases_are_an_object() -> None:
         ("top_k", 0),
         ("top_p", 1),
         ("temperature", 100),
+        ("min_p", 0),
+        ("min_p", 1),
         ("seed", 0),
         ("seed", 2**63 - 1),
         ("logprobs", 0),
@@ -163,6 +170,9 @@ def test_one_stop_may_come_without_a_list() -> None:
         ({"temperature": 0.7}, True),
         ({"top_k": 5}, True),
         ({"top_p": 0.9}, True),
+        ({"min_p": 0.1}, True),
+        ({"temperature": 0}, False),
+        ({"temperature": 0.0, "top_p": 0.9, "seed": 1, "do_sample": True}, False),
         ({"seed": 1}, True),
         ({"seed": 1, "do_sample": False}, False),
         ({"do_sample": True}, True),
@@ -177,3 +187,29 @@ def test_several_greedy_answers_are_refused_since_they_would_be_equal() -> None:
     assert "parameters.num_return_sequences" in message
     assert "do_sample" in message
     assert Parameters.parse({"num_return_sequences": 2, "seed": 1}).num_return_sequences == 2
+
+
+def test_a_temperature_of_0_is_greedy_whoever_gives_it() -> None:
+    assert Parameters.parse({"temperature": 0}) == Parameters()
+    drawn = {"do_sample": True, "temperature": 0.7}
+    assert Parameters.parse({"temperature": 0}, drawn) == Parameters()
+    assert Parameters.parse({"seed": 1}, {"temperature": 0}).do_sample is False
+    assert Parameters.parse({"temperature": 0.7}, {"temperature": 0}).do_sample is True
+
+
+def test_json_has_one_kind_of_number() -> None:
+    found = Parameters.parse({"max_new_tokens": 3.0, "seed": 7.0}).max_new_tokens
+    assert (found, type(found)) == (3, int)
+
+
+def test_a_top_k_of_minus_1_is_off() -> None:
+    assert Parameters.parse({"top_k": -1}).top_k == 0
+
+
+def test_names_of_other_servers_are_known() -> None:
+    given = {"repeat_penalty": 1.2, "stop_words": ["끝"], "bad_words": []}
+    assert Parameters.parse(given) == Parameters(repetition_penalty=1.2, stop=("끝",))
+    assert Parameters.parse({}, given) == Parameters(repetition_penalty=1.2, stop=("끝",))
+    assert Parameters.parse({"stop_words": "", "bad_words": ""}) == Parameters()
+    assert "parameters.repeat_penalty must be" in refused({"repeat_penalty": 0})
+    assert "parameters.bad_words must be empty" in refused({"bad_words": ["욕"]})

@@ -80,6 +80,12 @@ def test_the_end_token_stops_an_answer_and_is_no_text() -> None:
     assert story.sequence.state is State.FINISHED
 
 
+def test_an_end_token_that_is_ignored_is_no_text_and_no_end() -> None:
+    story = Story("▁물", "</s>", "▁더", ignore_eos=True, max_new_tokens=3)
+    assert story.texts == [" 물", "", " 더"]
+    assert story.finish_reason == "length"
+
+
 def test_without_an_end_token_nothing_stops_an_answer_but_its_length() -> None:
     assert Story("a", "</s>", "b", eos_id=None).texts == ["a", "", "b"]
 

@@ -175,7 +175,7 @@ def test_a_filled_template_has_to_fit_the_context(v2: Path) -> None:
         ({"defaults": {"text": "1"}}, "there is none"),
         ({"template": "{text}" + "나는 " * 200}, "template: inputs has"),
         ({"parameters": {"온도": 1}}, "parameters.온도 is not known"),
-        ({"parameters": {"temperature": 0}}, "parameters.temperature must be above 0"),
+        ({"parameters": {"temperature": -1}}, "parameters.temperature must be from 0"),
         ({"parameters": {"return_full_text": True}}, "can only be in a request"),
         ({"parameters": {"num_return_sequences": 2}}, "can only be in a request"),
         ({"parameters": 1}, "parameters must be a JSON object"),
@@ -217,10 +217,10 @@ def test_a_model_that_draws_can_be_asked_not_to(v1: Path) -> None:
 
 def test_hugging_faces_defaults_are_below_generation_json(tmp_path: Path) -> None:
     theirs = {"do_sample": True, "temperature": 0.7, "top_k": 40, "max_new_tokens": 11}
-    theirs |= {"eos_token_id": [1, 3], "stop_strings": ["끝"], "num_beams": 4}
+    theirs |= {"eos_token_id": [1, 3], "stop_strings": ["끝"], "num_beams": 4, "min_p": 0.1}
     folder = make_hugging_face(tmp_path / "m", generation_config=theirs)
     found = prompts(folder, parameters={"max_new_tokens": 5})
-    expected = Parameters(5, ("끝",), do_sample=True, temperature=0.7, top_k=40)
+    expected = Parameters(5, ("끝",), do_sample=True, temperature=0.7, top_k=40, min_p=0.1)
     assert found.parameters(None) == expected
     assert found.stop_ids == {1, 3}
 
@@ -244,7 +244,7 @@ def test_what_is_not_done_is_said_in_the_log(
     ("content", "said"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be from 1"),
-        ({"do_sample": True, "temperature": 0}, "temperature must be above 0"),
+        ({"do_sample": True, "temperature": -1}, "temperature must be from 0"),
         ({"eos_token_id": "1"}, "eos_token_id"),
     ],
 )
