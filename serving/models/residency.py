@@ -99,9 +99,10 @@ class Residency:
         bytes that were held. Raises `shortage` where none of that can help, and nothing has come or
         gone since `before`, when the step that found no room was begun."""
         missing = shortage.missing_bytes
-        if not missing:  # nobody knows: as much as the artifact has
-            assert model.fetched is not None
-            missing = await asyncio.to_thread(size_bytes, model.fetched.path) - freed
+        if not missing:  # not known: as much as the artifact has
+            folder = model.fetched and model.fetched.path
+            size = await asyncio.to_thread(size_bytes, folder) if folder else None
+            missing = (model.stored.size_bytes if size is None else size) - freed
             if missing <= 0:
                 raise shortage
         held = await self._held_bytes(shortage)

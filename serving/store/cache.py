@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 # The bound is exceeded by at most one part in so many for each fetch.
 STEPS = 1000
 STEP_BYTES = 4 << 20  # where there is no bound
+# Attempts to fetch a model onto a full disk: before each further one others are removed.
+MAX_FULL_DISKS = 100
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Cache:
 
     def __init__(self, settings: StoreSettings) -> None:
         self._settings, self._root = settings, settings.cache_dir
+        self._step_bytes = settings.cache_max_bytes // STEPS or STEP_BYTES
         self._models, self._parts = self._root / "models", self._root / "parts"
         self._temporary, self._locks = self._root / "temporary", self._root / "locks"
         self._pins: dict[Path, list[int]] = {}
@@ -89,14 +92,25 @@ class Cache:
             if not Path(model.url).is_dir():
                 raise ModelNotInStore(f"there is no folder {model.url}")
             return Fetched(Path(model.url), hit=True)
-        key = model.key
-        path = self._models / key
-        pin = lock(self._pin(key), shared=True)
+        with self._ended_by(given_up or threading.Event()) as stopping:
+            reservation = _Reservation(self, model.key, self._step_bytes, stopping)
+            for _ in range(MAX_FULL_DISKS):
+                try:
+                    with full_disk_is_an_error_of_ours(model.name):
+                        return self._acquire(model, reservation)
+                except DiskFull as error:
+                    if error.missing_bytes:
+                        raise
+                reservation.retry()
+        raise DiskFull(f"the disk is full; {model.name} does not fit")
+
+    def _acquire(self, model: StoredModel, reservation: _Reservation) -> Fetched:
+        path = self._models / model.key
+        pin = lock(self._pin(model.key), shared=True)
         assert pin is not None
         try:
-            with self._ended_by(given_up or threading.Event()) as stopping:
-                hit = Fetched(path, hit=True) if path.is_dir() else None
-                fetched = hit or self._fetch_once(model, key, stopping)
+            hit = Fetched(path, hit=True) if path.is_dir() else None
+            fetched = hit or self._fetch_once(model, reservation)
             _touch(path)
         except BaseException:
             os.close(pin)
@@ -149,19 +163,19 @@ class Cache:
             with self._guard:
                 self._fetches.discard(stopping)
 
-    def _fetch_once(self, model: StoredModel, key: str, stopping: threading.Event) -> Fetched:
-        with locked(self._fetch_lock(key)) as descriptor:
+    def _fetch_once(self, model: StoredModel, reservation: _Reservation) -> Fetched:
+        key = model.key
+        with locked(self._fetch_lock(key)) as reservation.descriptor:
             if (self._models / key).is_dir():
                 return Fetched(self._models / key, hit=True)
             try:
-                step = self._settings.cache_max_bytes // STEPS or STEP_BYTES
-                return self._fetch(model, key, _Reservation(self, key, descriptor, step, stopping))
+                return self._fetch(model, key, reservation)
             except (ArchiveError, ArtifactChanged, ModelTooLarge):
                 remove(self._parts / key)
                 raise
             finally:
                 remove(self._temporary / key)
-                os.ftruncate(descriptor, 0)
+                os.ftruncate(reservation.descriptor, 0)
 
     def _fetch(self, model: StoredModel, key: str, reservation: _Reservation) -> Fetched:
         most = self._settings.model_max_bytes
@@ -180,8 +194,7 @@ class Cache:
             self._unpack_local(model, fresh, reservation)
         else:
             downloaded, download_s = self._download(remote, model, key, fresh, reservation)
-        with full_disk_is_an_error_of_ours(model.name):
-            os.rename(fresh, self._models / key)
+        os.rename(fresh, self._models / key)
         remove(self._parts / key)
         unpack_s = time.monotonic() - started - download_s
         logger.info(
@@ -208,7 +221,7 @@ class Cache:
         self, remote: Remote, model: StoredModel, key: str, fresh: Path, reservation: _Reservation
     ) -> tuple[int, float]:
         """Leaves the model in `fresh`; returns bytes and seconds."""
-        reservation.grow(model.size_bytes, on_disk=size_bytes(self._parts / key))
+        reservation.grow(model.size_bytes, self._parts / key)
         download = Download(remote, remote.files(model), self._parts / key, reservation.stopping)
         with download:
             if model.kind == "archive":
@@ -225,11 +238,14 @@ class Cache:
 
     # Room
 
-    def make_room(self, key: str, wanted: int, growth: int, keep: Callable[[], None]) -> None:
+    def make_room(
+        self, key: str, wanted: int, growth: int, keep: Callable[[], object], least: int = 0
+    ) -> None:
         """Removes the least recently used models nobody uses until `wanted` bytes for `key` fit.
 
-        `growth` of them are not on the disk yet. Calls `keep` while no other can make room. Raises
-        `DiskFull`, and then removes nothing, or `ModelTooLarge`.
+        `growth` of them are not on the disk yet. At least `least` bytes are freed. Calls `keep`
+        while no other can make room. Raises `DiskFull`, and then removes nothing, or
+        `ModelTooLarge`.
         """
         most = self._settings.cache_max_bytes
         if most and wanted > most:
@@ -239,7 +255,7 @@ class Cache:
         with locked(self._root / "lock"):
             others = {k: size for k, size in self._sizes().items() if k != key}
             over = sum(others.values()) + wanted - most if most else 0
-            missing = max(over, growth - shutil.disk_usage(self._root).free)
+            missing = max(over, growth - shutil.disk_usage(self._root).free, least)
             if missing > 0:
                 self._evict(others, missing, wanted)
             keep()
@@ -330,33 +346,43 @@ class Cache:
 class _Reservation:
     """What one fetch takes on disk, written into its lock for all processes to see."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        key: str,
-        descriptor: int,
-        step_bytes: int,
-        stopping: threading.Event,
-    ) -> None:
-        self._cache, self._key, self._descriptor = cache, key, descriptor
+    def __init__(self, cache: Cache, key: str, step_bytes: int, stopping: threading.Event) -> None:
+        self._cache, self._key = cache, key
+        self.descriptor = -1  # of the lock
         self.stopping = stopping
         # An archive of many small files does not ask for each: that would take long.
         self._step = step_bytes
         self._wanted = self._granted = 0
+        self._resumed: Path | None = None
 
-    def grow(self, size: int, on_disk: int = 0) -> None:
-        """Raises `DiskFull`, `ModelTooLarge`, `Stopping`."""
+    def grow(self, size: int, resumed: Path | None = None) -> None:
+        """`resumed` holds a part of it already.
+
+        Raises `DiskFull`, `ModelTooLarge`, `Stopping`.
+        """
         if self.stopping.is_set():
             raise Stopping("the fetch was given up")
         self._wanted += size
+        self._resumed = resumed or self._resumed
         if self._wanted - self._granted > self._step:
-            growth = max(self._wanted - self._granted - on_disk, 0)
-            self._cache.make_room(self._key, self._wanted, growth, self._write)
+            self._cache.make_room(self._key, self._wanted, self._growth(self._granted), self._write)
+
+    def retry(self) -> None:
+        """Makes room for a further attempt: the disk was full before the reservation was.
+
+        Each attempt removes a model at least, or raises `DiskFull`.
+        """
+        self._cache.make_room(self._key, self._wanted, self._growth(0), lambda: None, least=1)
+        self._wanted = self._granted = 0
+
+    def _growth(self, granted: int) -> int:
+        on_disk = size_bytes(self._resumed, allocated=True) if self._resumed else 0
+        return max(self._wanted - granted - on_disk, 0)
 
     def _write(self) -> None:
         self._granted = self._wanted
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, b"%d" % self._granted, 0)
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, b"%d" % self._granted, 0)
 
 
 def _touch(path: Path) -> None:

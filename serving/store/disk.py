@@ -79,10 +79,14 @@ def walk(folder: Path, *, hidden: bool = True) -> Iterator[os.DirEntry[str]]:
                     yield entry
 
 
-def size_bytes(folder: Path) -> int:
-    """Of all files in `folder`; 0 if it is not there. Files that vanish meanwhile do not count."""
+def size_bytes(folder: Path, *, allocated: bool = False) -> int:
+    """Of all files in `folder`; 0 if it is not there. Files that vanish meanwhile do not count.
+
+    `allocated`: without the holes of files that are still being downloaded.
+    """
     size = 0
     for entry in walk(folder):
         with contextlib.suppress(OSError):
-            size += entry.stat(follow_symlinks=False).st_size
+            found = entry.stat(follow_symlinks=False)
+            size += min(found.st_size, found.st_blocks * 512) if allocated else found.st_size
     return size

@@ -184,8 +184,9 @@ class Download:
                         raise StoreUnavailable(
                             f"{public_url(file.address)} sends more than was asked for"
                         )
-                    os.pwrite(descriptor, data, position)
-                    position += len(data)
+                    end = position + len(data)
+                    while position < end:  # an almost full disk takes a part of it
+                        position += os.pwrite(descriptor, data[position - end :], position)
                 if position < wanted.stop:
                     raise StoreUnavailable(f"{public_url(file.address)} broke off")
             except Stopping:

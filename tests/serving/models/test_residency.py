@@ -248,6 +248,23 @@ def test_a_full_cache_unloads_only_what_the_cache_holds(tmp_path: Path) -> None:
     run(test)
 
 
+def test_a_disk_without_room_of_which_no_more_is_known_is_507(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, names="ab")
+        await used(parts, "a")
+
+        def acquire(model: StoredModel, given_up: threading.Event) -> Any:
+            raise DiskFull("the disk is full")
+
+        parts.cache.acquire = acquire  # type: ignore[method-assign]
+        with pytest.raises(DiskFull) as raised:
+            await use(parts, "b")
+        assert raised.value.status == 507
+        assert parts.loaded() == ["a"]
+
+    run(test)
+
+
 def test_a_load_that_waits_for_room_can_be_ended(tmp_path: Path) -> None:
     async def test() -> None:
         parts = Parts(tmp_path, budget=100, names="ab")

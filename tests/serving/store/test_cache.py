@@ -396,3 +396,54 @@ def test_a_folder_of_this_machine_is_never_discarded(tmp_path: Path) -> None:
     fetched = cache.acquire(open_store(str(tmp_path / "store")).find("a"))
     cache.release(fetched.path, discard=True)
     assert (tmp_path / "store" / "a" / "a.params").exists()
+
+
+def put_on_a_small_disk(s3: S3Server, tmp_path: Path, kind: str, name: str) -> StoredModel:
+    """Two of 400 KiB fit beside nothing else, packed or not."""
+    if kind == "archive in s3":
+        return put(s3, name)
+    if kind == "folder in s3":
+        s3.put(f"kogpt2/{name}/{name}.params", noise(400 * KIB))
+        return find(name)
+    folder = tmp_path / "store"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.tar.gz").write_bytes(archive({f"{name}.params": noise(400 * KIB)}))
+    return open_store(str(folder)).find(name)
+
+
+@pytest.mark.parametrize("kind", ["archive in s3", "folder in s3", "local archive"])
+def test_unused_models_make_room_on_a_disk_that_is_full_before_the_cache(
+    s3: S3Server, tmp_path: Path, small_disk: Path, kind: str
+) -> None:
+    cache = Cache(settings(small_disk / "cache", cache_max_bytes=100 << 30))
+    for name in ("봄", "여름", "가을", "봄"):
+        fetched = cache.acquire(put_on_a_small_disk(s3, tmp_path, kind, name))
+        assert (fetched.path / f"{name}.params").read_bytes() == noise(400 * KIB)
+        cache.release(fetched.path)
+    assert "봄" in entries(small_disk / "cache")
+
+
+def test_a_full_disk_says_how_much_is_missing_where_all_is_in_use(
+    s3: S3Server, tmp_path: Path, small_disk: Path
+) -> None:
+    cache = Cache(settings(small_disk / "cache", cache_max_bytes=100 << 30))
+    models = [put_on_a_small_disk(s3, tmp_path, "local archive", name) for name in "abc"]
+    paths = [cache.acquire(model).path for model in models[:2]]
+    with pytest.raises(DiskFull) as raised:
+        cache.acquire(models[2])
+    assert 0 < raised.value.missing_bytes <= 400 * KIB
+    assert entries(small_disk / "cache") == {"a", "b"}
+    cache.release(paths[0])
+    cache.acquire(models[2])
+    assert entries(small_disk / "cache") == {"b", "c"}
+
+
+def test_a_disk_on_which_not_even_a_folder_can_be_made_is_full(
+    s3: S3Server, tmp_path: Path, small_disk: Path
+) -> None:
+    model = put(s3, "a", 10 * KIB)
+    cache = Cache(settings(small_disk / "cache", cache_max_bytes=100 << 30))
+    subprocess.run(["mount", "-o", "remount,nr_inodes=7", str(small_disk)], check=True)
+    with pytest.raises(DiskFull) as raised:
+        cache.acquire(model)
+    assert raised.value.missing_bytes > 0
