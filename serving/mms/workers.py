@@ -226,10 +226,12 @@ class Workers:
         return found
 
     @staticmethod
-    def listening() -> set[str]:
+    async def listening() -> set[str]:
         """The sockets that workers listen on. The kernel closes one when the last process of its
         worker has ended, however it did, and not before."""
-        return {path for path, listens in unix_sockets() if listens}
+        # On a thread: the kernel lists every unix socket of the machine, thousands at times.
+        sockets = await asyncio.to_thread(unix_sockets)
+        return {path for path, listens in sockets if listens}
 
     def remove_leftovers(self) -> None:
         remove_leftovers(self._run_dir)

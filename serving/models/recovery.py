@@ -82,7 +82,7 @@ class Recovery:
         """At those that have requests and are due, and their sockets alone."""
         now = time.monotonic()
         used = [m for m in self._registry.all() if m.in_flight and now >= m.restarts.next_at]
-        listening = self._workers.listening() if used else set()
+        listening = await self._workers.listening() if used else set()
         for model in used:
             if model.state is not State.READY or model.restoring or model.socket in listening:
                 continue
@@ -98,7 +98,7 @@ class Recovery:
             model.residency = held.get(model.engine_name, "")
         lacking = (m.id for m, _ in seen if m.in_engine and m.engine_name not in held)
         self._missed = Counter({id: self._missed[id] + 1 for id in lacking})
-        listening = self._workers.listening()
+        listening = await self._workers.listening()
         for model, starts in seen:
             if model.starts == starts and self._is_lost(model, registered, listening):
                 self._restore(model, registered, listening)
@@ -112,9 +112,9 @@ class Recovery:
             registered = {model.id} if await self._workers.is_registered(model.id) else set()
         except ServingError:
             return False
+        listening = await self._workers.listening()
         if model.starts != starts or model.restoring:
             return not model.restoring
-        listening = self._workers.listening()
         if not self._is_lost(model, registered, listening):
             return True
         self._restore(model, registered, listening)

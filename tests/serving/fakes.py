@@ -124,11 +124,11 @@ class FakeWorkers:
     async def held_by_engine(self) -> dict[str, str]:
         return dict.fromkeys(self.in_engine, self.residency)
 
-    def listening(self) -> set[str]:
+    async def listening(self) -> set[str]:
         return {model.socket for model in self.running.values()} - self.dead
 
     def works(self, model: Model) -> bool:
-        return model.id in self.running and model.socket in self.listening()
+        return model.id in self.running and model.socket not in self.dead
 
     def remove_other_folders(self, ids: set[str]) -> None:
         pass

@@ -8,16 +8,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import grpc
+import orjson
+from anyio import CancelScope
 from starlette.types import ASGIApp
 
 from common.errors import cut
 from common.worker_protocol import REQUEST_ID
+from serving.errors import BadRequest, ServingError, TooManyRequests
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,7 @@ FORWARDED = ("authorization", REQUEST_ID)  # of a call's metadata
 # gRPC's own name for Retry-After: https://github.com/grpc/proposal/blob/master/A6-client-retries.md
 PUSHBACK = "grpc-retry-pushback-ms"
 
+T = TypeVar("T")
 Answering = Callable[[Any, Any], Awaitable[Any]]  # a request, or requests, and the call's context
 Piece = Callable[[bytes], Awaitable[None]]
 
@@ -131,6 +136,54 @@ async def abort(context: Any, reply: Reply) -> None:
     await context.abort(reply.code, cut(reply.message, MAX_MESSAGE), trailing(reply))
 
 
+class Idle:
+    """Calls in which the server waits for the client. At most `limit`: one more ends the call that
+    has waited longest, so that calls without requests cannot shut the port."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waits: OrderedDict[CancelScope, None] = OrderedDict()
+
+    def add(self, wait: CancelScope) -> None:
+        if len(self._waits) >= self._limit:
+            self._waits.popitem(last=False)[0].cancel()
+        self._waits[wait] = None
+
+    def remove(self, wait: CancelScope) -> None:
+        self._waits.pop(wait, None)
+
+    async def run(self, work: Awaitable[T]) -> T:
+        """What `work`, which waits for the client, returns. Raises `TooManyRequests` when it has
+        made room."""
+        with CancelScope() as wait:
+            self.add(wait)
+            try:
+                return await work
+            finally:
+                self.remove(wait)
+        raise made_room()
+
+
+def made_room() -> TooManyRequests:
+    return TooManyRequests("too many calls wait for their clients; this one waited longest")
+
+
+def with_request(idle: Idle, answer: Answering) -> Answering:
+    """For a method that takes one request: gRPC itself would wait for it without a limit."""
+
+    async def answer_one(requests: AsyncIterator[Any], context: Any) -> Any:
+        request = await idle.run(anext(requests, None))
+        if request is None:
+            raise BadRequest("the call has no request")
+        return await answer(request, context)
+
+    return guarded(answer_one)
+
+
+def error_reply(error: ServingError, headers: Mapping[str, str] | None = None) -> Reply:
+    return Reply(error.status, dict(headers or {}), orjson.dumps(error.to_body()))
+
+
 def guarded(answer: Answering) -> Answering:
     """What is not meant for people goes to the log only."""
 
@@ -139,6 +192,8 @@ def guarded(answer: Answering) -> Answering:
             return await answer(request, context)
         except grpc.aio.AbortError:
             raise
+        except ServingError as error:
+            await abort(context, error_reply(error))
         except Exception as error:
             logger.error("a gRPC call failed", exc_info=error)
             await context.abort(grpc.StatusCode.INTERNAL, "an error inside the server; see its log")

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from serving.api.grpc.calls import Idle, with_request
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.messages import message
 from serving.api.shared import Gateway
@@ -14,6 +15,7 @@ from serving.errors import ServingError
 
 HEALTH = "grpc.health.v1.Health"
 LOOK_AGAIN_S = 1.0
+MAX_WATCHES = 256  # more than any load balancer's; a Watch never ends and needs no token
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 
 Request = message("grpc.health.v1.HealthCheckRequest")
@@ -21,16 +23,17 @@ Response = message("grpc.health.v1.HealthCheckResponse")
 
 
 class Health:
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, gateway: Gateway, idle: Idle) -> None:
+        self._gateway, self._idle, self._watches = gateway, idle, Idle(MAX_WATCHES)
 
     def handlers(self) -> Any:
         codec = {
             "request_deserializer": Request.FromString,
             "response_serializer": Response.SerializeToString,
         }
-        check = grpc.unary_unary_rpc_method_handler(self._check, **codec)
-        watch = grpc.unary_stream_rpc_method_handler(self._watch, **codec)
+        answers = with_request(self._idle, self._check), with_request(self._idle, self._watch)
+        check = grpc.stream_unary_rpc_method_handler(answers[0], **codec)
+        watch = grpc.stream_stream_rpc_method_handler(answers[1], **codec)
         return grpc.method_handlers_generic_handler(HEALTH, {"Check": check, "Watch": watch})
 
     def _status(self, service: str) -> int:
@@ -50,10 +53,14 @@ class Health:
 
     async def _watch(self, request: Any, context: Any) -> None:
         """The status, and again whenever it has changed, until the client goes."""
-        told = None
-        while True:
-            status = self._status(request.service)
-            if status != told:
-                await context.write(Response(status=status))
-                told = status
-            await asyncio.sleep(LOOK_AGAIN_S)
+
+        async def watch() -> None:
+            told = None
+            while True:
+                status = self._status(request.service)
+                if status != told:
+                    await context.write(Response(status=status))
+                    told = status
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+        await self._watches.run(watch())

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import orjson
 from google.protobuf.json_format import ParseDict
 
-from serving.api.grpc.calls import Answering, Call, Reply, Routes, abort, guarded, trailing
+from serving.api.grpc.calls import (
+    Answering,
+    Call,
+    Idle,
+    Reply,
+    Routes,
+    abort,
+    error_reply,
+    guarded,
+    trailing,
+    with_request,
+)
 from serving.api.grpc.convert import from_http, parameters, to_http
 from serving.api.grpc.messages import message, methods
 from serving.api.v2.inference import HEADER_LENGTH
@@ -69,7 +80,7 @@ SHAPED: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 }
 
 
-def handlers(routes: Routes, stream: Answering) -> Any:
+def handlers(routes: Routes, stream: Answering, idle: Idle) -> Any:
     """The service for a server; `stream` answers ModelStreamInfer."""
     found = {}
     for name, method in methods(SERVICE).items():
@@ -81,7 +92,7 @@ def handlers(routes: Routes, stream: Answering) -> Any:
             found[name] = grpc.stream_stream_rpc_method_handler(guarded(stream), **codec)
         else:
             answer = _infer(routes) if name == "ModelInfer" else _told(routes, name)
-            found[name] = grpc.unary_unary_rpc_method_handler(guarded(answer), **codec)
+            found[name] = grpc.stream_unary_rpc_method_handler(with_request(idle, answer), **codec)
     return grpc.method_handlers_generic_handler(SERVICE, found)
 
 
@@ -126,7 +137,3 @@ async def infer(routes: Routes, request: Any, metadata: Any) -> tuple[Reply, Any
         return reply, from_http(reply.body, reply.headers.get(HEADER_LENGTH))
     except ServingError as error:
         return error_reply(error, reply.headers), None
-
-
-def error_reply(error: ServingError, headers: Mapping[str, str] | None = None) -> Reply:
-    return Reply(error.status, dict(headers or {}), orjson.dumps(error.to_body()))

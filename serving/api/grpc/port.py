@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import grpc
 from starlette.types import ASGIApp
 
-from serving.api.grpc.calls import Routes
-from serving.api.grpc.health import Health
+from serving.api.grpc.calls import Idle, Routes
+from serving.api.grpc.health import MAX_WATCHES, Health
 from serving.api.grpc.inference import handlers
 from serving.api.grpc.stream import Streams
 from serving.api.http_protocol import HTTPProtocol
@@ -24,19 +24,23 @@ IDLE_S = 300.0  # until a connection without calls is closed; clients open anoth
 async def grpc_port(gateway: Gateway, asgi: ASGIApp, grace_s: float) -> AsyncIterator[None]:
     """Listens; whatever is still being answered at the end has `grace_s`. Raises `StartError`."""
     settings = gateway.settings
+    calls = HTTPProtocol.max_connections
+    idle = Idle(calls)
     server = grpc.aio.server(
-        maximum_concurrent_rpcs=HTTPProtocol.max_connections,
+        # Those that wait for their clients take no place of those that are answered.
+        maximum_concurrent_rpcs=2 * calls + MAX_WATCHES,
         options=[
             ("grpc.max_receive_message_length", settings.max_request_bytes + HEADROOM_BYTES),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),
-            ("grpc.max_allowed_incoming_connections", HTTPProtocol.max_connections),
+            ("grpc.max_allowed_incoming_connections", calls),
             ("grpc.server_handshake_timeout_ms", round(1000 * HTTPProtocol.head_s)),
             ("grpc.max_connection_idle_ms", round(1000 * IDLE_S)),
         ],
     )
     routes = Routes(asgi, settings.port)
-    services = (handlers(routes, Streams(gateway, routes).answer), Health(gateway).handlers())
+    streams = Streams(gateway, routes, idle)
+    services = (handlers(routes, streams.answer, idle), Health(gateway, idle).handlers())
     server.add_generic_rpc_handlers(services)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:

@@ -16,9 +16,9 @@ from typing import Any
 import anyio
 import orjson
 
-from serving.api.grpc.calls import Call, Reply, Routes
+from serving.api.grpc.calls import Call, Idle, Reply, Routes, error_reply, made_room
 from serving.api.grpc.convert import EMPTY_END, ModelInferResponse, one_text, parameters
-from serving.api.grpc.inference import error_reply, infer, model_path
+from serving.api.grpc.inference import infer, model_path
 from serving.api.grpc.messages import message
 from serving.api.shared import Gateway
 from serving.errors import BadRequest, ServingError
@@ -34,12 +34,32 @@ DATATYPES = {"generated_text": "BYTES", "tokens": "INT64", "finish_reason": "BYT
 
 
 class Streams:
-    def __init__(self, gateway: Gateway, routes: Routes) -> None:
-        self._gateway, self._routes = gateway, routes
+    def __init__(self, gateway: Gateway, routes: Routes, idle: Idle) -> None:
+        self._gateway, self._routes, self._idle = gateway, routes, idle
 
     async def answer(self, requests: Any, context: Any) -> None:
         places, writing = anyio.Semaphore(AT_ONCE), asyncio.Lock()
         metadata = context.invocation_metadata()
+        reading: anyio.CancelScope | None = None  # while the next request is waited for
+        ended = False
+
+        def note_idle() -> None:
+            if reading is not None and places.value == AT_ONCE:
+                self._idle.add(reading)
+
+        async def read() -> Any:
+            """The next request, None at the end, also one that `Idle` makes."""
+            nonlocal reading, ended
+            with anyio.CancelScope() as scope:
+                reading = scope
+                note_idle()
+                try:
+                    return await anext(requests, None)
+                finally:
+                    self._idle.remove(scope)
+                    reading = None
+            ended = True
+            return None
 
         async def write(response: Any) -> None:
             async with writing:
@@ -52,9 +72,10 @@ class Streams:
                 await write(_error(request, error_reply(error)))
             finally:
                 places.release()
+                note_idle()
 
         async with anyio.create_task_group() as tasks:
-            async for request in requests:
+            while (request := await read()) is not None:
                 refused = await self._load(request, metadata)
                 if refused is not None:
                     await write(_error(request, refused))
@@ -63,6 +84,8 @@ class Streams:
                     tasks.start_soon(stream, request)
                 else:
                     await write(await self._whole(request, metadata))
+        if ended:
+            raise made_room()
 
     async def _load(self, request: Any, metadata: Any) -> Reply | None:
         """What kind a model is, is known once it is loaded. None if all is well."""

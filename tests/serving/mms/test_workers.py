@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from psutil import _pslinux
 
 from common.errors import OutOfMemory
 from serving.errors import BadRequest, DiskFull, Unavailable, WorkerLost
+from serving.mms import workers
 from serving.mms.client import Answer, MMSClient
 from serving.mms.workers import Workers, _process_bytes
 from serving.models.model import Model
@@ -296,3 +298,18 @@ def test_folders_of_workers_that_no_model_has_are_removed(tmp_path: Path) -> Non
         assert list(folder.parent.iterdir()) == [folder]
 
     run(test)
+
+
+def test_the_kernels_list_of_sockets_is_not_read_on_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readers: list[int] = []
+
+    def sockets() -> list[tuple[str, bool]]:
+        readers.append(threading.get_ident())
+        return [("/run/봄", True), ("/run/connected", False)]
+
+    monkeypatch.setattr(workers, "unix_sockets", sockets)
+    assert asyncio.run(Workers.listening()) == {"/run/봄"}
+    assert readers
+    assert threading.get_ident() not in readers

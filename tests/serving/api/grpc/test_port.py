@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from common.errors import EngineError, Overloaded
+from serving.api.grpc import health, port
 from serving.api.grpc.health import HEALTH, NOT_SERVING, SERVICE_UNKNOWN, SERVING
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.port import grpc_port
@@ -421,6 +422,68 @@ def test_connections_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
             with anyio.fail_after(WIDE_S):
                 while not (await connect())[1]:
                     await asyncio.sleep(0.05)
+
+    run(test)
+
+
+async def until_ended(calls: list[Any], count: int) -> None:
+    async def code(call: Any) -> grpc.StatusCode:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while await call.read() != grpc.aio.EOF:
+                pass
+        found: grpc.StatusCode = await call.code()
+        return found
+
+    with anyio.fail_after(WIDE_S):
+        ended = asyncio.as_completed([asyncio.create_task(code(call)) for call in calls])
+        for _, call in zip(range(count), ended, strict=False):
+            assert await call == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("method", [f"{HEALTH}/Watch", f"{HEALTH}/Check", f"{SERVICE}/ModelInfer"])
+def test_calls_that_wait_for_their_clients_do_not_shut_the_port(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Neither a Watch, which never ends, nor calls whose request never comes."""
+    monkeypatch.setattr(HTTPProtocol, "max_connections", 2)
+    monkeypatch.setattr(health, "MAX_WATCHES", 2)
+    monkeypatch.setattr(port, "MAX_WATCHES", 2)
+
+    async def test(client: Client, world: World) -> None:
+        endpoint = f"127.0.0.1:{world.gateway.settings.grpc_port}"
+        async with grpc.aio.insecure_channel(endpoint) as channel:
+            call = channel.stream_stream(f"/{method}")  # messages as bytes, of which b"" is one
+            calls = [call(timeout=WIDE_S) for _ in range(20)]
+            if method.endswith("Watch"):
+                writes = (waiting.write(b"") for waiting in calls)
+                await asyncio.gather(*writes, return_exceptions=True)
+            await until_ended(calls, 18)
+            for _ in range(5):
+                assert (await client("ServerLive")).live
+
+    run(test)
+
+
+def test_streams_without_requests_do_not_shut_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HTTPProtocol, "max_connections", 2)
+
+    async def test(client: Client, world: World) -> None:
+        busy_engine: Any = world.gateway.engine
+        busy_engine.go.clear()
+        busy = client("ModelStreamInfer")
+        await busy.write(asked())
+        first = await busy.read()
+        assert not final(first)
+        idle = client("ModelStreamInfer")
+        await idle.write(asked(max_new_tokens=-1, name="없음"))
+        assert (await idle.read()).error_message
+        others = [client("ModelStreamInfer") for _ in range(4)]
+        await until_ended([idle, *others], 3)
+        assert idle.done()
+        assert (await client("ServerLive")).live
+        busy_engine.go.set()  # the call that is being answered was not the one to go
+        while not final(await busy.read()):
+            pass
 
     run(test)
 
