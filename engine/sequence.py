@@ -37,6 +37,7 @@ class Token:
     # Of the prompt, with the first token of an answer that was asked for it.
     prefill: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)
     pieces: list[bytes] = field(default_factory=list)  # of `shown`
+    special_ids: frozenset[int] = frozenset()  # the model's tokens that are no text
 
     @property
     def shown(self) -> list[int]:

@@ -78,13 +78,15 @@ class Answer:
 
 def token_details(token: Token) -> dict[str, Any]:
     """`logprobs` where they were asked for, `prefill` with an answer's first token: each
-    `{"token", "text", "logprob"?, "top"?: [{"token", "text", "logprob"}]}`, with `bytes` where a
-    token is only a part of a character."""
+    `{"token", "text", "special"?, "logprob"?, "top"?: [{"token", "text", "logprob"}]}`, with
+    `bytes` where a token is only a part of a character."""
     shown = token.shown
     pieces = iter(token.pieces if len(token.pieces) == len(shown) else [b""] * len(shown))
 
     def body(token_id: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
         said: dict[str, Any] = {"token": token_id, **_piece_body(next(pieces))}
+        if token_id in token.special_ids:
+            said["special"] = True
         if logprobs is not None:
             said["logprob"] = round(logprobs.chosen, 6)
             said["top"] = [

@@ -98,7 +98,7 @@ class AsyncEngineClient:
         kind: str = "inputs",
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Each token as it is made: `{"index", "token", "text", "logprobs"?, "finish_reason"?}`,
-        a sequence's last one with `prompt_tokens`.
+        a sequence's first one with `prompt_tokens`.
 
         Leaving the loop frees the request's place in the batch. `kind` as for `generate`.
         """

@@ -265,16 +265,17 @@ class EngineApp:
         )
 
         async def lines() -> AsyncIterator[str]:
-            left = len(sequences)
+            left, begun = len(sequences), set[int]()
             while left:
                 item = await queue.get()
                 if isinstance(item, EngineError):
                     yield json_line({"error": item.to_body()})
                     return
                 body = token_body(item)
-                if item.finish_reason is not None:
-                    left -= 1
+                if item.index not in begun:
+                    begun.add(item.index)
                     body |= prompt_body(sequences[0])
+                left -= item.finish_reason is not None
                 yield json_line(body)
 
         return NdjsonStream(lines(), lambda: self._engine.cancel(sequences))

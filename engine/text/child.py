@@ -81,7 +81,8 @@ class TextChild:
         return methods[method](*arguments)
 
     def about(self) -> dict[str, Any]:
-        return {"stop_ids": sorted(self._prompts.stop_ids)}
+        special = self._prompts.tokenizer.special_ids
+        return {"stop_ids": sorted(self._prompts.stop_ids), "special_ids": sorted(special)}
 
     def encode(self, inputs: str | dict[str, str]) -> list[int]:
         """The ids of a prompt. Raises `InvalidRequest`, `PromptTooLong`."""

@@ -58,6 +58,7 @@ class HuggingFaceTokenizer:
         self._special = {i for i, token in added.items() if token.special}
         unknown = getattr(self._tokenizer.model, "unk_token", None)
         self._unknown = None if unknown is None else self.token_id(unknown)  # any rare character
+        self.special_ids = self._special - {self._unknown}
         falls_back = '"ByteFallback"' in self._tokenizer.to_str()
         self._letters = byte_letters() if "ByteLevel" in repr(self._tokenizer.decoder) else {}
         self._byte_ids = {
@@ -109,7 +110,7 @@ class HuggingFaceTokenizer:
         ids = self._encode("".join(part.text for part in parts), False)
         frame = self._encode("".join(part.text for part in parts if not part.is_field), False)
         wanted = [i for i in frame if i in self._added and i != self._unknown]
-        kept = self._special.union(wanted) - {self._unknown}
+        kept = self.special_ids.union(wanted)
         for found in (i for i in ids if i in kept):
             if not wanted or wanted[0] != found:
                 raise control_in_text(self._added[found])
@@ -117,8 +118,7 @@ class HuggingFaceTokenizer:
         return ids
 
     def check_plain(self, text: str) -> None:
-        special = self._special - {self._unknown}
-        for found in (i for i in self._encode(text, False) if i in special):
+        for found in (i for i in self._encode(text, False) if i in self.special_ids):
             raise control_in_text(self._added[found])
 
     def piece(self, token: int) -> bytes:

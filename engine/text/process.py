@@ -85,6 +85,7 @@ class Texts:
                     self._child.kill()
                     raise
                 self.stop_ids = frozenset(about["stop_ids"])
+                self._special_ids = self.stop_ids.union(about["special_ids"])
                 threading.Thread(target=self._run, name="texts", daemon=True).start()
                 self._ready = True
         return self
@@ -249,6 +250,7 @@ class Texts:
             except (TypeError, ValueError):
                 token.pieces = []
             token.text = found[0].encode("utf-8", "replace").decode()
+            token.special_ids = self._special_ids
             sequence.characters += len(token.text)
             message = f"{self.file} makes more text of an answer than any has"
             if sequence.characters <= MAX_CHARACTERS_PER_TOKEN * sequence.max_tokens:

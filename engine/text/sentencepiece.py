@@ -31,6 +31,7 @@ class Detokenizer(Protocol):
 class Tokenizer(Protocol):
     vocab_size: int  # without what was added beside the model's own vocabulary
     eos_id: int | None
+    special_ids: set[int]  # of tokens that are no text, such as `<s>`
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
@@ -79,7 +80,7 @@ class SentencePieceTokenizer:
         self.vocab_size: int = size
         ids = list(range(size))  # asked for in one call each: there may be 50,000
         self._pieces: list[str] = self._model.id_to_piece(ids)
-        self._silent = set(itertools.compress(ids, self._model.is_control(ids)))
+        self.special_ids = set(itertools.compress(ids, self._model.is_control(ids)))
         byte_ids = itertools.compress(ids, self._model.is_byte(ids))
         self._bytes = {i: int(self._pieces[i][3:-1], 16) for i in byte_ids}
         self.bos_id = self.token_id("<s>")
@@ -151,7 +152,7 @@ class SentencePieceTokenizer:
             self._model.serialized_model_proto()
         )
         symbol = model.SentencePiece.USER_DEFINED
-        ids = self._silent | {i for i, p in enumerate(model.pieces) if p.type == symbol}
+        ids = self.special_ids | {i for i, p in enumerate(model.pieces) if p.type == symbol}
         names = sorted((self._pieces[i] for i in ids), key=len, reverse=True)
         return ids, re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 
@@ -163,7 +164,7 @@ class SentencePieceTokenizer:
         return self._pieces[token].replace(SPACE, " ").encode()
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> PieceDetokenizer:
-        return PieceDetokenizer(self._pieces, self._bytes, self._silent)
+        return PieceDetokenizer(self._pieces, self._bytes, self.special_ids)
 
 
 class PieceDetokenizer:

@@ -229,8 +229,11 @@ def test_a_text_is_scored_as_it_is_generated(client: openai.OpenAI) -> None:
     assert only.usage is not None
     assert only.usage.completion_tokens == 0
     assert choice.logprobs is not None
-    assert len(choice.logprobs.tokens or []) == only.usage.prompt_tokens
-    assert all(x is not None and x < 0 for x in (choice.logprobs.token_logprobs or [])[1:])
+    # Without the `<s>` in front, of which a client that counts a text's tokens does not know.
+    tokens = choice.logprobs.tokens or []
+    assert len(tokens) == only.usage.prompt_tokens - 1
+    assert "".join(tokens).strip() == choice.text
+    assert all(x is not None and x < 0 for x in choice.logprobs.token_logprobs or [])
     assert max(choice.logprobs.text_offset or []) < len(choice.text)
     streamed = list(client.completions.create(**scored, stream=True))
     assert "".join(c.choices[0].text for c in streamed) == choice.text
@@ -253,6 +256,21 @@ def test_logprobs_tell_of_each_token(client: openai.OpenAI) -> None:
     streamed = [c.choices[0].logprobs for c in client.completions.create(**asked, stream=True)]
     assert [o for part in streamed if part for o in part.text_offset or []] == told.text_offset
     assert [t for part in streamed if part for t in part.tokens or []] == told.tokens
+
+
+def test_the_drawn_token_is_among_the_likeliest(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "여름", "prompt": PROMPT, "temperature": 2, "seed": 5}
+    for k in (0, 2):
+        choice = client.completions.create(**asked, logprobs=k, max_tokens=32).choices[0]
+        told = choice.logprobs
+        assert told is not None
+        columns = (told.tokens or [], told.token_logprobs or [], told.top_logprobs or [])
+        sizes = set()
+        for token, logprob, top in zip(*columns, strict=True):
+            assert top[token] == logprob
+            sizes.add(len(top))
+        assert sizes <= {k, k + 1}
+        assert k + 1 in sizes  # one that was drawn and is not likely
 
 
 def test_best_of_gives_the_likeliest(client: openai.OpenAI) -> None:
@@ -409,6 +427,7 @@ def test_a_client_that_hangs_up_frees_its_rows(server: Server, client: openai.Op
         "prompt": PROMPT,
         "max_tokens": ENDLESS_TOKENS,
         "n": 4,
+        "extra_body": {"ignore_eos": True},
     }
     begun = steps(server, "느린")
     stream = client.completions.create(**asked, stream=True)

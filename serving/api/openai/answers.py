@@ -82,7 +82,7 @@ class Answer:
             text, steps, reason = "", [], "length"
         if self._asked.echo:
             prefill = completion.get("prefill", [])
-            before = _echoed(prompt, prefill, offsets)
+            before, prefill = _echo(prompt, prefill, offsets)
             text, steps = before + text, [*prefill, *steps]
         logprobs = self.logprobs(steps, offsets) if self._asked.logprobs else None
         ending = {"logprobs": logprobs, "finish_reason": reason}
@@ -99,7 +99,9 @@ class Answer:
             # Nothing is known of a prompt's first token.
             "token_logprobs": [step.get("logprob") for step in steps],
             "top_logprobs": [
-                {_name(top): top["logprob"] for top in step["top"]} if "top" in step else None
+                {_name(token): token["logprob"] for token in (*step["top"], step)}
+                if "top" in step
+                else None
                 for step in steps
             ],
             "text_offset": [offsets.next(step) for step in steps],
@@ -109,7 +111,9 @@ class Answer:
 
     def chunk(self, choices: Sequence[Mapping[str, Any]], usage: Any = None) -> bytes:
         body = {**self._head, "object": self._chunk, "choices": choices}
-        if self._asked.include_usage:
+        if self._asked.continuous_usage:
+            body["usage"] = self.usage.body()
+        elif self._asked.include_usage:
             body["usage"] = usage
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
@@ -129,12 +133,11 @@ class Choices:
     def write(self, item: Item) -> bytes:
         """A token, behind what begins its choice if it is the first: who speaks, or the prompt's
         echo."""
-        index = item["index"]
-        begun = b"" if index in self._offsets else self._begin(index, item.get("prefill", []))
-        usage, reason = self._answer.usage, item.get("finish_reason")
-        if reason is not None and index == 0:
+        index, reason, usage = item["index"], item.get("finish_reason"), self._answer.usage
+        if not self._offsets:  # the first of all
             usage.prompt += item["prompt_tokens"]
             usage.cached += item["cached_tokens"]
+        begun = b"" if index in self._offsets else self._begin(index, item.get("prefill", []))
         if self._asked.only_echo:
             end = {"index": self._first + index, "text": "", "logprobs": None}
             return begun + self._answer.chunk([{**end, "finish_reason": "length"}])
@@ -147,7 +150,7 @@ class Choices:
         if self._asked.kind is Kind.CHAT:
             choice["delta"] = {"role": "assistant", "content": "", "refusal": None}
         elif self._asked.echo:
-            choice["text"] = _echoed(self._prompt, prefill, offsets)
+            choice["text"], prefill = _echo(self._prompt, prefill, offsets)
             if self._asked.logprobs:
                 choice["logprobs"] = self._answer.logprobs(prefill, offsets)
         else:
@@ -176,7 +179,7 @@ class Choices:
 
 class Offsets:
     """Where in an answer's text each of its tokens begins, in characters. `unseen` of them stand
-    before the text, such as those of `<s>`."""
+    before the text, such as the space in front of it."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -188,13 +191,17 @@ class Offsets:
         return max(at - self.unseen, 0)
 
 
-def _echoed(prompt: Any, prefill: Sequence[Item], offsets: Offsets) -> str:
-    """A prompt as text."""
+def _echo(prompt: Any, prefill: Sequence[Item], offsets: Offsets) -> tuple[str, Sequence[Item]]:
+    """A prompt as text, and its tokens: of a text without what the tokenizer puts in front, `<s>`.
+    By the number of a text's own tokens its scores are found, as lm-eval does it."""
+    if isinstance(prompt, str):
+        put = [bool(t.get("special")) and not prompt.startswith(t["text"]) for t in prefill]
+        prefill = prefill[[*put, False].index(False) :]
     told = b"".join(bytes(_bytes(token)) for token in prefill).decode("utf-8", "replace")
     if not isinstance(prompt, str):
-        return told
+        return told, prefill
     offsets.unseen = max(len(told) - len(prompt), 0)
-    return prompt
+    return prompt, prefill
 
 
 def _bytes(token: Mapping[str, Any]) -> list[int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import fields
-from common.parameters import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
+from common.parameters import ALIASES, CHECKS, MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
 from serving.api.openai.errors import Refused
 
 Body = Mapping[str, Any]
@@ -27,11 +27,14 @@ WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
     *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
 }
+# Not OpenAI's: ours, as vLLM, llama.cpp and what is made for them have them, too.
+OURS = ("top_k", "min_p", "repetition_penalty", "repeat_penalty", "ignore_eos")
 SHARED = {
     *("model", "stream", "stream_options", "temperature", "top_p", "n", "stop", "seed"),
     *("frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "max_tokens"),
-    *("top_k", "repetition_penalty"),  # ours
+    *("response_format", *OURS),
 }
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 # What is not done, why, and the values that ask for nothing.
 NO_TOOLS = "asks for tools, which these models do not know"
 NOT_DONE: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -40,7 +43,11 @@ NOT_DONE: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "tool_choice": (NO_TOOLS, ("none", "auto")),
     "functions": (NO_TOOLS, ([],)),
     "function_call": (NO_TOOLS, ("none", "auto")),
-    "response_format": ('can only be {"type": "text"}: no grammar is kept to', ({"type": "text"},)),
+    "response_format": (
+        'can only be {"type": "text"}: no grammar or schema is kept to; describe the form in the'
+        " prompt and check the answer",
+        ({"type": "text"},),
+    ),
     "modalities": ('can only be ["text"]', (["text"],)),
     "audio": ("is not made here", ()),
     "reasoning_effort": ("is for models that reason", ("none",)),
@@ -50,7 +57,7 @@ NOT_DONE: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 COMPLETION = SHARED | {"prompt", "best_of", "echo", "suffix"}
 CHAT = SHARED | {
     *("messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "functions"),
-    *("function_call", "response_format", "modalities", "audio", "reasoning_effort", "verbosity"),
+    *("function_call", "modalities", "audio", "reasoning_effort", "verbosity"),
     "web_search_options",
 }
 
@@ -68,6 +75,7 @@ class Asked:
     parameters: for the engine, `best_of` sequences of each prompt
     logprobs: whether they are shown
     only_echo: no token is wanted; the engine makes one, which is not told
+    continuous_usage: each chunk of a stream says what was used so far
     """
 
     kind: Kind
@@ -81,6 +89,7 @@ class Asked:
     only_echo: bool = False
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
 
 
 def completion(body: Body) -> Asked:
@@ -149,7 +158,8 @@ def _known(body: Body, known: set[str]) -> dict[str, Any]:
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name not in known | WITHOUT_EFFECT:
-            raise Refused(name, "is not known here", "unknown_parameter")
+            message = f"is not known here; known are {', '.join(sorted(known - NOT_DONE.keys()))}"
+            raise Refused(name, message, "unknown_parameter")
         reason, harmless = NOT_DONE.get(name, ("", (value,)))
         if value not in harmless:
             raise Refused(name, reason, "unsupported_parameter")
@@ -169,8 +179,9 @@ def _shared(given: Body) -> dict[str, Any]:
     if options and not stream:
         raise Refused("stream_options", "are for streams: stream is not true")
     for name, value in options.items():
-        if name not in ("include_usage", "include_obfuscation"):
-            raise Refused(f"stream_options.{name}", "is not known here", "unknown_parameter")
+        if name not in STREAM_OPTIONS:
+            message = f"is not known here; known are {', '.join(STREAM_OPTIONS)}"
+            raise Refused(f"stream_options.{name}", message, "unknown_parameter")
         if value is not None:
             fields.boolean(f"stream_options.{name}", value)
     return {
@@ -178,6 +189,9 @@ def _shared(given: Body) -> dict[str, Any]:
         "n": _get(given, "n", lambda name, v: fields.integer(name, v, 1, MAX_SEQUENCES), 1),
         "stream": stream,
         "include_usage": bool(options.get("include_usage")),
+        "continuous_usage": bool(
+            options.get("include_usage") and options.get("continuous_usage_stats")
+        ),
     }
 
 
@@ -187,8 +201,6 @@ def _parameters(given: Body, sequences: int) -> dict[str, Any]:
     top_p = _get(given, "top_p", lambda n, v: fields.number(n, v, 0, 1), 1.0)
     parameters: dict[str, Any] = {"num_return_sequences": sequences, "do_sample": True}
     checks: Mapping[str, Callable[[str, Any], Any]] = {
-        "top_k": lambda n, v: fields.integer(n, v, 0, 1_000_000),
-        "repetition_penalty": lambda n, v: fields.number(n, v, 0.01, 100),
         "frequency_penalty": lambda n, v: fields.number(n, v, -2, 2),
         "presence_penalty": lambda n, v: fields.number(n, v, -2, 2),
         "logit_bias": _biases,
@@ -199,6 +211,8 @@ def _parameters(given: Body, sequences: int) -> dict[str, Any]:
     parameters |= {
         name: check(name, given[name]) for name, check in checks.items() if name in given
     }
+    own = {name: ALIASES.get(name, name) for name in OURS if name in given}
+    parameters |= {known: CHECKS[known](name, given[name]) for name, known in own.items()}
     if (temperature == 0 or top_p == 0) and sequences == 1:
         return {**parameters, "do_sample": False}
     if temperature == 0 or top_p == 0:  # the likeliest token, in each of them

@@ -24,6 +24,7 @@ from serving.errors import MethodNotAllowed
 
 OWNER = "kogpt2-serving"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+KNOWN = "GET /v1/models, POST /v1/completions, POST /v1/chat/completions"
 NO_EMBEDDINGS = (
     "there are no embeddings here: the hidden states of a GPT-2 were never trained to tell how"
     " alike texts are"
@@ -87,4 +88,6 @@ class OpenAI:
         raise UnknownUrl(NO_EMBEDDINGS)
 
     async def unknown(self, request: Request) -> Response:
-        raise UnknownUrl(f"Unknown request URL: {request.method} {request.url.path}")
+        raise UnknownUrl(
+            f"Unknown request URL: {request.method} {request.url.path}; known are {KNOWN}"
+        )

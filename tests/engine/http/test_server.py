@@ -162,8 +162,8 @@ def test_a_text_and_its_ids_are_continued_alike(engine: EngineProcess, url: str)
     assert "".join(texts) == whole["completions"][0]["text"]
 
     body = {"prompt": ids, "parameters": {"max_new_tokens": 3}, "stream": True}
-    *_, last = [json.loads(line) for line in engine.open("POST", f"{url}/generate", body)]
-    assert last["prompt_tokens"] == len(ids)
+    first, *_ = [json.loads(line) for line in engine.open("POST", f"{url}/generate", body)]
+    assert first["prompt_tokens"] == len(ids)
     body = {"prompt": ids, "parameters": {"max_new_tokens": 3}}
     assert engine.call("POST", f"{url}/generate", body)[1]["prompt_tokens"] == len(ids)
 
@@ -180,6 +180,9 @@ def test_a_prompts_tokens_come_back_when_they_are_asked_for(
     assert len(prefill) == whole["prompt_tokens"]
     assert "".join(token["text"] for token in prefill) == "<s> " + PROMPT * 3
     assert "logprob" not in prefill[0]
+    assert [token.get("special", False) for token in prefill] == [True] + [False] * (
+        len(prefill) - 1
+    )
     first, *_ = [
         json.loads(line)
         for line in engine.open("POST", f"{url}/generate", {**body, "stream": True})
@@ -280,7 +283,7 @@ def test_a_wrong_request_gets_an_error_that_says_what_is_wrong(
     [
         ({"parameters": []}, "parameters"),
         ({"parameters": {"max_tokens": 1}}, "parameters.max_tokens"),
-        ({"parameters": {"temperature": 0}}, "parameters.temperature"),
+        ({"parameters": {"temperature": -1}}, "parameters.temperature"),
         ({"inputs": ""}, "inputs"),
         ({"inputs": "가\ud83d"}, "surrogate"),
         ({"prompt": []}, "prompt holds nothing"),

@@ -47,11 +47,13 @@ def test_every_field_has_its_meaning() -> None:
         "temperature": 0.5, "top_p": 0.9, "n": 2, "stop": "끝", "seed": 7, "stream": True,
         "frequency_penalty": -2, "presence_penalty": 1.5, "logit_bias": {"5": -100},
         "stream_options": {"include_usage": True}, "top_k": 40, "repetition_penalty": 1.2,
+        "min_p": 0.1, "ignore_eos": True,
     }  # fmt: skip
     parameters = {
         "do_sample": True, "temperature": 0.5, "top_p": 0.9, "num_return_sequences": 2,
         "stop": ["끝"], "seed": 7, "frequency_penalty": -2.0, "presence_penalty": 1.5,
-        "logit_bias": {"5": -100}, "top_k": 40, "repetition_penalty": 1.2,
+        "logit_bias": {"5": -100}, "top_k": 40, "repetition_penalty": 1.2, "min_p": 0.1,
+        "ignore_eos": True,
     }  # fmt: skip
     found = completion(**shared, max_tokens=5, logprobs=0, user="나")
     assert found.parameters == {**parameters, "max_new_tokens": 5, "logprobs": 0}
@@ -172,7 +174,11 @@ def test_there_must_be_messages(messages: Any) -> None:
         ("logit_bias", {"가": 1}),
         ("logit_bias", {"5": 101}),
         ("max_tokens", 0),
-        ("top_k", -1),
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("ignore_eos", 1),
+        ("repeat_penalty", 0),
+        ("response_format", {"type": "json_object"}),
         ("온도", 1),
     ],
 )
@@ -205,7 +211,6 @@ def test_a_completion_that_cannot_be_had_is_refused(more: dict[str, Any], param:
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"web_search_options": {}}, "web_search_options"),
@@ -223,4 +228,24 @@ def test_what_asks_for_nothing_is_taken() -> None:
         "parallel_tool_calls": True, "user": "소월", "reasoning_effort": "none",
     }  # fmt: skip
     assert chat(**harmless) == chat()
-    assert completion(suffix="", user="소월") == completion()
+    same = completion(suffix="", user="소월", response_format={"type": "text"})
+    assert same == completion()
+
+
+def test_other_servers_names_and_values_are_taken() -> None:
+    for ask in (completion, chat):
+        assert ask(repeat_penalty=1.3).parameters["repetition_penalty"] == 1.3
+        assert ask(top_k=-1).parameters["top_k"] == 0
+        assert ask(max_tokens=3.0) == ask(max_tokens=3)
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        assert ask(stream=True, stream_options=options).continuous_usage
+
+
+def test_a_refusal_says_what_is_known() -> None:
+    message = refused(completion, 온도=1)["message"]
+    assert "known are best_of, echo," in message
+    assert "tools" not in message
+    message = refused(chat, stream=True, stream_options={"x": 1})["message"]
+    assert "known are include_usage, continuous_usage_stats" in message
+    message = refused(chat, response_format={"type": "json_schema"})["message"]
+    assert "no grammar or schema is kept to" in message

@@ -167,7 +167,7 @@ def test_a_model_with_a_script_is_not_asked_behind_its_back() -> None:
 
 
 def test_a_stream_that_breaks_off_is_an_error_of_the_clients() -> None:
-    first = {"index": 0, "token": 5, "text": TEXT}
+    first = {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 2}
 
     async def test(client: openai.AsyncOpenAI, world: World) -> None:
         chunks = await client.completions.create(**ASKED, stream=True)
@@ -188,16 +188,9 @@ def test_what_goes_wrong_before_the_first_token_has_a_status() -> None:
 
 def test_half_a_character_waits_in_a_stream() -> None:
     items = [
-        {"index": 0, "token": 5, "text": ""},
+        {"index": 0, "token": 5, "text": "", "prompt_tokens": 3, "cached_tokens": 2},
         {"index": 0, "token": 6, "text": "가"},
-        {
-            "index": 0,
-            "token": 7,
-            "text": "",
-            "finish_reason": "stop",
-            "prompt_tokens": 3,
-            "cached_tokens": 2,
-        },
+        {"index": 0, "token": 7, "text": "", "finish_reason": "stop"},
     ]
 
     async def test(client: openai.AsyncOpenAI, world: World) -> None:
@@ -211,6 +204,10 @@ def test_half_a_character_waits_in_a_stream() -> None:
         assert last.usage is not None
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 3)
         assert last.usage.prompt_tokens_details.cached_tokens == 2
+        options["continuous_usage_stats"] = True
+        chunks = await client.completions.create(**ASKED, stream=True, stream_options=options)
+        used = [(c.usage.prompt_tokens, c.usage.total_tokens) async for c in chunks if c.usage]
+        assert used == [(3, 5), (3, 6), (3, 6)]
 
     run(Engine(streamed=items), test)
 
