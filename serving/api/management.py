@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common.errors import ServiceError, quoted
+from common.errors import quoted
 from serving.api.shared import Gateway, check_origin, check_token, read_json_object
 from serving.errors import BadRequest, ServingError
 from serving.mms.launcher import HANDLER
@@ -95,13 +95,10 @@ class Management:
         name = model_name(name or await gateway.registry.manifest_name(stored) or stored.name)
         request.state.model = name
         wait = _boolean(given, "synchronous", True)
-        load = gateway.registry.load(name, public_url(url), stored, settings, **options)
+        load = gateway.registry.begin(name, public_url(url), stored, settings, **options)
         if wait:
-            await load
+            await asyncio.shield(load)
             return JSONResponse({"status": "Workers scaled"})
-        task = asyncio.create_task(_logged(load))
-        gateway.tasks.add(task)
-        task.add_done_callback(gateway.tasks.discard)
         return JSONResponse({"status": "Processing worker updates..."}, 202)
 
     def _check_reader(self, request: Request) -> None:
@@ -192,12 +189,6 @@ def _listed(model: Model) -> dict[str, str]:
     """What SageMaker's contract has, and where the engine has the model's weights."""
     shown = {"modelName": model.name, "modelUrl": model.url}
     return {**shown, "residency": model.residency} if model.residency else shown
-
-
-async def _logged(load: Any) -> None:
-    """A load that nobody waits for; the registry logs how it ends."""
-    with contextlib.suppress(ServiceError):
-        await load
 
 
 def _text(given: Mapping[str, Any], name: str) -> str:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import OutOfMemory, ServiceError
 from handlers.scripts.entry_point import manifest_name
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 FETCHES_AT_ONCE = 4
 
+T = TypeVar("T")
 Step = Callable[[], Awaitable[None]]
 # Does one step of a model's load; what it does when the step finds no room is its own matter.
 Attempt = Callable[[Model, Step], Awaitable[None]]
@@ -92,7 +93,7 @@ class Registry:
         """Names of all models, by their names in the engine."""
         return {model.engine_name: model.name for model in self._models.values()}
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Does `work` to its end, also when the client that asked for it goes away."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -123,6 +124,18 @@ class Registry:
         """Loads a model under a free name. Raises `Conflict` for a taken one, `LoadCancelled` if it
         is unloaded meanwhile, and what goes wrong: then the name is free again, and neither process
         nor memory is left."""
+        return await asyncio.shield(self.begin(name, url, stored, settings, attempt, **options))
+
+    def begin(
+        self,
+        name: str,
+        url: str,
+        stored: StoredModel,
+        settings: ModelSettings | None = None,
+        attempt: Attempt = _once,
+        **options: Any,
+    ) -> asyncio.Task[Model]:
+        """Takes the name and begins to load; the task ends as `load` does. Raises `Conflict`."""
         if name in self._models:
             state = self._models[name].state.value
             raise Conflict(f"Model {name} is already registered ({state})")
@@ -134,8 +147,7 @@ class Registry:
         model.changed = self._changed
         model.set()
         model.work = asyncio.create_task(self._fetch_and_start(model, attempt))
-        loaded: Model = await asyncio.shield(self.spawn(self._load(model, model.work)))
-        return loaded
+        return self.spawn(self._load(model, model.work))
 
     async def manifest_name(self, stored: StoredModel) -> str | None:
         """What the manifest of Multi Model Server's archives calls the model; fetches it first.

@@ -29,6 +29,7 @@ from serving.errors import (
     DiskFull,
     ModelNotInStore,
     ModelTooLarge,
+    ServingError,
     StartError,
 )
 from serving.store.archive import Readable, extract
@@ -44,6 +45,10 @@ logger = logging.getLogger(__name__)
 # The bound is exceeded by at most one part in so many for each fetch.
 STEPS = 1000
 STEP_BYTES = 4 << 20  # where there is no bound
+# An archive that cannot be unpacked is not fetched again for so long, while its version is the
+# same: it may have been damaged on the way.
+BROKEN_S = 60.0
+MAX_BROKEN = 1024
 # Attempts to fetch a model onto a full disk: before each further one others are removed.
 MAX_FULL_DISKS = 100
 
@@ -72,6 +77,9 @@ class Cache:
         self._guard = threading.Lock()
         self._store: Store | None = None
         self._fetches: set[threading.Event] = set()  # what ends each of them
+        self._fetched: set[str] = set()  # keys of what this process has fetched
+        # By key, in order: until when, and why.
+        self._broken: dict[str, tuple[float, type[ServingError], str]] = {}
         self._closed = False
         try:
             for folder in (self._models, self._parts, self._temporary, self._locks):
@@ -122,7 +130,8 @@ class Cache:
     def release(self, path: Path, *, discard: bool = False) -> None:
         """Gives back what one `acquire` returned; from now on it may be removed for others.
 
-        With `discard` it is removed at once, unless somebody else uses it.
+        With `discard` it is removed at once, unless it is in use, or was fetched by this process:
+        fetching the same version again would bring the same.
         """
         with self._guard:
             pins = self._pins.get(path)
@@ -134,7 +143,9 @@ class Cache:
         with contextlib.suppress(OSError):
             _touch(path)
         os.close(pin)
-        if discard and (alone := self._pin_alone(path.name)) is not None:
+        if path.name in self._fetched or not discard:
+            return
+        if (alone := self._pin_alone(path.name)) is not None:
             self._remove(path.name)
             os.close(alone)
 
@@ -168,14 +179,29 @@ class Cache:
         with locked(self._fetch_lock(key)) as reservation.descriptor:
             if (self._models / key).is_dir():
                 return Fetched(self._models / key, hit=True)
+            self._raise_if_broken(key)
             try:
                 return self._fetch(model, key, reservation)
-            except (ArchiveError, ArtifactChanged, ModelTooLarge):
+            except (ArchiveError, ArtifactChanged, ModelTooLarge) as error:
                 remove(self._parts / key)
+                if not isinstance(error, ArtifactChanged):
+                    self._note_broken(key, error)
                 raise
             finally:
                 remove(self._temporary / key)
                 os.ftruncate(reservation.descriptor, 0)
+
+    def _raise_if_broken(self, key: str) -> None:
+        until, kind, reason = self._broken.get(key, (0.0, ServingError, ""))
+        if time.monotonic() < until:
+            raise kind(reason)
+
+    def _note_broken(self, key: str, error: ServingError) -> None:
+        with self._guard:
+            self._broken.pop(key, None)
+            self._broken[key] = time.monotonic() + BROKEN_S, type(error), error.message
+            if len(self._broken) > MAX_BROKEN:
+                del self._broken[next(iter(self._broken))]
 
     def _fetch(self, model: StoredModel, key: str, reservation: _Reservation) -> Fetched:
         most = self._settings.model_max_bytes
@@ -195,6 +221,7 @@ class Cache:
         else:
             downloaded, download_s = self._download(remote, model, key, fresh, reservation)
         os.rename(fresh, self._models / key)
+        self._fetched.add(key)
         remove(self._parts / key)
         unpack_s = time.monotonic() - started - download_s
         logger.info(
@@ -286,6 +313,7 @@ class Cache:
 
     def _remove(self, key: str) -> None:
         """The caller holds the pin exclusively. A kill in between leaves no half model."""
+        self._fetched.discard(key)
         remove(self._temporary / key)
         try:
             os.rename(self._models / key, self._temporary / key)

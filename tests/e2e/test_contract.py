@@ -207,7 +207,9 @@ def test_a_model_can_be_registered_by_the_query_string(server: Server) -> None:
 def test_an_asynchronous_load_appears_later(server: Server) -> None:
     answer = post(server.url("/models?url=a&synchronous=false"))
     assert answer.status_code == 202
-    assert error(post(server.url("/models?url=a"))) == (409, "ConflictStatusException")
+    for again in ("", "&synchronous=false"):
+        answer = post(server.url(f"/models?url=a{again}"))
+        assert error(answer) == (409, "ConflictStatusException")
     eventually(lambda: [m["modelName"] for m in models(server)] == ["a"])
     assert post(server.url("/models?url=garbage&synchronous=false")).status_code == 202
     eventually(lambda: "model garbage did not load" in server.text())

@@ -216,6 +216,36 @@ def test_a_damaged_archive_leaves_nothing(s3: S3Server, tmp_path: Path, damage: 
     cache.acquire(put(s3, "a"))
 
 
+def test_a_damaged_version_is_not_downloaded_again_for_a_while(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.put("kogpt2/봄.tar.gz", archive({"봄.params": noise(300 * KIB)})[: 150 * KIB])
+    model, read, asked = find("봄"), S3Bucket.read, []
+
+    def counted(self: S3Bucket, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
+        asked.append(start)
+        return read(self, file, start, stop)
+
+    monkeypatch.setattr(S3Bucket, "read", counted)
+    cache = Cache(settings(tmp_path))
+    counts = []
+    for _ in range(3):
+        with pytest.raises(ArchiveError, match=r"봄\.tar\.gz cannot be unpacked"):
+            cache.acquire(model)
+        counts.append(len(asked))
+    assert counts[0] > 0
+    assert len(set(counts)) == 1
+    monkeypatch.setattr("serving.store.cache.BROKEN_S", 0.0)
+    cache = Cache(settings(tmp_path))
+    counts = []
+    for _ in range(2):
+        with pytest.raises(ArchiveError):
+            cache.acquire(model)
+        counts.append(len(asked))
+    assert counts[0] < counts[1]
+    cache.acquire(put(s3, "봄"))  # another version
+
+
 def test_a_connection_that_breaks_goes_on_where_it_was(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,7 +409,11 @@ def test_a_refused_archive_leaves_nothing_and_is_told_by_its_size(
 
 
 def test_what_turned_out_to_be_no_model_is_not_kept(s3: S3Server, tmp_path: Path) -> None:
-    cache, model = Cache(settings(tmp_path)), put(s3, "소월")
+    model = put(s3, "소월")
+    fetching = Cache(settings(tmp_path))
+    fetching.release(fetching.acquire(model).path, discard=True)  # the same would come again
+    assert entries(tmp_path) == {"소월"}
+    cache = Cache(settings(tmp_path))  # what came before a crash of the machine may be damaged
     first, second = cache.acquire(model), cache.acquire(model)
     cache.release(first.path, discard=True)
     assert entries(tmp_path) == {"소월"}  # another uses it
