@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import psutil
+
+from handlers.scripts.confinement import capabilities
+
+PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 4, 8
 
 
 def has_ended(process: psutil.Process | int) -> bool:
@@ -25,3 +36,32 @@ def zombies_below(pid: int) -> list[psutil.Process]:
         except psutil.NoSuchProcess:  # somebody just has
             continue
     return found
+
+
+def become_a_user(uid: int) -> None:
+    """Gives up root, whom RLIMIT_NPROC does not hold for, but not the right to use root's files."""
+    if os.geteuid() == 0:
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
+        os.setresuid(uid, uid, uid)
+        capabilities.keep({capabilities.DAC_OVERRIDE})
+        libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that its files in /proc are its own
+
+
+@contextmanager
+def nothing_starts_in(pid: int) -> Iterator[None]:
+    """Neither a thread nor a process: its user has as many as it may have."""
+    user = psutil.Process(pid).uids().real
+    command = ["prlimit", f"--pid={pid}"]
+
+    def limit(most: str) -> None:  # as that user: root may lack CAP_SYS_RESOURCE
+        subprocess.run(
+            [*command, f"--nproc={most}:"], check=True, user=user if os.geteuid() != user else None
+        )
+
+    before = resource.getrlimit(resource.RLIMIT_NPROC)[0]  # inherited
+    limit("1")
+    try:
+        yield
+    finally:
+        limit(str(before) if before >= 0 else "unlimited")

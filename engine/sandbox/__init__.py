@@ -121,9 +121,7 @@ class Sandbox:
             if self._pid is None:
                 return
             self._given_up = reason
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-            self._pid = None
+            self._kill()
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
         if self._calls.acquire(blocking=False):  # otherwise by the call that is under way
@@ -174,9 +172,14 @@ class Sandbox:
         """Kills it from inside a call."""
         with self._ending:
             if self._pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pid, signal.SIGKILL)
-                self._pid = None
+                self._kill()
+
+    def _kill(self) -> None:
+        """Has the helper kill the child, unless it has ended: its number may be another process's
+        by now, and only the helper, its parent, knows."""
+        self._pid = None
+        with contextlib.suppress(OSError):
+            self._status.shutdown(socket.SHUT_WR)
 
     def _raised(self, said: Any) -> EngineError:
         """The error that was raised in the child."""
@@ -235,10 +238,14 @@ class _Helper:
                     descriptors = [connection.fileno(), status.fileno()]
                     socket.send_fds(self._socket, [b"+"], descriptors)
                     send(self._socket, orders)
-                    return int(receive(self._socket, 100, time.monotonic() + HELPER_S)["pid"])
+                    answer = receive(self._socket, 1000, time.monotonic() + HELPER_S)
                 except (OSError, ValueError):
                     if fresh:
                         raise
+                    continue
+                if "error" in answer:  # a new helper would end the children of this one
+                    raise OSError(answer["error"])
+                return int(answer["pid"])
             raise AssertionError("it was returned or raised")
 
     def _start_helper(self) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import logging
 import os
 import resource
-import select
+import selectors
 import signal
 import socket
 import sys
@@ -50,44 +51,72 @@ def main() -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the collector would write to pages that the children share
-    statuses: dict[int, socket.socket] = {}
+    children: dict[int, socket.socket] = {}  # each with the socket that its exit status goes to
     # Before the first child ends: its end has to wake the wait below.
     wake, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    events = selectors.PollSelector()  # epoll's would be one more descriptor of each child
+    events.register(control, selectors.EVENT_READ)
+    events.register(wake, selectors.EVENT_READ)
     while True:
-        ready, _, _ = select.select([control.fileno(), wake], [], [])
-        if wake in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(wake, 4096)
-            _reap(statuses)
-        if control.fileno() in ready:
-            _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
-            if len(descriptors) != 2:  # the engine has ended
-                os._exit(0)
-            connection, status = (socket.socket(fileno=fd) for fd in descriptors)
-            orders = receive(control, MAX_ORDERS_BYTES)
-            parent = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                for other in (control, status, *statuses.values()):
-                    other.close()
-                os.close(wake)
-                os.close(writer)
-                _be_child(connection, orders, parent)
-            connection.close()
-            statuses[pid] = status
-            send(control, {"pid": pid})
+        for key, _ in events.select():
+            if key.fileobj is control:
+                _start_child(control, events, children, (wake, writer))
+            elif key.fileobj == wake:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake, 4096)
+                _reap(events, children)
+            elif children.get(key.data) is key.fileobj:  # the engine has closed its end
+                events.unregister(key.fileobj)
+                os.kill(key.data, signal.SIGKILL)  # nothing else has its number before `_reap`
 
 
-def _reap(statuses: dict[int, socket.socket]) -> None:
-    """Says how each child ended that has."""
-    while statuses:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+def _start_child(
+    control: socket.socket,
+    events: selectors.PollSelector,
+    children: dict[int, socket.socket],
+    wakeups: tuple[int, int],
+) -> None:
+    """Forks a child and sends its pid, or why there is none. Ends this process with the engine."""
+    content, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+    if not content:
+        os._exit(0)
+    given = [socket.socket(fileno=fd) for fd in descriptors]
+    orders = receive(control, MAX_ORDERS_BYTES)
+    try:
+        if len(given) != 2:  # the kernel drops those that there is no room for
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        connection, status = given
+        parent = os.getpid()
+        pid = os.fork()
+    except OSError as error:
+        for each in given:
+            each.close()
+        send(control, {"error": error.strerror})
+        return
+    if pid == 0:
+        for other in (control, status, *children.values()):
+            other.close()
+        for wakeup in wakeups:
+            os.close(wakeup)
+        _be_child(connection, orders, parent)
+    connection.close()
+    children[pid] = status
+    events.register(status, selectors.EVENT_READ, pid)
+    send(control, {"pid": pid})
+
+
+def _reap(events: selectors.PollSelector, children: dict[int, socket.socket]) -> None:
+    """Sends the exit status of each child that has ended."""
+    while children:
+        pid, exit_status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        with statuses.pop(pid) as told, contextlib.suppress(OSError):
-            told.send(str(os.waitstatus_to_exitcode(status)).encode())
+        with children.pop(pid) as status, contextlib.suppress(OSError):
+            with contextlib.suppress(KeyError):  # it was killed
+                events.unregister(status)
+            status.send(str(os.waitstatus_to_exitcode(exit_status)).encode())
 
 
 def _be_child(connection: socket.socket, orders: Any, parent: int) -> None:

@@ -25,10 +25,11 @@ from common.errors import (
     Overloaded,
     PromptTooLong,
 )
+from engine import sandbox
 from engine.sandbox import Limits, Sandbox, again, run
 from tests.engine.engines import until
 from tests.engine.sandbox import targets
-from tests.processes import has_ended
+from tests.processes import has_ended, nothing_starts_in
 
 WIDE_S = 60.0
 
@@ -270,3 +271,39 @@ def test_what_is_lost_with_the_helper_is_done_again(tmp_path: Path) -> None:
         until(lambda: has_ended(helper.pid))
         file.write_text("다시", encoding="utf-8")
         assert found.result() == "다시"
+
+
+def test_a_fork_that_fails_costs_one_sandbox_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    helper = sandbox._Helper()
+    helper.prepare("tests.engine.sandbox.targets", "tests.engine.sandbox.unprivileged")
+    monkeypatch.setattr(sandbox, "_helper", helper)
+    try:
+        with Sandbox(targets.servant, "", what="m") as child:
+            child.ready(WIDE_S)
+            assert child.pid is not None
+            with nothing_starts_in(psutil.Process(child.pid).ppid()):
+                for _ in range(2):
+                    with pytest.raises(
+                        Overloaded, match=r"글\.model: Resource temporarily unavail"
+                    ):
+                        Sandbox(targets.servant, "", what="글.model")
+            assert child.call("가", timeout_s=WIDE_S) == "가 1"
+            with Sandbox(targets.servant, "", what="글.model") as other:
+                other.ready(WIDE_S)
+                assert psutil.Process(other.pid).ppid() == psutil.Process(child.pid).ppid()
+    finally:
+        helper.close()
+
+
+def test_only_the_helper_signals_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of one that has ended may be another process's."""
+    signalled: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append(pid))
+    with Sandbox(targets.servant, "", what="m") as ended, Sandbox(targets.loop, what="n") as lives:
+        ended.ready(WIDE_S)
+        pid = lives.pid
+        assert pid is not None
+        with pytest.raises(ArtifactError, match="SIGSEGV"):
+            ended.call("crash", timeout_s=WIDE_S)
+    assert not signalled
+    until(lambda: has_ended(pid))
