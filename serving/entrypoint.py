@@ -78,6 +78,11 @@ def serve(settings: Settings) -> int:
         ports.check(settings.host, settings.grpc_port)
     if len(settings.ports) == 1:
         logger.warning("port %d serves both requests and management", settings.port)
+    if settings.management_token and not settings.inference_token:
+        logger.warning(
+            "MANAGEMENT_TOKEN is set and INFERENCE_TOKEN is not: calls, and the loads on demand"
+            " that they cause, need no token"
+        )
     with _run_dir(settings) as run_dir:
         launcher.remove_stale_files(run_dir)
         secret = secrets.token_urlsafe()

@@ -87,7 +87,7 @@ def store_settings(settings: Settings, run_dir: Path) -> StoreSettings:
         cache_max_bytes=settings.cache_max_mib << 20,
         model_max_bytes=settings.model_max_mib << 20,
         roots=tuple(roots),
-        https_hosts=tuple(filter(None, (h.strip() for h in settings.allowed_hosts.split(",")))),
+        https_hosts=tuple(filter(None, (h.strip() for h in settings.https_hosts.split(",")))),
     )
 
 

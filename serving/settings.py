@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -27,6 +28,12 @@ class Settings:
     """Each field is an environment variable and some are options, too; README.md lists them."""
 
     host: str = setting("HOST", "0.0.0.0", "the address to listen on", "--host")  # noqa: S104
+    allowed_hosts: str = setting(
+        "ALLOWED_HOSTS",
+        "",
+        "host names that requests may be sent to, separated by commas (`*.example.com`, `*`);"
+        " empty: localhost where `HOST` is a loopback address, else any",
+    )
     port: int = setting("SAGEMAKER_BIND_TO_PORT", 8080, "the port for requests", "--port")
     management_port: int = setting(
         "MANAGEMENT_PORT",
@@ -57,7 +64,7 @@ class Settings:
     model_max_mib: int = setting(
         "MODEL_MAX_MIB", 4096, "a fetched model that takes more unpacked gets 400"
     )
-    allowed_hosts: str = setting(
+    https_hosts: str = setting(
         "HTTPS_HOSTS", "", "hosts that models may be fetched from by https, separated by commas"
     )
     preload_models: str = setting(
@@ -75,7 +82,9 @@ class Settings:
         "SAGEMAKER_MODEL_NAME", "model", "what the model in `model/` is called"
     )
     management_token: str = setting(
-        "MANAGEMENT_TOKEN", "", "if set, loading and unloading need it as a bearer token"
+        "MANAGEMENT_TOKEN",
+        "",
+        "loading and unloading need it as a bearer token; empty: `INFERENCE_TOKEN`, if set",
     )
     inference_token: str = setting("INFERENCE_TOKEN", "", "if set, calls need it as a bearer token")
     max_request_bytes: int = setting(
@@ -145,6 +154,8 @@ class Settings:
     show_examples: bool = setting("SHOW_EXAMPLES", False, "print what to type once it is ready")
 
     def __post_init__(self) -> None:
+        if not self.management_token:  # who may not even call does not load either
+            object.__setattr__(self, "management_token", self.inference_token)
         for name in ("port", "management_port"):
             if not 0 < getattr(self, name) <= MAX_PORT:
                 raise SettingError(
@@ -173,6 +184,13 @@ class Settings:
     def requests_at_once(self) -> int:
         """Of one model: as many as share its steps, unless it is said otherwise."""
         return self.workers_per_model or self.max_rows
+
+    @functools.cached_property
+    def host_names(self) -> tuple[str, ...]:
+        """Patterns for the `Host` of requests, beside addresses and localhost; `*` for any."""
+        names = tuple(name.strip().lower() for name in self.allowed_hosts.split(","))
+        is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return tuple(filter(None, names)) or (() if is_loopback else ("*",))
 
     @property
     def ports(self) -> tuple[int, ...]:

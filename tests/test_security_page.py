@@ -104,6 +104,7 @@ NO_CLAIMS = (
     "The machine that runs the tests has",
     "*No Landlock* as root is",
     "Mount the store read-only",
+    "A proxy that lets pages of other origins in",
     "A script also",
     "Load only graphs from people",
     "Limit requests per client",

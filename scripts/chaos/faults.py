@@ -143,7 +143,7 @@ class Injector:
                 with contextlib.suppress(OSError):  # the gateway may be away
                     address = ("127.0.0.1", self._system.port)
                     slow = stack.enter_context(socket.create_connection(address, timeout=5))
-                    slow.sendall(b"POST /predictions/a HTTP/1.1\r\nHost: slow\r\nX-")
+                    slow.sendall(b"POST /predictions/a HTTP/1.1\r\nHost: localhost\r\nX-")
             yield
 
 

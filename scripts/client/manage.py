@@ -86,7 +86,7 @@ def call(options: Management, method: str, path: str, **query: str) -> Any:
 
     from scripts.client.targets import message_of, session
 
-    token = os.environ.get("MANAGEMENT_TOKEN")
+    token = os.environ.get("MANAGEMENT_TOKEN") or os.environ.get("INFERENCE_TOKEN")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     url = options.url.rstrip("/")
     try:

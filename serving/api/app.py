@@ -25,9 +25,11 @@ from serving.api.http_protocol import MAX_HEADER_BYTES
 from serving.api.inference import Inference
 from serving.api.management import Management
 from serving.api.metrics import CONTENT_TYPE
+from serving.api.openai.errors import respond
 from serving.api.openai.routes import OpenAI
 from serving.api.shared import Gateway, error_response
-from serving.api.v2.inference import V2
+from serving.api.sites import check_host, check_site
+from serving.api.v2.inference import V2, as_error
 from serving.console.routes import Console
 from serving.errors import HeadersTooLarge, MethodNotAllowed, ResourceNotFound, ServingError
 
@@ -102,10 +104,10 @@ class App:
             await send(message)
 
         app = self._management if self._is_managing(scope) else self._inference
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-            app = error_response(
-                Request(scope), HeadersTooLarge(f"headers have at most {MAX_HEADER_BYTES} bytes")
-            )
+        try:
+            self._check(Request(scope))
+        except ServiceError as error:
+            app = _refused(Request(scope), error)
         try:
             await app(scope, receive, send_with_id)
         except Exception:  # answered already, by the handler for Exception
@@ -114,6 +116,15 @@ class App:
         finally:
             self._gateway.body_bytes -= scope["state"]["body_bytes"]
             self._log(scope, status, time.monotonic() - started)
+
+    def _check(self, request: Request) -> None:
+        """What holds for each route. Raises `HeadersTooLarge`, `Forbidden`."""
+        if sum(len(name) + len(value) for name, value in request.scope["headers"]) > (
+            MAX_HEADER_BYTES
+        ):
+            raise HeadersTooLarge(f"headers have at most {MAX_HEADER_BYTES} bytes")
+        check_host(request, self._gateway.settings.host_names)
+        check_site(request)
 
     def _is_managing(self, scope: Scope) -> bool:
         """Where both ports are one, that one has all routes."""
@@ -163,6 +174,15 @@ def _request_id(scope: Scope) -> str:
     """The client's own, if it can be a header and a log line; otherwise a new one."""
     given = dict(scope["headers"]).get(REQUEST_ID.encode(), b"").decode("latin-1")
     return given if GIVEN_ID.fullmatch(given) else str(uuid.uuid4())
+
+
+def _refused(request: Request, error: ServiceError) -> Response:
+    """An error in the shape of the path's contract."""
+    path = request.scope["path"]
+    if path.startswith("/v1/"):
+        return respond(request, error)
+    response = error_response(request, error)
+    return as_error(response) if path.startswith("/v2/") else response
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

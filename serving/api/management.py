@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.errors import quoted
-from serving.api.shared import Gateway, check_origin, check_token, read_json_object
+from serving.api.shared import Gateway, check_token, read_json_object
 from serving.errors import BadRequest, ServingError
 from serving.mms.launcher import HANDLER
 from serving.models import model_settings
@@ -57,7 +57,6 @@ class Management:
     async def load(self, request: Request) -> Response:
         gateway = self._gateway
         check_token(request, gateway.settings.management_token)
-        check_origin(request)
         gateway.check_ready()
         body = await read_json_object(gateway, request)
         given = {**body, **request.query_params}

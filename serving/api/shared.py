@@ -25,7 +25,6 @@ from serving.console.journal import Journal
 from serving.errors import (
     BadRequest,
     BodyTooLarge,
-    Forbidden,
     MethodNotAllowed,
     ModelNotFound,
     RequestTimeout,
@@ -190,14 +189,6 @@ def check_token(request: Request, *tokens: str) -> None:
         secrets.compare_digest(sent, token.encode()) for token in known
     ):
         raise Unauthorized("send the token as Authorization: Bearer <token>")
-
-
-def check_origin(request: Request) -> None:
-    """Raises `Forbidden` for what a page of another site sends, through the browser of somebody
-    who can reach this port: without asking first it may send bodies that are no JSON, or none."""
-    origin = request.headers.get("origin")
-    if origin and origin.partition("://")[2] != request.headers.get("host", ""):
-        raise Forbidden("pages of other sites load no models here")
 
 
 def error_response(request: Request, error: Exception) -> Response:

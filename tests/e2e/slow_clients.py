@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import requests
 
-HEAD = b"GET /ping HTTP/1.1\r\nHost: slow\r\nX-Slow: " + b"a" * 10_000
+HEAD = b"GET /ping HTTP/1.1\r\nHost: localhost\r\nX-Slow: " + b"a" * 10_000
 
 
 class SlowClients:

@@ -67,6 +67,23 @@ def test_a_bad_setting_is_named(variable: str, value: str) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
+def test_one_token_alone(tmp_path: Path) -> None:
+    """For calls it closes everything; for management it leaves calls open, which the log says."""
+    small(tmp_path / "store" / "a")
+    token = {"Authorization": "Bearer b"}
+    for number, (name, status) in enumerate((("INFERENCE_TOKEN", 401), ("MANAGEMENT_TOKEN", 200))):
+        folder = tmp_path / str(number)
+        with serving(folder, tmp_path / "store", **FAST, **{name: "b"}) as server:
+            assert server.load("a").status_code == server.unload("a").status_code == 401
+            url = server.management("/models?url=a")
+            assert requests.post(url, headers=token, timeout=60).status_code == 200
+            assert server.predict("a", SHORT).status_code == status
+            assert ("INFERENCE_TOKEN is not" in server.text()) == (status == 200)
+            evil = {"Host": "evil.example", "Origin": "http://evil.example", **token}
+            deleted = requests.delete(server.management("/models/a"), headers=evil, timeout=60)
+            assert deleted.status_code == 403
+
+
 def test_a_proxy_in_the_environment_is_not_asked_for_the_server_itself(tmp_path: Path) -> None:
     small(tmp_path / "store" / "봄")
     proxies = dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY"), "http://127.0.0.1:9")

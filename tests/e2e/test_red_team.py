@@ -155,7 +155,7 @@ def test_no_text_of_a_client_becomes_a_header_or_a_line_of_the_log(
                 assert "x-forged" not in answer.headers
                 assert all(value.isprintable() for value in answer.headers.values())
     for head in (b"X-Request-Id: a\rX-Forged: 1", b"X-Request-Id: a\n b", b"X-Request-Id: \x1b[2J"):
-        told = raw(server.port, b"GET /ping HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n\r\n")
+        told = raw(server.port, b"GET /ping HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n\r\n")
         assert b"forged" not in told.lower().partition(b"\r\n\r\n")[0]
     lines = server.text().splitlines()
     assert len(lines) > len(hooks)

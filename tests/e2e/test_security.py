@@ -130,7 +130,7 @@ def test_a_body_that_is_too_large_is_413(server: Server) -> None:
 
 
 def test_an_announced_length_is_refused_before_the_body_comes(server: Server) -> None:
-    head = b"POST /predictions/a HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer infer-me\r\n"
+    head = b"POST /predictions/a HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer infer-me\r\n"
     answer = raw(server.port, head + b"Content-Length: 999999999999\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413")
 

@@ -50,6 +50,13 @@ def test_one_port_can_serve_both() -> None:
     assert Settings.read([], {"SAGEMAKER_BIND_TO_PORT": "8081"}).ports == (8081,)
 
 
+def test_the_token_for_calls_alone_closes_all() -> None:
+    assert Settings.read([], {"INFERENCE_TOKEN": "a"}).management_token == "a"  # noqa: S105
+    both = Settings.read([], {"INFERENCE_TOKEN": "a", "MANAGEMENT_TOKEN": "b"})
+    assert (both.inference_token, both.management_token) == ("a", "b")
+    assert Settings.read([], {"MANAGEMENT_TOKEN": "b"}).inference_token == ""
+
+
 def test_sagemakers_variables_are_read_where_our_own_are_not_set() -> None:
     sdk = {"SAGEMAKER_MODEL_SERVER_WORKERS": "3"}  # its `model_server_workers`
     assert Settings.read([], sdk).script_workers == 3

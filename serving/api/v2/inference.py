@@ -102,7 +102,7 @@ class V2:
             except ServiceError as error:
                 response = error_response(request, error)
             if response.status_code >= 400:
-                return _as_error(response)
+                return as_error(response)
             return response
 
         return answer
@@ -221,7 +221,7 @@ def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": tensor["name"], "data_type": f"TYPE_{kind}", "dims": tensor["shape"]}
 
 
-def _as_error(response: Response) -> Response:
+def as_error(response: Response) -> Response:
     """`{"code", "type", "message"}` as `{"error": message}`; the status and headers stay."""
     try:
         message = json.loads(bytes(response.body))["message"]

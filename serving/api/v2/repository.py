@@ -18,7 +18,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from serving.api.shared import Gateway, check_origin, check_token, read_json_object
+from serving.api.shared import Gateway, check_token, read_json_object
 from serving.errors import BadRequest
 from serving.models.model import Model, State
 
@@ -77,7 +77,6 @@ class Repository:
     async def _managed(self, request: Request) -> Mapping[str, Any]:
         """The parameters of who may manage models."""
         check_token(request, self._gateway.settings.management_token)
-        check_origin(request)
         self._gateway.check_ready()
         request.state.model = request.path_params["name"]
         body = await read_object(self._gateway, request)
