@@ -176,7 +176,7 @@ wanted_stamp() {
 # operator_sources prints what is compiled of our own, by the installation of this folder.
 operator_sources() {
   local file
-  for file in "$ROOT"/engine/backends/onnx/int8/*; do echo "${file#"$ROOT"/}"; done
+  for file in "$ROOT"/engine/backends/onnx/int8/* "$ROOT"/engine/native/*.[ch]; do echo "${file#"$ROOT"/}"; done
 }
 
 # venv_version prints the Python version of a virtual environment that runs, or fails.

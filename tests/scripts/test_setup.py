@@ -66,7 +66,7 @@ class Machine:
         self.bin.mkdir()
         for name in ["setup.sh", "serve", "test"]:
             shutil.copy(ROOT / "scripts" / name, self.root / "scripts")
-        for name in ("requirements", OPERATOR):
+        for name in ("requirements", OPERATOR, "engine/native"):
             shutil.copytree(ROOT / name, self.root / name)
         (folder / "uv").write_text(FAKE_UV)
         (folder / "uv").chmod(0o755)

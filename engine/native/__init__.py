@@ -1,0 +1,1 @@
+"""GPT-2 on a CPU: the whole pass in one C library."""

@@ -1,0 +1,158 @@
+/* The kernels for each set of instructions, and which of them run.
+
+   vectors.h, product.h and attention.h are included once for each set, with these macros:
+
+       TARGET          the function attribute that lets the compiler use the instructions
+       NAME(x)         x with the set's suffix
+       LANES           floats of a register
+       FMA(a, b, c)    a * b + c
+       DOT(sums, packed, four)  adds to LANES int32 the products of four int8 numbers of x with four
+                       weights of each of LANES columns
+       WEIGHT_OFFSET   what DOT takes a weight for too large by
+       LOAD_HALVES, STORE_HALVES  between LANES fp16 in memory and floats
+
+   A kernel computes a token by the same sums in the same order whatever is computed beside it. So the
+   library is compiled with -ffp-contract=off, and FMA is the only fused operation. */
+
+#include "kernels.h"
+
+#include <math.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#include <sys/auxv.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define TILE_PREFETCH 4096 /* bytes ahead: hardware prefetchers stop at the end of a page */
+#define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
+
+/* Plain C, for any processor. Products of int8 numbers are computed as floats, which hold a block's sum
+   exactly and which every compiler can vectorize. */
+#define TARGET
+#define NAME(x) x##_plain
+#define LANES 4
+#define FMA(a, b, c) ((a) * (b) + (c))
+#define WEIGHT_OFFSET 0
+#define PLAIN_DOT
+#define PLAIN_HALVES
+#include "vectors.h"
+#include "product.h"
+#include "attention.h"
+#include "undefine.h"
+
+#if defined(__x86_64__)
+
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define NAME(x) x##_avx2
+#define LANES 8
+#define FMA(a, b, c) ((floats_avx2)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
+#define WEIGHT_OFFSET 0
+#define DOT(sums, packed, four) \
+  ((sums) = (ints_avx2)dot_avx2((__m256i)(sums), packed, _mm256_set1_epi32(four)))
+#define LOAD_HALVES(halves) \
+  ((floats_avx2)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves))))
+#define STORE_HALVES(halves, x) \
+  _mm_storeu_si128((__m128i *)(halves), _mm256_cvtps_ph((__m256)(x), _MM_FROUND_TO_NEAREST_INT))
+/* maddubs adds products of unsigned with signed numbers in pairs, to 16 bits. 2 * 127 * 127 is the most
+   that these hold, so the sign of x goes to the weights, and their 128 is taken off before. */
+TARGET static inline __m256i dot_avx2(__m256i sums, const uint8_t *packed, __m256i four) {
+  const __m256i weights = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)packed),
+                                           _mm256_set1_epi8((char)128));
+  const __m256i pairs =
+      _mm256_maddubs_epi16(_mm256_abs_epi8(four), _mm256_sign_epi8(weights, four));
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#include "vectors.h"
+#include "product.h"
+#include "attention.h"
+#include "undefine.h"
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")))
+#define NAME(x) x##_vnni
+#define LANES 16
+#define FMA(a, b, c) ((floats_vnni)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#define WEIGHT_OFFSET 128
+#define DOT(sums, packed, four)                                                          \
+  ((sums) = (ints_vnni)_mm512_dpbusd_epi32((__m512i)(sums), _mm512_loadu_si512(packed), \
+                                           _mm512_set1_epi32(four)))
+#define LOAD_HALVES(halves) \
+  ((floats_vnni)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves))))
+#define STORE_HALVES(halves, x)               \
+  _mm256_storeu_si256((__m256i *)(halves),    \
+                      _mm512_cvtps_ph((__m512)(x), _MM_FROUND_TO_NEAREST_INT))
+#include "vectors.h"
+#include "product.h"
+#include "attention.h"
+#include "undefine.h"
+
+#elif defined(__aarch64__)
+
+#define TARGET __attribute__((target("+dotprod")))
+#define NAME(x) x##_neon
+#define LANES 4
+#define FMA(a, b, c) \
+  ((floats_neon)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
+#define WEIGHT_OFFSET 0
+#define DOT(sums, packed, four) ((sums) = (ints_neon)dot_neon((int32x4_t)(sums), packed, four))
+#define LOAD_HALVES(halves) \
+  ((floats_neon)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(halves)))))
+#define STORE_HALVES(halves, x) \
+  vst1_u16((uint16_t *)(halves), vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)(x))))
+TARGET static inline int32x4_t dot_neon(int32x4_t sums, const uint8_t *packed, int32_t four) {
+  const int8x16_t weights = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(packed), vdupq_n_u8(128)));
+  return vdotq_s32(sums, weights, vreinterpretq_s8_s32(vdupq_n_s32(four)));
+}
+#include "vectors.h"
+#include "product.h"
+#include "attention.h"
+#include "undefine.h"
+
+#endif
+
+#define KERNELS(set)                                                                          \
+  {                                                                                           \
+    #set, quantize_##set, int8_tile_##set, float_tile_##set, gelu_##set, layer_norm_##set,    \
+        store_kv_##set, attend_##set, weigh_##set                                                \
+  }
+
+/* The best one first. */
+static const Kernels all_kernels[] = {
+#if defined(__x86_64__)
+    KERNELS(vnni),
+    KERNELS(avx2),
+#elif defined(__aarch64__)
+    KERNELS(neon),
+#endif
+    KERNELS(plain),
+};
+enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
+const Kernels *kernels = &all_kernels[NUM_KERNELS - 1];
+
+static int is_supported(const char *name) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (!strcmp(name, "vnni"))
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+  if (!strcmp(name, "avx2"))
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+#elif defined(__aarch64__)
+  if (!strcmp(name, "neon")) return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#endif
+  return !strcmp(name, "plain");
+}
+
+const char *use_kernels(const char *name) {
+  for (size_t i = 0; i < NUM_KERNELS; i++)
+    if ((!name || !strcmp(name, all_kernels[i].name)) && is_supported(all_kernels[i].name))
+      return (kernels = &all_kernels[i])->name;
+  return NULL;
+}
+
+double softmax_weights(const float *logits, size_t count, float temperature, float *weights) {
+  return kernels->weigh(logits, count, temperature, weights);
+}

@@ -1,0 +1,55 @@
+/* What a pass is made of, for one set of instructions, see kernels.c. */
+
+#ifndef KERNELS_H
+#define KERNELS_H
+
+#include "pass.h"
+
+enum {
+  BESIDE = 4,      /* quantized rows whose numbers lie beside each other */
+  MAX_BLOCK = 64,  /* numbers that share a scale */
+  MAX_ROWS = 12,   /* of a tile */
+  MAX_QUERIES = 12 /* of one row and head that attention takes at once */
+};
+
+/* Rows of floats, quantized: each is `planes` rows of int8 numbers, the upper plane first. */
+typedef struct {
+  size_t count, planes, width, blocks, block; /* width: numbers of a row, whole blocks */
+  int32_t *fours; /* (count * planes / BESIDE, width / 4, BESIDE), each four numbers */
+  float *scales;  /* (count * planes / BESIDE, blocks, BESIDE) */
+  int32_t *sums;  /* as scales: what a kernel adds for the 128 that weights are stored with */
+} Quantized;
+
+/* What attention of one row and head reads. pages[i]: where the head's keys of the row's i-th page
+   begin; its values lie behind them. */
+typedef struct {
+  const float *q; /* (count, stride) */
+  const uint8_t *const *pages;
+  size_t size, stride, out_stride; /* size: of the head */
+  size_t position;                 /* of the first query */
+  float scale;
+  int half; /* keys and values in fp16, else fp32 */
+} Queries;
+
+typedef struct {
+  const char *name;
+  /* One block of at most MAX_BLOCK numbers to `planes` planes of int8. */
+  void (*quantize)(const float *x, size_t count, size_t planes, int8_t *upper, int8_t *lower,
+                   float *scale, int32_t sums[2]);
+  /* Products of rows [row, row + the returned number) with a group of columns, plus its bias. */
+  size_t (*int8_tile)(const Quantized *x, size_t row, const uint8_t *packed, const float *bias,
+                      float out[][LINE]);
+  size_t (*float_tile)(const float *x, size_t count, size_t stride, size_t k, const float *packed,
+                       const float *bias, float out[][LINE]);
+  void (*gelu)(float *x, size_t count, int tanh_form); /* in place */
+  void (*layer_norm)(const float *x, size_t units, Norm norm, float epsilon, float *y);
+  /* Writes one token's keys and values of one head to slot `slot` of a page, in fp16 or fp32. */
+  void (*store_kv)(int half, const float *k, const float *v, size_t size, size_t slot, void *page);
+  /* Attention of at most `left` queries, the first of them number `first`. Returns how many. */
+  size_t (*attend)(const Queries *queries, size_t first, size_t left, float *scores, float *out);
+  double (*weigh)(const float *logits, size_t count, float temperature, float *weights);
+} Kernels;
+
+extern const Kernels *kernels;
+
+#endif

@@ -1,0 +1,148 @@
+"""The C library behind `engine.native`, called by ctypes: see pass.h for what each function does.
+
+A call lets other Python threads run. Only one thread may call `run_pass`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_size_t
+from ctypes import c_void_p as Pointer
+from pathlib import Path
+
+from common.cpus import cpu_count
+from common.errors import InvalidRequest, OutOfMemory
+
+LINE = 16  # numbers that rows and vectors are padded to
+PAGE_TOKENS = 16  # of keys and values
+# A compiled extension is named like this; it is opened as the plain library that it is.
+LIBRARY = Path(__file__).with_name("library" + importlib.machinery.EXTENSION_SUFFIXES[0])
+
+
+class Matrix(Structure):
+    _fields_ = (("weight", Pointer), ("bias", Pointer), ("planes", c_int32))
+
+
+class Norm(Structure):
+    _fields_ = (("gamma", Pointer), ("beta", Pointer))
+
+
+class Layer(Structure):
+    _fields_ = (
+        ("attention_norm", Norm),
+        ("qkv", Matrix),
+        ("attention_out", Matrix),
+        ("ffn_norm", Norm),
+        ("ffn_hidden", Matrix),
+        ("ffn_out", Matrix),
+        ("attention_scale", c_float),
+    )
+
+
+class Model(Structure):
+    _fields_ = (
+        ("num_layers", c_int32),
+        ("units", c_int32),
+        ("heads", c_int32),
+        ("hidden", c_int32),
+        ("vocab", c_int32),
+        ("max_length", c_int32),
+        ("block", c_int32),
+        ("gelu_tanh", c_int32),
+        ("epsilon", c_float),
+        ("layers", POINTER(Layer)),
+        ("final_norm", Norm),
+        ("embedding", Pointer),
+        ("positions", Pointer),
+        ("head", Matrix),
+    )
+
+
+class Piece(Structure):
+    _fields_ = (
+        ("ids", Pointer),
+        ("pages", Pointer),
+        ("count", c_int32),
+        ("position", c_int32),
+        ("num_logits", c_int32),
+    )
+
+
+def _open() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(LIBRARY))
+    size, model = c_size_t, POINTER(Model)
+    signatures = {
+        "run_pass": (c_int, [model, Pointer, POINTER(Piece), size, Pointer]),
+        "page_bytes": (size, [model]),
+        "release_scratch": (None, []),
+        "use_threads": (c_int, [c_int]),
+        "use_kernels": (c_char_p, [c_char_p]),
+        "packed_bytes": (size, [size, size, size]),
+        "pack": (None, [Pointer, c_int, *[size] * 7, Pointer]),
+        "softmax_weights": (c_double, [Pointer, size, c_float, Pointer]),
+        "take_times": (None, [POINTER(c_double * 5)]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+_library = _open()
+packed_bytes = _library.packed_bytes
+pack = _library.pack
+softmax_weights = _library.softmax_weights
+release_scratch = _library.release_scratch
+_STATUS = ("ok", "the model's sizes", "a piece's tokens or positions", "memory")
+
+
+def page_bytes(model: Model) -> int:
+    """Bytes of a page of keys and values: `PAGE_TOKENS` tokens of all layers."""
+    size: int = _library.page_bytes(byref(model))
+    return size
+
+
+def use_kernels(name: str | None = None) -> str:
+    """Chooses the instruction set from the next pass on, by default the processor's best.
+
+    Returns its name. Raises `InvalidRequest` where the processor lacks it.
+    """
+    found = _library.use_kernels(None if name is None else name.encode())
+    if found is None:
+        raise InvalidRequest(f"this processor has no {name} instructions")
+    chosen: str = found.decode()
+    return chosen
+
+
+def use_threads(count: int) -> int:
+    """Sets the threads of a pass, the calling one among them; returns how many started."""
+    started: int = _library.use_threads(count)
+    return started
+
+
+def start() -> None:
+    """Chooses the best kernels and a thread for each processor: once, before the first pass."""
+    use_kernels()
+    use_threads(cpu_count())
+
+
+def run_pass(
+    model: Model, arena: int, pieces: ctypes.Array[Piece], count: int, logits: int
+) -> None:
+    """Computes pieces and writes the logits asked for; `arena` and `logits` are addresses.
+
+    Raises `OutOfMemory`, and `InvalidRequest` for a token or a position that the model lacks.
+    """
+    status = _library.run_pass(byref(model), arena, pieces, count, logits)
+    if status == 3:
+        raise OutOfMemory("there is no memory for the arrays of a pass")
+    if status:
+        raise InvalidRequest(f"the pass was refused: {_STATUS[status]} are out of range")
+
+
+def take_times() -> dict[str, float]:
+    """Seconds of the passes since the last call, by part."""
+    times = (c_double * 5)()
+    _library.take_times(byref(times))
+    return dict(zip(("embedding", "products", "attention", "rest", "head"), times, strict=True))

@@ -1,0 +1,501 @@
+/* A pass of GPT-2: tokens of any rows of one model through all layers.
+
+   Tokens are rows of matrices here: T of them, in the order of their pieces. Everything but attention
+   treats each token by itself, and attention looks only at the pages of the token's own row. So a
+   token's result is the same, bit for bit, alone or beside others, in a prompt cut anywhere, and on
+   any number of threads.
+
+   In shapes: C units, H heads of size S, F hidden units, V vocabulary; rows are padded (pass.h). */
+
+#include "kernels.h"
+#include "threads.h"
+
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+enum {
+  GROUPS = 6,      /* of columns that a thread takes at once: 70 KB of a matrix of KoGPT2's */
+  HEAD_GROUPS = 24,
+  FEW = 8,         /* tokens that are not worth the other threads between two products */
+  RUN = 48         /* queries of one row and head that a thread takes at once */
+};
+
+/* Tokens of a piece that one thread attends for. */
+typedef struct {
+  const Piece *piece;
+  size_t token, position, count; /* token: the first of them among the pass's */
+} Run;
+
+/* The state of the pass under way. */
+static struct {
+  const Model *model;
+  uint8_t *arena;
+  const Piece *pieces;
+  size_t num_pieces;
+  size_t tokens;      /* T */
+  size_t row;         /* padded C: the stride of x, h and attended */
+  size_t head_bytes;  /* of one head's keys and values on a page */
+  int layer;          /* that is computed */
+  float *x;           /* (T, C) the residual stream */
+  float *h;           /* (T, C) after a LayerNorm */
+  float *qkv;         /* (T, 3C): queries, keys, values, heads inside each */
+  float *attended;    /* (T, C) */
+  float *hidden;      /* (T, F) */
+  float *scores;      /* for each thread (MAX_QUERIES, the longest row) */
+  size_t scores_size; /* of one thread */
+  const uint8_t **pages; /* for each thread (pages of the longest row,) */
+  size_t max_pages;
+  void *quantized;    /* (T, max(C, F)) */
+  Run *runs;
+  size_t num_runs;
+  int is_stored; /* the layer's new keys and values are on their pages */
+} pass;
+
+static struct {
+  uint8_t *memory;
+  size_t bytes;
+} scratch;
+
+static double times[5];
+enum { EMBEDDING, PRODUCTS, ATTENTION, REST, HEAD };
+
+static double now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec + 1e-9 * time.tv_nsec;
+}
+
+static void count_time(int part, double *since) {
+  const double time = now();
+  times[part] += time - *since;
+  *since = time;
+}
+
+void take_times(double taken[5]) {
+  memcpy(taken, times, sizeof times);
+  memset(times, 0, sizeof times);
+}
+
+static size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
+
+/* --- Products ------------------------------------------------------------------------------------ */
+
+static size_t group_bytes(size_t k, size_t block) {
+  if (!block) return k * LINE * sizeof(float);
+  return LINE * ceil_div(k, block) * (block + sizeof(float));
+}
+
+size_t packed_bytes(size_t n, size_t k, size_t block) {
+  return ceil_div(n, LINE) * group_bytes(k, block);
+}
+
+typedef struct {
+  const Matrix *matrix;
+  const float *x, *residual;
+  float *y;
+  size_t count, stride, k, n, groups_at_once;
+  int gelu;
+  Quantized quantized;
+} Product;
+
+static size_t quantized_bytes(size_t count, size_t planes, size_t k, size_t block) {
+  const size_t vectors = ceil_div(count * planes, BESIDE) * BESIDE, blocks = ceil_div(k, block);
+  return vectors * blocks * (block + sizeof(float) + sizeof(int32_t));
+}
+
+static void quantize_row(const Product *product, size_t row) {
+  const Quantized *to = &product->quantized;
+  const size_t planes = to->planes, block = to->block, v = row * planes;
+  const float *x = product->x + row * product->stride;
+  for (size_t b = 0, begin = 0; b < to->blocks; b++, begin += block) {
+    int8_t numbers[2][MAX_BLOCK] = {{0}};
+    float scale;
+    int32_t sums[2];
+    const size_t count = product->k - begin < block ? product->k - begin : block;
+    kernels->quantize(x + begin, count, planes, numbers[0], numbers[1], &scale, sums);
+    for (size_t plane = 0; plane < planes; plane++) {
+      const size_t group = (v + plane) / BESIDE, beside = (v + plane) % BESIDE;
+      const size_t at = (group * to->blocks + b) * BESIDE + beside;
+      int32_t *fours = to->fours + group * to->width + begin + beside; /* begin / 4 * BESIDE */
+      to->scales[at] = scale;
+      to->sums[at] = sums[plane];
+      for (size_t i = 0; i < block / 4; i++) memcpy(fours + i * BESIDE, numbers[plane] + 4 * i, 4);
+    }
+  }
+}
+
+static void quantize_part(void *data, size_t part, int thread) {
+  const Product *product = data;
+  (void)thread;
+  for (size_t row = part * BESIDE; row < product->count && row < (part + 1) * BESIDE; row++)
+    quantize_row(product, row);
+}
+
+static void multiply_part(void *data, size_t part, int thread) {
+  const Product *p = data;
+  const size_t groups = ceil_div(p->n, LINE), stride = groups * LINE;
+  const size_t bytes = group_bytes(p->k, pass.model->block);
+  static const float no_bias[LINE];
+  (void)thread;
+  for (size_t group = part * p->groups_at_once;
+       group < groups && group < (part + 1) * p->groups_at_once; group++) {
+    const uint8_t *packed = (const uint8_t *)p->matrix->weight + group * bytes;
+    const float *bias = p->matrix->bias ? p->matrix->bias + group * LINE : no_bias;
+    for (size_t row = 0, done; row < p->count; row += done) {
+      float out[MAX_ROWS][LINE];
+      if (pass.model->block)
+        done = kernels->int8_tile(&p->quantized, row, packed, bias, out);
+      else
+        done = kernels->float_tile(p->x + row * p->stride, p->count - row, p->stride, p->k,
+                                   (const float *)packed, bias, out);
+      if (p->gelu) kernels->gelu(out[0], done * LINE, pass.model->gelu_tanh);
+      for (size_t r = 0; r < done; r++) {
+        const size_t at = (row + r) * stride + group * LINE;
+        if (p->residual)
+          for (size_t c = 0; c < LINE; c++) out[r][c] += p->residual[at + c];
+        memcpy(p->y + at, out[r], sizeof *out);
+      }
+    }
+  }
+}
+
+/* y (count, padded n) = x (count, k) W^T + bias, with `residual` added, or through GELU. */
+static void multiply(const Matrix *matrix, const float *x, const float *residual, float *y,
+                     size_t count, size_t stride, size_t k, size_t n, int gelu) {
+  const size_t block = pass.model->block;
+  Product product = {matrix, x, residual, y, count, stride, k, n, GROUPS, gelu, {0}};
+  if (block) {
+    const size_t blocks = ceil_div(product.k, block);
+    const size_t planes = product.matrix->planes;
+    const size_t vectors = ceil_div(product.count * planes, BESIDE) * BESIDE;
+    float *scales = pass.quantized;
+    int32_t *sums = (int32_t *)(scales + vectors * blocks);
+    product.quantized = (Quantized){product.count,   planes, blocks * block,         blocks,
+                                    block,           sums + vectors * blocks, scales, sums};
+    const size_t parts = ceil_div(product.count, BESIDE);
+    if (product.count <= FEW)
+      for (size_t part = 0; part < parts; part++) quantize_part(&product, part, 0);
+    else
+      in_parallel(quantize_part, &product, parts);
+  }
+  if (n > 10000) product.groups_at_once = HEAD_GROUPS;
+  in_parallel(multiply_part, &product,
+              ceil_div(ceil_div(product.n, LINE), product.groups_at_once));
+}
+
+/* --- LayerNorm ----------------------------------------------------------------------------------- */
+
+typedef struct {
+  const float *x;
+  float *y;
+  size_t count;
+  Norm norm;
+} Normalization;
+
+static void normalize_part(void *data, size_t part, int thread) {
+  const Normalization *n = data;
+  const size_t stride = pass.row;
+  (void)thread;
+  for (size_t i = part * BESIDE; i < n->count && i < (part + 1) * BESIDE; i++)
+    kernels->layer_norm(n->x + i * stride, pass.model->units, n->norm, pass.model->epsilon,
+                        n->y + i * stride);
+}
+
+static void normalize(const float *x, float *y, size_t count, Norm norm) {
+  Normalization work = {x, y, count, norm};
+  const size_t parts = ceil_div(count, BESIDE);
+  if (count <= FEW)
+    for (size_t part = 0; part < parts; part++) normalize_part(&work, part, 0);
+  else
+    in_parallel(normalize_part, &work, parts);
+}
+
+/* --- Attention ----------------------------------------------------------------------------------- */
+
+static uint8_t *page_of(const Piece *piece, size_t position, size_t head) {
+  const Model *m = pass.model;
+  const size_t page = piece->pages[position / PAGE_TOKENS];
+  const size_t heads = (page * m->num_layers + pass.layer) * m->heads + head;
+  return pass.arena + heads * pass.head_bytes;
+}
+
+/* Part (run, head): the run's keys and values of the head go to their pages. */
+static void store_part(void *data, size_t part, int thread) {
+  const Model *m = pass.model;
+  const Run *run = &pass.runs[part / m->heads];
+  const size_t head = part % m->heads, size = m->units / m->heads, stride = padded(3 * m->units);
+  const float *keys = pass.qkv + run->token * stride + m->units + head * size;
+  (void)data, (void)thread;
+  for (size_t at = run->position; at < run->position + run->count; at++, keys += stride)
+    kernels->store_kv(m->block != 0, keys, keys + m->units, size, at % PAGE_TOKENS,
+                   page_of(run->piece, at, head));
+}
+
+static void attend_part(void *data, size_t part, int thread) {
+  const Model *m = pass.model;
+  const Run *run = &pass.runs[part / m->heads];
+  const size_t head = part % m->heads, size = m->units / m->heads, stride = padded(3 * m->units);
+  const uint8_t **pages = pass.pages + thread * pass.max_pages;
+  float *scores = pass.scores + thread * pass.scores_size;
+  float *out = pass.attended + run->token * pass.row + head * size;
+  if (!pass.is_stored) store_part(data, part, thread);
+  for (size_t at = 0; at < run->position + run->count; at += PAGE_TOKENS)
+    pages[at / PAGE_TOKENS] = page_of(run->piece, at, head);
+  const Queries queries = {pass.qkv + run->token * stride + head * size,
+                           pages,
+                           size,
+                           stride,
+                           pass.row,
+                           run->position,
+                           m->layers[pass.layer].attention_scale,
+                           m->block != 0};
+  for (size_t i = 0; i < run->count;)
+    i += kernels->attend(&queries, i, run->count - i, scores, out + i * pass.row);
+}
+
+static void attend(void) {
+  const size_t parts = pass.num_runs * pass.model->heads;
+  /* A run that is not its piece's only one needs the others' keys. */
+  pass.is_stored = pass.num_runs > pass.num_pieces;
+  if (pass.is_stored) in_parallel(store_part, NULL, parts);
+  in_parallel(attend_part, NULL, parts);
+}
+
+/* --- The pass ------------------------------------------------------------------------------------ */
+
+/* Row `column` of a packed matrix of k numbers a row: what is looked up in the embedding. */
+static void look_up(const void *packed, size_t column, size_t k, float *row) {
+  const size_t block = pass.model->block, lane = column % LINE;
+  const uint8_t *group = (const uint8_t *)packed + column / LINE * group_bytes(k, block);
+  if (!block) {
+    const float *numbers = (const float *)group;
+    for (size_t i = 0; i < k; i++) row[i] = numbers[i * LINE + lane];
+    return;
+  }
+  for (size_t i = 0; i < k; group += LINE * (block + sizeof(float))) {
+    const float scale = ((const float *)(group + LINE * block))[lane];
+    for (const size_t begin = i; i < begin + block && i < k; i++) {
+      const size_t j = i - begin;
+      row[i] = ((int)group[j / 4 * 4 * LINE + lane * 4 + j % 4] - 128) * scale;
+    }
+  }
+}
+
+static void embed_part(void *data, size_t part, int thread) {
+  const Model *m = pass.model;
+  const Run *run = &pass.runs[part];
+  (void)data, (void)thread;
+  for (size_t i = 0; i < run->count; i++) {
+    float *x = pass.x + (run->token + i) * pass.row;
+    const float *position = m->positions + (run->position + i) * pass.row;
+    look_up(m->embedding, run->piece->ids[run->position + i - run->piece->position], m->units, x);
+    for (size_t c = 0; c < (size_t)m->units; c++) x[c] += position[c];
+    for (size_t c = m->units; c < pass.row; c++) x[c] = 0;
+  }
+}
+
+static void compute_layer(const Layer *layer, double *time) {
+  const Model *m = pass.model;
+  const size_t T = pass.tokens, C = m->units, F = m->hidden, row = pass.row;
+  normalize(pass.x, pass.h, T, layer->attention_norm);
+  count_time(REST, time);
+  multiply(&layer->qkv, pass.h, NULL, pass.qkv, T, row, C, 3 * C, 0);
+  count_time(PRODUCTS, time);
+  attend();
+  count_time(ATTENTION, time);
+  multiply(&layer->attention_out, pass.attended, pass.x, pass.x, T, row, C, C, 0);
+  count_time(PRODUCTS, time);
+  normalize(pass.x, pass.h, T, layer->ffn_norm);
+  count_time(REST, time);
+  multiply(&layer->ffn_hidden, pass.h, NULL, pass.hidden, T, row, C, F, 1);
+  multiply(&layer->ffn_out, pass.hidden, pass.x, pass.x, T, padded(F), F, C, 0);
+  count_time(PRODUCTS, time);
+}
+
+/* The logits of the tokens that want them. `hidden` is free for their rows. */
+static void compute_logits(float *logits, double *time) {
+  const Model *m = pass.model;
+  size_t token = 0, wanted = 0;
+  for (size_t i = 0; i < pass.num_pieces; i++) {
+    const Piece *piece = &pass.pieces[i];
+    token += piece->count;
+    const size_t first = token - piece->num_logits;
+    memmove(pass.x + wanted * pass.row, pass.x + first * pass.row,
+            piece->num_logits * pass.row * sizeof(float));
+    wanted += piece->num_logits;
+  }
+  if (wanted) {
+    normalize(pass.x, pass.h, wanted, m->final_norm);
+    multiply(&m->head, pass.h, NULL, logits, wanted, pass.row, m->units, m->vocab, 0);
+  }
+  count_time(HEAD, time);
+}
+
+static int is_model(const Model *m) {
+  const size_t most = 1 << 24; /* no product of sizes overflows */
+  return m->num_layers > 0 && m->units > 0 && m->heads > 0 && m->units % m->heads == 0 &&
+         m->hidden > 0 && m->vocab > 0 && m->max_length > 0 && (size_t)m->units < most &&
+         (size_t)m->hidden < most && (size_t)m->vocab < most && (size_t)m->max_length < most &&
+         m->block >= 0 && m->block <= MAX_BLOCK && m->block % 4 == 0;
+}
+
+static int is_piece(const Model *m, const Piece *piece) {
+  if (piece->count < 1 || piece->position < 0 || piece->num_logits < 0 ||
+      piece->num_logits > piece->count || piece->count > m->max_length - piece->position)
+    return 0;
+  for (int32_t i = 0; i < piece->count; i++)
+    if (piece->ids[i] < 0 || piece->ids[i] >= m->vocab) return 0;
+  return 1;
+}
+
+size_t page_bytes(const Model *m) {
+  const size_t number = m->block ? sizeof(uint16_t) : sizeof(float);
+  return 2 * padded(m->units / m->heads) * PAGE_TOKENS * number * m->heads * m->num_layers;
+}
+
+/* Places the pass's arrays one behind the other in `memory`; returns their bytes. */
+static size_t place(const Model *m, size_t count, size_t wanted, size_t length, uint8_t *memory) {
+  const size_t row = padded(m->units), threads = num_threads();
+  const size_t widest = m->hidden > m->units ? m->hidden : m->units, block = m->block;
+  const size_t more = count > wanted ? count : wanted;
+  size_t bytes = 0;
+#define PLACE(field, size)                            \
+  pass.field = memory ? (void *)(memory + bytes) : NULL; \
+  bytes += padded(size) * sizeof(float)
+  pass.row = row;
+  pass.max_pages = ceil_div(length, PAGE_TOKENS);
+  pass.scores_size = MAX_QUERIES * (pass.max_pages + 1) * PAGE_TOKENS;
+  PLACE(x, count * row);
+  PLACE(h, more * row);
+  PLACE(qkv, count * padded(3 * m->units) + LINE);
+  PLACE(attended, count * row);
+  PLACE(hidden, count * padded(m->hidden));
+  PLACE(scores, threads * pass.scores_size);
+  PLACE(pages, threads * (pass.max_pages + 1) * 2);
+  PLACE(quantized, block ? quantized_bytes(more, 2, widest, block) / sizeof(float) : 0);
+  PLACE(runs, (count + 1) * sizeof(Run) / sizeof(float));
+#undef PLACE
+  return bytes;
+}
+
+size_t scratch_bytes(const Model *m, size_t count, size_t wanted, size_t length) {
+  return place(m, count, wanted, length, NULL);
+}
+
+void release_scratch(void) {
+  if (scratch.memory) munmap(scratch.memory, scratch.bytes);
+  scratch.memory = NULL;
+  scratch.bytes = 0;
+}
+
+/* Makes the scratch memory large enough. */
+static int reserve(size_t bytes) {
+  if (bytes <= scratch.bytes) return 1;
+  release_scratch();
+  void *memory =
+      mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return 0;
+  scratch.memory = memory;
+  scratch.bytes = bytes;
+  return 1;
+}
+
+PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, size_t num_pieces,
+                    float *logits) {
+  double time = now();
+  size_t count = 0, wanted = 0, length = 0;
+  if (!is_model(model)) return PASS_BAD_MODEL;
+  for (size_t i = 0; i < num_pieces; i++) {
+    if (!is_piece(model, &pieces[i])) return PASS_BAD_PIECE;
+    const size_t end = (size_t)pieces[i].position + pieces[i].count;
+    count += pieces[i].count;
+    wanted += pieces[i].num_logits;
+    length = end > length ? end : length;
+  }
+  if (!reserve(scratch_bytes(model, count, wanted, length))) return PASS_NO_MEMORY;
+  begin_parallel();
+  place(model, count, wanted, length, scratch.memory);
+  pass.model = model;
+  pass.arena = arena;
+  pass.pieces = pieces;
+  pass.num_pieces = num_pieces;
+  pass.tokens = count;
+  pass.head_bytes = page_bytes(model) / model->num_layers / model->heads;
+  pass.num_runs = 0;
+  size_t token = 0;
+  for (size_t i = 0; i < num_pieces; i++) {
+    size_t position = pieces[i].position, left = pieces[i].count;
+    for (size_t taken; left; left -= taken, position += taken, token += taken) {
+      taken = left < RUN ? left : RUN;
+      pass.runs[pass.num_runs++] = (Run){&pieces[i], token, position, taken};
+    }
+  }
+  in_parallel(embed_part, NULL, pass.num_runs);
+  count_time(EMBEDDING, &time);
+  for (pass.layer = 0; pass.layer < model->num_layers; pass.layer++)
+    compute_layer(&model->layers[pass.layer], &time);
+  compute_logits(logits, &time);
+  end_parallel();
+  return PASS_OK;
+}
+
+/* --- Packing ------------------------------------------------------------------------------------- */
+
+static float read_number(const void *source, SourceType type, size_t i) {
+  if (type == SOURCE_FLOAT32) return ((const float *)source)[i];
+  const uint32_t half = ((const uint16_t *)source)[i];
+  uint32_t bits = half << 16; /* bfloat16 */
+  float value;
+  if (type == SOURCE_FLOAT16) {
+    const uint32_t magnitude = half & 0x7fff;
+    bits = magnitude << 13;
+    memcpy(&value, &bits, 4);
+    value *= 0x1p112f; /* also for subnormal numbers */
+    memcpy(&bits, &value, 4);
+    if (magnitude >= 0x7c00) bits |= 0x7f800000; /* infinity and NaN */
+    bits |= (half & 0x8000) << 16;
+  }
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+/* The numbers of one column in one block, as int8 with a scale. */
+static void pack_block(const float *numbers, size_t block, size_t lane, uint8_t *packed) {
+  float largest = 0;
+  for (size_t i = 0; i < block; i++) {
+    const float magnitude = numbers[i] < 0 ? -numbers[i] : numbers[i];
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  const float scale = largest / 127, times = largest > 0 ? 127 / largest : 0;
+  for (size_t i = 0; i < block; i++) {
+    const float shifted = numbers[i] * times + 12582912.0f; /* rounds to the nearest, 1.5 * 2^23 */
+    int32_t number;
+    memcpy(&number, &shifted, 4);
+    packed[i / 4 * 4 * LINE + lane * 4 + i % 4] = (uint8_t)(number - 0x4b400000 + 128);
+  }
+  memcpy(packed + LINE * block + lane * sizeof scale, &scale, sizeof scale);
+}
+
+void pack(const void *source, SourceType type, size_t column_stride, size_t stride, size_t n,
+          size_t k, size_t block, size_t first, size_t last, uint8_t *packed) {
+  for (size_t group = first; group < last; group++) {
+    uint8_t *to = packed + group * group_bytes(k, block);
+    for (size_t lane = 0; lane < LINE; lane++) {
+      const size_t column = group * LINE + lane;
+      const size_t at_once = block ? block : MAX_BLOCK;
+      for (size_t begin = 0, b = 0; begin < k; begin += at_once, b++) {
+        float numbers[MAX_BLOCK] = {0};
+        const size_t count = k - begin < at_once ? k - begin : at_once;
+        if (column < n)
+          for (size_t i = 0; i < count; i++)
+            numbers[i] = read_number(source, type, column * column_stride + (begin + i) * stride);
+        if (block)
+          pack_block(numbers, block, lane, to + b * LINE * (block + sizeof(float)));
+        else
+          for (size_t i = 0; i < count; i++)
+            ((float *)to)[(begin + i) * LINE + lane] = numbers[i];
+      }
+    }
+  }
+}

@@ -1,0 +1,99 @@
+/* A GPT-2 pass on a CPU: the library's interface, see pass.c.
+
+   Every row of floats has its length rounded up to LINE numbers, with zeros behind the last, and so
+   has every vector of a model: loops over them have no tail. */
+
+#ifndef PASS_H
+#define PASS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+  LINE = 16,       /* floats of a cache line; columns of a group of a packed matrix */
+  PAGE_TOKENS = 16 /* tokens of a page of keys and values */
+};
+
+static inline size_t padded(size_t count) { return (count + LINE - 1) / LINE * LINE; }
+
+typedef struct {
+  const void *weight; /* packed, see product.h */
+  const float *bias;
+  int32_t planes; /* of the int8 numbers of x: 1 gives it 8 bits, 2 gives it 15; unused in fp32 */
+} Matrix;
+
+typedef struct {
+  const float *gamma, *beta;
+} Norm;
+
+typedef struct {
+  Norm attention_norm;
+  Matrix qkv, attention_out;
+  Norm ffn_norm;
+  Matrix ffn_hidden, ffn_out;
+  float attention_scale; /* of the products of queries and keys, before the softmax */
+} Layer;
+
+/* One model: sizes, and pointers into its mapped file. `embedding` and `head` are packed matrices of
+   (vocab, units), the same one where they are tied. */
+typedef struct {
+  int32_t num_layers, units, heads, hidden, vocab, max_length;
+  int32_t block;     /* numbers that share a scale in int8; 0: weights, keys and values in fp32 */
+  int32_t gelu_tanh; /* 0: the exact form, by erf */
+  float epsilon;     /* of LayerNorm */
+  const Layer *layers;
+  Norm final_norm;
+  const void *embedding;
+  const float *positions; /* (max_length, padded units) */
+  Matrix head;
+} Model;
+
+/* Tokens of one row that follow each other. The row's keys and values up to `position` are in its
+   pages; those of the new tokens are written there. */
+typedef struct {
+  const int32_t *ids;   /* (count,) */
+  const int32_t *pages; /* numbers of the row's pages, the first of its tokens first */
+  int32_t count, position;
+  int32_t num_logits; /* how many of its last tokens want logits */
+} Piece;
+
+typedef enum { PASS_OK, PASS_BAD_MODEL, PASS_BAD_PIECE, PASS_NO_MEMORY } PassStatus;
+
+/* Computes `pieces` of one model, each of another row. Writes the logits of the tokens that want them,
+   in order, as rows of padded(vocab) floats. `arena` is where page 0 begins. One call at a time. */
+PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, size_t num_pieces,
+                    float *logits);
+
+/* Bytes of a page: PAGE_TOKENS tokens of all layers. */
+size_t page_bytes(const Model *model);
+/* Bytes that run_pass needs for `count` tokens, `wanted` of them with logits, of rows of at most
+   `length` tokens. It keeps them from pass to pass; release_scratch gives them back. */
+size_t scratch_bytes(const Model *model, size_t count, size_t wanted, size_t length);
+void release_scratch(void);
+
+/* Uses `count` threads from the next pass on, the calling one among them. Returns how many there are:
+   fewer where the system starts no more. */
+int use_threads(int count);
+
+/* Uses the kernels of this name from the next pass on: "vnni", "avx2", "neon" or "plain"; NULL: the
+   processor's best. Returns the name, or NULL where the processor lacks them. */
+const char *use_kernels(const char *name);
+
+/* Bytes of n columns of k numbers, packed with `block` (0: fp32). */
+size_t packed_bytes(size_t n, size_t k, size_t block);
+
+typedef enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16 } SourceType;
+
+/* Packs the columns of groups [first, last) of a matrix: number i of column c lies at source[c *
+   column_stride + i * stride], strides in numbers. Several threads may pack groups of one matrix. */
+void pack(const void *source, SourceType type, size_t column_stride, size_t stride, size_t n,
+          size_t k, size_t block, size_t first, size_t last, uint8_t *packed);
+
+/* For sampling: writes exp((logits[i] - largest) / temperature) and returns their sum. */
+double softmax_weights(const float *logits, size_t count, float temperature, float *weights);
+
+/* Seconds that passes took since the last call, by part: embedding, products, attention, the rest,
+   head. For profiles. */
+void take_times(double times[5]);
+
+#endif

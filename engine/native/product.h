@@ -1,0 +1,178 @@
+/* Products of rows with packed matrices, y = x W^T + bias, for one set of instructions.
+
+   A matrix is packed in groups of LINE columns of y; the last group is filled up with zeros. In fp32 a
+   group is (k, LINE) floats. In int8 it has, for each block of `block` numbers of its columns,
+
+       numbers  (block / 4, LINE, 4) uint8: four of the first column, four of the second, ...;
+                weight + 128
+       scales   (LINE,) float: what the numbers of a column in this block are multiplied by
+
+   Rows of x are quantized in the same blocks, to 8 bits or, in two planes, to 15. Sums within a block
+   are exact, and blocks are added one after the other. */
+
+/* x is about scale * (128 * upper + lower). With one plane, upper alone is about x / scale. */
+TARGET static void NAME(quantize)(const float *x, size_t count, size_t planes, int8_t *upper,
+                                  int8_t *lower, float *scale, int32_t sums[2]) {
+  /* Magnitudes compare as their bits do. */
+  uint32_t most = 0;
+  for (size_t i = 0; i < count; i++) {
+    uint32_t bits;
+    memcpy(&bits, x + i, 4);
+    bits &= 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  float largest;
+  memcpy(&largest, &most, 4);
+  const float range = planes == 2 ? 127 * 128 : 127;
+  const float times = largest > 0 ? range / largest : 0;
+  int32_t numbers[MAX_BLOCK], uppers = 0, all = 0;
+  for (size_t i = 0; i < count; i++) {
+    const float shifted = x[i] * times + 12582912.0f; /* 1.5 * 2^23: the last bits are the integer */
+    int32_t number;
+    memcpy(&number, &shifted, 4);
+    numbers[i] = number - 0x4b400000;
+  }
+  if (planes == 2)
+    for (size_t i = 0; i < count; i++) {
+      const int8_t high = (int8_t)((numbers[i] + 64) >> 7);
+      upper[i] = high;
+      lower[i] = (int8_t)(numbers[i] - high * 128);
+      uppers += high;
+      all += lower[i];
+    }
+  else
+    for (size_t i = 0; i < count; i++) uppers += upper[i] = (int8_t)numbers[i];
+  *scale = largest / range;
+  sums[0] = -WEIGHT_OFFSET * uppers;
+  sums[1] = -WEIGHT_OFFSET * all;
+}
+
+#ifndef PLAIN_DOT
+
+/* R rows of P planes, both constants. */
+TARGET INLINE void NAME(int8_rows)(int R, int P, const Quantized *x, size_t row,
+                                   const uint8_t *packed, const float *bias, float out[][LINE]) {
+  row *= P;
+  const int32_t *fours = x->fours + row / BESIDE * x->width + row % BESIDE;
+  const size_t others = x->blocks * BESIDE; /* from BESIDE rows to the next */
+  const float *scales = x->scales + row / BESIDE * others + row % BESIDE;
+  const int32_t *sums = x->sums + row / BESIDE * others + row % BESIDE;
+  floats y[MAX_ROWS][PARTS];
+  EACH(r, R) EACH(p, PARTS) y[r][p] = NAME(load)(bias + p * LANES);
+  for (size_t b = 0; b < x->blocks; b++, scales += BESIDE, sums += BESIDE) {
+    ints dots[MAX_ROWS][PARTS];
+    EACH(v, R * P) EACH(p, PARTS)
+      dots[v][p] = (ints){0} + sums[v / BESIDE * others + v % BESIDE];
+    _Pragma("GCC unroll 4") for (size_t i = 0; i < x->block; i += 4) {
+      __builtin_prefetch(packed + TILE_PREFETCH);
+      EACH(v, R * P) EACH(p, PARTS)
+        DOT(dots[v][p], packed + 4 * LANES * p, fours[v / BESIDE * x->width + v % BESIDE]);
+      packed += 4 * LINE;
+      fours += BESIDE;
+    }
+    floats scale[PARTS];
+    memcpy(scale, packed, sizeof scale);
+    packed += sizeof scale;
+    EACH(r, R) EACH(p, PARTS) {
+      const int v = r * P;
+      const ints sum = P == 1 ? dots[v][p] : dots[v][p] * 128 + dots[v + 1][p];
+      y[r][p] = FMA(__builtin_convertvector(sum, floats),
+                    scale[p] * scales[v / BESIDE * others + v % BESIDE], y[r][p]);
+    }
+  }
+  EACH(r, R) memcpy(out[r], y[r], sizeof *out);
+}
+
+TARGET static size_t NAME(int8_tile)(const Quantized *x, size_t row, const uint8_t *packed,
+                                     const float *bias, float out[][LINE]) {
+  const size_t left = x->count - row;
+#define USE(R, P) \
+  if (x->planes == P && left >= R) return NAME(int8_rows)(R, P, x, row, packed, bias, out), R
+#if LANES == LINE
+  USE(12, 1);
+  USE(8, 1);
+  USE(6, 2);
+  USE(4, 2);
+#endif
+  USE(4, 1);
+  USE(2, 1);
+  USE(1, 1);
+  USE(2, 2);
+  USE(1, 2);
+#undef USE
+  return 0;
+}
+
+#else
+
+/* Up to BESIDE rows: weights become floats once for all of them. */
+TARGET static size_t NAME(int8_tile)(const Quantized *x, size_t row, const uint8_t *packed,
+                                     const float *bias, float out[][LINE]) {
+  const size_t planes = x->planes, left = x->count - row;
+  const size_t count = left < BESIDE / planes ? left : BESIDE / planes;
+  const size_t v0 = row * planes, vectors = count * planes;
+  const int32_t *fours = x->fours + v0 / BESIDE * x->width + v0 % BESIDE;
+  const size_t at = v0 / BESIDE * x->blocks * BESIDE + v0 % BESIDE;
+  for (size_t r = 0; r < count; r++) memcpy(out[r], bias, sizeof *out);
+  for (size_t b = 0; b < x->blocks; b++, packed += LINE * (x->block + sizeof(float))) {
+    float scales[LINE];
+    memcpy(scales, packed + LINE * x->block, sizeof scales);
+    float numbers[BESIDE][MAX_BLOCK]; /* of x */
+    for (size_t i = 0; i < x->block / 4; i++)
+      for (size_t v = 0; v < vectors; v++)
+        for (int j = 0; j < 4; j++)
+          numbers[v][4 * i + j] = (int8_t)(fours[i * BESIDE + v] >> 8 * j & 255);
+    fours += x->block / 4 * BESIDE;
+    for (int p = 0; p < PARTS; p++) {
+      floats dots[BESIDE] = {{0}};
+      for (size_t i = 0; i < x->block; i += 4) {
+        ints columns; /* four weights of each, the first in the lowest byte */
+        memcpy(&columns, packed + i * LINE + 4 * LANES * p, sizeof columns);
+        EACH(j, 4) {
+          const floats w = __builtin_convertvector((columns >> 8 * j & 255) - 128, floats);
+          EACH(v, BESIDE) dots[v] += w * numbers[v][i + j];
+        }
+      }
+      for (size_t r = 0; r < count; r++) {
+        const size_t v = r * planes;
+        const floats dot = planes == 1 ? dots[v] : dots[v] * 128.0f + dots[v + 1];
+        const floats scale = NAME(load)(scales + p * LANES) * x->scales[at + b * BESIDE + v];
+        float *y = out[r] + p * LANES;
+        NAME(store)(y, FMA(dot, scale, NAME(load)(y)));
+      }
+    }
+  }
+  return count;
+}
+
+#endif
+
+/* R rows, a constant. */
+TARGET INLINE void NAME(float_rows)(int R, const float *x, size_t stride, size_t k,
+                                    const float *packed, const float *bias, float out[][LINE]) {
+  floats y[MAX_ROWS][PARTS];
+  EACH(r, R) EACH(p, PARTS) y[r][p] = NAME(load)(bias + p * LANES);
+  for (size_t i = 0; i < k; i++, packed += LINE) {
+    __builtin_prefetch((const uint8_t *)packed + TILE_PREFETCH);
+    EACH(p, PARTS) {
+      const floats w = NAME(load)(packed + p * LANES);
+      EACH(r, R) y[r][p] = FMA(NAME(all)(x[r * stride + i]), w, y[r][p]);
+    }
+  }
+  EACH(r, R) memcpy(out[r], y[r], sizeof *out);
+}
+
+TARGET static size_t NAME(float_tile)(const float *x, size_t count, size_t stride, size_t k,
+                                      const float *packed, const float *bias, float out[][LINE]) {
+#define USE(R) \
+  if (count >= R) return NAME(float_rows)(R, x, stride, k, packed, bias, out), R
+#if LANES == LINE
+  USE(12);
+  USE(8);
+#endif
+  USE(4);
+  USE(2);
+  USE(1);
+#undef USE
+  return 0;
+}

@@ -1,0 +1,117 @@
+/* A pool of threads for the parts of a pass.
+
+   `ticket` holds the number of the current job in its upper half and how many of its parts are not
+   taken yet in its lower half. A thread takes a part by lowering it. The job's fields change only when
+   all parts of the job before are done, and a thread reads them only after it has taken a part, so no
+   thread ever sees a mixture. A thread that the system has suspended holds up a job only while it has
+   a part of its own. */
+
+#include "threads.h"
+
+#include "pass.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum {
+  MAX_THREADS = 64,
+  SPINS = 2000 /* before the processor is yielded: some 20 us. More holds up other processes. */
+};
+
+static struct {
+  _Atomic uint64_t ticket;
+  _Atomic size_t done; /* parts of the current job */
+  _Atomic uint32_t awake; /* odd: a pass is under way; a futex */
+  _Atomic int stop;
+  Work work;
+  void *data;
+  int count; /* threads, the calling one among them */
+  pthread_t threads[MAX_THREADS];
+} pool = {.count = 1};
+
+static inline void pause_briefly(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+/* Takes a part of the current job and runs it. Returns 0 where none is left. */
+static int run_part(int thread) {
+  uint64_t ticket = atomic_load_explicit(&pool.ticket, memory_order_acquire);
+  do {
+    if (!(uint32_t)ticket) return 0;
+  } while (!atomic_compare_exchange_weak_explicit(&pool.ticket, &ticket, ticket - 1,
+                                                  memory_order_acquire, memory_order_acquire));
+  pool.work(pool.data, (uint32_t)ticket - 1, thread);
+  atomic_fetch_add_explicit(&pool.done, 1, memory_order_release);
+  return 1;
+}
+
+static void *serve(void *argument) {
+  const int thread = (int)(intptr_t)argument;
+  int spins = 0;
+  while (!atomic_load_explicit(&pool.stop, memory_order_acquire)) {
+    const uint32_t awake = atomic_load_explicit(&pool.awake, memory_order_acquire);
+    if (!(awake & 1)) {
+      syscall(SYS_futex, &pool.awake, FUTEX_WAIT_PRIVATE, awake, NULL, NULL, 0);
+      spins = 0;
+    } else if (run_part(thread)) {
+      spins = 0;
+    } else if (++spins < SPINS) {
+      pause_briefly();
+    } else {
+      sched_yield();
+    }
+  }
+  return NULL;
+}
+
+int num_threads(void) { return pool.count; }
+
+void in_parallel(Work work, void *data, size_t parts) {
+  if (pool.count == 1 || parts < 2) {
+    for (size_t part = 0; part < parts; part++) work(data, part, 0);
+    return;
+  }
+  pool.work = work;
+  pool.data = data;
+  atomic_store_explicit(&pool.done, 0, memory_order_relaxed);
+  const uint64_t job = (atomic_load_explicit(&pool.ticket, memory_order_relaxed) >> 32) + 1;
+  atomic_store_explicit(&pool.ticket, job << 32 | parts, memory_order_release);
+  while (run_part(0)) {}
+  for (int spins = 0; atomic_load_explicit(&pool.done, memory_order_acquire) < parts;)
+    if (++spins < SPINS)
+      pause_briefly();
+    else
+      sched_yield();
+}
+
+void begin_parallel(void) {
+  if (pool.count == 1) return;
+  atomic_fetch_add_explicit(&pool.awake, 1, memory_order_release);
+  syscall(SYS_futex, &pool.awake, FUTEX_WAKE_PRIVATE, MAX_THREADS, NULL, NULL, 0);
+}
+
+void end_parallel(void) {
+  if (pool.count > 1) atomic_fetch_add_explicit(&pool.awake, 1, memory_order_release);
+}
+
+int use_threads(int count) {
+  if (count > MAX_THREADS) count = MAX_THREADS;
+  if (count < 1) count = 1;
+  atomic_store(&pool.stop, 1);
+  begin_parallel();
+  for (int i = 1; i < pool.count; i++) pthread_join(pool.threads[i], NULL);
+  end_parallel();
+  atomic_store(&pool.stop, 0);
+  for (pool.count = 1; pool.count < count; pool.count++)
+    if (pthread_create(&pool.threads[pool.count], NULL, serve, (void *)(intptr_t)pool.count)) break;
+  return pool.count;
+}

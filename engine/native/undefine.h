@@ -1,0 +1,14 @@
+/* Ends what kernels.c defines for one set of instructions. */
+#undef TARGET
+#undef NAME
+#undef LANES
+#undef PARTS
+#undef FMA
+#undef DOT
+#undef WEIGHT_OFFSET
+#undef LOAD_HALVES
+#undef STORE_HALVES
+#undef PLAIN_DOT
+#undef PLAIN_HALVES
+#undef floats
+#undef ints
