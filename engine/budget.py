@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from common.errors import NeverFits, OutOfMemory
 from common.memory import MIB, memory_limit_bytes
@@ -40,7 +40,7 @@ class Budget:
         self.spare: Callable[[int], None] = lambda missing: None
         # Called once more was given out: what is kept for want of anything better goes.
         self.given: Callable[[], object] = lambda: None
-        self._rows: list[int] = []  # bytes of a row of full context, of each model
+        self._rows: list[tuple[str, int]] = []  # by model, bytes of a row of full context
         self._lock = threading.Lock()
 
     @property
@@ -53,22 +53,31 @@ class Budget:
         Raises what `check` does.
         """
         with self._lock:
-            self.check(size, row, model)
+            self._check(size, row, model, 0)
             self.declared_bytes += size
-            self._rows.append(row)
+            self._rows.append((model, row))
 
-    def check(self, size: int, row: int, model: str, promised: int = 0) -> None:
-        """Whether they fit beside so many bytes that are `promised` to others.
+    def check(
+        self, size: int, row: int, model: str, promised: Mapping[str, int] | None = None
+    ) -> None:
+        """Whether they fit beside what is `promised` to other models, in bytes, where those are not
+        declared yet.
 
         Raises `OutOfMemory`; `NeverFits` if not even an empty engine had room.
         """
+        with self._lock:
+            declared = {name for name, _ in self._rows}
+            to_come = sum(b for name, b in (promised or {}).items() if name not in declared)
+            self._check(size, row, model, to_come)
+
+    def _check(self, size: int, row: int, model: str, promised: int) -> None:
         if size + row > self.total_bytes:
             raise NeverFits(
                 f"model {model} needs {size / MIB:.0f} MiB and {row / MIB:.0f} for one request of"
                 f" its whole context, the engine has {self.total_bytes / MIB:.0f} MiB in all"
                 " (ENGINE_MEMORY_MIB sets it)"
             )
-        kept = max(row, *self._rows, self.kv_bytes)
+        kept = max(row, *(bytes for _, bytes in self._rows), self.kv_bytes)
         taken = self.declared_bytes + promised + kept
         missing = size + taken - self.overcommit * self.total_bytes
         if missing > 0:
@@ -82,10 +91,10 @@ class Budget:
                 needed_bytes=size,
             )
 
-    def withdraw(self, size: int, row: int) -> None:
+    def withdraw(self, size: int, row: int, model: str) -> None:
         with self._lock:
             self.declared_bytes -= size
-            self._rows.remove(row)
+            self._rows.remove((model, row))
 
     def lacks(self, size: int, row: int) -> int:
         """How many bytes are missing for `size` more of weights in memory, beside a row of `row`

@@ -106,7 +106,7 @@ class Loader:
                 self._residency.release(model)
             if texts is not None:
                 texts.close(ModelNotFound(f"{name} was not loaded"))
-            self._budget.withdraw(needed, row)
+            self._budget.withdraw(needed, row, name)
             return_freed_memory()
             raise
         model.load_s = time.monotonic() - started

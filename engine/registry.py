@@ -141,10 +141,7 @@ class Engine:
         """
         backend, precision = self._loader.resolve(backend, precision)
         needed, row = self._loader.needs(Path(model_dir), backend, precision, reading or Reading())
-        with self._changed:
-            known = self._models.keys() | self._loading.keys()
-        to_come = sum(size for other, size in (promised or {}).items() if other not in known)
-        self.budget.check(needed, row, name, to_come)
+        self.budget.check(needed, row, name, promised)
         return needed
 
     @staticmethod
@@ -189,7 +186,7 @@ class Engine:
         try:
             self._residency.release(model)
         finally:
-            self.budget.withdraw(model.reserved_bytes, model.row_bytes)
+            self.budget.withdraw(model.reserved_bytes, model.row_bytes, model.name)
             return_freed_memory()
 
     def _unwanted_bytes(self) -> int:

@@ -117,7 +117,9 @@ def must_agree(spiece: Path, tokenizer_json: Path, texts: list[str]) -> int:
     Raises `Problem` with the first text that they cut otherwise.
     """
     ours, theirs = SentencePieceTokenizer(spiece), HuggingFaceTokenizer(tokenizer_json)
-    pieces = [p.replace(SPACE, " ") for i, p in enumerate(ours._pieces) if i not in ours.special_ids]
+    pieces = [
+        p.replace(SPACE, " ") for i, p in enumerate(ours._pieces) if i not in ours.special_ids
+    ]
     # What they are about is text, and a control piece is none.
     texts = [t for t in [*TEXTS, *texts, *pieces] if not any(p in t for p in _controls(ours))]
     for text in texts:

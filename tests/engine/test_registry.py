@@ -486,6 +486,39 @@ def test_what_is_missing_for_a_model_is_told_in_bytes(model_dir: Path) -> None:
         engine.close()
 
 
+def test_memory_promised_to_a_load_is_its_own_before_the_load_has_taken_it(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(Settings(memory_mib=64, overcommit=1))
+    opening, opened = threading.Event(), threading.Event()
+    manifests = engine._loader._manifests
+    open_manifest = manifests.open
+
+    def open_slowly(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            opening.set()
+            assert opened.wait(WAIT_S)
+        return open_manifest(*arguments)
+
+    monkeypatch.setattr(manifests, "open", open_slowly)
+    try:
+        promised = {"봄": engine.check("봄", str(model_dir))}
+        engine.budget.total_bytes = 1_300_000  # for one of them
+        with ThreadPoolExecutor(1) as pool:
+            load = pool.submit(engine.load, "봄", str(model_dir))
+            assert opening.wait(WAIT_S)
+            try:
+                with pytest.raises(OutOfMemory):
+                    engine.check("여름", str(model_dir), promised=promised)
+            finally:
+                opened.set()
+            assert load.result(WAIT_S).reserved_bytes == promised["봄"]
+        engine.budget.total_bytes += promised["봄"]  # no more is taken twice
+        engine.check("여름", str(model_dir), promised=promised)
+    finally:
+        engine.close()
+
+
 def test_a_model_has_as_many_rows_as_it_was_loaded_with(model_dir: Path) -> None:
     engine = Engine(Settings(memory_mib=64, max_rows=5))
     try:
