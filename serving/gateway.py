@@ -67,6 +67,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         if not self._gateway.draining:
             self._gateway.draining = True
+            self._gateway.started_or_stopping.set()
             self._gateway.tasks.add(asyncio.get_running_loop().create_task(self._drain()))
 
     async def _drain(self) -> None:
@@ -116,6 +117,7 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
         lookups=lookups,
         metrics=metrics,
         journal=journal,
+        takes_over=snapshot.exists(),
     )
     try:
         yield gateway

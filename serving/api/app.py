@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.errors import EngineError, ServiceError
 from common.worker_protocol import REQUEST_ID
 from serving.api import openapi
-from serving.api.http_protocol import MAX_HEADER_BYTES
+from serving.api.http_protocol import HEALTH_PATHS, MAX_HEADER_BYTES
 from serving.api.inference import Inference
 from serving.api.management import Management
 from serving.api.metrics import CONTENT_TYPE
@@ -103,6 +103,8 @@ class App:
                 ]
             await send(message)
 
+        if scope["path"] not in HEALTH_PATHS:
+            await self._gateway.take_over(self._gateway.settings.request_timeout_s)
         app = self._management if self._is_managing(scope) else self._inference
         try:
             self._check(Request(scope))

@@ -29,6 +29,8 @@ from serving.errors import BadRequest, HeadersTooLarge, RequestTimeout, ServingE
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 65_536
+# What tells whether the server lives is answered at once and always.
+HEALTH_PATHS = frozenset(("/ping", "/health", "/metrics", "/v2/health/live", "/v2/health/ready"))
 FRAMING = (b"content-length", b"transfer-encoding")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 TCP_CLOSED = 7  # TCP_CLOSE of Linux's tcp_states.h, the first byte of TCP_INFO

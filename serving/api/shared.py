@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from anyio import CancelScope
+from anyio import CancelScope, move_on_after
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -88,9 +88,17 @@ class Gateway:
     started: bool = False  # what is to be there from the start is loaded
     start_error: str | None = None  # why the one model of a single-model server is not there
     draining: bool = False
+    takes_over: bool = False  # from a gateway that has ended, and whose clients wait for this one
+    started_or_stopping: asyncio.Event = field(default_factory=asyncio.Event)
     requests: int = 0  # being answered
     body_bytes: int = 0  # of their bodies
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    async def take_over(self, timeout_s: float) -> None:
+        """Waits, if a gateway ran before this one, until this one has its models."""
+        if self.takes_over and not self.started:
+            with move_on_after(timeout_s):
+                await self.started_or_stopping.wait()
 
     def check_ready(self) -> None:
         """Raises `Unavailable` while requests are not taken: the same for every route."""

@@ -42,6 +42,7 @@ async def start(gateway: Gateway) -> None:
     gateway.adopted = True
     await _preload(gateway)
     gateway.started = True
+    gateway.started_or_stopping.set()
 
 
 async def _preload(gateway: Gateway) -> None:

@@ -416,7 +416,7 @@ def test_a_gateway_that_is_killed_under_load_comes_back(own: Server) -> None:
         count = len(load.answers)
         eventually(lambda: load.all_well(count + 24), BOUND_S)
     assert len(load.broken) <= 6  # of each client what was in flight: the others waited
-    assert {status for status, _, _ in load.answers} <= {200, 503}
+    assert {status for status, _, _ in load.answers} == {200}
     for name in ("a", "b"):  # the new one knows its models
         assert own.unload(name).status_code == 200
     eventually(lambda: not own.descendants(WORKER))

@@ -305,6 +305,38 @@ def test_all_routes_agree_on_whether_the_server_is_ready(state: dict[str, Any], 
     run(test())
 
 
+def test_clients_of_a_gateway_that_was_lost_wait_for_the_next_one() -> None:
+    async def test() -> None:
+        world = World()
+        gateway = world.gateway
+        gateway.takes_over, gateway.adopted, gateway.started = True, False, False
+        waiting = [asyncio.create_task(world.call(*route)) for route in ROUTES[:5]]
+        await settle()
+        assert not any(task.done() for task in waiting)
+        for path, status in (("/ping", 503), ("/v2/health/ready", 503), ("/v2/health/live", 200)):
+            assert (await world.call("GET", path))[0] == status
+        gateway.adopted = gateway.started = True
+        gateway.started_or_stopping.set()
+        assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 5
+
+    run(test())
+
+
+def test_clients_that_wait_for_a_gateway_that_stops_are_told_so() -> None:
+    async def test() -> None:
+        world = World()
+        world.gateway.takes_over, world.gateway.started = True, False
+        waiting = asyncio.create_task(world.call("POST", "/predictions/봄"))
+        await settle()
+        assert not waiting.done()
+        world.gateway.draining = True
+        world.gateway.started_or_stopping.set()
+        status, _, body = await waiting
+        assert (status, json.loads(body)["message"]) == (503, "the server is stopping")
+
+    run(test())
+
+
 def test_a_version_is_that_of_the_model() -> None:
     async def test() -> None:
         world = World()
