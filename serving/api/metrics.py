@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,9 @@ from prometheus_client.registry import Collector
 from common.histogram import SECONDS
 
 LABELS = ("model",)
+# What an unloaded model did stays for some scrapes, usually a minute apart at most.
+GONE_S = 600.0
+MAX_GONE = 1000  # models; each has some 40 lines
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -47,7 +50,7 @@ class Tally:
 class Metrics:
     """Everything that `/metrics` shows."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._registry = CollectorRegistry()
         on = self._registry
         self._requests = Counter(
@@ -72,7 +75,9 @@ class Metrics:
                 ("evicted", "idle_at_eviction", (), "How long an evicted model had been idle"),
             )
         }
+        self._now = now
         self._labelled: set[str] = set()
+        self._gone: dict[str, float] = {}  # since when, of those models that are not there
         self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
         self._fetches = Counter(
             "kogpt2_cache_requests",
@@ -114,14 +119,18 @@ class Metrics:
         waiting: Mapping[str, int],
     ) -> bytes:
         """The exposition format. `names` maps the engine's names to those of all models that there
-        are; what belonged to others is dropped. `waiting`: requests in the gateway, by model."""
-        gone = self._labelled - {"", *names.values()}
+        are; what belongs to others is dropped after `GONE_S`, or to make room for later ones.
+        `waiting`: requests in the gateway, by model."""
+        now, there = self._now(), {"", *names.values()}
+        absent = self._labelled - there
+        self._gone = {name: self._gone.get(name, now) for name in absent}
+        newest = sorted(absent, key=self._gone.__getitem__)[-MAX_GONE:]
+        gone = absent - {name for name in newest if now - self._gone[name] < GONE_S}
         for metric in (
             self._requests, self._seconds, self._stages["fetched"], self._stages["loaded"]
         ):  # fmt: skip
             for name in gone:
                 metric.remove_by_labels({"model": name})
-                self.tallies.pop(name, None)
         self._labelled -= gone
         self._engine.statistics, self._engine.names, self._engine.waiting = (
             statistics, names, waiting

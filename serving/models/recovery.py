@@ -66,17 +66,17 @@ class Recovery:
     async def watch(self) -> None:
         """Runs for ever: gives models their workers back."""
         while True:
-            for _ in range(round(LOOK_S / GLANCE_S)):
-                await asyncio.sleep(GLANCE_S)
-                await self._glance()
-            self._snapshot.retry()
             try:
+                for _ in range(round(LOOK_S / GLANCE_S)):
+                    await asyncio.sleep(GLANCE_S)
+                    await self._glance()
+                self._snapshot.retry()
                 await self._look()
                 self._blind = ""
-            except ServiceError as error:
-                if error.message != self._blind:
-                    logger.warning("the models' workers are not looked after: %s", error.message)
-                self._blind = error.message
+            except (ServiceError, OSError, RuntimeError) as error:  # no file, no thread to be had
+                if str(error) != self._blind:
+                    logger.warning("the models' workers are not looked after: %s", error)
+                self._blind = str(error)
 
     async def _glance(self) -> None:
         """At those that have requests and are due, and their sockets alone."""

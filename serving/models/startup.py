@@ -29,7 +29,7 @@ async def watch_health(gateway: Gateway) -> None:
                 await gateway.mms.call("GET", "/ping", timeout_s=2)
             warm = True
             gateway.healthy = await gateway.engine.is_healthy()
-        except ServingError:
+        except (ServingError, OSError, RuntimeError):  # of the last two: no file, no thread
             gateway.healthy = warm = False
         await asyncio.sleep(HEALTH_S)
 

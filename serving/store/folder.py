@@ -39,7 +39,7 @@ class FolderStore:
                 files = list(_files(folder))
                 if holds_model(files, handler):
                     return folder_model(name, str(folder), files)
-        raise ModelNotInStore(f"there is no model {name} in {self.location}")
+        raise ModelNotInStore(f"there is no model {name} in the store")
 
 
 def find_path(path: Path, roots: tuple[Path, ...]) -> StoredModel:

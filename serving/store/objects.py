@@ -57,7 +57,7 @@ class ObjectStore:
             files = self._folder(url)
             if holds_model(files, handler):
                 return folder_model(name, url, files)
-        raise ModelNotInStore(f"there is no model {name} in {self.location}")
+        raise ModelNotInStore(f"there is no model {name} in the store")
 
     def locate(self, url: str, handler: str | None = None) -> StoredModel:
         """The model at a url of this store. Raises `UrlNotAllowed` if it is outside."""

@@ -52,7 +52,8 @@ class OpenAI:
         async def answered(request: Request) -> Response:
             try:
                 if request.method not in (*methods, "HEAD"):
-                    raise MethodNotAllowed(f"{path} takes {', '.join(methods)}", methods)
+                    asked_path = request.scope["path"]
+                    raise MethodNotAllowed(f"{asked_path} takes {', '.join(methods)}", methods)
                 check_token(request, self._gateway.settings.inference_token)
                 return await endpoint(request)
             except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -98,6 +99,31 @@ def test_an_answer_that_makes_no_sense_ends_nothing(tmp_path: Path) -> None:
             await asyncio.sleep(3)
             parts.workers.kill(model)
             parts.workers.listing = None
+            await asyncio.sleep(3)
+            assert parts.workers.works(model)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread")]
+)
+def test_a_machine_that_is_short_of_files_or_threads_ends_nothing(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        model = await parts.load("봄")
+        listening = parts.workers.listening
+
+        async def fails() -> set[str]:
+            raise error
+
+        async with watched(parts), parts.registry.use("봄"):  # which makes it look sooner
+            monkeypatch.setattr(parts.workers, "listening", fails)
+            await asyncio.sleep(3)
+            parts.workers.kill(model)
+            monkeypatch.setattr(parts.workers, "listening", listening)
             await asyncio.sleep(3)
             assert parts.workers.works(model)
 

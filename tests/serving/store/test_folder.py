@@ -96,6 +96,12 @@ def test_a_folder_with_the_handler_that_a_load_names_is_a_model(tmp_path: Path) 
     assert store.find("counter", "other:handle").kind == "folder"
 
 
+def test_a_client_does_not_learn_where_the_store_is(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotInStore) as raised:
+        FolderStore(tmp_path).find("없음")
+    assert raised.value.message == "there is no model 없음 in the store"
+
+
 def test_links_do_not_lead_out_of_a_store(tmp_path: Path) -> None:
     outside, store = tmp_path / "outside", tmp_path / "store"
     for folder in (outside, store):

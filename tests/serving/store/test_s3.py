@@ -52,6 +52,7 @@ def test_what_is_missing_is_named(s3: S3Server, name: str) -> None:
     with pytest.raises((ModelNotInStore, UrlNotAllowed)) as raised:
         open_store(LOCATION).find(name)
     assert name in str(raised.value)
+    assert "kogpt2/" not in str(raised.value).replace(name, "")
 
 
 def test_a_long_listing_is_whole(s3: S3Server) -> None:

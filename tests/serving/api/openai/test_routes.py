@@ -235,6 +235,7 @@ def test_whatever_is_wrong_is_said_in_openais_shape(
         assert set(said) == {"message", "type", "param", "code"}
         assert said["type"] == "invalid_request_error"
         assert headers["x-request-id"]
+        assert status != 405 or path in said["message"]
 
     asyncio.run(test())
 
