@@ -20,7 +20,8 @@ from typing import Any
 from common.errors import InvalidRequest, quoted
 from common.media_types import BINARY, HEADER_SIZE, JSON
 
-FIELDS = ("id", "parameters", "inputs", "outputs")
+# KServe's client repeats the path's model_name in the body.
+FIELDS = ("id", "model_name", "parameters", "inputs", "outputs")
 INPUT_FIELDS = ("name", "shape", "datatype", "parameters", "data")
 OUTPUT_FIELDS = ("name", "parameters")
 
@@ -63,6 +64,18 @@ def split(body: bytes, header_size: str) -> tuple[bytes, bytes]:
             f" {len(body)}, the body's"
         )
     return body[: int(header_size)], body[int(header_size) :]
+
+
+def raw_request(
+    name: str, datatype: str, shape: Sequence[int], data: bytes
+) -> tuple[dict[str, Any], bytes]:
+    """The request that a body without JSON stands for, and its binary tensor: Triton's raw binary
+    request, `data` being the model's only input and all outputs sent as bytes."""
+    if datatype == "BYTES":
+        data = struct.pack("<I", len(data)) + data
+    size = {"binary_data_size": len(data)}
+    tensor = {"name": name, "datatype": datatype, "shape": list(shape), "parameters": size}
+    return {"inputs": [tensor], "parameters": {"binary_data_output": True}}, data
 
 
 def parse(

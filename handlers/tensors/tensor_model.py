@@ -55,6 +55,8 @@ def transform_fn(
     kind, parameters = media_type(content_type)
     if kind == BINARY:
         header, binary = split(raw, parameters.get(HEADER_SIZE, ""))
+        if not header:
+            return _infer(model, *v2.raw_request(binary, model.metadata), timeout_s)
         return _infer(model, codec.parse_json(header), binary, timeout_s)
     if kind != JSON:
         return _plain(model, _only_input(model, raw, kind), accept, timeout_s)

@@ -11,7 +11,7 @@ import numpy as np
 
 from common.errors import InvalidRequest
 from handlers import v2
-from handlers.tensors.codec import Array, TensorSpec, from_values, to_json
+from handlers.tensors.codec import Array, TensorSpec, from_values, listed, to_json
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,25 @@ def parse(
     outputs = [spec.name for spec in metadata.outputs]
     request = v2.parse(value, binary, inputs, outputs, metadata.unserved)
     return request, {tensor.name: _array(tensor, specs[tensor.name]) for tensor in request.inputs}
+
+
+def raw_request(data: bytes, metadata: Metadata) -> tuple[dict[str, Any], bytes]:
+    """`handlers.v2.raw_request` of the model's only input, whose shape is told by how many bytes
+    there are. Raises `InvalidRequest`."""
+    spec = metadata.inputs[0]
+    fixed = math.prod(size for size in spec.v2_shape if size >= 0)
+    if spec.datatype == "BYTES":
+        free, fits = 1, fixed == 1
+    else:
+        free, rest = divmod(len(data), max(fixed * spec.dtype.itemsize, 1))
+        fits = spec.v2_shape.count(-1) <= 1 and not rest
+    if len(metadata.inputs) > 1 or not fits:
+        raise InvalidRequest(
+            f"{len(data)} bytes without JSON must be one text, or one tensor with at most one"
+            f" dimension of any size; the model takes {listed(metadata.inputs)}"
+        )
+    shape = [size if size >= 0 else free for size in spec.v2_shape]
+    return v2.raw_request(spec.name, spec.datatype, shape, data)
 
 
 def _array(tensor: v2.Tensor, spec: TensorSpec) -> Array:

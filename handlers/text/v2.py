@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest
+from common.hints import HINTS
 from common.json_body import read_json
 from common.media_types import BINARY, HEADER_SIZE
 from handlers import v2
@@ -52,7 +53,10 @@ def parse(body: bytes | bytearray | str, content_type: str | None) -> TextReques
     elif b'"datatype"' not in raw:
         return None
     try:
-        value = read_json(raw)
+        if kind == BINARY and not raw:
+            value, binary = v2.raw_request("text", "BYTES", [1], binary)
+        else:
+            value = read_json(raw)
     except InvalidRequest:
         if kind == BINARY:
             raise
@@ -62,7 +66,8 @@ def parse(body: bytes | bytearray | str, content_type: str | None) -> TextReques
     match value["inputs"]:
         case [{"name": "text", "datatype": "BYTES", "shape": [1] | [1, 1]}]:
             asked = v2.parse(value, binary, {"text": "BYTES [1]"}, list(DATATYPES))
-            plain = {"inputs": _text(asked.inputs[0].data), "parameters": asked.parameters}
+            parameters = {k: v for k, v in asked.parameters.items() if k not in HINTS}
+            plain = {"inputs": _text(asked.inputs[0].data), "parameters": parameters}
             return TextRequest(to_json(plain), asked)
     raise InvalidRequest(f"inputs must be one text, [{INPUT}]")
 

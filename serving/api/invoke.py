@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any
@@ -55,6 +56,11 @@ WITHHELD = {
 
 
 Check = Callable[[Model], None]
+Limit = Callable[[bytes], Awaitable[float]]  # of a body: how many seconds its answer may take
+
+
+async def no_limit(body: bytes) -> float:
+    return math.inf
 
 
 async def invoke(
@@ -63,11 +69,13 @@ async def invoke(
     name: str,
     headers: Mapping[str, str] | None = None,
     check: Check = lambda model: None,
+    limit: Limit = no_limit,
 ) -> Response:
     """Has a model answer a request, loading it first where that is allowed.
 
     `headers` are for the worker, in place of the client's; `check` raises what is wrong with the
-    model. The answer has the model's time from the moment that the request's head was there.
+    model. The answer has the model's time from the moment that the request's head was there, or
+    the client's own `limit` where that is shorter.
     """
     gateway.check_ready()
     request.state.model = name
@@ -77,12 +85,13 @@ async def invoke(
         query = _query(request)
         body = await read_body(gateway, request)
         check_form(headers.get("content-type", ""), body)
+        limit_s = await limit(body)
         used = await resources.enter_async_context(AsyncExitStack())
-        async with until(request, gateway.settings.request_timeout_s) as scope:
+        async with until(request, min(gateway.settings.request_timeout_s, limit_s)) as scope:
             model = await used.enter_async_context(gateway.use(name))
             counted.model = name
             check(model)
-            end = request.state.started + model.request_timeout_s
+            end = request.state.started + min(model.request_timeout_s, limit_s)
             scope.deadline = end
             await used.enter_async_context(gateway.admission.place(model.line, end))
             # Elsewhere a body's "stream" is the model's own matter.
@@ -117,17 +126,18 @@ async def engine_model(
     name: str,
     resources: AsyncExitStack,
     check: Check = lambda model: None,
+    limit_s: float = math.inf,
 ) -> AsyncIterator[tuple[Model, float]]:
     """A model that the engine itself is asked for, loaded as `invoke` does it, and when its answer
     is due. `resources` keeps it. Raises `NotOfTheEngine` for one that answers by its own code."""
     counted = resources.enter_context(Counted(gateway))
-    async with until(request, gateway.settings.request_timeout_s) as scope:
+    async with until(request, min(gateway.settings.request_timeout_s, limit_s)) as scope:
         model = await resources.enter_async_context(gateway.use(name))
         counted.model = name
         check(model)
         if not model.in_engine:
             raise NotOfTheEngine(f"{name} answers by its own code: call /predictions/{name}")
-        end = scope.deadline = request.state.started + model.request_timeout_s
+        end = scope.deadline = request.state.started + min(model.request_timeout_s, limit_s)
         yield model, end
 
 

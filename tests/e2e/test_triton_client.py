@@ -163,6 +163,49 @@ def test_a_text_is_generated_as_the_servers_own_route_does_it(server: Server) ->
     assert len(post(server, "spring", "generate", several).json()["text_output"]) == 3
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"bad_words": "", "stop_words": ""},  # TensorRT-LLM's
+        {"bad_words": [], "stop_words": [""], "timeout": 60_000_000, "priority": 0},
+        {"parameters": {"stream": False, "exclude_input_in_output": True}},  # vLLM's
+        {"text_input": [PROMPT], "stream": False},
+    ],
+)
+def test_the_quick_starts_of_llm_backends_are_answered(
+    server: Server, more: dict[str, Any]
+) -> None:
+    wanted = post(server, "spring", "generate", {"text_input": PROMPT, "max_tokens": 9}).json()
+    answer = post(server, "spring", "generate", {"text_input": PROMPT, "max_tokens": 9, **more})
+    assert answer.json() == wanted
+
+
+def test_stop_words_end_a_text(server: Server) -> None:
+    asked = {"text_input": PROMPT, "max_tokens": 9}
+    whole = post(server, "spring", "generate", asked).json()["text_output"]
+    for words in (whole[4:6], [whole[4:6]]):
+        answer = post(server, "spring", "generate", {**asked, "stop_words": words})
+        assert answer.json()["text_output"] == whole[: whole.index(whole[4:6])]
+
+
+def events(answer: requests.Response) -> list[str]:
+    """The texts of a stream."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *found, rest = answer.content.decode("utf-8").split("\n\n")
+    assert rest == ""
+    return [json.loads(event.removeprefix("data: "))["text_output"] for event in found]
+
+
+def test_stream_says_whether_a_text_is_sent_in_pieces(server: Server) -> None:
+    asked = {"text_input": PROMPT, "max_tokens": 9}
+    wanted = post(server, "spring", "generate", asked).json()["text_output"]
+    pieces = events(post(server, "spring", "generate", {**asked, "stream": True}))
+    assert "".join(pieces) == wanted
+    assert len(pieces) > 1
+    once = {**asked, "parameters": {"stream": False}}
+    assert events(post(server, "spring", "generate_stream", once)) == [wanted]
+
+
 def test_a_stream_is_the_text_in_events(server: Server) -> None:
     asked = {"text_input": PROMPT, "max_tokens": 16, "exclude_input_in_output": False}
     wanted = post(server, "spring", "generate", asked).json()["text_output"]
@@ -193,7 +236,10 @@ def test_a_client_that_leaves_a_stream_frees_its_row(server: Server) -> None:
         ("generate", {"text_input": PROMPT, "id": 1}, 400, "id must be"),
         ("generate", {"text_input": PROMPT, "온도": 1}, 400, "온도 is not known"),
         ("generate", {"text_input": PROMPT, "parameters": [1]}, 400, "parameters"),
-        ("generate", {"text_input": PROMPT, "stream": True}, 400, "/generate_stream"),
+        ("generate", {"text_input": [PROMPT, PROMPT]}, 400, "text_input"),
+        ("generate", {"text_input": PROMPT, "stream": "아니"}, 400, "stream must be"),
+        ("generate", {"text_input": PROMPT, "bad_words": ["가"]}, 400, "bad_words must be empty"),
+        ("generate", {"text_input": PROMPT, "stop_words": [1]}, 400, "stop"),
         ("generate_stream", {"text_input": PROMPT, "parameters": {"top_p": 2}}, 400, "top_p"),
         (
             "generate_stream",

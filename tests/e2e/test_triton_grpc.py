@@ -331,6 +331,43 @@ def test_a_cancelled_stream_frees_its_rows(client: Any, server: Server) -> None:
     assert steps(server, "slow") - begun < ENDLESS_TOKENS / 2
 
 
+def test_the_protocols_hints_are_no_parameters_of_a_text(client: Any, server: Server) -> None:
+    answer = client.infer(
+        "spring",
+        [prompt()],
+        priority=1,
+        timeout=60_000_000,
+        parameters={"max_new_tokens": 4},
+        headers=HEADERS,
+    )
+    assert generated(answer) == whole(server, "spring", 4)
+    stream = Stream(client)
+    stream.ask("spring", max_new_tokens=4, content_type="str")
+    assert "".join(stream.texts(1)[""]) == whole(server, "spring", 4)
+
+
+def test_a_requests_own_timeout_ends_it(client: Any, server: Server) -> None:
+    client.load_model("slow", headers=MANAGING)
+    parameters = {"max_new_tokens": ENDLESS_TOKENS}
+    status, said = refused(
+        lambda: client.infer(
+            "slow", [prompt()], timeout=300_000, parameters=parameters, headers=HEADERS
+        )
+    )
+    assert (status, said) == ("DEADLINE_EXCEEDED", "no answer within 0.3 s")
+    stream = Stream(client)
+    client.async_stream_infer("slow", [prompt()], parameters=parameters, timeout=300_000)
+    error = None
+    for _ in range(ENDLESS_TOKENS):
+        _, error = stream.next()
+        if error is not None:
+            break
+    assert "no answer within 0.3 s" in str(error)
+    eventually(lambda: running(server) == 0)
+    stream.ask("spring", max_new_tokens=4)  # the call goes on
+    assert "".join(stream.texts(1)[""]) == whole(server, "spring", 4)
+
+
 def test_a_deadline_of_the_clients_frees_its_rows(client: Any, server: Server) -> None:
     client.load_model("slow", headers=MANAGING)
     parameters = {"max_new_tokens": ENDLESS_TOKENS}

@@ -28,6 +28,8 @@ def server(clean: Server) -> Server:
     TinyGPT2(seed=1).save(store / "two" / "1" / "model.onnx")
     GPT2.save(store / "two" / "10" / "model.onnx")
     identity(store / "texts" / "model.onnx", TensorProto.STRING, ["n"])
+    identity(store / "pairs" / "model.onnx", TensorProto.INT64, ["n", 2])
+    identity(store / "grid" / "model.onnx", TensorProto.INT64, ["n", "m"])
     (store / "broken").mkdir()
     (store / "broken" / "model.onnx").write_bytes(b"no graph")
     small(store / "text-model")
@@ -215,6 +217,86 @@ def test_a_text_model_takes_a_text(server: Server) -> None:
     told = get(server, "/v2/models/text-model").json()
     assert told["inputs"] == [{"name": "text", "datatype": "BYTES", "shape": [1]}]
     assert [output["name"] for output in told["outputs"]] == list(outputs)
+
+
+def raw(server: Server, name: str, body: bytes) -> requests.Response:
+    """As Triton's clients send one tensor's bytes and no JSON."""
+    return infer(server, name, body, **{"Inference-Header-Content-Length": "0"})
+
+
+def outputs(answer: requests.Response) -> dict[str, bytes]:
+    """The bytes of each output of a binary answer, by name."""
+    assert answer.status_code == 200, answer.text
+    end = int(answer.headers["Inference-Header-Content-Length"])
+    found = {}
+    for output in json.loads(answer.content[:end])["outputs"]:
+        size = output["parameters"]["binary_data_size"]
+        found[output["name"]] = answer.content[end : end + size]
+        end += size
+    return found
+
+
+def test_the_body_may_be_the_bytes_of_the_only_input(server: Server) -> None:
+    length = len(wanted := text(server.predict("text-model", {"inputs": "나는 오늘"})).encode())
+    found = outputs(raw(server, "text-model", "나는 오늘".encode()))
+    assert found["generated_text"] == struct.pack("<I", length) + wanted
+    pairs = np.arange(6).tobytes()
+    assert outputs(raw(server, "pairs", pairs)) == {"y": pairs}
+    assert outputs(raw(server, "texts", "산에는".encode()))["y"][4:].decode() == "산에는"
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [
+        ("pairs", 24, "24 bytes without JSON must be"),
+        ("grid", 32, "the model takes x INT64 [n, m]"),
+        ("봄", 40, "the model takes input_ids INT64 [batch, sequence], attention_mask"),
+    ],
+)
+def test_bytes_whose_shape_is_not_known_are_refused(
+    server: Server, name: str, size: int, said: str
+) -> None:
+    status, message = error(raw(server, name, bytes(size)))
+    assert (status, said in message) == (400, True), message
+
+
+def test_a_text_model_takes_the_protocols_own_hints(server: Server) -> None:
+    """And the name that KServe's client repeats in the body."""
+    hints = {"timeout": 60_000_000, "priority": 1, "content_type": "str"}
+    body = {"inputs": [tensor("text", ["나는 오늘"])], "model_name": "text-model"}
+    answer = infer(server, "text-model", {**body, "parameters": {**SHORT["parameters"], **hints}})
+    assert answer.status_code == 200, answer.text
+    (made, *_) = answer.json()["outputs"]
+    assert made["data"] == [text(server.predict("text-model", SHORT))]
+
+
+@pytest.mark.parametrize("route", ["infer", "generate", "generate_stream"])
+def test_a_request_has_no_longer_than_its_own_timeout(server: Server, route: str) -> None:
+    """In microseconds, as Triton counts it."""
+    body = {"inputs": [tensor("text", ["나는"])]} if route == "infer" else {"text_input": "나는"}
+    url = server.url(f"/v2/models/text-model/{route}")
+    answer = requests.post(url, json={**body, "parameters": {"timeout": 1}}, timeout=30)
+    assert error(answer) == (504, "no answer within 1e-06 s")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [
+        ("GET", "/v2/models/text-model/infer", 405, "takes POST"),
+        ("GET", "/v2/models/text-model/versions/1/generate", 405, "takes POST"),
+        ("PUT", "/v2/models/text-model", 405, "takes GET, HEAD"),
+        ("POST", "/v2/models/text-model/ready", 405, "takes GET, HEAD"),
+        ("DELETE", "/v2/repository/index", 405, "takes POST"),
+        ("POST", "/v2/nothing", 404, "not found"),
+        ("PROPFIND", "/v2/nothing", 404, "not found"),
+    ],
+)
+def test_a_wrong_method_or_path_is_said_in_the_protocols_shape(
+    server: Server, method: str, path: str, status: int, said: str
+) -> None:
+    answer = requests.request(method, server.url(path), timeout=30)
+    assert (answer.status_code, "Allow" in answer.headers) == (status, status == 405)
+    assert said in error(answer)[1]
 
 
 @pytest.mark.parametrize(

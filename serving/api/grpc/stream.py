@@ -16,12 +16,13 @@ from typing import Any
 import anyio
 import orjson
 
+from common.hints import HINTS, timeout_s
 from serving.api.grpc.calls import Call, Idle, Reply, Routes, error_reply, made_room
 from serving.api.grpc.convert import EMPTY_END, ModelInferResponse, one_text, parameters
 from serving.api.grpc.inference import infer, model_path
 from serving.api.grpc.messages import message
 from serving.api.shared import Gateway
-from serving.errors import BadRequest, ServingError
+from serving.errors import BadRequest, ServingError, Timeout
 from serving.models.model import State
 from serving.names import normal_name
 
@@ -63,7 +64,8 @@ class Streams:
 
         async def write(response: Any) -> None:
             async with writing:
-                await context.write(response)
+                with anyio.CancelScope(shield=True):  # a response is sent whole or not at all
+                    await context.write(response)
 
         async def stream(request: Any) -> None:
             try:
@@ -118,7 +120,10 @@ class Streams:
         async def piece(lines: bytes) -> None:
             await write(tokens.response([orjson.loads(line) for line in lines.splitlines()]))
 
-        reply = await self._routes.ask(call, metadata, piece)
+        with anyio.move_on_after(tokens.timeout_s) as scope:
+            reply = await self._routes.ask(call, metadata, piece)
+        if scope.cancelled_caught:
+            reply = error_reply(Timeout(f"no answer within {tokens.timeout_s:g} s"))
         if reply.status >= 400:
             await write(_error(request, reply))
 
@@ -131,7 +136,9 @@ class Tokens:
         self.text = one_text(request)
         self._request = request
         asked = parameters(request.parameters)
-        self.parameters = {k: v for k, v in asked.items() if k not in (EMPTY_END, "stream")}
+        self.timeout_s = timeout_s(asked)
+        others = (EMPTY_END, "stream", *HINTS)
+        self.parameters = {k: v for k, v in asked.items() if k not in others}
         self._outputs = [output.name for output in request.outputs] or list(DATATYPES)
         for name in self._outputs:
             if name not in DATATYPES:

@@ -5,14 +5,16 @@ POST /v2/models/{name}/generate_stream   the same, the text in pieces, as server
 
     -> {"id"?, "model_name", "model_version", "text_output"}
 
-Parameters are those of `/predictions`; known, too, are Triton's `max_tokens`, `stream` and
-`exclude_input_in_output`. Each may stand beside `text_input` instead.
+Parameters are those of `/predictions`, and of Triton's own: `timeout` and the other hints of
+`/infer`; `max_tokens`, `stream` (which overrides the route), `exclude_input_in_output`, and
+`stop_words` and `bad_words` of TensorRT-LLM. Each may stand beside `text_input` instead.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_generate.md
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import DeadlineExceeded, EngineError
+from common.hints import HINTS, timeout_s
 from common.parameters import Parameters
 from serving.api.invoke import Check, engine_model
 from serving.api.shared import Gateway
@@ -40,12 +43,16 @@ class Asked:
     text: str
     parameters: dict[str, Any]
     head: dict[str, Any]
-    before: str = ""
+    before: str
+    stream: bool
+    limit_s: float
 
 
 def parse(name: str, body: dict[str, Any], stream: bool) -> Asked:
     """Raises `BadRequest`, `InvalidRequest`."""
     text, id_ = body.get("text_input"), body.get("id")
+    if isinstance(text, list) and len(text) == 1:
+        (text,) = text
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise BadRequest("text_input must be text that is not empty, without NUL")
     if not isinstance(id_, str | None):
@@ -55,21 +62,35 @@ def parse(name: str, body: dict[str, Any], stream: bool) -> Asked:
     if not isinstance(within, dict):
         raise BadRequest("parameters must be an object")
     parameters = {**beside, **within}
-    if parameters.pop("stream", stream) is not stream:
-        other = "generate" if stream else "generate_stream"
-        raise BadRequest(f"stream is {str(not stream).lower()}: that is what /{other} does")
+    stream = parameters.pop("stream", stream)
+    if not isinstance(stream, bool):
+        raise BadRequest("stream must be true or false")
+    limit_s = timeout_s(parameters) or math.inf
+    for hint in HINTS:
+        parameters.pop(hint, None)
     alone = parameters.pop("exclude_input_in_output", True)
     if not isinstance(alone, bool):
         raise BadRequest("exclude_input_in_output must be true or false")
     if "max_tokens" in parameters:
         parameters.setdefault("max_new_tokens", parameters.pop("max_tokens"))
+    if any(_words(parameters, "bad_words")):
+        raise BadRequest("bad_words must be empty: no word is kept out of an answer here")
+    if any(words := _words(parameters, "stop_words")):
+        parameters.setdefault("stop", words)
     # That answers be drawn may be the model's own default, which the engine knows.
     checked = Parameters.parse(parameters, {"do_sample": True})
     if stream and checked.num_return_sequences > 1:
-        raise BadRequest("num_return_sequences above 1 is for /generate: a stream has one text")
+        raise BadRequest("num_return_sequences must be 1 in a stream, which has one text")
     head = {"model_name": name, "model_version": "1"}
     before = text if not alone or checked.return_full_text else ""
-    return Asked(text, parameters, head if id_ is None else {"id": id_, **head}, before)
+    head = head if id_ is None else {"id": id_, **head}
+    return Asked(text, parameters, head, before, stream, limit_s)
+
+
+def _words(parameters: dict[str, Any], name: str) -> list[Any]:
+    """Taken from `parameters`: one text, or a list of them."""
+    words = parameters.pop(name, None) or []
+    return words if isinstance(words, list) else [words]
 
 
 async def generate(gateway: Gateway, request: Request, stream: bool, check: Check) -> Response:
@@ -79,10 +100,10 @@ async def generate(gateway: Gateway, request: Request, stream: bool, check: Chec
     asked = parse(name, body, stream)
     async with (
         AsyncExitStack() as resources,
-        engine_model(gateway, request, name, resources, check) as (model, end),
+        engine_model(gateway, request, name, resources, check, asked.limit_s) as (model, end),
     ):
         await resources.enter_async_context(gateway.admission.place(model.line, end))
-        if stream:
+        if asked.stream:
             given = asked.text, asked.parameters
             items, first = await begin(gateway, model, *given, end, resources)
             late = _event(_error(DeadlineExceeded("the answer was not ready in time")))
@@ -92,7 +113,10 @@ async def generate(gateway: Gateway, request: Request, stream: bool, check: Chec
         answer = await whole(gateway, model, asked.text, asked.parameters, end)
         texts = [asked.before + completion["text"] for completion in answer["completions"]]
         output = texts[0] if len(texts) == 1 else texts
-        return Response(orjson.dumps({**asked.head, "text_output": output}), media_type=JSON)
+        value = {**asked.head, "text_output": output}
+        if stream:  # a client of /generate_stream reads events
+            return Response(_event(value), media_type=EVENTS)
+        return Response(orjson.dumps(value), media_type=JSON)
     raise AssertionError("it was returned or raised")
 
 

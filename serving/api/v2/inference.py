@@ -18,7 +18,10 @@ https://github.com/kserve/open-inference-protocol
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -26,7 +29,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common.errors import ServiceError
+from common.errors import InvalidRequest, ServiceError
+from common.hints import timeout_s
+from common.json_body import read_json
 from common.media_types import BINARY, HEADER_SIZE
 from serving.api.invoke import Check, describe, invoke
 from serving.api.shared import Gateway, check_token, error_response
@@ -87,10 +92,8 @@ class V2:
                 for method in ("GET", "POST")
             ),
         ]
-        return [
-            *self._known,
-            Route("/v2/{rest:path}", self._in_its_shape(self.unknown)),
-        ]
+        rest = Route("/v2/{rest:path}", self._in_its_shape(self.unknown), methods=[])  # any
+        return [*self._known, rest]
 
     @staticmethod
     def _in_its_shape(endpoint: Endpoint) -> Endpoint:
@@ -133,6 +136,7 @@ class V2:
         return JSONResponse({"name": name, "ready": True})
 
     async def model(self, request: Request) -> Response:
+        self._check_method(request)  # all of `sowol/infer` may be a model's name
         check_token(request, self._gateway.settings.inference_token)
         name = request.path_params["name"]
         metadata = await describe(self._gateway, request, name, _version_check(request))
@@ -146,8 +150,12 @@ class V2:
             if not (length.isascii() and length.isdecimal() and len(length) < 16):
                 raise BadRequest(f"{HEADER_LENGTH} must be a number of bytes")
             headers["content-type"] = f"{BINARY};{HEADER_SIZE}={length}"
+
+        async def limit(body: bytes) -> float:
+            return await _limit_s(body if length is None else body[: int(length)])
+
         name, check = request.path_params["name"], _version_check(request)
-        response = await invoke(self._gateway, request, name, headers, check)
+        response = await invoke(self._gateway, request, name, headers, check, limit)
         kind, _, size = response.headers["content-type"].partition(f";{HEADER_SIZE}=")
         if kind == BINARY:
             response.headers["content-type"] = "application/octet-stream"
@@ -190,12 +198,29 @@ class V2:
         raise ResourceNotFound("there are no traces here; /metrics and the log tell of requests")
 
     async def unknown(self, request: Request) -> Response:
-        path = request.url.path
-        for route in self._known:
-            if route.path_regex.match(path):
-                methods = route.methods or ()
-                raise MethodNotAllowed(f"{path} takes {', '.join(methods)}", methods)
+        self._check_method(request)
         raise ResourceNotFound("Requested resource is not found.")
+
+    def _check_method(self, request: Request) -> None:
+        """Raises `MethodNotAllowed` where the path has other methods."""
+        path = request.scope["path"]
+        first = next((route for route in self._known if route.path_regex.match(path)), None)
+        same = [
+            route.methods or set() for route in self._known if first and route.path == first.path
+        ]
+        methods = sorted(set().union(*same))
+        if methods and request.method not in methods:
+            raise MethodNotAllowed(f"{path} takes {', '.join(methods)}", methods)
+
+
+async def _limit_s(body: bytes) -> float:
+    """The seconds that a request's own `timeout` leaves it."""
+    if b'"timeout"' not in body:
+        return math.inf
+    with contextlib.suppress(InvalidRequest):  # the worker says what is wrong
+        value = await asyncio.to_thread(read_json, body)
+        return timeout_s(value.get("parameters") if isinstance(value, dict) else None) or math.inf
+    return math.inf
 
 
 def _version_check(request: Request) -> Check:
