@@ -30,9 +30,12 @@ from handlers.worker import CONNECTIONS_AT_ONCE, LEFT_ALONE_S, NEVER_CONNECTED_S
 
 # Each request in flight has one, and so has each load.
 MAX_THREADS = 512
-# So many wait for what comes; more end once they have answered, such as those of the connections
-# that all come at once after a restart.
+# Idle ones, from the start: they answer where no more can be had (RLIMIT_NPROC, a pids limit). More
+# end once they have answered, such as those of the connections that all come after a restart.
 SPARE_THREADS = 16
+# With fewer idle ones more are started: until one that does not start is tried again, at the next
+# message or after LOOK_AROUND_S, another waits for messages.
+MIN_IDLE_THREADS = 2
 LOOK_AROUND_S = 0.5
 # An owner that is late with its socket, such as one that was stopped, comes again.
 INTRODUCTION_S = 1.0
@@ -61,13 +64,11 @@ class Sources:
 
     def serve_one(self, taken: Callable[[], None]) -> None:
         for number, _ in self._epoll.poll(maxevents=1):
-            taken()
-            read = self._ready.get(number)
-            if read is None:
-                continue
             again = True
             try:
-                again = read()
+                taken()
+                read = self._ready.get(number)
+                again = read is not None and read()
             finally:  # nobody else would come back to one whose reading has failed
                 if again:
                     with contextlib.suppress(OSError):  # closed meanwhile
@@ -97,16 +98,19 @@ class Host:
         self._models: set[HostedModel] = set()
         self._lock = threading.Lock()
         self._threads = self._idle = 0
+        self._too_few_threads = False
 
     def serve(self) -> None:
         """Never returns. Owners are met here, however many requests there are; who connects and
         brings no socket is hung up on, and knows that this process works."""
-        self._start_thread()
+        with self._lock:
+            self._start_threads(SPARE_THREADS)
         self._listener.settimeout(LOOK_AROUND_S)
         while True:
             with contextlib.suppress(TimeoutError):
                 self._meet_owner(self._listener.accept()[0])
             with self._lock:
+                self._start_threads(MIN_IDLE_THREADS)
                 left = [model for model in self._models if model.is_left_alone()]
             for model in left:  # MMS has unregistered it, or is gone; with its owner it ends
                 with contextlib.suppress(OSError):
@@ -114,10 +118,24 @@ class Host:
 
     # Threads
 
-    def _start_thread(self) -> None:
-        self._threads += 1
-        self._idle += 1
-        threading.Thread(target=self._run, daemon=True).start()
+    def _start_threads(self, least_idle: int) -> None:
+        """Starts threads until so many are idle, as far as the system lets it. With the lock."""
+        while self._idle < least_idle and self._threads < MAX_THREADS:
+            try:
+                threading.Thread(target=self._run, daemon=True).start()
+            except RuntimeError as error:
+                if not self._too_few_threads:
+                    self._too_few_threads = True
+                    logger.error(
+                        "%s: at most %d requests are answered at once, because of RLIMIT_NPROC or"
+                        " the container's limit of pids",
+                        error,
+                        self._threads,
+                    )
+                return
+            self._threads += 1
+            self._idle += 1
+        self._too_few_threads = False
 
     def _run(self) -> None:
         while True:
@@ -135,8 +153,7 @@ class Host:
         """This thread has something to do; another one waits for what comes next."""
         with self._lock:
             self._idle -= 1
-            if self._idle == 0 and self._threads < MAX_THREADS:
-                self._start_thread()
+            self._start_threads(MIN_IDLE_THREADS)
 
     # Models
 

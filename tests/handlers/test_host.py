@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from handlers.host import Sources
 from serving.entrypoint import takes_models
 from serving.mms.launcher import MMS_HOME
 from tests.e2e.server import REPOSITORY, eventually
-from tests.processes import has_ended
+from tests.processes import has_ended, nothing_starts_in
 
 # A handler service that says what happened to it.
 ECHO = """
@@ -52,7 +53,11 @@ ECHO = """
 HOST = """
 import sys
 import handlers.host as host
-host.LEFT_ALONE_S = host.LOOK_AROUND_S = float(sys.argv[1])
+host.LEFT_ALONE_S = float(sys.argv[1])
+host.LOOK_AROUND_S = min(host.LEFT_ALONE_S, host.LOOK_AROUND_S)
+if sys.argv[2] != "0":
+    from tests.processes import become_a_user
+    become_a_user(int(sys.argv[2]))
 host.main()
 """
 
@@ -63,8 +68,8 @@ MMS = ["/bin/sh", "-c", '"$@" & wait', "mms"]  # a parent of an owner's
 class Processes:
     """A host, and owners that are started as MMS does."""
 
-    def __init__(self, folder: Path, left_alone_s: float) -> None:
-        self.folder, self._left_alone_s = folder, left_alone_s
+    def __init__(self, folder: Path, left_alone_s: float, user: int) -> None:
+        self.folder, self._left_alone_s, self._user = folder, left_alone_s, user
         (folder / "echo.py").write_text(textwrap.dedent(ECHO))
         self._environment = {
             **os.environ,
@@ -76,7 +81,8 @@ class Processes:
         self.host = self.start_host()
 
     def start_host(self) -> subprocess.Popen[str]:
-        return self._start([sys.executable, "-c", HOST, str(self._left_alone_s)], self.folder)
+        command = [sys.executable, "-c", HOST, str(self._left_alone_s), str(self._user)]
+        return self._start(command, self.folder)
 
     def own(self, name: str, within: Sequence[str] = ()) -> Model:
         """A model, started by the program `within`, if there is one."""
@@ -164,8 +170,8 @@ def _sized(text: str) -> bytes:
 def start(tmp_path: Path) -> Iterator[Callable[[float], Processes]]:
     started: list[Processes] = []
 
-    def processes(left_alone_s: float = 60.0) -> Processes:
-        started.append(Processes(tmp_path, left_alone_s))
+    def processes(left_alone_s: float = 60.0, user: int = 0) -> Processes:
+        started.append(Processes(tmp_path, left_alone_s, user))
         return started[-1]
 
     yield processes
@@ -211,6 +217,46 @@ def test_threads_of_many_requests_at_once_end_with_them(start: Callable[..., Pro
         assert b"a heard x" in connection.recv(1 << 16)
     eventually(lambda: host.num_threads() < 30)
     assert b"a heard x" in model.ask(connections[0], b"x")
+
+
+def test_threads_that_do_not_start_hold_up_no_request(start: Callable[..., Processes]) -> None:
+    processes = start(user=54323)
+    models = [processes.own("a"), processes.own("b")]
+    held, free = ([model.connect() for _ in range(10)] for model in models)
+    for model, connections in zip(models, (held, free), strict=True):
+        for connection in connections:
+            assert b"loaded model" in model.load(connection)
+    with nothing_starts_in(processes.host.pid):
+        for connection in held:
+            connection.sendall(_request(b"x")[:1])  # keeps a thread that waits for the rest
+        for _ in range(3):
+            for connection in free:
+                began = time.monotonic()
+                assert "b heard 봄".encode() in models[1].ask(connection, "봄".encode())
+                assert time.monotonic() - began < 1
+        for connection in held:
+            connection.sendall(_request(b"x")[1:])
+            assert b"a heard x" in connection.recv(1 << 16)
+
+
+def test_more_requests_than_threads_can_start_are_answered_once_they_can(
+    start: Callable[..., Processes],
+) -> None:
+    processes = start(user=54324)
+    model = processes.own("a")
+    connections = [model.connect() for _ in range(40)]
+    for connection in connections:
+        assert b"loaded model" in model.load(connection)
+    host = psutil.Process(processes.host.pid)
+    with nothing_starts_in(host.pid):
+        for connection in connections:
+            connection.sendall(_request(b"x")[:1])
+        assert processes.host.stdout is not None
+        assert any("can't start new thread" in line for line in processes.host.stdout)
+    eventually(lambda: host.num_threads() > len(connections))  # also without another message
+    for connection in connections:
+        connection.sendall(_request(b"x")[1:])
+        assert b"a heard x" in connection.recv(1 << 16)
 
 
 def test_messages_are_answered_however_they_arrive(start: Callable[..., Processes]) -> None:
