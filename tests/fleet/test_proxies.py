@@ -114,6 +114,23 @@ def test_a_name_that_a_body_escapes_has_one_server_too(proxy: Proxy) -> None:
         assert len({answer.headers[SERVED_BY] for answer in answers}) == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "arguments"),
+    [
+        ("/predictions/봄%0d%0ax-evil: 1", {}),
+        ("/invocations?model_name=a%00b", {}),
+        ("/v1/completions", chat("봄\n밤", "", True)),
+    ],
+)
+def test_a_name_that_can_be_in_no_header_is_for_a_server_to_refuse(
+    proxy: Proxy, servers: list[Upstream], path: str, arguments: dict[str, object]
+) -> None:
+    for server in servers:
+        server.act = lambda handler: handler.answer(400, "이름이 아니다".encode())
+    answer = ask(proxy, "POST", path, **arguments)
+    assert (answer.status_code, answer.content.decode()) == (400, "이름이 아니다")
+
+
 def test_servers_have_equal_shares_of_the_models(proxy: Proxy) -> None:
     with requests.Session() as session:
         shares = Counter(
@@ -131,7 +148,7 @@ def test_servers_have_equal_shares_of_the_models(proxy: Proxy) -> None:
         "POST /models", "GET /models", "GET /models/m1", "PUT /models/m1", "DELETE /models/m1",
         "POST /v2/repository/index", "POST /v2/repository/models/m1/load",
         "POST /v2/repository/models/m1/unload", "GET /metrics", "GET /", "GET /docs",
-        "DELETE /predictions/m1", "GET /invocations", "POST /v2/models/m1/trace/setting",
+        "DELETE /predictions/m1", "GET /invocations", "PUT /models/m1/invoke", "POST /v2/models/m1/trace/setting",
     ],
 )  # fmt: skip
 def test_only_models_answers_come_through(proxy: Proxy, servers: list[Upstream], call: str) -> None:
