@@ -33,7 +33,7 @@ from serving.errors import (
 )
 from serving.mms.client import Answer, Query, message_of
 from serving.mms.workers import MMS_GRACE_S
-from serving.models.model import Model
+from serving.models.model import Model, no_room_yet
 
 MAX_HEADER_CHARACTERS = 6000  # together; MMS takes 8192
 MAX_QUERY_CHARACTERS = 3000  # MMS takes a first line of 4096
@@ -87,7 +87,7 @@ async def invoke(
         check_form(headers.get("content-type", ""), body)
         limit_s = await limit(body)
         used = await resources.enter_async_context(AsyncExitStack())
-        async with until(request, min(gateway.settings.request_timeout_s, limit_s)) as scope:
+        async with until(gateway, request, name, limit_s) as scope:
             model = await used.enter_async_context(gateway.use(name))
             counted.model = name
             check(model)
@@ -113,7 +113,7 @@ async def describe(
     gateway.check_ready()
     request.state.model = name
     with Counted(gateway) as counted:
-        async with until(request, gateway.settings.request_timeout_s), gateway.use(name) as model:
+        async with until(gateway, request, name), gateway.use(name) as model:
             counted.model = name
             check(model)
             return model.metadata
@@ -131,7 +131,7 @@ async def engine_model(
     """A model that the engine itself is asked for, loaded as `invoke` does it, and when its answer
     is due. `resources` keeps it. Raises `NotOfTheEngine` for one that answers by its own code."""
     counted = resources.enter_context(Counted(gateway))
-    async with until(request, min(gateway.settings.request_timeout_s, limit_s)) as scope:
+    async with until(gateway, request, name, limit_s) as scope:
         model = await resources.enter_async_context(gateway.use(name))
         counted.model = name
         check(model)
@@ -142,8 +142,11 @@ async def engine_model(
 
 
 @contextlib.asynccontextmanager
-async def until(request: Request, timeout_s: float) -> AsyncIterator[CancelScope]:
-    """Ends what is inside at its deadline (`Timeout`), or when the client goes away."""
+async def until(
+    gateway: Gateway, request: Request, name: str, limit_s: float = math.inf
+) -> AsyncIterator[CancelScope]:
+    """Ends what is inside at its deadline, or when the client goes away: with `Timeout`, or with
+    `Unavailable` where the model still waited for room."""
     gone = False
 
     async def watch() -> None:
@@ -153,7 +156,8 @@ async def until(request: Request, timeout_s: float) -> AsyncIterator[CancelScope
         gone = True
         scope.cancel()
 
-    with CancelScope(deadline=request.state.started + timeout_s) as scope:
+    limit_s = min(gateway.settings.request_timeout_s, limit_s)
+    with CancelScope(deadline=request.state.started + limit_s) as scope:
         watching = asyncio.create_task(watch())
         late = False
         try:
@@ -167,7 +171,11 @@ async def until(request: Request, timeout_s: float) -> AsyncIterator[CancelScope
     if gone and scope.cancelled_caught:
         raise ClientDisconnect
     if late or scope.cancelled_caught:
-        raise Timeout(f"no answer within {scope.deadline - request.state.started:g} s")
+        limit_s = scope.deadline - request.state.started
+        model = gateway.registry.find(name)
+        if model is not None and model.shortage is not None:
+            raise no_room_yet(model.shortage, limit_s)
+        raise Timeout(f"no answer within {limit_s:g} s")
 
 
 async def _answer(

@@ -11,6 +11,8 @@ from typing import Any
 
 from anyio import CancelScope
 
+from common.errors import ServiceError
+from serving.errors import Unavailable
 from serving.models.admission import Line
 from serving.models.model_settings import ModelSettings
 from serving.store import Fetched, StoredModel
@@ -59,6 +61,7 @@ class Model:
     socket: str = ""  # where its worker listens for MMS
     connections: int = 1  # of MMS's to that worker, for a model of the engine's
     error: Exception | None = None
+    shortage: ServiceError | None = None  # what its load waits for room for
     # Cancelled when its worker is given up: requests that wait for that worker try again.
     asked: set[CancelScope] = field(default_factory=set)
     # What waits for it and what it works on.
@@ -89,3 +92,8 @@ class Model:
 
     async def change(self) -> None:
         await self._changed.wait()
+
+
+def no_room_yet(shortage: ServiceError, waited_s: float) -> Unavailable:
+    """For a request or load whose time is over before others have made room."""
+    return Unavailable(f"no room within {waited_s:g} s: {shortage.message}")

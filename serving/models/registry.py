@@ -24,7 +24,7 @@ from handlers.scripts.entry_point import manifest_name
 from serving.errors import Conflict, LoadCancelled, ModelNotFound, Timeout, WorkerLost
 from serving.mms.workers import MMS_GRACE_S, Workers
 from serving.models.admission import Line
-from serving.models.model import Model, State
+from serving.models.model import Model, State, no_room_yet
 from serving.models.model_settings import ModelSettings
 from serving.models.worker_memory import check_worker_memory
 from serving.settings import Settings
@@ -193,7 +193,10 @@ class Registry:
         limit_s = self._settings.load_timeout_s
         await asyncio.wait({work}, timeout=limit_s)
         if not work.done():
+            shortage = model.shortage
             await _cancelled(work)
+            if shortage is not None:
+                return no_room_yet(shortage, limit_s)
             return Timeout(f"Model {model.name} did not load within {limit_s} s")
         if work.cancelled():
             return LoadCancelled(f"Model {model.name} was unloaded while it was being loaded")

@@ -62,14 +62,16 @@ class Residency:
 
     async def with_room(self, model: Model, step: Step) -> None:
         """Does a step of a model's load. Where it finds no room, others are unloaded for it; none
-        if all together would not do.
+        if all together would not do. While others have requests, whose memory will be free, it
+        waits.
 
         Raises what the step raises.
         """
         freed = 0
         while True:
             before = self._others(model)
-            if (shortage := await self._lacks(step)) is None:
+            shortage = model.shortage = await self._lacks(step)
+            if shortage is None:
                 return
             self._waiting.add(model.name)
             try:
@@ -96,15 +98,16 @@ class Residency:
         self, model: Model, shortage: Shortage, freed: int, before: Mapping[str, State]
     ) -> int:
         """Unloads what it takes, or waits for others that are being unloaded or loaded; returns the
-        bytes that were held. Raises `shortage` where none of that can help, and nothing has come or
-        gone since `before`, when the step that found no room was begun."""
+        bytes that were held. Raises `shortage` where none of that can help, no other model has a
+        request, and nothing has come or gone since `before`, when the step that found no room was
+        begun."""
         missing = shortage.missing_bytes
         if not missing:  # not known: as much as the artifact has
             folder = model.fetched and model.fetched.path
             size = await asyncio.to_thread(size_bytes, folder) if folder else None
             missing = (model.stored.size_bytes if size is None else size) - freed
             if missing <= 0:
-                raise shortage
+                return await self._wait_for_requests(model, shortage)
         held = await self._held_bytes(shortage)
         others = [m for m in self._registry.all() if m is not model]
         useful = [m for m in others if held.get(m.id)]
@@ -117,7 +120,7 @@ class Residency:
         coming = sum(self._workers.promised_bytes(m) for m in others)
         moving = any(self._is_arriving(m) for m in others) or self._others(model) != before
         if not moving and sum(held[m.id] for m in useful) + coming < missing:
-            raise shortage
+            return await self._wait_for_requests(model, shortage)
         victims = self._choose(useful, held, shortage, missing)
         if not victims:
             await asyncio.sleep(LOOK_AGAIN_S)
@@ -125,6 +128,14 @@ class Residency:
         if drained:
             await asyncio.wait(drained)
         return sum(held[victim.id] for victim in victims)
+
+    async def _wait_for_requests(self, model: Model, shortage: Shortage) -> int:
+        """What a request holds beside its model is free when it ends: keys and values, the memory
+        of a pinned model's worker. Raises `shortage` where there is none."""
+        if not any(m.in_flight for m in self._registry.all() if m is not model):
+            raise shortage
+        await asyncio.sleep(LOOK_AGAIN_S)
+        return 0
 
     def _choose(
         self, useful: list[Model], held: Mapping[str, int], shortage: Shortage, missing: int

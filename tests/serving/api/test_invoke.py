@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import OutOfMemory
 from serving.api import stream
 from serving.errors import Unavailable
 from serving.mms.client import Answer
@@ -71,6 +72,25 @@ def test_at_the_deadline_the_client_is_answered_and_the_engine_told() -> None:
         release.set()
         await asyncio.gather(*world.registry.tasks)
         assert (world.model.line.running, world.model.in_flight) == (0, 0)
+
+    run(test())
+
+
+def test_a_request_whose_model_still_waits_for_room_at_its_deadline_is_worth_another_try() -> None:
+    async def test() -> None:
+        world = World(request_timeout_s=1)
+        world.model.shortage = OutOfMemory("model 봄 needs 2 MiB, but 17 are taken")
+
+        @contextlib.asynccontextmanager
+        async def use(name: str) -> AsyncIterator[Any]:
+            await asyncio.Event().wait()
+            yield
+
+        world.registry.use = use  # type: ignore[assignment]
+        status, headers, body = await world.call("POST", PATH)
+        assert (status, headers["retry-after"]) == (503, "1")
+        said = "no room within 1 s: model 봄 needs 2 MiB, but 17 are taken"
+        assert json.loads(body)["message"] == said
 
     run(test())
 

@@ -248,6 +248,44 @@ def test_a_full_cache_unloads_only_what_the_cache_holds(tmp_path: Path) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_what_the_requests_of_others_hold_is_waited_for(tmp_path: Path, known: bool) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, budget=300, names="ab")
+        await parts.load("p", settings=ModelSettings(pinned=True))
+        busy = asyncio.create_task(use(parts, "p", 20))
+        await asyncio.sleep(0.1)
+        if known:
+            parts.workers.in_engine["keys and values"] = 150
+        else:  # the engine's own, of no known size
+            parts.workers.errors["a"] = [OutOfMemory("no room") for _ in range(9)]
+        waiting = asyncio.create_task(use(parts, "a"))
+        await asyncio.sleep(10)
+        assert not waiting.done()
+        parts.workers.in_engine.pop("keys and values", None)
+        parts.workers.errors.clear()
+        await waiting
+        assert not busy.done()
+        assert parts.loaded() == ["a", "p"]
+        busy.cancel()
+
+    run(test)
+
+
+def test_a_load_that_has_no_room_within_its_time_may_be_tried_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path, budget=100, names="ab", load_timeout_s=30)
+        busy = asyncio.create_task(use(parts, "a", 50))
+        await asyncio.sleep(2)
+        with pytest.raises(Unavailable, match="no room within 30 s: no room") as raised:
+            await use(parts, "b")
+        assert (raised.value.status, raised.value.retry_after_s) == (503, 1)
+        await busy
+        await use(parts, "b")
+
+    run(test)
+
+
 def test_a_disk_without_room_of_which_no_more_is_known_is_507(tmp_path: Path) -> None:
     async def test() -> None:
         parts = Parts(tmp_path, names="ab")
