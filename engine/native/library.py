@@ -17,7 +17,7 @@ from common.errors import InvalidRequest, OutOfMemory
 LINE = 16  # numbers that rows and vectors are padded to
 PAGE_TOKENS = 16  # of keys and values
 # A compiled extension is named like this; it is opened as the plain library that it is.
-LIBRARY = Path(__file__).with_name("library" + importlib.machinery.EXTENSION_SUFFIXES[0])
+LIBRARY = Path(__file__).with_name("_pass" + importlib.machinery.EXTENSION_SUFFIXES[0])
 
 
 class Matrix(Structure):
