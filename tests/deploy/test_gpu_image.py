@@ -19,9 +19,7 @@ DOCKERFILE = (REPOSITORY / "Dockerfile.gpu").read_text(encoding="utf-8")
 # Writes down how it was called; its engine answers, its images are of no size.
 DOCKER = """#!/bin/sh
 [ "$1 $2" != "image inspect" ] || echo 0
-[ "$1 $2" != "buildx version" ] || exit 1
 echo "$*" >>{log}
-case "$*" in "build -f - "*) cat >{log}.dockerfile ;; esac
 """
 
 
@@ -134,8 +132,7 @@ def test_the_choice_reaches_the_dockerfile(
     docker.chmod(0o755)
     done = build("gpu", *arguments, path=f"{tmp_path}:/usr/bin:/bin")
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in log.read_text().splitlines() if line.startswith("build -f ")]
-    assert "-t kogpt2-serving:gpu " in line
-    assert log.with_suffix(".dockerfile").read_text(encoding="utf-8") == DOCKERFILE
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("build -f")]
+    assert line.startswith("build -f Dockerfile.gpu -t kogpt2-serving:gpu ")
     found = re.findall("--build-arg BACKENDS=([a-z]+)", line)
     assert found == ([choice] if choice else [])

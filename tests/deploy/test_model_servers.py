@@ -56,6 +56,9 @@ def test_the_server_runs_as_in_the_base(pod: str) -> None:
     assert {mount["mountPath"] for mount in OWN["volumeMounts"]} <= paths
     uid = own["securityContext"].get("runAsUser") or PODS[pod]["securityContext"]["runAsUser"]
     assert uid == POD["spec"]["securityContext"]["runAsUser"]
+    both = {**PODS[pod].get("securityContext", {}), **own["securityContext"]}
+    assert both["runAsNonRoot"] is True
+    assert both["seccompProfile"] == POD["spec"]["securityContext"]["seccompProfile"]
     assert own["securityContext"]["readOnlyRootFilesystem"] is True
     for probe in ("startup", "liveness"):
         said = own[f"{probe}Probe"]["httpGet"]["path"]

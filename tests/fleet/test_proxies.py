@@ -148,7 +148,8 @@ def test_servers_have_equal_shares_of_the_models(proxy: Proxy) -> None:
         "POST /models", "GET /models", "GET /models/m1", "PUT /models/m1", "DELETE /models/m1",
         "POST /v2/repository/index", "POST /v2/repository/models/m1/load",
         "POST /v2/repository/models/m1/unload", "GET /metrics", "GET /", "GET /docs",
-        "DELETE /predictions/m1", "GET /invocations", "PUT /models/m1/invoke", "POST /v2/models/m1/trace/setting",
+        "DELETE /predictions/m1", "GET /invocations", "PUT /models/m1/invoke",
+        "POST /v2/models/m1/trace/setting",
     ],
 )  # fmt: skip
 def test_only_models_answers_come_through(proxy: Proxy, servers: list[Upstream], call: str) -> None:
