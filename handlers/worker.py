@@ -12,6 +12,7 @@ a worker that crashed, but never starts that first process again.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -63,9 +64,17 @@ class Worker:
             with self._lock:
                 self._connections += 1
                 self._had_connections = True
-            served = Connection(connection, self._model)
-            threading.Thread(target=self._serve_connection, args=(served,), daemon=True).start()
+            self._start_thread(Connection(connection, self._model))
         self._leave()
+
+    def _start_thread(self, connection: Connection) -> None:
+        """Until it starts: where the system refuses a thread, the connection waits for it."""
+        while True:
+            with contextlib.suppress(RuntimeError):
+                target, arguments = self._serve_connection, (connection,)
+                return threading.Thread(target=target, args=arguments, daemon=True).start()
+            logging.error("can't start new thread: RLIMIT_NPROC or the container's limit of pids")
+            time.sleep(LOOK_AROUND_S)
 
     def _left_alone(self) -> bool:
         orphaned = os.getppid() != self._parent
@@ -113,7 +122,12 @@ def main() -> None:
         import sagemaker_inference.default_handler_service  # noqa: F401
     watcher = os.getpid()
     while True:
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError as error:
+            logging.error("the worker of %s does not start: %s", path.name, error.strerror)
+            time.sleep(RESTART_S)
+            continue
         if child == 0:
             # Its watcher's end is its own, also where a connection stays open for ever.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -48,7 +48,8 @@ def _spawner() -> ThreadPoolExecutor:
 
 
 def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """A program in a session of its own, for `end`. Raises `OSError`."""
+    """A program in a session of its own, for `end`. Raises `OSError`, and `RuntimeError` where the
+    thread that starts programs does not start itself."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def spawn() -> subprocess.Popen[bytes]:
@@ -57,7 +58,11 @@ def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
             _started.add(process.pid)
             return process
 
-    return _spawner().submit(spawn).result()
+    try:
+        return _spawner().submit(spawn).result()
+    except RuntimeError:
+        _spawner.cache_clear()  # `spawn` is in its queue, for the thread that it starts next
+        raise
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

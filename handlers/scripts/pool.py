@@ -37,7 +37,7 @@ class ScriptPool:
 
     def connected(self) -> None:
         """One more connection: one more process, unless there is one for it. Waits for its load,
-        but one that does not load is only logged: it is tried again when it is needed."""
+        but one that does not load or start is only logged: it is tried again when it is needed."""
         with self._changed:
             self._connections += 1
             if self._connections <= self._count:
@@ -47,9 +47,11 @@ class ScriptPool:
         try:
             process.start()
             process.wait_until_loaded()
-        except EngineError as error:
-            logger.error("one more process of the model's script: %s", error.message)
-        self._give_back(process)
+        except Exception as error:  # such as EMFILE, or a thread that does not start
+            why = error.message if isinstance(error, EngineError) else str(error)
+            logger.error("one more process of the model's script: %s", why)
+        finally:
+            self._give_back(process)
 
     def disconnected(self) -> None:
         with self._changed:
@@ -70,8 +72,13 @@ class ScriptPool:
             time.sleep(TIDY_S)
             descendants.reap()
             with self._changed:
-                for process in self._free:
-                    process.tidy()
+                ended = [process for process in self._free if process.has_ended]
+                self._free = [process for process in self._free if process not in ended]
+            for process in ended:  # that takes seconds where what it has left keeps forking
+                try:
+                    process.stop()
+                finally:
+                    self._give_back(process)
 
     @contextlib.contextmanager
     def _process(self, timeout_s: float) -> Iterator[ScriptProcess]:

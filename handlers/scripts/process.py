@@ -57,16 +57,31 @@ class ScriptProcess:
         self._timed_out = False
 
     def start(self) -> None:
-        """Begins to load the model; `wait_until_loaded` tells how that went."""
+        """Begins to load the model; `wait_until_loaded` tells how that went.
+
+        Raises `ScriptError` where no process, thread or socket can be had.
+        """
         self.stop()
-        pairs = [socket.socketpair() for _ in range(2)]
-        descriptors = [theirs.fileno() for _, theirs in pairs]
-        command = [sys.executable, str(PROGRAM), str(os.getpid()), *map(str, descriptors)]
+        try:
+            self._start()
+        except (OSError, RuntimeError) as error:  # RuntimeError: a thread does not start
+            self.stop()
+            why = getattr(error, "strerror", None) or error
+            raise ScriptError(f"the model's script cannot be started: {why}") from None
+        assert self._connection is not None
+        with contextlib.suppress(OSError):  # it has ended already: seen when its answer is read
+            send(self._connection, dict(self._spec))
+
+    def _start(self) -> None:
         variables = environment(self._spec["temporary"])
         variables["PYTHONDONTWRITEBYTECODE"] = "1"  # the model's folder may be the store's
-        try:
+        with contextlib.ExitStack() as sockets:
+            ours, theirs, engine, their_engine = (
+                sockets.enter_context(end) for _ in range(2) for end in socket.socketpair()
+            )
+            descriptors = [theirs.fileno(), their_engine.fileno()]
             process = self._process = descendants.start(
-                command,
+                [sys.executable, str(PROGRAM), str(os.getpid()), *map(str, descriptors)],
                 env=variables,
                 cwd=self._spec["root"],
                 stdin=subprocess.DEVNULL,
@@ -74,22 +89,13 @@ class ScriptProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=descriptors,
             )
-        except OSError as error:
-            for ours, _ in pairs:
-                ours.close()
-            raise ScriptError(f"the model's script cannot be started: {error.strerror}") from None
-        finally:
-            for _, theirs in pairs:
-                theirs.close()
-        self._connection, engine = (Connection(ours.detach()) for ours, _ in pairs)
-        model = (self._spec["engine_name"], self._spec["root"])
-        threading.Thread(target=engine_proxy.serve, args=(engine, *model), daemon=True).start()
+            self._connection, proxied = Connection(ours.detach()), Connection(engine.detach())
         self._loaded = False
         self._give_up_loading_at = time.monotonic() + self._load_timeout_s
+        model = (self._spec["engine_name"], self._spec["root"])
+        threading.Thread(target=engine_proxy.serve, args=(proxied, *model), daemon=True).start()
         assert process.stdout is not None
         relay(process.stdout, self._name)
-        with contextlib.suppress(OSError):  # it has ended already: seen when its answer is read
-            send(self._connection, dict(self._spec))
 
     def wait_until_loaded(self, timeout_s: float | None = None) -> None:
         """Raises the reason why the script is not loaded.
@@ -135,10 +141,10 @@ class ScriptProcess:
             raise ScriptError("the model's script gave another number of answers than of requests")
         return answers
 
-    def tidy(self) -> None:
-        """Ends what the process has started, if it has ended itself."""
-        if self._process is not None and has_ended(self._process):
-            self.stop()
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended by itself; `stop` ends what it has started."""
+        return self._process is not None and has_ended(self._process)
 
     def stop(self) -> None:
         """Ends the process and what it has started, and waits until it is gone."""

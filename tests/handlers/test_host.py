@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import textwrap
@@ -21,6 +20,7 @@ from handlers.host import Sources
 from serving.entrypoint import takes_models
 from serving.mms.launcher import MMS_HOME
 from tests.e2e.server import REPOSITORY, eventually
+from tests.handlers.messages import load_message, request_message
 from tests.processes import has_ended, nothing_starts_in
 
 # A handler service that says what happened to it.
@@ -139,31 +139,17 @@ class Model:
         return connection
 
     def load(self, connection: socket.socket) -> bytes:
-        """MMS's load message (com.amazonaws.ml.mms.util.codec.ModelRequestEncoder)."""
         self._connections += 1
-        io_name = f"{self.name}-{self._connections}"
-        texts = [self.name, str(self.slot), "echo"]
-        message = b"L" + _sized(texts[0]) + _sized(texts[1]) + struct.pack("!i", 1)
-        message += _sized(texts[2]) + struct.pack("!i", -1) + _sized(io_name)
+        message = load_message(self.name, self.slot, "echo", f"{self.name}-{self._connections}")
         connection.sendall(message)
         return connection.recv(1 << 16)
 
     def ask(self, connection: socket.socket, body: bytes) -> bytes:
-        connection.sendall(_request(body))
+        connection.sendall(request_message(body))
         return connection.recv(1 << 16)
 
     def notes(self) -> list[str]:
         return (self.slot / "notes").read_text().split()
-
-
-def _request(body: bytes) -> bytes:
-    message = b"I" + _sized("id") + struct.pack("!i", -1) + _sized("body")
-    message += _sized("application/octet-stream") + struct.pack("!i", len(body)) + body
-    return message + struct.pack("!ii", -1, -1)
-
-
-def _sized(text: str) -> bytes:
-    return struct.pack("!i", len(text.encode())) + text.encode()
 
 
 @pytest.fixture
@@ -209,17 +195,19 @@ def test_threads_of_many_requests_at_once_end_with_them(start: Callable[..., Pro
     connections = [model.connect() for _ in range(60)]
     for connection in connections:
         model.load(connection)
-        connection.sendall(_request(b"x")[:1])  # keeps one who waits for the rest
+        connection.sendall(request_message(b"x")[:1])  # keeps one who waits for the rest
     eventually(lambda: host.num_threads() > 60)
     assert takes_models(processes.folder)
     for connection in connections:
-        connection.sendall(_request(b"x")[1:])
+        connection.sendall(request_message(b"x")[1:])
         assert b"a heard x" in connection.recv(1 << 16)
     eventually(lambda: host.num_threads() < 30)
     assert b"a heard x" in model.ask(connections[0], b"x")
 
 
-def test_threads_that_do_not_start_hold_up_no_request(start: Callable[..., Processes]) -> None:
+def test_threads_that_do_not_start_hold_up_no_request(
+    start: Callable[..., Processes],
+) -> None:
     processes = start(user=54323)
     models = [processes.own("a"), processes.own("b")]
     held, free = ([model.connect() for _ in range(10)] for model in models)
@@ -228,14 +216,14 @@ def test_threads_that_do_not_start_hold_up_no_request(start: Callable[..., Proce
             assert b"loaded model" in model.load(connection)
     with nothing_starts_in(processes.host.pid):
         for connection in held:
-            connection.sendall(_request(b"x")[:1])  # keeps a thread that waits for the rest
+            connection.sendall(request_message(b"x")[:1])  # keeps a thread that waits for the rest
         for _ in range(3):
             for connection in free:
                 began = time.monotonic()
                 assert "b heard 봄".encode() in models[1].ask(connection, "봄".encode())
                 assert time.monotonic() - began < 1
         for connection in held:
-            connection.sendall(_request(b"x")[1:])
+            connection.sendall(request_message(b"x")[1:])
             assert b"a heard x" in connection.recv(1 << 16)
 
 
@@ -250,12 +238,12 @@ def test_more_requests_than_threads_can_start_are_answered_once_they_can(
     host = psutil.Process(processes.host.pid)
     with nothing_starts_in(host.pid):
         for connection in connections:
-            connection.sendall(_request(b"x")[:1])
+            connection.sendall(request_message(b"x")[:1])
         assert processes.host.stdout is not None
         assert any("can't start new thread" in line for line in processes.host.stdout)
     eventually(lambda: host.num_threads() > len(connections))  # also without another message
     for connection in connections:
-        connection.sendall(_request(b"x")[1:])
+        connection.sendall(request_message(b"x")[1:])
         assert b"a heard x" in connection.recv(1 << 16)
 
 
@@ -263,11 +251,11 @@ def test_messages_are_answered_however_they_arrive(start: Callable[..., Processe
     model = start().own("a")
     connection = model.connect()
     model.load(connection)
-    for byte in _request("봄".encode()):
+    for byte in request_message("봄".encode()):
         connection.sendall(bytes([byte]))
     assert "a heard 봄".encode() in connection.recv(1 << 16)
     large = b"x" * 300_000
-    connection.sendall(_request(b"1") + _request(large) + _request(b"3"))
+    connection.sendall(request_message(b"1") + request_message(large) + request_message(b"3"))
     expected = [b"a heard 1", b"a heard " + large, b"a heard 3"]
     answers = b""
     while any(answer not in answers for answer in expected):

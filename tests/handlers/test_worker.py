@@ -12,12 +12,15 @@ import psutil
 import pytest
 
 from tests.e2e.server import REPOSITORY, eventually
-from tests.processes import has_ended
+from tests.handlers.messages import load_message
+from tests.processes import has_ended, nothing_starts_in
 
 PROGRAM = """
 import sys
 import handlers.worker as worker
+from tests.processes import become_a_user
 worker.NEVER_CONNECTED_S = float(sys.argv.pop(1))
+become_a_user(54325)
 worker.main()
 """
 
@@ -72,3 +75,22 @@ def test_it_ends_with_its_watcher_although_a_connection_is_open(
         eventually(lambda: child.num_threads() == 2)  # it serves the connection
         worker.process.kill()
         eventually(lambda: has_ended(child))
+
+
+def test_a_thread_or_a_process_that_does_not_start_is_waited_for(
+    tmp_path: Path, workers: list[Worker]
+) -> None:
+    worker = Worker(tmp_path, never_connected_s=60)
+    workers.append(worker)
+    assert (output := worker.process.stdout) is not None
+    (child,) = eventually(worker.children)
+    with socket.socket(socket.AF_UNIX) as connection:
+        with nothing_starts_in(child.pid):
+            connection.connect(str(worker.socket))
+            connection.sendall(load_message("글", tmp_path, "handlers.handler_service"))
+            assert any("can't start new thread" in line for line in output)
+        assert b"loaded model" in connection.recv(1 << 16)
+    with nothing_starts_in(worker.process.pid):
+        child.kill()
+        assert any("does not start" in line for line in output)
+    eventually(worker.children)

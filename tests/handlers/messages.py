@@ -1,0 +1,21 @@
+"""MMS's messages to a worker (com.amazonaws.ml.mms.util.codec.ModelRequestEncoder)."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+
+def load_message(name: str, folder: Path, handler: str, io_name: str = "io") -> bytes:
+    message = b"L" + _sized(name) + _sized(str(folder)) + struct.pack("!i", 1)
+    return message + _sized(handler) + struct.pack("!i", -1) + _sized(io_name)
+
+
+def request_message(body: bytes) -> bytes:
+    message = b"I" + _sized("id") + struct.pack("!i", -1) + _sized("body")
+    message += _sized("application/octet-stream") + struct.pack("!i", len(body)) + body
+    return message + struct.pack("!ii", -1, -1)
+
+
+def _sized(text: str) -> bytes:
+    return struct.pack("!i", len(text.encode())) + text.encode()
