@@ -14,7 +14,7 @@ from pathlib import Path
 from common.errors import ArtifactError, DeadlineExceeded
 from handlers.model_spec import ModelSpec
 from handlers.scripts import descendants
-from handlers.scripts.confinement.rules import FOLDERS, Confinement
+from handlers.scripts.confinement.rules import Confinement, pip_environment
 from handlers.scripts.entry_point import Script
 from handlers.settings import Settings
 
@@ -65,7 +65,7 @@ def _pip(
     with tempfile.TemporaryFile(dir=folder.parent) as output:  # a pipe could outlive pip
         process = descendants.start(
             command,
-            env={**os.environ, **dict.fromkeys(FOLDERS, str(folder.parent / TEMPORARY))},
+            env=pip_environment(str(folder.parent / TEMPORARY)),
             cwd=file.parent,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -535,6 +535,26 @@ def test_pip_keeps_the_network_where_scripts_have_none(store: Path, tmp_path: Pa
         listener.accept()[0].close()
 
 
+def test_pip_finds_only_what_it_needs(store: Path, tmp_path: Path) -> None:
+    seen = tmp_path / "seen.json"
+    seen.touch(mode=0o666)
+    seen.chmod(0o666)
+    hanging_pip(
+        store / "looks",
+        f"import json, os\njson.dump(dict(os.environ), open({str(seen)!r}, 'w'))\nraise OSError",
+    )
+    options = {"ALLOW_MODEL_REQUIREMENTS": "true", "SCRIPT_ISOLATION": "false"}
+    own = {"WORKER_VARIABLES": "나의_비밀", "나의_비밀": "SECRET-9", "PIP_TIMEOUT": "7"}
+    with serving(tmp_path / "own", store, **options, **own, NO_PROXY="127.0.0.1") as server:
+        assert error(server.load("looks"))[0] == 400
+    found = json.loads(seen.read_text("utf-8"))
+    assert (found["PIP_TIMEOUT"], found["NO_PROXY"]) == ("7", "127.0.0.1")
+    assert found["PATH"]
+    assert found["HOME"] == found["TMPDIR"]
+    others = ("PROBE_SECRET", "RUN_DIR", "나의", "ENGINE_", "MMS_", "MODEL_SERVER_", "SAGEMAKER_")
+    assert [name for name in found if name.startswith(others)] == []
+
+
 def test_memory_is_free_again_when_the_unload_answers(server: Server, store: Path) -> None:
     transform(store / "large", "return 'x'", load="return bytearray(b'1') * (400 << 20)")
     assert server.load("large").status_code == 200

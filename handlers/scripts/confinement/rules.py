@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from common.oom import SCRIPT, expendable
@@ -53,6 +54,11 @@ HIDDEN = (
     "PROBE_SECRET", "ENGINE_SOCKET", "RUN_DIR", "LOG_LOCATION", "METRICS_LOCATION",
 )  # fmt: skip
 HIDDEN_PREFIXES = ("MMS_", "MODEL_SERVER_", "PIP_")
+# What pip needs, and the builds that it starts.
+OF_PIP = (
+    *NAMED, "PATH", "PYTHON*", "PIP_*", "LANG", "LANGUAGE", "LC_*", "TZ", "HTTP_PROXY",
+    "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy",
+)  # fmt: skip
 FOLDERS = ("HOME", "TMPDIR", "TEMP", "TMP")
 
 # No user of these numbers is anybody else's: https://systemd.io/UIDS-GIDS
@@ -128,6 +134,12 @@ def environment(temporary: str, given: Mapping[str, str] = os.environ) -> dict[s
         for name, value in given.items()
         if name not in HIDDEN and not name.startswith(HIDDEN_PREFIXES)
     }
+    return {**kept, **dict.fromkeys(FOLDERS, temporary)}
+
+
+def pip_environment(temporary: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of pip for a model, from those of its worker; `temporary` is its home, too."""
+    kept = {k: v for k, v in given.items() if any(fnmatchcase(k, name) for name in OF_PIP)}
     return {**kept, **dict.fromkeys(FOLDERS, temporary)}
 
 
