@@ -332,12 +332,22 @@ static void compute_logits(float *logits, double *time) {
   count_time(HEAD, time);
 }
 
+static int has_planes(const Model *m, const Matrix *matrix) {
+  return !m->block || matrix->planes == 1 || matrix->planes == 2;
+}
+
 static int is_model(const Model *m) {
-  const size_t most = 1 << 24; /* no product of sizes overflows */
-  return m->num_layers > 0 && m->units > 0 && m->heads > 0 && m->units % m->heads == 0 &&
-         m->hidden > 0 && m->vocab > 0 && m->max_length > 0 && (size_t)m->units < most &&
-         (size_t)m->hidden < most && (size_t)m->vocab < most && (size_t)m->max_length < most &&
-         m->block >= 0 && m->block <= MAX_BLOCK && m->block % 4 == 0;
+  const int32_t most = 1 << 24; /* no product of sizes overflows */
+  if (m->num_layers < 1 || m->units < 1 || m->heads < 1 || m->hidden < 1 || m->vocab < 1 ||
+      m->max_length < 1 || m->num_layers > most || m->units > most || m->hidden > most ||
+      m->vocab > most || m->max_length > most || m->units % m->heads || m->block < 0 ||
+      m->block > MAX_BLOCK || m->block % 4 || !has_planes(m, &m->head))
+    return 0;
+  for (const Layer *layer = m->layers; layer < m->layers + m->num_layers; layer++)
+    if (!has_planes(m, &layer->qkv) || !has_planes(m, &layer->attention_out) ||
+        !has_planes(m, &layer->ffn_hidden) || !has_planes(m, &layer->ffn_out))
+      return 0;
+  return 1;
 }
 
 static int is_piece(const Model *m, const Piece *piece) {

@@ -1,0 +1,224 @@
+"""Small random models for the C library, and the same pass in numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import erf
+
+from common.errors import InvalidRequest
+from engine.native import library
+
+Floats = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    units: int
+    heads: int
+    hidden: int
+    vocab: int
+    max_length: int
+
+
+# Units, hidden units, vocabulary and the size of a head that are no multiples of 16 or of a block,
+# one head, and a row that ends in the midst of a page.
+SHAPES = [
+    Shape(2, 48, 4, 100, 301, 70),
+    Shape(1, 64, 1, 128, 99, 64),
+    Shape(2, 40, 5, 72, 200, 90),
+    Shape(1, 150, 2, 30, 33, 50),
+]
+
+
+def supported_kernels() -> list[str]:
+    """Names of the kernels that this processor runs."""
+    names = []
+    for name in ("vnni", "avx2", "neon", "plain"):
+        try:
+            names.append(library.use_kernels(name))
+        except InvalidRequest:
+            continue
+    library.start()
+    return names
+
+
+KERNELS = supported_kernels()
+
+
+def random_weights(shape: Shape, seed: int = 0, scale: float = 0.3) -> dict[str, Floats]:
+    """Weights by name: (outputs, inputs), as in an artifact; norms as (2, units)."""
+    rng = np.random.default_rng(seed)
+    c, f = shape.units, shape.hidden
+    sizes = {"embedding": (shape.vocab, c), "positions": (shape.max_length, c), "norm": (2, c)}
+    for i in range(shape.layers):
+        for name, (n, k) in {
+            "qkv": (3 * c, c),
+            "out": (c, c),
+            "up": (f, c),
+            "down": (c, f),
+        }.items():
+            sizes |= {f"{i} {name}": (n, k), f"{i} {name} bias": (n,)}  # type: ignore[dict-item]
+        sizes |= {f"{i} attention norm": (2, c), f"{i} ffn norm": (2, c)}
+    weights = {
+        name: rng.standard_normal(size, dtype=np.float32) * np.float32(scale)
+        for name, size in sizes.items()
+    }
+    for name, values in weights.items():
+        if name.endswith("norm"):
+            values[0] += 1
+    return weights
+
+
+def pack(weight: Floats, block: int) -> NDArray[np.uint8]:
+    """A matrix of (columns, numbers), of any strides, as the library wants it."""
+    n, k = weight.shape
+    packed = np.zeros(library.packed_bytes(n, k, block), np.uint8)
+    source = {"float32": 0, "float16": 1, "uint16": 2}[weight.dtype.name]  # uint16: bfloat16's bits
+    strides = [stride // weight.itemsize for stride in weight.strides]
+    groups = -(-n // library.LINE)
+    address = weight.ctypes.data
+    for first in range(0, groups, 3):  # as several threads would
+        last = min(first + 3, groups)
+        library.pack(address, source, *strides, n, k, block, first, last, packed.ctypes.data)
+    return packed
+
+
+def rounded(weight: Floats, block: int) -> Floats:
+    """A matrix as int8 numbers with a scale for each `block` of a column give it."""
+    if not block:
+        return weight
+    n, k = weight.shape
+    blocks = np.pad(weight.astype(np.float64), ((0, 0), (0, -k % block))).reshape(n, -1, block)
+    scales = np.abs(blocks).max(axis=2, keepdims=True) / 127
+    numbers = np.rint(np.divide(blocks, scales, out=np.zeros_like(blocks), where=scales > 0))
+    return (numbers * scales).reshape(n, -1)[:, :k]
+
+
+def reference(
+    shape: Shape, weights: dict[str, Floats], ids: Sequence[int], block: int = 0, tanh: bool = False
+) -> Floats:
+    """Logits (tokens, vocab) of one row, in double precision, with the weights of `block`."""
+    w = {
+        name: rounded(value, block) if value.ndim == 2 and value.shape[0] > 2 else value
+        for name, value in weights.items()
+        if name != "positions"
+    }
+    length, heads, size = len(ids), shape.heads, shape.units // shape.heads
+
+    def norm(x: Floats, name: str) -> Floats:
+        gamma, beta = w[name].astype(np.float64)
+        return (x - x.mean(-1, keepdims=True)) / np.sqrt(
+            x.var(-1, keepdims=True) + 1e-5
+        ) * gamma + beta
+
+    def dense(x: Floats, name: str) -> Floats:
+        return x @ w[name].T.astype(np.float64) + w[name + " bias"]
+
+    x = w["embedding"][list(ids)].astype(np.float64) + weights["positions"][:length]
+    future = np.triu(np.full((length, length), -np.inf), 1)
+    for i in range(shape.layers):
+        qkv = dense(norm(x, f"{i} attention norm"), f"{i} qkv")
+        q, k, v = (y.reshape(length, heads, size).swapaxes(0, 1) for y in np.split(qkv, 3, -1))
+        scores = q @ k.swapaxes(1, 2) / math.sqrt(size) + future
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        attended = scores / scores.sum(-1, keepdims=True) @ v
+        x = x + dense(attended.swapaxes(0, 1).reshape(length, -1), f"{i} out")
+        y = dense(norm(x, f"{i} ffn norm"), f"{i} up")
+        if tanh:
+            y = 0.5 * y * (1 + np.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+        else:
+            y = 0.5 * y * (1 + erf(y / math.sqrt(2)))
+        x = x + dense(y, f"{i} down")
+    result: Floats = norm(x, "norm") @ w["embedding"].T.astype(np.float64)
+    return result
+
+
+Part = tuple[Sequence[int], Sequence[int], int, int]  # ids, pages, position, number of logits
+
+
+class NativeModel:
+    """A model with its own arena of pages; `run` computes pieces and returns logits."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        weights: dict[str, Floats],
+        block: int = 0,
+        planes: int = 1,
+        tanh: bool = False,
+        pages: int = 32,
+    ) -> None:
+        self.shape = shape
+        self._arrays: list[Any] = []
+
+        def keep(array: Any) -> int:
+            self._arrays.append(array)
+            address: int = array.ctypes.data
+            return address
+
+        def padded(values: Floats) -> int:
+            width = values.shape[-1]
+            fill = [(0, 0)] * (values.ndim - 1) + [(0, -width % library.LINE)]
+            return keep(np.ascontiguousarray(np.pad(values, fill)))
+
+        def matrix(name: str) -> library.Matrix:
+            bias = padded(weights[name + " bias"])
+            return library.Matrix(keep(pack(weights[name], block)), bias, planes)
+
+        def norm(name: str) -> library.Norm:
+            return library.Norm(*(padded(values) for values in weights[name]))
+
+        layers = (library.Layer * shape.layers)()
+        for i in range(shape.layers):
+            layers[i] = library.Layer(
+                norm(f"{i} attention norm"),
+                matrix(f"{i} qkv"),
+                matrix(f"{i} out"),
+                norm(f"{i} ffn norm"),
+                matrix(f"{i} up"),
+                matrix(f"{i} down"),
+                (shape.units // shape.heads) ** -0.5,
+            )
+        embedding = keep(pack(weights["embedding"], block))
+        self.struct = library.Model(
+            shape.layers,
+            shape.units,
+            shape.heads,
+            shape.hidden,
+            shape.vocab,
+            shape.max_length,
+            block,
+            tanh,
+            1e-5,
+            layers,
+            norm("norm"),
+            embedding,
+            padded(weights["positions"]),
+            library.Matrix(embedding, None, planes),
+        )
+        # Not zeros: a pass must not depend on what was on a page.
+        self.arena = np.full(pages * library.page_bytes(self.struct), 0xFF, np.uint8)
+
+    def run(self, parts: Sequence[Part]) -> Floats:
+        """Logits (wanted, vocab) of a pass."""
+        wanted = sum(part[3] for part in parts)
+        width = -(-self.shape.vocab // library.LINE) * library.LINE
+        logits = np.full((wanted, width), np.nan, np.float32)
+        arrays = [[np.array(values, np.int32) for values in part[:2]] for part in parts]
+        pieces = (library.Piece * len(parts))(
+            *(
+                library.Piece(ids.ctypes.data, pages.ctypes.data, len(ids), position, count)
+                for (ids, pages), (_, _, position, count) in zip(arrays, parts, strict=True)
+            )
+        )
+        library.run_pass(
+            self.struct, self.arena.ctypes.data, pieces, len(parts), logits.ctypes.data
+        )
+        return logits[:, : self.shape.vocab]

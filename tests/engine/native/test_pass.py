@@ -1,0 +1,268 @@
+"""A pass gives the logits of GPT-2, and a token's are the same bits whatever is beside it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from common.errors import InvalidRequest
+from engine.native import library
+from tests.engine.native.models import (
+    KERNELS,
+    SHAPES,
+    NativeModel,
+    Part,
+    Shape,
+    random_weights,
+    reference,
+)
+
+SMALL = Shape(2, 40, 5, 72, 200, 90)
+# block, planes: fp32, and int8 with x in 8 and in 15 bits
+PRECISIONS = [(0, 1), (64, 1), (32, 2)]
+PAGES = [5, 3, 7, 1, 6, 0]  # of SMALL's longest row
+
+
+@pytest.fixture(autouse=True)
+def _best_kernels() -> Iterator[None]:
+    yield
+    library.start()
+
+
+def error(logits: NDArray[Any], wanted: NDArray[Any]) -> float:
+    """Root mean square of the difference, over the deviation of what is wanted."""
+    return float(np.sqrt(np.mean((logits - wanted) ** 2)) / np.std(wanted))
+
+
+def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a.tobytes() == b.tobytes()
+
+
+@functools.cache
+def random_ids(shape: Shape, seed: int = 1) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(0, shape.vocab, shape.max_length).tolist()
+    return ids
+
+
+@functools.cache
+def small(block: int, planes: int) -> NativeModel:
+    return NativeModel(SMALL, random_weights(SMALL), block, planes)
+
+
+@functools.cache
+def rows(kernels: str, block: int, planes: int) -> list[tuple[list[int], NDArray[Any]]]:
+    """Three rows, and the logits of all their tokens, each row computed alone in one pass."""
+    library.use_kernels(kernels)
+    library.use_threads(1)
+    found = []
+    for seed, length in enumerate((90, 90, 47)):
+        ids = random_ids(SMALL, seed)[:length]
+        found.append((ids, small(block, planes).run([(ids, PAGES, 0, length)]).copy()))
+    return found
+
+
+# --- Against numpy --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tanh", [False, True], ids=["erf", "tanh"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_fp32_is_exact_to_single_precision(kernels: str, shape: Shape, tanh: bool) -> None:
+    library.use_kernels(kernels)
+    weights, ids = random_weights(shape), random_ids(shape)
+    logits = NativeModel(shape, weights, tanh=tanh).run([(ids, range(8), 0, len(ids))])
+    wanted = reference(shape, weights, ids, tanh=tanh)
+    assert np.abs(logits - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+# An error of the quantized x, and of fp16 keys and values; the weights' is in the reference, too.
+@pytest.mark.parametrize(
+    ("block", "planes", "most"), [(64, 1, 0.04), (32, 1, 0.04), (64, 2, 0.002), (32, 2, 0.002)]
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_int8_is_exact_but_for_rounding_x(
+    kernels: str, shape: Shape, block: int, planes: int, most: float
+) -> None:
+    library.use_kernels(kernels)
+    weights, ids = random_weights(shape), random_ids(shape)
+    logits = NativeModel(shape, weights, block, planes).run([(ids, range(8), 0, len(ids))])
+    assert error(logits, reference(shape, weights, ids, block)) < most
+    assert error(logits, reference(shape, weights, ids)) < 0.05
+
+
+# --- The law --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("block", "planes"), PRECISIONS)
+@pytest.mark.parametrize("kernels", KERNELS)
+@settings(max_examples=30)
+@given(
+    passes=st.lists(
+        st.lists(
+            st.tuples(st.sampled_from(range(3)), st.integers(1, 70)), unique_by=lambda p: p[0]
+        ),
+        max_size=6,
+    ),
+    threads=st.sampled_from([1, 2, 3]),
+)
+def test_a_token_is_the_same_alone_among_others_and_cut_anywhere(
+    kernels: str, block: int, planes: int, passes: list[list[tuple[int, int]]], threads: int
+) -> None:
+    """Three rows in random pieces; what the passes leave of a row comes at once at the end."""
+    wanted = rows(kernels, block, planes)
+    library.use_kernels(kernels)
+    library.use_threads(threads)
+    done = [0, 0, 0]
+    last = [[(row, 1) for row in range(3)], [(row, 90) for row in (2, 0, 1)]]
+    for pieces in [*passes, *last]:
+        parts: list[Part] = []
+        expected = []
+        for row, count in pieces:
+            ids, logits = wanted[row]
+            begin, end = done[row], min(done[row] + count, len(ids))
+            if begin < end:
+                pages = [8 * row + page for page in PAGES]
+                wants = min(count, end - begin)
+                parts.append((ids[begin:end], pages, begin, wants))
+                expected.append(logits[end - wants : end])
+                done[row] = end
+        if parts:
+            assert same_bits(small(block, planes).run(parts), np.concatenate(expected))
+    assert done == [90, 90, 47]
+
+
+@pytest.mark.parametrize(("block", "planes"), PRECISIONS)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_rows_share_the_pages_of_a_common_prefix(kernels: str, block: int, planes: int) -> None:
+    library.use_kernels(kernels)
+    model = small(block, planes)
+    prefix, first, second = random_ids(SMALL)[:32], [7, 8, 9], [150, 3, 77, 21]
+    wanted = [model.run([(prefix + rest, PAGES, 0, len(rest))]) for rest in (first, second)]
+    model.run([(prefix, [4, 6], 0, 0)])
+    shared = model.run([(first, [4, 6, 10], 32, 3), (second, [4, 6, 11], 32, 4)])
+    assert same_bits(shared, np.concatenate(wanted))
+
+
+@pytest.mark.parametrize(("block", "planes"), PRECISIONS)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_guesses_that_were_wrong_are_overwritten(kernels: str, block: int, planes: int) -> None:
+    ids, wanted = rows(kernels, block, planes)[0]
+    library.use_kernels(kernels)
+    model = small(block, planes)
+    model.run([(ids[:20], PAGES, 0, 0)])
+    wrong = [(token + 1) % SMALL.vocab for token in ids[21:25]]
+    assert same_bits(model.run([([ids[20], *wrong], PAGES, 20, 5)])[0], wanted[20])
+    assert same_bits(model.run([(ids[21:60], PAGES, 21, 39)]), wanted[21:60])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("block", "planes"), PRECISIONS)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_number_that_is_not_finite_reaches_no_other_token(
+    kernels: str, block: int, planes: int, value: float
+) -> None:
+    """It comes at position 40: tokens before it and rows that end before it are as without it."""
+    wanted = rows(kernels, block, planes)
+    library.use_kernels(kernels)
+    weights = random_weights(SMALL)
+    weights["positions"][40, 17] = value
+    model = NativeModel(SMALL, weights, block, planes)
+    (long, one), (short, two) = wanted[0], wanted[1]
+    logits = model.run([(short[:30], range(10, 13), 0, 30), (long, PAGES, 0, 90)])
+    assert same_bits(logits[:70], np.concatenate((two[:30], one[:40])))
+    assert same_bits(model.run([(short[30:33], range(10, 13), 30, 3)]), two[30:33])
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+HIGHEST = 2**31 - 1
+GOOD: dict[str, Any] = {"ids": [1, 2, 3], "count": 3, "position": 0, "num_logits": 1}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ids": [1, -1, 3]},
+        {"ids": [1, 2, SMALL.vocab]},
+        {"ids": [HIGHEST, 2, 3]},
+        {"count": 0},
+        {"count": -3},
+        {"count": HIGHEST},
+        {"position": -1},
+        {"position": SMALL.max_length - 2},
+        {"position": HIGHEST},
+        {"position": HIGHEST, "count": HIGHEST},
+        {"num_logits": -1},
+        {"num_logits": 4},
+        {"num_logits": HIGHEST},
+    ],
+    ids=str,
+)
+def test_a_wrong_piece_is_refused_and_nothing_is_written(wrong: dict[str, Any]) -> None:
+    model = small(64, 1)
+    pages = np.arange(8, dtype=np.int32)
+    arrays, pieces = [], (library.Piece * 2)()
+    for i, values in enumerate((GOOD, GOOD | wrong)):  # the first is right
+        arrays.append(np.array(values["ids"], np.int32))
+        sizes = (values[name] for name in ("count", "position", "num_logits"))
+        pieces[i] = library.Piece(arrays[-1].ctypes.data, pages.ctypes.data, *sizes)
+    before, logits = model.arena.copy(), np.full((8, 208), 7, np.float32)
+    with pytest.raises(InvalidRequest, match="a piece's tokens or positions are out of range"):
+        library.run_pass(model.struct, model.arena.ctypes.data, pieces, 2, logits.ctypes.data)
+    assert same_bits(model.arena, before)
+    assert (logits == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in ("num_layers", "units", "heads") for value in (0, -1, HIGHEST)),
+        *(
+            (name, value)
+            for name in ("hidden", "vocab", "max_length")
+            for value in (0, -8, HIGHEST)
+        ),
+        ("heads", 7),
+        ("block", -4),
+        ("block", 63),
+        ("block", 128),
+    ],
+)
+def test_a_model_of_wrong_sizes_is_refused(name: str, value: int) -> None:
+    model = NativeModel(SMALL, random_weights(SMALL), 64)
+    setattr(model.struct, name, value)
+    with pytest.raises(InvalidRequest, match="the model's sizes are out of range"):
+        model.run([([1, 2], [0], 0, 0)])
+
+
+@pytest.mark.parametrize("planes", [-1, 0, 3])
+def test_a_model_with_a_wrong_number_of_planes_is_refused(planes: int) -> None:
+    for block, last in ((64, False), (64, True)):
+        model = NativeModel(SMALL, random_weights(SMALL), block)
+        (model.struct.head if last else model.struct.layers[1].ffn_out).planes = planes
+        with pytest.raises(InvalidRequest, match="the model's sizes are out of range"):
+            model.run([([1, 2], [0], 0, 1)])
+
+
+def test_a_pass_of_no_pieces_does_nothing() -> None:
+    assert small(64, 1).run([]).shape == (0, SMALL.vocab)
+
+
+def test_a_pass_without_logits_writes_keys_and_values_alone() -> None:
+    model, (ids, wanted) = small(0, 1), rows(KERNELS[0], 0, 1)[0]
+    library.use_kernels(KERNELS[0])
+    assert model.run([(ids[:50], PAGES, 0, 0)]).shape == (0, SMALL.vocab)
+    assert same_bits(model.run([(ids[50:], PAGES, 50, 2)]), wanted[-2:])
+
+
+def test_kernels_that_the_processor_lacks_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="has no mmx instructions"):
+        library.use_kernels("mmx")
