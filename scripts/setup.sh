@@ -81,7 +81,10 @@ has_library() {
   grep -qF "$1" <<<"$("$ldconfig" -p 2>/dev/null)"
 }
 
-has_compiler() { ${CC:-gcc} -E -x c - <<<'#include <stdlib.h>' >/dev/null 2>&1; }
+has_compilers() {
+  ${CC:-gcc} -E -x c - <<<'#include <stdlib.h>' >/dev/null 2>&1 &&
+    ${CXX:-g++} -E -x c++ - <<<'#include <string>' >/dev/null 2>&1
+}
 
 # missing_packages prints the Debian packages that are missing, on one line.
 missing_packages() {
@@ -98,7 +101,7 @@ missing_packages() {
         ;;
     esac
   fi
-  has_compiler || packages+=(gcc libc6-dev)
+  has_compilers || packages+=(g++)  # which needs gcc and libc6-dev
   has_library libgomp.so.1 || packages+=(libgomp1)
   has_library libquadmath.so.0 || packages+=(libquadmath0)
   [ -e /etc/ssl/certs/ca-certificates.crt ] || [ -e /etc/pki ] || packages+=(ca-certificates)
@@ -107,11 +110,11 @@ missing_packages() {
 
 install_packages() { # PACKAGE...
   if ! has apt-get; then
-    die "missing here, under their Debian names: $* (gluonnlp 0.10.0 and our operator are compiled" \
-      "on this machine, so it needs a C compiler and Python's headers; MXNet needs libgomp and libquadmath)"
+    die "missing here, under their Debian names: $* (gluonnlp 0.10.0 and our own C are compiled" \
+      "on this machine, so it needs gcc, g++ and Python's headers; MXNet needs libgomp and libquadmath)"
   fi
   if ! is_root; then
-    say "these Debian packages are missing (MXNet's libraries, Python's parts, a C compiler for gluonnlp and our operator); install them, then run this again:"
+    say "these Debian packages are missing (MXNet's libraries, Python's parts, compilers for gluonnlp and our own C); install them, then run this again:"
     printf 'sudo apt-get install -y %s\n' "$*" >&2
     exit 1
   fi
@@ -176,7 +179,10 @@ wanted_stamp() {
 # operator_sources prints what is compiled of our own, by the installation of this folder.
 operator_sources() {
   local file
-  for file in "$ROOT"/engine/backends/onnx/int8/* "$ROOT"/engine/native/*.[ch]; do echo "${file#"$ROOT"/}"; done
+  for file in "$ROOT"/engine/backends/onnx/int8/* "$ROOT"/engine/native/*.{c,h,cc} \
+    "$ROOT"/scripts/lib/mxnet_operator; do
+    echo "${file#"$ROOT"/}"
+  done
 }
 
 # venv_version prints the Python version of a virtual environment that runs, or fails.
@@ -298,7 +304,8 @@ install_group() { # DIR GROUP
     fi || die "could not install $file (above is why); nothing is marked as done, so run this again"
   done
   case $group in
-    run) run_uv "$dir" pip install --no-deps --no-build-isolation -C editable_mode=compat -e "$ROOT" ;;
+    run) run_uv "$dir" pip install --no-deps --no-build-isolation -C editable_mode=compat -e "$ROOT" &&
+      (cd "$ROOT" && scripts/lib/mxnet_operator "$dir/bin/python" >&2) ;;
     oracle | benchmark | openvino) run_uv "$dir" pip install --group "$ROOT/pyproject.toml:torch" ;;
   esac || die "could not install the rest (above is why); nothing is marked as done"
   # optimum-intel names torchvision, which it needs for images only and is left out.

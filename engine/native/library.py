@@ -17,7 +17,8 @@ from common.errors import InvalidRequest, OutOfMemory
 LINE = 16  # numbers that rows and vectors are padded to
 PAGE_TOKENS = 16  # of keys and values
 # A compiled extension is named like this; it is opened as the plain library that it is.
-LIBRARY = Path(__file__).with_name("_pass" + importlib.machinery.EXTENSION_SUFFIXES[0])
+SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
+LIBRARY = Path(__file__).with_name("_pass" + SUFFIX)
 
 
 class Matrix(Structure):
@@ -134,7 +135,11 @@ def run_pass(
 
     Raises `OutOfMemory`, and `InvalidRequest` for a token or a position that the model lacks.
     """
-    status = _library.run_pass(byref(model), arena, pieces, count, logits)
+    check(_library.run_pass(byref(model), arena, pieces, count, logits))
+
+
+def check(status: int) -> None:
+    """Raises the error of a pass that returned `status`."""
     if status == 3:
         raise OutOfMemory("there is no memory for the arrays of a pass")
     if status:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,8 +154,9 @@ class NativeModel:
         planes: int = 1,
         tanh: bool = False,
         pages: int = 32,
+        run_pass: Callable[..., None] = library.run_pass,
     ) -> None:
-        self.shape = shape
+        self.shape, self._run_pass = shape, run_pass
         self._arrays: list[Any] = []
 
         def keep(array: Any) -> int:
@@ -218,7 +219,5 @@ class NativeModel:
                 for (ids, pages), (_, _, position, count) in zip(arrays, parts, strict=True)
             )
         )
-        library.run_pass(
-            self.struct, self.arena.ctypes.data, pieces, len(parts), logits.ctypes.data
-        )
+        self._run_pass(self.struct, self.arena.ctypes.data, pieces, len(parts), logits.ctypes.data)
         return logits[:, : self.shape.vocab]
