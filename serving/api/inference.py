@@ -1,8 +1,9 @@
 """Calling models: SageMaker's routes, Multi Model Server's, and the AWS client's.
 
 POST /models/{name}/invoke            SageMaker multi-model
-POST /invocations                     X-Amzn-SageMaker-Target-Model, ?model_name=, or the one
-                                      model of a single-model endpoint
+POST /invocations                     X-Amzn-SageMaker-Target-Model, ?model_name=, the one model of
+                                      a single-model endpoint, model=NAME in the custom attributes,
+                                      or `model` in a body of OpenAI's
 POST /predictions/{name}              Multi Model Server; OPTIONS describes it
 POST /{name}/predict                  its legacy route
 POST /endpoints/{name}/invocations    boto3's sagemaker-runtime with `endpoint_url` set to here
@@ -13,6 +14,8 @@ GET  /ping
 from __future__ import annotations
 
 import json
+import re
+from urllib.parse import unquote
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,14 +23,16 @@ from starlette.routing import Route
 
 from common.errors import ServiceError
 from serving.api import openapi
+from serving.api.bodies import read
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.invoke import invoke
-from serving.api.shared import TARGET_MODEL, Gateway, check_token, header_text
+from serving.api.shared import CUSTOM_ATTRIBUTES, TARGET_MODEL, Gateway, check_token, header_text
 from serving.api.stream import TokenStream
 from serving.errors import BadRequest
 from serving.names import normal_name
 
-# Names the model where AWS has no TargetModel: in calls for a stream.
+# Name the model where AWS has no TargetModel: in calls for a stream.
+MODEL_ATTRIBUTE = re.compile(r"(?:^|[\s,;])model=([^\s,;]+)")
 INFERENCE_COMPONENT = "x-amzn-sagemaker-inference-component"
 
 
@@ -52,7 +57,7 @@ class Inference:
 
     async def named(self, request: Request) -> Response:
         check_token(request, self._gateway.settings.inference_token)
-        return await invoke(self._gateway, request, request.path_params["name"])
+        return await invoke(self._gateway, request, request.path_params["name"], read=read)
 
     async def interface(self, request: Request) -> Response:
         """What a model takes and answers, as Multi Model Server tells it; asking loads nothing."""
@@ -63,18 +68,18 @@ class Inference:
 
     async def invocations(self, request: Request) -> Response:
         check_token(request, self._gateway.settings.inference_token)
-        return await invoke(self._gateway, request, self._target(request))
+        return await invoke(self._gateway, request, self._target(request), read=read)
 
-    def _target(self, request: Request) -> str:
+    def _target(self, request: Request) -> str | None:
+        """None where nothing but the body can name the model."""
         said = (request.headers.get(name) for name in (TARGET_MODEL, INFERENCE_COMPONENT))
         target = next(filter(None, said), request.query_params.get("model_name"))
         if target:
             return normal_name(header_text(target)).lstrip("/")
         if self._gateway.single_model is not None:
             return self._gateway.single_model
-        raise BadRequest(
-            "say which model: X-Amzn-SageMaker-Target-Model, ?model_name=, or /predictions/{name}"
-        )
+        attribute = MODEL_ATTRIBUTE.search(request.headers.get(CUSTOM_ATTRIBUTES, ""))
+        return normal_name(unquote(attribute[1])).lstrip("/") if attribute else None
 
     async def endpoint(self, request: Request) -> Response:
         """As the platform in front of a container answers: a container's error is a ModelError."""

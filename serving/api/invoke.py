@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -21,7 +22,6 @@ from common.errors import EngineError, EngineUnavailable, ServiceError
 from common.worker_protocol import REQUEST_HEADER, REQUEST_ID, TIMEOUT_HEADER, WORKER_HEADER
 from serving.api.forms import check_form
 from serving.api.shared import CUSTOM_ATTRIBUTES, TARGET_MODEL, Gateway, header_text, read_body
-from serving.api.stream import open_stream, wanted
 from serving.errors import (
     BadRequest,
     MMSEnded,
@@ -34,6 +34,7 @@ from serving.errors import (
 from serving.mms.client import Answer, Query, message_of
 from serving.mms.workers import MMS_GRACE_S
 from serving.models.model import Model, no_room_yet
+from serving.names import normal_name
 
 MAX_HEADER_CHARACTERS = 6000  # together; MMS takes 8192
 MAX_QUERY_CHARACTERS = 3000  # MMS takes a first line of 4096
@@ -44,6 +45,10 @@ ATTEMPTS = 3
 # Of Multi Model Server, with the workers of all models, under one request.
 ENDS = 2
 LOOK_AGAIN_S = 0.1
+NO_MODEL = (
+    "say which model: X-Amzn-SageMaker-Target-Model, ?model_name=, CustomAttributes model=NAME,"
+    " model in a body of OpenAI's, or /predictions/{name}"
+)
 AWS_ACCEPT = "x-amzn-sagemaker-accept"
 # What a worker's answer may not set: this connection's own headers, what holds for the whole origin
 # and so for other models, and what Multi Model Server puts on each answer.
@@ -63,19 +68,36 @@ async def no_limit(body: bytes) -> float:
     return math.inf
 
 
+Ask = Callable[[Gateway, Request, Model, float, AsyncExitStack], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Direct:
+    """A body that the engine is asked for without the model's worker, and the model that it names,
+    if it does."""
+
+    answer: Ask
+    model: str = ""
+
+
+Read = Callable[[Request, bytes, Mapping[str, str]], Direct | None]
+
+
 async def invoke(
     gateway: Gateway,
     request: Request,
-    name: str,
+    name: str | None,
     headers: Mapping[str, str] | None = None,
     check: Check = lambda model: None,
     limit: Limit = no_limit,
+    read: Read = lambda request, body, headers: None,
 ) -> Response:
     """Has a model answer a request, loading it first where that is allowed.
 
-    `headers` are for the worker, in place of the client's; `check` raises what is wrong with the
-    model. The answer has the model's time from the moment that the request's head was there, or
-    the client's own `limit` where that is shorter.
+    `name` is None where only the body may name the model. `headers` are for the worker, in place
+    of the client's; `check` raises what is wrong with the model; `read` tells from a body, with the
+    worker's headers, whether the engine is asked directly. The answer has the model's time from the
+    moment that the request's head was there, or the client's own `limit` where that is shorter.
     """
     gateway.check_ready()
     request.state.model = name
@@ -86,6 +108,11 @@ async def invoke(
         body = await read_body(gateway, request)
         check_form(headers.get("content-type", ""), body)
         limit_s = await limit(body)
+        direct = read(request, body, headers)
+        if name is None:
+            if direct is None or not direct.model:
+                raise BadRequest(NO_MODEL)
+            name = request.state.model = normal_name(direct.model).lstrip("/")
         used = await resources.enter_async_context(AsyncExitStack())
         async with until(gateway, request, name, limit_s) as scope:
             model = await used.enter_async_context(gateway.use(name))
@@ -93,12 +120,12 @@ async def invoke(
             check(model)
             end = request.state.started + min(model.request_timeout_s, limit_s)
             scope.deadline = end
+            # Elsewhere what a body holds is the model's own matter.
+            if direct is not None and model.in_engine:
+                response = await direct.answer(gateway, request, model, end, resources)
+                counted.status = response.status_code
+                return response
             await used.enter_async_context(gateway.admission.place(model.line, end))
-            # Elsewhere a body's "stream" is the model's own matter.
-            stream = wanted(body, headers) if model.in_engine else None
-            if stream is not None:
-                accept = headers.get("accept", "")
-                return await open_stream(gateway, model, stream, accept, end, resources)
             headers[REQUEST_HEADER] = secrets.token_hex(8)
             asked = _ask(gateway, model, body, headers, query, end)
             answer = await _answer(gateway, asked, headers[REQUEST_HEADER], used.pop_all())

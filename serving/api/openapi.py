@@ -22,13 +22,13 @@ DESCRIPTION = (
     " management port those under `management` and `health`."
 )
 # What the routes share: whose errors they answer, what is sent, what is answered.
-KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "health": ("Error", {}, {}),
     "management": ("Error", {}, {}),
     "load": ("Error", {JSON: "Load"}, {}),
     "inference": (
-        "Error",
-        {JSON: ("Generate", "Text"), TEXT: "Text"},
+        ("Error", "OpenAIError"),
+        {JSON: ("Generate", "OpenAICompletion", "OpenAIChat", "Text"), TEXT: "Text"},
         # A model's own code answers what it likes.
         {
             JSON: ("Generated", "Guide", "Any"),
@@ -39,7 +39,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "description": ("Error", {}, {}),
-    "endpoint": ("AWSError", {JSON: ("Generate", "Text"), TEXT: "Text"}, {"*/*": "Any"}),
+    "endpoint": (
+        "AWSError",
+        {JSON: ("Generate", "OpenAICompletion", "OpenAIChat", "Text"), TEXT: "Text"},
+        {"*/*": "Any"},
+    ),
     "OpenAI": ("OpenAIError", {}, {}),
     "completion": ("OpenAIError", {JSON: "OpenAICompletion"}, {JSON: "Any", EVENTS: "Text"}),
     "chat": ("OpenAIError", {JSON: "OpenAIChat"}, {JSON: "Any", EVENTS: "Text"}),

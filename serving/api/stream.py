@@ -65,7 +65,7 @@ class TokenStream(StreamingResponse):
         content: AsyncIterator[bytes],
         kind: str,
         end: float,
-        late: bytes,
+        late: Callable[[], bytes],
         resources: AsyncExitStack,
     ) -> None:
         super().__init__(content, media_type=kind, headers={"cache-control": "no-store"})
@@ -79,7 +79,7 @@ class TokenStream(StreamingResponse):
                 await super().__call__(scope, receive, send)
             if work.cancelled_caught:
                 with CancelScope(deadline=self._end + UNREAD_S) as unread:
-                    last = {"type": "http.response.body", "body": self.frame(self._late)}
+                    last = {"type": "http.response.body", "body": self.frame(self._late())}
                     await send(last)
                 if unread.cancelled_caught:
                     raise Timeout("the stream was not read in time")
@@ -100,7 +100,7 @@ async def open_stream(
     encode = _event if kind == EVENTS else _line
     late = encode({"error": DeadlineExceeded("the answer was not ready in time").to_body()})
     pieces = _encoded(request, first, items, encode)
-    return TokenStream(pieces, kind, end, late, resources.pop_all())
+    return TokenStream(pieces, kind, end, lambda: late, resources.pop_all())
 
 
 async def begin(

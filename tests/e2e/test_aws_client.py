@@ -9,11 +9,17 @@ from typing import Any
 
 import boto3
 import pytest
+import requests
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, packed, small, text
+from tests.engine.hugging_face import make_hugging_face
+
+EVENTS = "text/event-stream; charset=utf-8"
+TEMPLATE = "{% for m in messages %}<usr>{{ m.content }}{% endfor %}<sys>"
+CHAT = {"messages": [{"role": "user", "content": "안녕?"}], "temperature": 0, "max_tokens": 9}
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +27,8 @@ def client(clean: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("aws")
     for seed, name in enumerate(("a", "team/b", "봄")):
         packed(small(folder / name, seed), clean.store / f"{name}.tar.gz")
+    chat = make_hugging_face(folder / "chat", tokenizer_config={"chat_template": TEMPLATE})
+    packed(chat, clean.store / "chat.tar.gz")
     made = boto3.client(
         "sagemaker-runtime",
         endpoint_url=clean.url(""),
@@ -101,11 +109,11 @@ def test_no_target_is_a_validation_error(client: Any) -> None:
     assert caught.value.response["Error"]["Code"] == "ValidationError"
 
 
-def stream(client: Any, **request: Any) -> list[bytes]:
+def stream(client: Any, kind: str = "application/json", **request: Any) -> list[bytes]:
     answer = client.invoke_endpoint_with_response_stream(
         EndpointName="e", ContentType="application/json", **request
     )
-    assert answer["ContentType"] == request.get("Accept", "application/json")
+    assert answer["ContentType"] == request.get("Accept", kind)
     with contextlib.closing(answer["Body"]) as events:
         return [event["PayloadPart"]["Bytes"] for event in events]
 
@@ -129,3 +137,36 @@ def test_an_error_of_a_stream_is_typed(client: Any) -> None:
     with pytest.raises(ClientError) as caught:
         stream(client, InferenceComponentName="none", Body=b"{}")
     assert caught.value.response["Error"]["Code"] == "ValidationError"
+
+
+def test_a_chat_is_asked_as_on_openais_route(client: Any) -> None:
+    url = client.server.url("/v1/chat/completions")
+    expected = requests.post(url, json={**CHAT, "model": "chat"}, timeout=60).json()["choices"]
+    answer = json.loads(invoke(client, "chat.tar.gz", json.dumps(CHAT).encode())["Body"].read())
+    assert (answer["object"], answer["choices"]) == ("chat.completion", expected)
+
+    body = json.dumps({**CHAT, "model": "chat", "stream": True}).encode()
+    parts = b"".join(stream(client, EVENTS, Body=body)).decode()  # the body alone names the model
+    *events, done = parts.split("\n\n")[:-1]
+    assert done == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    said = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+    assert said == expected[0]["message"]["content"]
+
+
+def test_an_error_of_openais_is_a_model_error(client: Any) -> None:
+    with pytest.raises(client.exceptions.ModelError) as caught:
+        invoke(client, "chat.tar.gz", json.dumps({**CHAT, "n": 0}).encode())
+    error = json.loads(caught.value.response["OriginalMessage"])["error"]
+    assert (caught.value.response["OriginalStatusCode"], error["param"]) == (400, "n")
+
+
+def test_custom_attributes_name_the_model_of_a_stream(client: Any) -> None:
+    body = json.dumps({**SHORT, "stream": True}).encode()
+    named: Any = {"CustomAttributes": "model=%EB%B4%84", "Accept": "application/x-ndjson"}
+    *_, end = [
+        json.loads(line) for line in b"".join(stream(client, Body=body, **named)).splitlines()
+    ]
+    assert end["generated_text"] == text(client.server.predict("봄", SHORT))
+    with pytest.raises(ClientError, match="CustomAttributes model=NAME"):
+        stream(client, Body=body)

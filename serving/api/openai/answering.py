@@ -3,44 +3,60 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Protocol
 
-import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import DeadlineExceeded, EngineError
-from serving.api.invoke import engine_model
-from serving.api.openai.answers import Answer, Choices
 from serving.api.openai.asked import Asked
-from serving.api.openai.errors import error_body
 from serving.api.shared import Gateway
-from serving.api.stream import EVENTS, TokenStream, begin, whole
+from serving.api.stream import EVENTS, Item, TokenStream, begin, whole
 from serving.models.model import Model
-from serving.names import normal_name
 
 
-async def answer(gateway: Gateway, request: Request, asked: Asked) -> Response:
-    """Loads the model first where that is allowed, as `serving.api.invoke` does."""
-    gateway.check_ready()
-    name = normal_name(asked.model).lstrip("/")
-    request.state.model = name
-    made = Answer(asked, name)
-    async with (
-        AsyncExitStack() as resources,
-        engine_model(gateway, request, name, resources) as (model, end),
-    ):
-        if asked.stream:
-            return await _stream(gateway, model, asked, made, end, resources)
-        body = made.whole(await _whole(gateway, model, asked, end))
-        return Response(body, media_type="application/json")
-    raise AssertionError("it was returned or raised")
+class Choices(Protocol):
+    """The answers to one prompt in a stream."""
+
+    def write(self, item: Item) -> bytes:
+        """The events of a token of the engine's."""
+
+
+class Form(Protocol):
+    """An answer as its API writes it."""
+
+    def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
+        """`results` are the engine's answers to the prompts."""
+
+    def begin(self) -> bytes: ...
+
+    def choices(self, prompt: Any, first: int) -> Choices:
+        """`first` is the index of the prompt's first answer."""
+
+    def end(self) -> bytes: ...
+
+    def broken(self, error: EngineError) -> bytes:
+        """The end of a stream that breaks off."""
+
+
+async def answer(
+    gateway: Gateway,
+    model: Model,
+    asked: Asked,
+    form: Form,
+    end: float,
+    resources: AsyncExitStack,
+) -> Response:
+    """Each prompt has a place of its own in the model's line. `resources` are a stream's."""
+    if asked.stream:
+        return await _stream(gateway, model, asked, form, end, resources)
+    body = form.whole(await _whole(gateway, model, asked, end))
+    return Response(body, media_type="application/json")
 
 
 async def _whole(gateway: Gateway, model: Model, asked: Asked, end: float) -> list[dict[str, Any]]:
-    """The engine's answers to all prompts, each of which has a place of its own in the line."""
+    """The engine's answers to all prompts."""
 
     async def one(prompt: Any) -> dict[str, Any]:
         async with gateway.admission.place(model.line, end):
@@ -60,14 +76,14 @@ async def _stream(
     gateway: Gateway,
     model: Model,
     asked: Asked,
-    made: Answer,
+    form: Form,
     end: float,
     resources: AsyncExitStack,
 ) -> TokenStream:
     """Prompts are continued one after the other; the first token of the first one is waited for."""
     await resources.enter_async_context(gateway.admission.place(model.line, end))
 
-    async def begun(prompt: Any) -> tuple[AsyncIterator[Any], Any]:
+    async def begun(prompt: Any) -> tuple[AsyncIterator[Item], Item]:
         kind = asked.kind.value
         return await begin(gateway, model, prompt, asked.parameters, end, resources, kind)
 
@@ -75,21 +91,19 @@ async def _stream(
 
     async def chunks() -> AsyncIterator[bytes]:
         try:
+            if sent := form.begin():
+                yield sent
             for i, prompt in enumerate(asked.prompts):
-                choices = Choices(made, asked, prompt, i * asked.n)
+                choices = form.choices(prompt, i * asked.n)
                 items, item = first if i == 0 else await begun(prompt)
                 if sent := choices.write(item):
                     yield sent
                 async for item in items:
                     if sent := choices.write(item):
                         yield sent
-            yield made.end()
+            yield form.end()
         except EngineError as error:
-            yield _event(error)
+            yield form.broken(error)
 
-    late = _event(DeadlineExceeded("the answer was not ready in time"))
-    return TokenStream(chunks(), EVENTS, end, late, resources.pop_all())
-
-
-def _event(error: EngineError) -> bytes:
-    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+    late = DeadlineExceeded("the answer was not ready in time")
+    return TokenStream(chunks(), EVENTS, end, lambda: form.broken(late), resources.pop_all())

@@ -12,7 +12,9 @@ from typing import Any
 
 import orjson
 
+from common.errors import EngineError
 from serving.api.openai.asked import Asked, Kind
+from serving.api.openai.errors import error_body
 
 Item = Mapping[str, Any]  # a token of the engine's
 
@@ -108,6 +110,15 @@ class Answer:
         }
 
     # A stream
+
+    def begin(self) -> bytes:
+        return b""
+
+    def choices(self, prompt: Any, first: int) -> Choices:
+        return Choices(self, self._asked, prompt, first)
+
+    def broken(self, error: EngineError) -> bytes:
+        return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
 
     def chunk(self, choices: Sequence[Mapping[str, Any]], usage: Any = None) -> bytes:
         body = {**self._head, "object": self._chunk, "choices": choices}

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from serving.api.invoke import engine_model
 from serving.api.openai import asked
 from serving.api.openai.answering import answer
+from serving.api.openai.answers import Answer
+from serving.api.openai.asked import Asked
 from serving.api.openai.errors import UnknownUrl, respond
 from serving.api.shared import Gateway, check_token, read_json_object
 from serving.errors import MethodNotAllowed
+from serving.names import normal_name
 
 OWNER = "kogpt2-serving"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -79,11 +84,23 @@ class OpenAI:
 
     async def completions(self, request: Request) -> Response:
         body = await read_json_object(self._gateway, request)
-        return await answer(self._gateway, request, asked.completion(body))
+        return await self._answer(request, asked.completion(body))
 
     async def chat(self, request: Request) -> Response:
         body = await read_json_object(self._gateway, request)
-        return await answer(self._gateway, request, asked.chat(body))
+        return await self._answer(request, asked.chat(body))
+
+    async def _answer(self, request: Request, asked: Asked) -> Response:
+        """Loads the model first where that is allowed, as `serving.api.invoke` does."""
+        gateway = self._gateway
+        gateway.check_ready()
+        name = request.state.model = normal_name(asked.model).lstrip("/")
+        async with (
+            AsyncExitStack() as resources,
+            engine_model(gateway, request, name, resources) as (model, end),
+        ):
+            return await answer(gateway, model, asked, Answer(asked, name), end, resources)
+        raise AssertionError("it was returned or raised")
 
     async def embeddings(self, request: Request) -> Response:
         raise UnknownUrl(NO_EMBEDDINGS)

@@ -108,7 +108,7 @@ async def generate(gateway: Gateway, request: Request, stream: bool, check: Chec
             items, first = await begin(gateway, model, *given, end, resources)
             late = _event(_error(DeadlineExceeded("the answer was not ready in time")))
             pieces = _events(asked, first, items)
-            return TokenStream(pieces, EVENTS, end, late, resources.pop_all())
+            return TokenStream(pieces, EVENTS, end, lambda: late, resources.pop_all())
 
         answer = await whole(gateway, model, asked.text, asked.parameters, end)
         texts = [asked.before + completion["text"] for completion in answer["completions"]]

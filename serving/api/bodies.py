@@ -1,0 +1,88 @@
+"""Bodies of other APIs on SageMaker's and Multi Model Server's routes: on SageMaker there are no
+others. By its fields a body is OpenAI's, TGI's, or asks for a stream of ours, and is answered so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import InvalidRequest, ServiceError, UnsupportedMediaType
+from common.json_body import read_json
+from common.media_types import JSON, media_type
+from serving.api import tgi
+from serving.api.invoke import Direct
+from serving.api.openai import asked
+from serving.api.openai.answering import answer as answer_openai
+from serving.api.openai.answers import Answer
+from serving.api.openai.errors import respond
+from serving.api.shared import Gateway, error_response
+from serving.api.stream import open_stream, wanted
+from serving.models.model import Model
+
+MARKS = (b'"messages"', b'"prompt"', b'"details"')
+
+
+def read(request: Request, body: bytes, headers: Mapping[str, str]) -> Direct | None:
+    """How the engine is asked for what a body wants; None for what its model's worker answers."""
+    agent = request.headers.get("user-agent", "")
+    if tgi.CLIENT in agent or any(mark in body for mark in MARKS):
+        with suppress(InvalidRequest, UnsupportedMediaType):  # the worker says what is wrong
+            value = _object(body, headers.get("content-type"))
+            if "inputs" not in value and ("messages" in value or "prompt" in value):
+                return _openai(value)
+            if tgi.is_meant(value, agent):
+                return _tgi(value)
+    streamed = wanted(body, headers)
+    if streamed is None:
+        return None
+
+    async def answer(
+        gateway: Gateway, _: Request, model: Model, end: float, resources: AsyncExitStack
+    ) -> Response:
+        await resources.enter_async_context(gateway.admission.place(model.line, end))
+        accept = headers.get("accept", "")
+        return await open_stream(gateway, model, streamed, accept, end, resources)
+
+    return Direct(answer)
+
+
+def _object(body: bytes, content_type: str | None) -> dict[str, Any]:
+    value = read_json(body) if media_type(content_type)[0] == JSON else None
+    return value if isinstance(value, dict) else {}
+
+
+def _openai(body: dict[str, Any]) -> Direct:
+    async def answer(
+        gateway: Gateway, request: Request, model: Model, end: float, resources: AsyncExitStack
+    ) -> Response:
+        try:
+            parse = asked.chat if "messages" in body else asked.completion
+            found = parse({**body, "model": model.name})
+            form = Answer(found, model.name)
+            return await answer_openai(gateway, model, found, form, end, resources)
+        except Exception as error:
+            return respond(request, error)
+
+    named = body.get("model")
+    return Direct(answer, named if isinstance(named, str) else "")
+
+
+def _tgi(body: dict[str, Any]) -> Direct:
+    async def answer(
+        gateway: Gateway, request: Request, model: Model, end: float, resources: AsyncExitStack
+    ) -> Response:
+        try:
+            return await tgi.answer(gateway, model, tgi.parse(body), end, resources)
+        except ServiceError as error:
+            response = error_response(request, error)
+            response.body = orjson.dumps({**error.to_body(), **tgi.error_body(error)})
+            response.headers["content-length"] = str(len(response.body))
+            return response
+
+    return Direct(answer)

@@ -1,0 +1,183 @@
+"""Hugging Face's Text Generation Inference, as `huggingface_hub`'s `text_generation` calls it: our
+own body with `parameters.details`, true or false, or from that client, whose newer versions leave
+`details` out.
+
+    {"generated_text", "details"?}
+
+and of a stream each token, whose last two fields are null but at the end:
+
+    {"index", "token": {"id", "text", "logprob", "special"}, "top_tokens"?, "generated_text",
+     "details"}
+
+https://huggingface.github.io/text-generation-inference/
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from common import fields
+from common.errors import DeadlineExceeded, EngineError, InvalidRequest, ServiceError
+from common.media_types import JSON
+from common.parameters import MAX_LOGPROBS, Parameters
+from serving.api.shared import Gateway
+from serving.api.stream import EVENTS, Item, TokenStream, begin
+from serving.models.model import Model
+
+# What is not done, with the values that ask for nothing.
+NOT_DONE: Mapping[str, tuple[Any, ...]] = {
+    "adapter_id": (),
+    "best_of": (1,),
+    "grammar": (),
+    "truncate": (),
+    "typical_p": (1,),
+    "watermark": (False,),
+}
+# Any of these makes TGI draw, whatever `do_sample` says.
+DRAWS = ("temperature", "top_k", "top_p", "min_p")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """parameters: the engine's
+    before: what stands before the text
+    top: whether the likeliest tokens are wanted
+    """
+
+    inputs: str
+    parameters: Mapping[str, Any]
+    stream: bool
+    details: bool
+    before: str
+    top: bool
+    seed: int | None
+
+
+CLIENT = "hf_hub/"  # in its User-Agent
+
+
+def is_meant(body: Mapping[str, Any], agent: str) -> bool:
+    parameters = body.get("parameters", {})
+    if not isinstance(parameters, Mapping) or not isinstance(body.get("inputs"), str):
+        return False
+    return CLIENT in agent or parameters.get("details") is not None
+
+
+def parse(body: Mapping[str, Any]) -> Asked:
+    """Raises `InvalidRequest`."""
+    for name in body:
+        if name not in ("inputs", "parameters", "stream"):
+            raise InvalidRequest(f"{name} is not known; known are inputs, parameters, stream")
+    inputs: str = body["inputs"]
+    if not inputs.strip() or "\0" in inputs:
+        raise InvalidRequest("inputs must be text that is not empty, without NUL")
+    given = {k: v for k, v in body.get("parameters", {}).items() if v is not None}
+    for name, harmless in NOT_DONE.items():
+        if name in given and given.pop(name) not in harmless:
+            elsewhere = "; /v1/completions has it" if name == "best_of" else ""
+            raise InvalidRequest(f"parameters.{name} is not done here{elsewhere}")
+    details = fields.boolean("parameters.details", given.pop("details", False))
+    top = fields.integer("parameters.top_n_tokens", given.pop("top_n_tokens", 0), 0, MAX_LOGPROBS)
+    given["logprobs"] = max(top, given.get("logprobs", 0))
+    if not given.get("stop"):
+        given.pop("stop", None)  # the client sends an empty list where it means the model's own
+    if given.get("do_sample") is False and any(name in given for name in DRAWS):
+        del given["do_sample"]
+    checked = Parameters.parse(given, {"do_sample": True})
+    if checked.num_return_sequences > 1:
+        raise InvalidRequest("parameters.num_return_sequences must be 1 with parameters.details")
+    stream = fields.boolean("stream", body.get("stream", False))
+    before = inputs if checked.return_full_text else ""
+    return Asked(inputs, given, stream, details, before, bool(top), checked.seed)
+
+
+async def answer(
+    gateway: Gateway, model: Model, asked: Asked, end: float, resources: AsyncExitStack
+) -> Response:
+    """`resources` are a stream's."""
+    await resources.enter_async_context(gateway.admission.place(model.line, end))
+    items, first = await begin(gateway, model, asked.inputs, asked.parameters, end, resources)
+    text = Text(asked, first["prompt_tokens"])
+    if asked.stream:
+        late = _event(error_body(DeadlineExceeded("the answer was not ready in time")))
+        pieces = _events(text, first, items)
+        return TokenStream(pieces, EVENTS, end, lambda: late, resources.pop_all())
+    events = [text.add(first), *[text.add(item) async for item in items]]
+    body = {"generated_text": events[-1]["generated_text"]}
+    if asked.details:
+        body["details"] = {
+            **events[-1]["details"],
+            "prefill": [_token(token) for token in first.get("prefill", [])],
+            "tokens": [event["token"] for event in events],
+        }
+        if asked.top:
+            body["details"]["top_tokens"] = [event["top_tokens"] for event in events]
+    return Response(orjson.dumps(body), media_type=JSON)
+
+
+class Text:
+    """An answer in the making."""
+
+    def __init__(self, asked: Asked, prompt_tokens: int) -> None:
+        self._asked, self._prompt_tokens = asked, prompt_tokens
+        self._text, self._count = asked.before, 0
+
+    def add(self, item: Item) -> dict[str, Any]:
+        """The event of a token of the engine's, whose texts together are the answer's."""
+        step, text, reason = item["logprobs"], item["text"], item.get("finish_reason")
+        self._text += text
+        self._count += 1
+        # Clients leave out the text of a special one; what had waited for it is none of its own.
+        token = {**_token(step), "text": text}
+        token["special"] = token["special"] and not text
+        event = {"index": self._count, "token": token, "generated_text": None, "details": None}
+        if self._asked.top:
+            event["top_tokens"] = [_token(top) for top in step["top"]]
+        if reason is None:
+            return event
+        event["generated_text"] = self._text
+        if self._asked.details:
+            stop = "eos_token" if step.get("special") else "stop_sequence"
+            event["details"] = {
+                "finish_reason": stop if reason == "stop" else reason,
+                "generated_tokens": self._count,
+                "input_length": self._prompt_tokens,
+                "seed": self._asked.seed,
+            }
+        return event
+
+
+async def _events(text: Text, first: Item, items: AsyncIterator[Item]) -> AsyncIterator[bytes]:
+    yield _event(text.add(first))
+    try:
+        async for item in items:
+            yield _event(text.add(item))
+    except EngineError as error:
+        yield _event(error_body(error))
+
+
+def error_body(error: ServiceError) -> dict[str, Any]:
+    kind = "generation" if error.status >= 500 else "validation"
+    return {
+        "error": error.message,
+        "error_type": "overloaded" if error.status in (429, 503) else kind,
+    }
+
+
+def _token(token: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id": token["token"],
+        "text": token["text"],
+        "logprob": token.get("logprob"),
+        "special": token.get("special", False),
+    }
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

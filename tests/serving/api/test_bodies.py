@@ -1,0 +1,226 @@
+"""OpenAI's and TGI's bodies on the routes of SageMaker and Multi Model Server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from common.errors import EngineError
+from serving.api import tgi
+from tests.serving.api.gateways import World, answered, model
+
+TEXT = "가실 때에는"
+MESSAGES = [{"role": "user", "content": "안녕?"}]
+TARGET = {"X_Amzn_SageMaker_Target_Model": "봄"}
+FIRST = {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 0}
+
+
+class Engine:
+    """`items` are its answers; it keeps what it is asked."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items, self.asked = items, list[tuple[Any, ...]]()
+
+    async def generate(self, *asked: Any) -> dict[str, Any]:
+        self.asked.append(asked)
+        completion = {"text": TEXT, "tokens": 3, "finish_reason": "stop"}
+        return {"completions": [completion], "prompt_tokens": 3, "cached_tokens": 0}
+
+    async def stream(self, *asked: Any) -> AsyncIterator[dict[str, Any]]:
+        self.asked.append(asked)
+        for item in self.items:
+            if isinstance(item, Exception):
+                raise item
+            yield dict(item)
+
+
+def world(*items: Any, **settings: Any) -> tuple[World, Engine]:
+    made, engine = World(model(), **settings), Engine(*items)
+    made.model.in_engine = True
+    made.gateway.engine = engine  # type: ignore[assignment]
+    return made, engine
+
+
+def call(
+    made: World, path: str, body: Any, headers: dict[str, str] | None = None
+) -> tuple[int, str, str]:
+    sent = json.dumps(body).encode()
+    lower = {name.lower(): value for name, value in (headers or {}).items()}
+    status, found, answer = asyncio.run(made.call("POST", path, sent, **lower))
+    assert (made.gateway.requests, made.model.in_flight, made.model.line.running) == (0, 0, 0)
+    return status, found["content-type"], answer.decode()
+
+
+ROUTES = ["/models/봄/invoke", "/predictions/봄", "/봄/predict", "/invocations?model_name=봄"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_body_of_openais_is_answered_as_on_openais_routes(path: str) -> None:
+    made, engine = world()
+    status, _, answer = call(made, path, {"messages": MESSAGES, "max_tokens": 5})
+    found = json.loads(answer)
+    assert (status, found["object"], found["model"]) == (200, "chat.completion", "봄")
+    assert found["choices"][0]["message"]["content"] == TEXT
+    name, inputs, parameters, _, kind = engine.asked[0]
+    assert (name, inputs, kind) == (made.model.engine_name, MESSAGES, "messages")
+    assert (parameters["max_new_tokens"], parameters["do_sample"]) == (5, True)
+
+    status, _, answer = call(made, path, {"prompt": ["나 보기가", "산에는"], "temperature": 0})
+    assert [choice["text"] for choice in json.loads(answer)["choices"]] == [TEXT, TEXT]
+    assert [(kind, prompt) for _, prompt, _, _, kind in engine.asked[1:]] == [
+        ("prompt", "나 보기가"),
+        ("prompt", "산에는"),
+    ]
+
+
+def test_a_stream_of_openais_is_one_there_too() -> None:
+    made, _ = world(FIRST, {"index": 0, "token": 1, "text": "", "finish_reason": "stop"})
+    body = {"messages": MESSAGES, "stream": True}
+    status, kind, answer = call(made, ROUTES[0], body)
+    assert (status, kind) == (200, "text/event-stream; charset=utf-8")
+    *events, done = answer.split("\n\n")[:-1]
+    assert done == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == TEXT
+
+
+def test_what_is_wrong_in_a_body_of_openais_is_said_in_its_shape() -> None:
+    made, _ = world()
+    status, _, answer = call(made, ROUTES[0], {"messages": MESSAGES, "온도": 1})
+    assert (status, json.loads(answer)["error"]["param"]) == (400, "온도")
+
+
+@pytest.mark.parametrize(
+    "body", [{"inputs": "messages"}, {"inputs": "가", "prompt": "나"}, ["messages"], "prompt"]
+)
+def test_other_bodies_and_other_models_are_their_workers_matter(body: Any) -> None:
+    made, engine = world()
+    assert call(made, ROUTES[0], body)[0] == 200
+    assert len(made.mms.told_s) == 1
+    made.model.in_engine = False
+    assert call(made, ROUTES[0], {"messages": MESSAGES})[2] == answered().body.decode()
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        ({"inputs": "가"}, {"X_Amzn_SageMaker_Custom_Attributes": "trace=7;model=%EB%B4%84"}),
+        ({"messages": MESSAGES, "model": "봄.tar.gz"}, {}),
+        # What AWS's own header says comes first.
+        ({"messages": MESSAGES, "model": "겨울"}, TARGET),
+    ],
+)
+def test_the_body_or_the_custom_attributes_may_name_the_model(
+    body: Any, headers: dict[str, str]
+) -> None:
+    made, _ = world()
+    assert call(made, "/invocations", body, headers)[0] == 200
+
+
+def test_where_nothing_names_the_model_all_ways_are_said() -> None:
+    made, _ = world()
+    for body in ({"inputs": "가"}, {"messages": MESSAGES}, {"messages": MESSAGES, "model": 1}):
+        status, _, answer = call(made, "/invocations", body)
+        assert status == 400
+        assert "CustomAttributes model=NAME" in json.loads(answer)["message"]
+
+
+# TGI's
+
+
+def step(token: int, text: str, **more: Any) -> dict[str, Any]:
+    return {"token": token, "text": text, "logprob": -0.5, "top": [], **more}
+
+
+def items(*texts: str, end: str, special: bool) -> list[dict[str, Any]]:
+    made = [
+        {"index": 0, "token": i, "text": text, "logprobs": step(i, text)}
+        for i, text in enumerate(texts)
+    ]
+    last = step(9, "</s>", special=True) if special else step(9, "끝")
+    made.append({"index": 0, "token": 9, "text": "", "logprobs": last, "finish_reason": end})
+    made[0] |= {"prompt_tokens": 3, "cached_tokens": 0}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("end", "special", "reason"),
+    [
+        ("stop", True, "eos_token"),
+        ("stop", False, "stop_sequence"),
+        ("length", False, "length"),
+    ],
+)
+def test_how_an_answer_ended_is_said_in_tgis_words(end: str, special: bool, reason: str) -> None:
+    made, _ = world(*items("가", " 나", end=end, special=special))
+    body = {"inputs": "산에는", "parameters": {"details": True}}
+    found = json.loads(call(made, ROUTES[0], body)[2])
+    assert found["generated_text"] == "가 나"
+    assert found["details"]["finish_reason"] == reason
+    assert [token["special"] for token in found["details"]["tokens"]] == [False, False, special]
+
+
+def test_text_that_waited_for_the_end_token_is_no_special_one() -> None:
+    """A client leaves out the text of special tokens."""
+    text = tgi.Text(tgi.parse({"inputs": "가", "parameters": {"details": True}}), 3)
+    last = {"text": "끝", "logprobs": step(1, "</s>", special=True), "finish_reason": "stop"}
+    assert text.add(last)["token"] == {"id": 1, "text": "끝", "logprob": -0.5, "special": False}
+
+
+def test_a_stream_of_tgis_that_breaks_off_says_so_in_its_words() -> None:
+    first, *_ = items("가", end="stop", special=True)
+    made, _ = world(first, EngineError("a step failed"))
+    body = {"inputs": "산에는", "parameters": {"details": False}, "stream": True}
+    status, _, answer = call(made, ROUTES[0], body)
+    last = json.loads(answer.split("\n\n")[-2].removeprefix("data: "))
+    assert (status, last) == (200, {"error": "a step failed", "error_type": "generation"})
+
+
+def test_a_newer_client_of_hugging_faces_is_known_by_its_name() -> None:
+    body = {"inputs": "산에는", "stream": True}
+    agent = {"user_agent": "unknown/None; hf_hub/1.33.0; python/3.12.1"}
+    for headers, kind in ((agent, dict), ({}, int)):
+        made, _ = world(*items("가", end="length", special=False))
+        first, *_ = call(made, ROUTES[0], body, headers)[2].split("\n\n")
+        assert type(json.loads(first.removeprefix("data: "))["token"]) is kind
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sent"),
+    [
+        ({"do_sample": False, "stop": [], "return_full_text": False}, {"do_sample": False}),
+        ({"do_sample": False, "temperature": 0.5}, {"temperature": 0.5}),
+        ({"do_sample": False, "seed": 1}, {"do_sample": False, "seed": 1}),
+        ({"top_n_tokens": 3, "best_of": 1, "watermark": False, "typical_p": 1.0}, {}),
+    ],
+)
+def test_the_clients_defaults_mean_what_they_mean_to_tgi(parameters: Any, sent: Any) -> None:
+    body = {"inputs": "가", "parameters": {**parameters, "details": False}}
+    found = {k: v for k, v in tgi.parse(body).parameters.items() if k != "return_full_text"}
+    assert found == {**sent, "logprobs": parameters.get("top_n_tokens", 0)}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"grammar": {}}, "parameters.grammar is not done here"),
+        ({"best_of": 2}, "/v1/completions has it"),
+        ({"details": "yes"}, "parameters.details must be true or false"),
+        ({"top_n_tokens": 21}, "parameters.top_n_tokens must be from 0 to 20"),
+        ({"온도": 1}, "parameters.온도 is not known"),
+        ({"num_return_sequences": 2, "seed": 1}, "parameters.num_return_sequences must be 1"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_in_tgis_words(more: Any, said: str) -> None:
+    made, engine = world()
+    body = {"inputs": "가", "parameters": {"details": True, **more}}
+    status, _, answer = call(made, ROUTES[0], body)
+    found = json.loads(answer)
+    assert (status, found["error_type"]) == (400, "validation")
+    assert said in found["error"]
+    assert engine.asked == []
