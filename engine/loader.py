@@ -23,7 +23,8 @@ from engine.sandbox.reading import Reading
 from engine.scheduler import Batch
 from engine.settings import Settings
 from engine.statistics import Statistics
-from engine.text.process import Texts
+from engine.text.process import TextProcesses
+from engine.text.texts import Texts
 
 
 class Loader:
@@ -36,6 +37,7 @@ class Loader:
         self._prefixes, self._residency = prefixes, residency
         self._cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
         self._manifests = Manifests(self._cache_dir)
+        self._text_processes = TextProcesses()
 
     def resolve(self, backend: str | None, precision: str | None) -> tuple[str, str]:
         """With the defaults for what is not given. Raises `InvalidRequest`."""
@@ -83,8 +85,8 @@ class Loader:
         model = texts = None
         statistics = Statistics()
         try:
-            # Its process begins beside what follows.
-            texts = Texts(artifact, statistics, self._settings.max_queue)
+            # Its process starts beside what follows, unless another model has it.
+            texts = Texts(artifact, statistics, self._settings.max_queue, self._text_processes)
             model = Model(
                 name=name,
                 path=path,
@@ -111,6 +113,10 @@ class Loader:
             raise
         model.load_s = time.monotonic() - started
         return model
+
+    def close(self) -> None:
+        """Once no model is left."""
+        self._text_processes.close()
 
     def _opener(
         self, artifact: Artifact, stamps: Stamps, backend: str, precision: str, texts: Texts

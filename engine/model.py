@@ -14,7 +14,7 @@ from engine.backends.interface import BackendModel
 from engine.prepared.manifest import Run
 from engine.scheduler import Batch
 from engine.statistics import Statistics
-from engine.text.process import Texts
+from engine.text.texts import Texts
 
 
 class Place(enum.Enum):

@@ -332,6 +332,7 @@ class Engine:
             self.unload(name)
         self._loop.close()
         self._residency.close()
+        self._loader.close()
 
 
 def _short_bytes() -> int:

@@ -39,8 +39,6 @@ STAY = 4
 WARM_SHARE = 32
 # An open model has some 55 mappings, and a process may have 65,530.
 MOST_OPEN = 500
-# Text processes of models that nobody uses: 16 MB each, and 30 ms to start one again.
-TEXTS_KEPT = 8
 # Of a container: code, and what the budget does not know of. Where hot models have had that, too,
 # the kernel takes pages of theirs, and a step waits for the disk.
 KEPT_SHARE = 16
@@ -75,8 +73,6 @@ class Residency:
             self._victims.used(model.name)
             model.submitting += 1
             self.want(model)
-            if model.texts.pid is None:  # it starts one
-                self._rest_texts()
 
     def unuse(self, model: Model) -> None:
         with self._changed:
@@ -97,7 +93,6 @@ class Residency:
         room: list[list[Model]] = []
         with self._changed:
             self._victims.used(model.name)
-            self._rest_texts()
             self._enqueue(model, room.append)
             try:
                 while True:
@@ -256,13 +251,6 @@ class Residency:
         with self._changed:
             for model in self._make_room(missing) or []:
                 self._pool.submit(self._leave, model)
-
-    def _rest_texts(self) -> None:
-        """Ends text processes of models that nobody uses beyond those that may be kept."""
-        running = [m for m in self._models.values() if m.texts.pid is not None]
-        idle = dict.fromkeys((model for model in running if model.idle), 1)
-        for model in self._coolest(idle, len(idle) - TEXTS_KEPT):
-            model.texts.rest()
 
     # On a thread, without the lock
 

@@ -31,7 +31,6 @@ from common.memory import MIB
 from engine.artifacts.config import GPT2Config
 from engine.budget import budget_bytes
 from engine.prepared import cache as prepared
-from engine.residency import TEXTS_KEPT
 
 PEER = "llama.cpp"
 BEFORE_FIRST_S = 3.0
@@ -41,7 +40,7 @@ PROMPTS = 2
 TRACE = Kind(scans=1, moves=False)
 MANY = 20  # with more the artifacts do not stay beside what is prepared
 SETTLED = 2  # so many models bring in what all share
-FURTHER = 4  # models beyond those whose texts' processes the engine keeps
+FURTHER = 4  # models beyond the first, which brings the text process that all have
 DISK_MB_S = (50, 100, 200, 400, None)
 SERVER_MIB = 720  # of a container: no model's, and what one needs to answer at all
 UNLIMITED_MIB = 1 << 20
@@ -316,7 +315,7 @@ class SwitchingRun(Run):
 
     def _memory(self, side: Side) -> Results:
         """What each further model takes, of all processes: where all fit, and where two do."""
-        models = max(self.plan.models, TEXTS_KEPT + 1 + FURTHER)  # beside those kept, the one used
+        models = max(self.plan.models, 1 + FURTHER)
         folders = [*random_model.fine_tunes(self.store, self.plan.config, models)]
         found = {}
         for kind, mib in (("all fit", UNLIMITED_MIB), ("two fit", self.plan.two_mib)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.text.sentencepiece import Detokenizer
+from engine.text.table import Detokenizer
 from engine.text.trimming import Trimmer
 
 
@@ -40,8 +40,10 @@ def _find_stop(text: str, stops: tuple[str, ...]) -> tuple[int | None, int]:
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     if found:
         return min(found), 0
-    longest = max((len(stop) for stop in stops), default=0)
-    for keep in range(min(longest - 1, len(text)), 0, -1):
-        if any(stop.startswith(text[-keep:]) for stop in stops):
-            return None, keep
-    return None, 0
+    keep = 0
+    for stop in stops:
+        at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+        while at >= 0 and not stop.startswith(text[at:]):
+            at = text.find(stop[0], at + 1)
+        keep = max(keep, len(text) - at if at >= 0 else 0)
+    return None, keep

@@ -8,10 +8,8 @@ sandbox keeps it from Python's objects.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -20,10 +18,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import InvalidRequest
-from engine.artifacts.files import MAX_JSON_BYTES, open_file, read_json
+from engine.text.files import CHAT_TEMPLATE, CONFIG, Files, json_in
 
-FILE = "chat_template.jinja"
-CONFIG = "tokenizer_config.json"
 DEFAULT = "default"
 
 Message = Mapping[str, str]
@@ -85,17 +81,14 @@ class ChatTemplate:
             raise InvalidRequest(f"this model's {self._file} failed: {reason}") from None
 
 
-def find_chat_template(folder: Path) -> tuple[str, str] | None:
+def find_chat_template(files: Files) -> tuple[str, str] | None:
     """A template's source and the file that it is in. Raises `ArtifactError`, `InvalidRequest`."""
-    try:
-        with open_file(folder / FILE) as file:
-            size = min(os.fstat(file.fileno()).st_size, MAX_JSON_BYTES)
-            return file.read(size).decode("utf-8"), FILE
-    except FileNotFoundError:
-        pass
-    except UnicodeDecodeError:
-        raise InvalidRequest(f"this model's {FILE} is not UTF-8") from None
-    said = read_json(folder / CONFIG).get("chat_template")
+    if CHAT_TEMPLATE in files:
+        try:
+            return files[CHAT_TEMPLATE].decode("utf-8"), CHAT_TEMPLATE
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"this model's {CHAT_TEMPLATE} is not UTF-8") from None
+    said = json_in(files, CONFIG).get("chat_template")
     if isinstance(said, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in said if _is_object(entry)}
         said = named.get(DEFAULT)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import re
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,27 +11,29 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from common.errors import ArtifactError
-from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import Part
-from engine.text.sentencepiece import check_unicode, control_in_text
+from engine.text.files import CONFIG, SPECIAL_TOKENS, Files, json_in, read_files
+from engine.text.sentencepiece import SPACE, check_unicode, control_in_text
+from engine.text.table import ALL_SPACES, BYTES, PROCESS, RUNS, Table
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTED = ("additional_special_tokens", "extra_special_tokens")
-CONFIG = "tokenizer_config.json"
-REPLACEMENT = "\ufffd"
-BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+# Texts of which a table is checked, beside all ids in some order and short runs of any.
+TEXTS = ("가", "나는 오늘  밥을", " Hello, 1!", "뷁\n漢🙂é", "<s> 👩‍👩‍👧 ㅋㅋ")
+RUNS_CHECKED = 200
 
 
 class HuggingFaceTokenizer:
     """Text to ids and back as transformers does it, with `tokenizer_config.json` and
-    `special_tokens_map.json` beside `path`, if they are there.
+    `special_tokens_map.json` beside `path`, if they are there; `files` are those, read already.
 
     Raises `ArtifactError`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: Files | None = None) -> None:
+        files = files or read_files(path)
         try:
-            self._tokenizer = FastTokenizer.from_file(str(path))
+            self._tokenizer = FastTokenizer.from_buffer(files[path.name])
         except (MemoryError, KeyboardInterrupt):
             raise
         except BaseException as error:  # Exception itself; and a panic in Rust is not even one
@@ -42,14 +43,13 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None):
             self._tokenizer.model.dropout = None
-        said = read_json(path.with_name(CONFIG))
+        said = json_in(files, CONFIG)
         # As transformers 5 has it: the older file counts where the newer one lists no tokens.
         named = dict(said)
         if "added_tokens_decoder" not in said:
-            named |= read_json(path.with_name("special_tokens_map.json"))
+            named |= json_in(files, SPECIAL_TOKENS)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         self._add_tokens(named)
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         tokens = {name: _added_token(named.get(name)) for name in NAMED}
         self.special_tokens = {n: str(t.content) for n, t in tokens.items() if t is not None}
         self.eos_id = self.token_id(self.special_tokens.get("eos_token", ""))
@@ -59,11 +59,11 @@ class HuggingFaceTokenizer:
         unknown = getattr(self._tokenizer.model, "unk_token", None)
         self._unknown = None if unknown is None else self.token_id(unknown)  # any rare character
         self.special_ids = self._special - {self._unknown}
-        falls_back = '"ByteFallback"' in self._tokenizer.to_str()
-        self._letters = byte_letters() if "ByteLevel" in repr(self._tokenizer.decoder) else {}
-        self._byte_ids = {
-            i for token, i in vocabulary.items() if falls_back and BYTE_TOKEN.fullmatch(token)
-        }
+        decoder = repr(self._tokenizer.decoder)
+        self._letters = byte_letters() if "ByteLevel" in decoder else {}
+        names = [f"<0x{byte:02X}>" for byte in range(256)] if "ByteFallback" in decoder else []
+        found = {self.token_id(name): byte for byte, name in enumerate(names)}
+        self._byte_ids = {i: byte for i, byte in found.items() if i is not None}
 
     def _add_tokens(self, named: dict[str, Any]) -> None:
         """Tokens that are special only because a file beside `tokenizer.json` says so."""
@@ -121,78 +121,72 @@ class HuggingFaceTokenizer:
         for found in (i for i in self._encode(text, False) if i in self.special_ids):
             raise control_in_text(self._added[found])
 
-    def piece(self, token: int) -> bytes:
-        name: str | None = self._tokenizer.id_to_token(token)
-        if name is None:
-            return b""
-        if token in self._added:
-            return name.encode()
-        if token in self._byte_ids:
-            return bytes([int(name[3:-1], 16)])
-        if self._letters:
-            return bytes(self._letters[letter] for letter in name if letter in self._letters)
-        # Behind another: a decoder may cut the space in front of a text's first token.
-        decode, some = self._tokenizer.decode, self._some
-        return decode([*some, token])[len(decode(some)) :].encode("utf-8", "replace")
+    def table(self, size: int) -> Table:
+        """Of the ids below `size`. Where its pieces, joined, are not what the library decodes, the
+        kind is `PROCESS`."""
+        ids = range(size)
+        names = [self._tokenizer.id_to_token(i) for i in ids]
+        silent = {i for i in ids if i in self._special or names[i] is None}
+        kind = BYTES if self._letters else RUNS
+        for guess in (self._guess, self._decoded):
+            pieces = guess(names)
+            for lead in (0, ALL_SPACES, 1) if kind == RUNS else (0,):
+                table = Table(kind, pieces, silent, self._byte_ids, lead)
+                if self._is_right(table):
+                    return table
+        return Table(PROCESS, pieces, silent, self._byte_ids)
 
-    @functools.cached_property
-    def _some(self) -> list[int]:
-        """A token of text, twice: a decoder may show the last one otherwise."""
-        odd = {*self._added, *self._byte_ids}
-        plain = (i for i in range(self.vocab_size) if i not in odd)
-        return next(([i, i] for i in plain if self._tokenizer.decode([i]).strip()), [])
+    def _guess(self, names: list[str | None]) -> list[bytes]:
+        """The pieces as most tokenizers write them."""
+        letters = str.maketrans({letter: chr(byte) for letter, byte in self._letters.items()})
+        pieces = []
+        for i, name in enumerate(names):
+            if i in self._added or name is None:
+                pieces.append((name or "").encode())
+            elif i in self._byte_ids:
+                pieces.append(bytes([self._byte_ids[i]]))
+            elif self._letters:
+                pieces.append(name.translate(letters).encode("latin-1", "ignore"))
+            else:
+                pieces.append(name.replace(SPACE, " ").encode())
+        return pieces
 
-    def detokenizer(self, prompt: Sequence[int]) -> WindowDetokenizer:
-        return WindowDetokenizer(self._tokenizer, prompt, self._byte_ids, self._special)
+    def _decoded(self, names: list[str | None]) -> list[bytes]:
+        """The same; of texts, what the library makes of them behind another: a decoder may cut the
+        space in front of a text's first token."""
+        pieces = self._guess(names)
+        odd = {*self._added, *self._byte_ids} if not self._letters else range(len(names))
+        plain = [i for i in range(len(names)) if i not in odd and names[i] is not None]
+        decode = self._tokenizer.decode
+        # Twice the same token of text: a decoder may show the last one otherwise.
+        some = next(([i, i] for i in plain if decode([i]).strip()), [])
+        texts = self._tokenizer.decode_batch([[*some, i] for i in plain])
+        for i, text in zip(plain, texts, strict=True):
+            pieces[i] = text[len(decode(some)) :].encode("utf-8", "replace")
+        return pieces
 
+    def _is_right(self, table: Table) -> bool:
+        rng = random.Random(0)  # noqa: S311
+        ids, byte_ids = list(range(len(table))), [i for i in self._byte_ids if i < len(table)]
+        samples = [self._encode(text, False) for text in TEXTS]
+        samples += [rng.choices(ids, k=rng.randrange(1, 9)) for _ in range(RUNS_CHECKED)]
+        samples += [rng.choices(ids, k=3) + byte_ids[i : i + 2] for i in range(len(byte_ids))]
+        spaces = {i: len(p) - len(p.lstrip(b" ")) for i in ids if (p := table.piece(i))[:1] == b" "}
+        most = sorted(spaces, key=lambda i: -spaces[i])[:RUNS_CHECKED]
+        alone = [[i] for i in spaces if spaces[i] == len(table.piece(i))][:4]
+        samples += [[*front, i] for i in most for front in ([], *alone)]
+        rng.shuffle(ids)
+        return all(table.text(sample) == self._decode(sample) for sample in [*samples, ids])
 
-class WindowDetokenizer:
-    """The text of some last tokens with and without the new one: what one token adds depends on
-    those before it (a leading space, half a character).
-
-    All that it gives is what decoding prompt and new ids at once, without the special tokens, has
-    more than decoding the prompt. Held back are characters that may not be whole.
-    """
-
-    def __init__(
-        self,
-        tokenizer: FastTokenizer,
-        prompt: Sequence[int],
-        byte_ids: set[int],
-        silent: set[int],
-    ) -> None:
-        self._tokenizer, self._byte_ids, self._silent = tokenizer, byte_ids, silent
-        self._in_bytes = False  # a run of byte tokens is decoded as a whole, or not at all
-        self._window = list(prompt)
-        self._given = ""  # the text of the window that was given, or was the prompt's
-        self._shrink()
-
-    def feed(self, token: int) -> str:
-        self._window.append(token)
-        text = self._decode(self._window)
-        if token not in self._silent and self._tokenizer.id_to_token(token) is not None:
-            self._in_bytes = token in self._byte_ids
-        if text.endswith(REPLACEMENT) or self._in_bytes:
-            return ""
-        new = text[len(self._given) :]
-        self._shrink()
-        return new
-
-    def flush(self) -> str:
-        new = self._decode(self._window)[len(self._given) :]
-        self._shrink()
-        return new
-
-    def _shrink(self) -> None:
-        """Keeps the last tokens, as many as make some text, and no part of a run of bytes."""
-        for begin in range(len(self._window) - 1, 0, -1):
-            if self._window[begin] in self._byte_ids or self._window[begin] in self._silent:
-                continue
-            text = self._decode(self._window[begin:])
-            if text:
-                self._window, self._given = self._window[begin:], text
-                return
-        self._given = self._decode(self._window)
+    def decode(self, ids: list[int]) -> tuple[str, int, str]:
+        """The text of ids; where the last of them begin that make some text, which are no part of a
+        run of bytes; and their text."""
+        text = self._decode(ids)
+        for begin in range(len(ids) - 1, 0, -1):
+            odd = ids[begin] in self._byte_ids or ids[begin] in self._special
+            if not odd and (last := self._decode(ids[begin:])):
+                return text, begin, last
+        return text, 0, text
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)

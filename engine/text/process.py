@@ -1,312 +1,242 @@
-"""A model's texts, in a process of their own: a tokenizer that stalls, crashes or takes all memory
-costs its own model's requests, and no other's.
-
-All that is asked of the process is asked by one thread, a model's text thread: prompts are cut and
-sequences queued there, and there their tokens, which the engine's thread has chosen, get their
-texts and are told. What one step gave all rows is one message.
+"""A tokenizer and its template in a process of their own, which may stall, crash or take all memory
+without harm to others. Models with the same files and settings share one.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import asdict
-from typing import Any, TypeVar
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-from common.errors import (
-    ArtifactError,
-    DeadlineExceeded,
-    EngineError,
-    EngineUnavailable,
-    InvalidRequest,
-    Overloaded,
-)
-from common.parameters import Parameters
+from common.errors import ArtifactError, DeadlineExceeded, EngineError, EngineUnavailable
 from engine.artifacts.artifact import Artifact
 from engine.sandbox import Limits, Sandbox, again
-from engine.sequence import Sequence, Token
-from engine.statistics import Statistics
 from engine.text import child as text_child
-from engine.text.prompts import Chat, Inputs, Raw
+from engine.text.files import read_files
+from engine.text.table import Table
 
-# How long the process may take to read a tokenizer; to cut a prompt, of megabytes if need be; to
-# make the text of what a few steps gave.
+# How long the process may take to read a tokenizer and to find out about it.
 LOAD_S = 20.0
-ENCODE_S = 5.0
-WRITE_S = 5.0
 MEMORY_MIB = 512
-# A token's text in the mean of an answer. Those of real vocabularies have some dozens.
-MAX_CHARACTERS_PER_TOKEN = 1024
-
-logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
+# Of those whose models have no requests. A start takes 30 to 100 ms, a process 17 MB.
+PROCESSES_KEPT = 8
 
 
-class Texts:
-    """Thread-safe. `close` ends the thread and the process."""
+@dataclass(frozen=True)
+class Source:
+    """The files and settings of a model that a text process is opened with."""
+
+    file: Path
+    digest: str
+    config: dict[str, Any]
+    generation: dict[str, Any]
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Source:
+        """Raises `ArtifactError`."""
+        digest = text_child.digest_of(artifact, read_files(artifact.tokenizer_file))
+        config, generation = asdict(artifact.config), text_child.settings_of(artifact)
+        return cls(artifact.tokenizer_file, digest, config, generation)
+
+
+@dataclass(frozen=True)
+class About:
+    """What a text process has found out about its files."""
 
     stop_ids: frozenset[int]
+    special_ids: frozenset[int]  # of tokens that are no text, those among them
+    table: Table
 
-    def __init__(self, artifact: Artifact, statistics: Statistics, most_waiting: int) -> None:
-        """Does not wait for the process: `ready` does, once, before anything is asked."""
-        generation = artifact.generation.to_json()
-        self.file = artifact.tokenizer_file.name
-        self._arguments = (str(artifact.tokenizer_file), asdict(artifact.config), generation)
-        self._defaults = artifact.generation.parameters
-        self._vocab_size = artifact.config.vocab_size
-        self._statistics, self._most_waiting = statistics, most_waiting
-        self._child = self._fork()
-        self._keys = itertools.count()
-        self._rows: dict[Sequence, int] = {}  # that the process knows, by key
+    @classmethod
+    def from_json(cls, said: Any, file: str) -> About:
+        try:
+            stop_ids = frozenset(map(int, said["stop_ids"]))
+            special_ids = stop_ids.union(map(int, said["special_ids"]))
+            return cls(stop_ids, special_ids, Table.from_json(said["table"]))
+        except (KeyError, TypeError, ValueError):
+            raise ArtifactError(f"{file} cannot be used: its process gave no table") from None
+
+
+class Turns:
+    """A thread that runs tasks; users, of which each has some, take turns. Thread-safe."""
+
+    def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._tasks: deque[Callable[[], None]] = deque()
-        self._written: list[Sequence] = []
-        self._telling = False
-        self._closed: EngineError | None = None
-        self._ready, self._readying = False, threading.Lock()
+        self._tasks: OrderedDict[Hashable, deque[Callable[[], None]]] = OrderedDict()
+        self._closed = False
+        threading.Thread(target=self._run, name="texts", daemon=True).start()
 
-    def ready(self) -> Texts:
-        """Itself, once the process is there.
-
-        Raises `ArtifactError` that says what is wrong with the tokenizer or its settings.
-        """
-        with self._readying:
-            if not self._ready:
-                first = [self._child]
-                self._child = again(lambda: _opened(first.pop() if first else self._fork()))
-                try:
-                    about = self._child.call("about", timeout_s=LOAD_S)
-                except BaseException:
-                    self._child.kill()
-                    raise
-                self.stop_ids = frozenset(about["stop_ids"])
-                self._special_ids = self.stop_ids.union(about["special_ids"])
-                threading.Thread(target=self._run, name="texts", daemon=True).start()
-                self._ready = True
-        return self
-
-    def _fork(self) -> Sandbox:
-        limits = Limits(MEMORY_MIB)
-        return Sandbox(text_child.serve, *self._arguments, what=self.file, limits=limits)
-
-    @property
-    def pid(self) -> int | None:
-        """Of the process, if it lives."""
-        return self._child.pid
-
-    def parameters(self, given: Any) -> Parameters:
-        """A request's, and the model's own where it gives none. Raises `InvalidRequest`."""
-        parameters = Parameters.parse(given, self._defaults)
-        for token, _ in parameters.logit_bias:
-            if token >= self._vocab_size:
-                raise InvalidRequest(
-                    f"parameters.logit_bias has the token {token}, but the model's vocabulary ends"
-                    f" at {self._vocab_size - 1}"
-                )
-        return parameters
-
-    def soon(self, task: Callable[[], Result]) -> Future[Result]:
-        """Runs `task` on the text thread. Raises `Overloaded` where too many wait for that."""
-        future: Future[Result] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                if self._closed is not None:
-                    raise self._closed
-                future.set_result(task())
-            except BaseException as error:
-                future.set_exception(error)
-
+    def soon(self, user: Hashable, task: Callable[[], None]) -> None:
+        """Runs `task`, which raises nothing."""
         with self._changed:
-            if len(self._tasks) >= self._most_waiting:
-                message = f"{len(self._tasks)} requests wait for their prompts to be cut already"
-                raise Overloaded(message, retry_after_s=ENCODE_S)
-            if self._closed is not None:
-                raise self._closed
-            self._tasks.append(run)
-            self._changed.notify()
-        return future
-
-    def encode(self, inputs: Inputs) -> list[int]:
-        """The ids of a prompt; on the text thread.
-
-        Raises `InvalidRequest`, `PromptTooLong`, and what `_call` does.
-        """
-        if isinstance(inputs, Raw):
-            ids = self._call(ENCODE_S, "encode_raw", inputs.prompt)
-        elif isinstance(inputs, Chat):
-            ids = self._call(ENCODE_S, "encode_chat", inputs.messages)
-        else:
-            ids = self._call(ENCODE_S, "encode", inputs)
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise self._give_up("it gave no ids")
-        return ids
-
-    def rest(self) -> None:
-        """Ends the process until it is needed again, unless it is."""
-
-        def rest() -> None:
-            if not self._owed():
-                self._rows.clear()
-                self._child.kill("it is not needed")
-
-        with self._changed:
-            if not self._tasks and not self._written:
-                self._tasks.append(rest)
-                self._changed.notify()
-
-    def write(self, sequences: list[Sequence]) -> None:
-        """Has the tokens that wait in these sequences told with their texts. Does not block."""
-        with self._changed:
-            self._written += sequences
+            self._tasks.setdefault(user, deque()).append(task)
             self._changed.notify()
 
-    @property
-    def idle(self) -> bool:
-        """Whether nobody is owed a text."""
-        with self._changed:
-            return not (self._written or self._telling or self._owed())
+    def waiting(self, user: Hashable) -> int:
+        return len(self._tasks.get(user, ()))
 
-    def _owed(self) -> bool:
-        """Who is cancelled leaves with the next tokens of others, which may never come."""
-        return not all(sequence.over for sequence in list(self._rows))
-
-    def close(self, reason: EngineError) -> None:
-        """Ends the process; whom it still owed an answer is told the reason. Does not block."""
+    def take(self, user: Hashable) -> deque[Callable[[], None]]:
+        """What waits of a user's tasks, which then do not run."""
         with self._changed:
-            self._closed = reason
+            return self._tasks.pop(user, deque())
+
+    def close(self) -> None:
+        """Ends the thread once it has run what waits."""
+        with self._changed:
+            self._closed = True
             self._changed.notify()
-        self._child.kill()
-
-    # On the text thread
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._telling = False
-                self._changed.wait_for(lambda: self._written or self._tasks or self._closed)
-                written, self._written = self._written, []
-                self._telling = bool(written)
-                task = self._tasks.popleft() if self._tasks and not written else None
-            if self._closed is not None:
-                self._end(written, self._closed)
-                if task is not None:
-                    task()
-                elif not written:
+                self._changed.wait_for(lambda: self._tasks or self._closed)
+                if not self._tasks:
                     return
-            elif written:
-                try:
-                    self._tell(written)
-                except Exception:
-                    logger.exception("the texts of %s failed", self.file)
-                    self._end(written, EngineError("the answer could not be given"))
-            elif task is not None:
-                task()
+                user, tasks = self._tasks.popitem(last=False)
+                task = tasks.popleft()
+                if tasks:
+                    self._tasks[user] = tasks
+            task()
+            del task  # and what it holds, while this waits
 
-    def _end(self, sequences: list[Sequence], reason: EngineError) -> None:
-        for sequence in [*self._rows, *sequences]:
-            sequence.tell(reason)
-        self._rows.clear()
 
-    def _tell(self, sequences: list[Sequence]) -> None:
-        taken = [(s, token) for s in dict.fromkeys(sequences) for token in s.take()]
-        left = [self._rows.pop(sequence) for sequence in list(self._rows) if sequence.over]
-        taken = [(sequence, token) for sequence, token in taken if not sequence.over]
-        begun = []
-        for sequence in dict.fromkeys(sequence for sequence, _ in taken):
-            if sequence not in self._rows:
-                self._rows[sequence] = key = next(self._keys)
-                begun.append((key, sequence.prompt, sequence.parameters.stop))
-        tokens = [
-            (self._rows[sequence], token.id, token.finish_reason, token.shown)
-            for sequence, token in taken
-        ]
-        if not tokens and not left:
-            return
+class User(Protocol):
+    """A model's texts."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no answer of it is in the making."""
+
+
+class TextProcess:
+    """Calls are made on the thread of its `turns` alone; the rest is thread-safe."""
+
+    def __init__(self, about: About | None, starts: Callable[[], None]) -> None:
+        """`about` is what an earlier process with the same files has found out. `starts` is called
+        before a process starts."""
+        self.about, self._starts = about, starts
+        self.turns = Turns()
+        self.users: set[User] = set()  # guarded by `TextProcesses`
+        self.used_at = time.monotonic()
+        self._child: Sandbox | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if it lives."""
+        return None if self._child is None else self._child.pid
+
+    def close(self) -> None:
+        """Ends the process and, after what waits, the thread. Does not block."""
+        self._closed = True
+        self.turns.close()
+        self._kill("it is not needed")
+
+    def rest(self) -> None:
+        """Ends the process after what waits, until it is needed again."""
+        self.turns.soon(None, lambda: self._kill("it is not needed"))
+
+    def _kill(self, reason: str) -> None:
+        if self._child is not None:
+            self._child.kill(reason)
+
+    def open(self, source: Source) -> None:
+        """Starts the process, unless it lives. Raises `ArtifactError` that says what is wrong with
+        the tokenizer or its settings, and `EngineUnavailable`."""
+        self.used_at = time.monotonic()
+        if self.pid is None:
+            self._starts()
+            again(lambda: self._open(source))
+
+    def _open(self, source: Source) -> None:
+        file = source.file.name
+        arguments = (str(source.file), source.digest, source.config, source.generation)
+        limits = Limits(MEMORY_MIB)
+        self._child = child = Sandbox(text_child.serve, *arguments, what=file, limits=limits)
         try:
-            texts = self._call(WRITE_S, "write", begun, left, tokens)
-            if not isinstance(texts, list) or len(texts) != len(tokens):
-                raise self._give_up("it gave other texts than were asked for")
-        except EngineError as error:
-            logger.error("the texts of %s failed: %s", self.file, error.message)
-            self._end([], error)
-            return
-        for (sequence, token), found in zip(taken, texts, strict=True):
-            if not sequence.over:
-                self._told(sequence, token, found)
+            if self._closed:
+                raise EngineUnavailable(f"{file} is not needed any more")
+            child.ready(LOAD_S)
+            if self.about is None:
+                self.about = About.from_json(child.call("about", timeout_s=LOAD_S), file)
+        except BaseException:
+            child.kill()
+            raise
 
-    def _told(self, sequence: Sequence, token: Token, found: Any) -> None:
-        message = found if isinstance(found, str) else f"{self.file} gave no text"
-        if isinstance(found, list) and len(found) == 3 and isinstance(found[0], str):
-            try:
-                token.pieces = [str(piece).encode("latin-1") for piece in found[2]]
-            except (TypeError, ValueError):
-                token.pieces = []
-            token.text = found[0].encode("utf-8", "replace").decode()
-            token.special_ids = self._special_ids
-            sequence.characters += len(token.text)
-            message = f"{self.file} makes more text of an answer than any has"
-            if sequence.characters <= MAX_CHARACTERS_PER_TOKEN * sequence.max_tokens:
-                message = ""
-        if message:
-            sequence.tell(EngineError(message))
-            return
-        if found[1]:
-            token.finish_reason = "stop"
-        self._statistics.tokens += 1
-        sequence.tell(token)
-        if token.finish_reason is not None:
-            self._rows.pop(sequence, None)
-            self._statistics.finished(time.monotonic() - sequence.queued_at)
-
-    def _call(self, timeout_s: float, *arguments: Any) -> Any:
-        """Asks the process, a new one if the last has ended; once more where it ended while a
-        prompt was cut, for it may have been killed long before.
+    def call(self, source: Source, timeout_s: float, *arguments: Any) -> Any:
+        """Calls the process, a new one of `source` if the last has ended; once more where it ended
+        meanwhile, for it may have been killed long before.
 
         Raises what it raises, `DeadlineExceeded` if it stalls, `EngineUnavailable` if it is lost
         with all others, `EngineError` if it ends.
         """
-        for last in (arguments[0] == "write", True):
+        for last in (False, True):
             began = time.monotonic()
             try:
-                if not self._child.alive:
-                    self._child = again(lambda: _opened(self._fork()))
-                    if self._closed is not None:
-                        self._child.kill()
-                    began = time.monotonic()
+                self.open(source)
+                began = time.monotonic()
+                assert self._child is not None
                 return self._child.call(*arguments, timeout_s=timeout_s)
             except (ArtifactError, EngineUnavailable) as error:
-                if self._closed is not None:
-                    raise self._closed from None
                 kind = EngineUnavailable if isinstance(error, EngineUnavailable) else EngineError
-                if late := time.monotonic() - began >= timeout_s:
-                    kind = DeadlineExceeded
-                ended = not self._child.alive
-                failure = self._give_up(error.message, kind)
-                if last or late or not ended:
+                late = time.monotonic() - began >= timeout_s
+                ended = self.pid is None
+                failure = self.give_up(error.message, DeadlineExceeded if late else kind)
+                if last or late or self._closed or not ended:
                     raise failure from None
         raise AssertionError("it was returned or raised")
 
-    def _give_up(self, why: str, kind: type[EngineError] = EngineError) -> EngineError:
-        """Ends the process, and the answers that it knew; the next call starts another."""
-        self._child.kill()
-        error = kind(f"the tokenizer's process ended: {why}")
-        self._end([], error)
-        return error
+    def give_up(self, why: str, kind: type[EngineError] = EngineError) -> EngineError:
+        """Ends the process; the next call starts another."""
+        self._kill("it was given up")
+        return kind(f"the tokenizer's process ended: {why}")
 
 
-def _opened(child: Sandbox) -> Sandbox:
-    """It, once it has read the tokenizer."""
-    try:
-        child.ready(LOAD_S)
-    except BaseException:
-        child.kill()
-        raise
-    return child
+class TextProcesses:
+    """One for each digest that is in use. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.writer = Turns()  # makes texts of tokens, for all models whose tables can
+        self._lock = threading.Lock()
+        self._processes: dict[str, TextProcess] = {}
+        self._known: OrderedDict[str, About] = OrderedDict()  # of the last that ended
+
+    def acquire(self, digest: str, user: User) -> TextProcess:
+        """The process of a digest, until `release`."""
+        with self._lock:
+            process = self._processes.get(digest)
+            if process is None:
+                process = TextProcess(self._known.pop(digest, None), self._rest)
+                self._processes[digest] = process
+            process.users.add(user)
+            return process
+
+    def release(self, digest: str, user: User) -> None:
+        """Closes the process with its last user. Does not block."""
+        with self._lock:
+            process = self._processes[digest]
+            process.users.remove(user)
+            if process.users:
+                return
+            del self._processes[digest]
+            if process.about is not None:
+                self._known[digest] = process.about
+                while len(self._known) > PROCESSES_KEPT:
+                    self._known.popitem(last=False)
+        process.close()
+
+    def _rest(self) -> None:
+        """Ends those beyond `PROCESSES_KEPT` that were used least recently."""
+        with self._lock:
+            running = [p for p in self._processes.values() if p.pid is not None]
+            idle = [p for p in running if all(user.idle for user in p.users)]
+        idle.sort(key=lambda process: process.used_at, reverse=True)
+        for process in idle[PROCESSES_KEPT:]:
+            process.rest()
+
+    def close(self) -> None:
+        self.writer.close()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.errors import ArtifactError, EngineError, InvalidRequest, PromptTooLong
-from common.parameters import Parameters
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.generation_config import FILE, Part
-from engine.text.sentencepiece import Detokenizer, SentencePieceTokenizer, Tokenizer
+from engine.text.files import CHAT_TEMPLATE, CONFIG, Files, read_files
+from engine.text.sentencepiece import SentencePieceTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from engine.text.chat_template import ChatTemplate
@@ -55,14 +56,15 @@ def check_bytes(length: int, max_length: int) -> None:
 
 
 class Prompts:
-    """The artifact's tokenizer, template and defaults. Raises `ArtifactError` that says what does
-    not fit."""
+    """The artifact's tokenizer and template. `files` are the tokenizer's, read already. Raises
+    `ArtifactError` that says what does not fit."""
 
-    def __init__(self, artifact: Artifact) -> None:
+    def __init__(self, artifact: Artifact, files: Files | None = None) -> None:
         self._vocab_size, self._max_length = artifact.config.vocab_size, artifact.config.max_length
         self._generation = artifact.generation
-        self._folder = artifact.tokenizer_file.parent
-        self.tokenizer = _open_tokenizer(artifact)
+        files = files or read_files(artifact.tokenizer_file)
+        self.tokenizer = _open_tokenizer(artifact.tokenizer_file, files)
+        self._beside = {n: c for n, c in files.items() if n in (CHAT_TEMPLATE, CONFIG)}
         if self.tokenizer.vocab_size > self._vocab_size:
             raise ArtifactError(
                 f"{artifact.tokenizer_file.name} has {self.tokenizer.vocab_size} pieces,"
@@ -72,7 +74,6 @@ class Prompts:
         if ends is None:
             ends = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
         self.stop_ids = frozenset(ends) | {self._stop_id(t) for t in self._generation.stop_tokens}
-        self.strip = self._generation.strip
         if self._generation.template is not None:  # that it can be tokenized at all
             try:
                 self.encode(dict.fromkeys(self._generation.template.fields, "가"))
@@ -84,10 +85,6 @@ class Prompts:
         if found is None:
             raise ArtifactError(f"{FILE}: stop_tokens: the tokenizer has no token {token}")
         return found
-
-    def parameters(self, given: Any) -> Parameters:
-        """A request's, and the model's own where it gives none. Raises `InvalidRequest`."""
-        return Parameters.parse(given, self._generation.parameters)
 
     def encode(self, inputs: str | Mapping[str, str]) -> list[int]:
         """Raises `InvalidRequest`, and `PromptTooLong` for what fills the context."""
@@ -129,7 +126,7 @@ class Prompts:
     def _chat_template(self) -> ChatTemplate | None:
         from engine.text import chat_template  # Jinja is only for models that chat
 
-        found = chat_template.find_chat_template(self._folder)
+        found = chat_template.find_chat_template(self._beside)
         if found is None:
             return None
         return chat_template.ChatTemplate(*found, self.tokenizer.special_tokens)
@@ -170,13 +167,10 @@ class Prompts:
             )
         return self.tokenizer.encode(inputs)
 
-    def detokenizer(self, prompt: list[int]) -> Detokenizer:
-        return self.tokenizer.detokenizer(prompt)
 
-
-def _open_tokenizer(artifact: Artifact) -> Tokenizer:
-    if artifact.tokenizer_file.suffix == ".spiece":
-        return SentencePieceTokenizer(artifact.tokenizer_file)
+def _open_tokenizer(file: Path, files: Files) -> Tokenizer:
+    if file.suffix == ".spiece":
+        return SentencePieceTokenizer(file, files)
     from engine.text.hugging_face import HuggingFaceTokenizer
 
-    return HuggingFaceTokenizer(artifact.tokenizer_file)
+    return HuggingFaceTokenizer(file, files)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import functools
 import itertools
 import re
@@ -14,18 +13,10 @@ import sentencepiece
 
 from common.errors import ArtifactError, InvalidRequest
 from engine.artifacts.generation_config import Part
+from engine.text.files import Files, read_files
+from engine.text.table import SEPARATE, Table
 
 SPACE = "\u2581"  # sentencepiece's mark of a space
-
-
-class Detokenizer(Protocol):
-    """Turns a sequence's ids into text one by one, for a stream."""
-
-    def feed(self, token: int) -> str:
-        """The text that `token` completes, often all of its own, sometimes none."""
-
-    def flush(self) -> str:
-        """What is left of a character cut short, as U+FFFD."""
 
 
 class Tokenizer(Protocol):
@@ -49,12 +40,11 @@ class Tokenizer(Protocol):
 
     def token_id(self, token: str) -> int | None: ...
 
-    def piece(self, token: int) -> bytes:
-        """A token alone as it stands in a text, perhaps a part of a character; a control token by
-        its name."""
+    def table(self, size: int) -> Table:
+        """Of the ids below `size`."""
 
-    def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
-        """For the ids that follow `prompt`."""
+    def decode(self, ids: list[int]) -> tuple[str, int, str]:
+        """An `engine.text.table.Decode`."""
 
 
 def check_unicode(text: str) -> None:
@@ -71,9 +61,11 @@ def control_in_text(token: str) -> InvalidRequest:
 class SentencePieceTokenizer:
     """The tokenizer of KoGPT2 v1: a sentencepiece model, always its best (deterministic) pieces."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: Files | None = None) -> None:
+        content = (files or read_files(path))[path.name]
+        self._model = sentencepiece.SentencePieceProcessor()
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+            self._model.LoadFromSerializedProto(content)
         except (RuntimeError, OSError) as error:
             raise ArtifactError(f"{path.name} is not a sentencepiece model: {error}") from None
         size = self._model.get_piece_size()
@@ -156,34 +148,17 @@ class SentencePieceTokenizer:
         names = sorted((self._pieces[i] for i in ids), key=len, reverse=True)
         return ids, re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 
-    def piece(self, token: int) -> bytes:
-        if token in self._bytes:
-            return bytes([self._bytes[token]])
-        if token >= len(self._pieces):
-            return b""
-        return self._pieces[token].replace(SPACE, " ").encode()
+    def table(self, size: int) -> Table:
+        """Of all ids: a model's vocabulary has no fewer."""
+        return self._table
 
-    def detokenizer(self, prompt: Sequence[int] = ()) -> PieceDetokenizer:
-        return PieceDetokenizer(self._pieces, self._bytes, self.special_ids)
+    @functools.cached_property
+    def _table(self) -> Table:
+        pieces = [piece.replace(SPACE, " ").encode() for piece in self._pieces]
+        for i, byte in self._bytes.items():
+            pieces[i] = bytes([byte])
+        return Table(SEPARATE, pieces, self.special_ids, self._bytes)
 
-
-class PieceDetokenizer:
-    """A piece is its text with U+2581 as a space, as in the guides' loop; control pieces are
-    silent; byte pieces are held back until they make whole characters."""
-
-    def __init__(self, pieces: list[str], byte_pieces: dict[int, int], silent: set[int]) -> None:
-        self._pieces, self._bytes, self._silent = pieces, byte_pieces, silent
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, token: int) -> str:
-        if token in self._bytes:
-            return self._utf8.decode(bytes([self._bytes[token]]))
-        text = self.flush()
-        if token in self._silent or token >= len(self._pieces):
-            return text
-        return text + self._pieces[token].replace(SPACE, " ")
-
-    def flush(self) -> str:
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
+    def decode(self, ids: list[int]) -> tuple[str, int, str]:
+        text = self._table.text(ids)
+        return text, 0, text

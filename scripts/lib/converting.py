@@ -23,8 +23,8 @@ from engine.artifacts.generation_config import HUGGING_FACE_FILE
 from engine.artifacts.open import open_artifact
 from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import Manifests
-from engine.text.chat_template import FILE as CHAT_FILE
 from engine.text.chat_template import find_chat_template
+from engine.text.files import CHAT_TEMPLATE, read_files
 from engine.text.prompts import Prompts
 from scripts.lib import spiece_to_tokenizer
 from scripts.lib.params_writer import write_params
@@ -146,9 +146,9 @@ def to_v1(
 def _copy_templates(source: Artifact, target: Path) -> list[str]:
     """A chat's, and `generation.json`, unless the other kind of tokenizer cuts its template
     otherwise."""
-    chat = find_chat_template(source.path)
+    chat = find_chat_template(read_files(source.tokenizer_file))
     if chat is not None:
-        (target / CHAT_FILE).write_text(chat[0], encoding="utf-8")
+        (target / CHAT_TEMPLATE).write_text(chat[0], encoding="utf-8")
     file = source.path / GENERATION_FILE
     if not file.exists():
         return []

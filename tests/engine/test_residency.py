@@ -242,17 +242,6 @@ def test_what_is_parked_comes_back_only_as_it_was(folders: list[Path], tmp_path:
         engine.close()
 
 
-def test_text_processes_of_models_that_nobody_uses_end(
-    engine: Engine, folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(residency, "TEXTS_KEPT", 2)
-    engine.unload("m0")
-    engine.load("m0", str(folders[0]))
-    texts = [ask(engine, name) for name in sorted(places(engine))]
-    until(lambda: sum(m.texts.pid is not None for m in engine._models.values()) <= 3)
-    assert [ask(engine, name) for name in sorted(places(engine))] == texts
-
-
 def test_no_more_are_loaded_than_the_setting_allows(folders: list[Path]) -> None:
     engine = make_engine("onnxruntime", overcommit=2)
     try:

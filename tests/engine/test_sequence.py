@@ -12,7 +12,7 @@ from common.errors import DeadlineExceeded, EngineError
 from common.parameters import Parameters
 from engine.sequence import TOGETHER, Sequence, State, Token
 from engine.text.answer_text import AnswerText
-from engine.text.sentencepiece import PieceDetokenizer
+from engine.text.table import SEPARATE, SeparateDetokenizer, Table
 
 EOS = 0
 
@@ -24,9 +24,11 @@ class Story:
         self, *pieces: str, max_length: int = 100, eos_id: int | None = EOS, **options: Any
     ) -> None:
         vocabulary = ["</s>", *dict.fromkeys(pieces)]
-        byte_pieces = {
-            i: int(piece[3:-1], 16) for i, piece in enumerate(vocabulary) if piece[:3] == "<0x"
-        }
+        byte_ids = {i for i, piece in enumerate(vocabulary) if piece[:3] == "<0x"}
+        bytes_ = [
+            bytes([int(piece[3:-1], 16)]) if i in byte_ids else piece.replace("▁", " ").encode()
+            for i, piece in enumerate(vocabulary)
+        ]
         self.emitted: list[Token | EngineError] = []
         self.sequence = Sequence(
             prompt=[1],
@@ -35,7 +37,7 @@ class Story:
             stop_ids=frozenset() if eos_id is None else frozenset({eos_id}),
             emit=self.emitted.append,
         )
-        detokenizer = PieceDetokenizer(vocabulary, byte_pieces, {EOS})
+        detokenizer = SeparateDetokenizer(Table(SEPARATE, bytes_, {EOS}, byte_ids))
         self.text = AnswerText(detokenizer, self.sequence.parameters.stop, ())
         self.size = len(vocabulary)
         for piece in pieces:

@@ -48,6 +48,10 @@ def prompts(folder: Path, **said: Any) -> Prompts:
     return Prompts(open_artifact(say(folder, **said)))
 
 
+def parameters(folder: Path, given: Any) -> Parameters:
+    return Parameters.parse(given, open_artifact(folder).generation.parameters)
+
+
 def refused(folder: Path, content: Any) -> str:
     write_json(folder / "generation.json", content)
     with pytest.raises(ArtifactError) as caught:
@@ -199,20 +203,20 @@ def test_a_file_that_is_no_json_is_named(v1: Path) -> None:
 
 
 def test_a_requests_parameters_come_before_the_models(v1: Path) -> None:
-    found = prompts(v1, parameters={"max_new_tokens": 7, "stop": ["\n"], "repetition_penalty": 1.3})
-    assert found.parameters(None) == Parameters(7, ("\n",), repetition_penalty=1.3)
-    assert found.parameters({"max_new_tokens": 9}).max_new_tokens == 9
-    assert found.parameters({"stop": []}).stop == ()
+    say(v1, parameters={"max_new_tokens": 7, "stop": ["\n"], "repetition_penalty": 1.3})
+    assert parameters(v1, None) == Parameters(7, ("\n",), repetition_penalty=1.3)
+    assert parameters(v1, {"max_new_tokens": 9}).max_new_tokens == 9
+    assert parameters(v1, {"stop": []}).stop == ()
 
 
 def test_a_model_that_draws_can_be_asked_not_to(v1: Path) -> None:
-    found = prompts(v1, parameters={"do_sample": True, "temperature": 0.8})
-    assert found.parameters({}).do_sample
-    assert found.parameters({"num_return_sequences": 2}).num_return_sequences == 2
-    assert not found.parameters({"do_sample": False}).do_sample
-    greedy = prompts(v1, parameters={"do_sample": False})
-    assert not greedy.parameters({}).do_sample
-    assert greedy.parameters({"temperature": 0.5}).do_sample
+    say(v1, parameters={"do_sample": True, "temperature": 0.8})
+    assert parameters(v1, {}).do_sample
+    assert parameters(v1, {"num_return_sequences": 2}).num_return_sequences == 2
+    assert not parameters(v1, {"do_sample": False}).do_sample
+    say(v1, parameters={"do_sample": False})
+    assert not parameters(v1, {}).do_sample
+    assert parameters(v1, {"temperature": 0.5}).do_sample
 
 
 def test_hugging_faces_defaults_are_below_generation_json(tmp_path: Path) -> None:
@@ -221,14 +225,14 @@ def test_hugging_faces_defaults_are_below_generation_json(tmp_path: Path) -> Non
     folder = make_hugging_face(tmp_path / "m", generation_config=theirs)
     found = prompts(folder, parameters={"max_new_tokens": 5})
     expected = Parameters(5, ("끝",), do_sample=True, temperature=0.7, top_k=40, min_p=0.1)
-    assert found.parameters(None) == expected
+    assert parameters(folder, None) == expected
     assert found.stop_ids == {1, 3}
 
 
 def test_hugging_faces_sampling_counts_only_where_it_samples(tmp_path: Path) -> None:
     theirs = {"do_sample": False, "temperature": 0.7, "top_k": 40}
     folder = make_hugging_face(tmp_path / "m", generation_config=theirs)
-    assert prompts(folder).parameters(None) == Parameters()
+    assert parameters(folder, None) == Parameters()
 
 
 def test_what_is_not_done_is_said_in_the_log(

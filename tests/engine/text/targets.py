@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from common.errors import EngineError
+from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.generation_config import Generation
 from engine.text import child as text_child
+from engine.text.files import read_files
+from engine.text.table import Table
 
 CONFIG = GPT2Config(700, 64, 2, 4, 256, 128)
 
@@ -19,13 +24,18 @@ def attempts() -> Callable[[str], str]:
 
     def attempt(path: str) -> str:
         try:
-            child = text_child.serve(path, asdict(CONFIG), Generation().to_json())
+            file = Path(path)
+            artifact = Artifact(file.parent, CONFIG, {}, file)
+            digest = text_child.digest_of(artifact, read_files(file))
+            child = text_child.serve(path, digest, asdict(CONFIG), Generation().to_json())
+            table = Table.from_json(json.loads(json.dumps(child("about")))["table"])
             ids: Any = child("encode", "오늘은 날씨가 <s> 🙂")
-            tokens = [(0, token, None, [token, 5]) for token in [*ids, 0, 699]]
-            found = child("write", [(0, ids, ["끝"])], [], [*tokens, (0, 1, "length", [])])
+            detokenizer = table.detokenizer(ids, lambda ids: child("decode", ids))
+            texts = [detokenizer.feed(token) for token in [*ids, 0, 699]] + [detokenizer.flush()]
+            pieces = [table.piece(token) for token in [*ids, 5]]
         except EngineError as error:
             error.message.encode("utf-8")
             return error.type
-        return "used" if len(found) == len(tokens) + 1 else "other texts"
+        return "used" if len(texts) == len(ids) + 3 and len(pieces) > 1 else "other texts"
 
     return attempt

@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import ArtifactError, InvalidRequest
 from engine.text.chat_template import ChatTemplate, find_chat_template
+from engine.text.files import read_files
 from tests.engine.hugging_face import write_json
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -90,27 +91,32 @@ def test_a_template_that_fails_or_leaves_its_sandbox_is_refused(source: str) -> 
     assert "this model's chat_template.jinja failed: " in refused(lambda: render(source))
 
 
+def find(folder: Path) -> tuple[str, str] | None:
+    (folder / "m.spiece").touch()
+    return find_chat_template(read_files(folder / "m.spiece"))
+
+
 def test_its_own_file_counts_before_the_tokenizers_configuration(tmp_path: Path) -> None:
-    assert find_chat_template(tmp_path) is None
+    assert find(tmp_path) is None
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": "가"})
-    assert find_chat_template(tmp_path) == ("가", "tokenizer_config.json")
+    assert find(tmp_path) == ("가", "tokenizer_config.json")
     (tmp_path / "chat_template.jinja").write_text("나", encoding="utf-8")
-    assert find_chat_template(tmp_path) == ("나", "chat_template.jinja")
+    assert find(tmp_path) == ("나", "chat_template.jinja")
 
 
 def test_of_several_templates_the_default_one_counts(tmp_path: Path) -> None:
     several = [{"name": "tool_use", "template": "가"}, {"name": "default", "template": "나"}, 1]
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": several})
-    assert find_chat_template(tmp_path) == ("나", "tokenizer_config.json")
+    assert find(tmp_path) == ("나", "tokenizer_config.json")
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": several[:1]})
-    assert find_chat_template(tmp_path) is None
+    assert find(tmp_path) is None
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "chat_template.jinja"
     path.write_bytes("가".encode("cp949"))
-    assert "is not UTF-8" in refused(lambda: find_chat_template(tmp_path))
+    assert "is not UTF-8" in refused(lambda: find(tmp_path))
     path.unlink()
     path.mkdir()
     with pytest.raises(ArtifactError, match="no plain file"):
-        find_chat_template(tmp_path)
+        find(tmp_path)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, processors
 from common.errors import ArtifactError, InvalidRequest
 from engine.artifacts.generation_config import Part
 from engine.text.hugging_face import HuggingFaceTokenizer
+from engine.text.table import Detokenizer
 from tests.engine.hugging_face import KINDS, MORE, SPECIAL, train_tokenizer, write_json
 from tests.engine.sentences import SENTENCES
 
@@ -36,6 +37,11 @@ def library(tokenizer: HuggingFaceTokenizer) -> Tokenizer:
     return tokenizer._tokenizer
 
 
+def detokenizer_of(tokenizer: HuggingFaceTokenizer, prompt: list[int]) -> Detokenizer:
+    size = library(tokenizer).get_vocab_size()
+    return tokenizer.table(size).detokenizer(prompt, tokenizer.decode)
+
+
 def test_ids_are_those_of_the_library(tokenizer: HuggingFaceTokenizer) -> None:
     for text in PROMPTS:
         assert tokenizer.encode(text) == library(tokenizer).encode(text).ids
@@ -46,13 +52,13 @@ def test_what_a_stream_gives_is_what_decoding_all_at_once_gives(
 ) -> None:
     rng = random.Random(5)  # noqa: S311
     decode, size = library(tokenizer).decode, library(tokenizer).get_vocab_size()
-    byte_ids = tokenizer._byte_ids
+    byte_ids, table = tokenizer._byte_ids, tokenizer.table(size)
     for _ in range(600):
         prompt = tokenizer.encode(rng.choice(PROMPTS))
         while prompt and prompt[-1] in byte_ids:  # a prompt is text: its characters are whole
             prompt.pop()
         new = [rng.randrange(size + 5) for _ in range(rng.randrange(1, 30))]
-        detokenizer = tokenizer.detokenizer(prompt)
+        detokenizer = table.detokenizer(prompt, tokenizer.decode)
         pieces = [*map(detokenizer.feed, new), detokenizer.flush()]
         assert "".join(pieces) == decode(prompt + new)[len(decode(prompt)) :], (prompt, new)
 
@@ -62,7 +68,7 @@ def test_what_a_stream_gives_is_what_decoding_all_at_once_gives(
 def test_no_half_character_leaves_a_stream(kind: str, text: str, tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(saved(tmp_path / "t", kind))
     ids = library(tokenizer).encode(text, add_special_tokens=False).ids
-    detokenizer = tokenizer.detokenizer(tokenizer.encode("가"))
+    detokenizer = detokenizer_of(tokenizer, tokenizer.encode("가"))
     pieces = [*map(detokenizer.feed, ids), detokenizer.flush()]
     assert len(ids) > len(text) / 2
     assert not any("\ufffd" in piece for piece in pieces)
@@ -73,7 +79,7 @@ def test_a_character_cut_short_is_given_at_the_end(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(saved(tmp_path / "t", "byte-level"))
     *most, _ = tokenizer.encode("\U0001f984")
     assert most
-    detokenizer = tokenizer.detokenizer([])
+    detokenizer = detokenizer_of(tokenizer, [])
     assert "".join(map(detokenizer.feed, most)) == ""
     assert "\ufffd" in detokenizer.flush()
     assert detokenizer.flush() == ""
@@ -82,14 +88,14 @@ def test_a_character_cut_short_is_given_at_the_end(tmp_path: Path) -> None:
 def test_a_space_after_a_special_token_is_not_lost(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(saved(tmp_path / "t"))
     prompt, new = tokenizer.encode("<usr>안녕<sys>"), tokenizer.encode("날씨가")
-    detokenizer = tokenizer.detokenizer(prompt)
+    detokenizer = detokenizer_of(tokenizer, prompt)
     assert "".join(map(detokenizer.feed, new)) == " 날씨가"
 
 
 def test_special_tokens_are_silent_and_other_added_ones_are_not(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
-    detokenizer = tokenizer.detokenizer(tokenizer.encode("가"))
+    detokenizer = detokenizer_of(tokenizer, tokenizer.encode("가"))
     assert "".join(detokenizer.feed(i) for i in range(len(SPECIAL))) == ""
     unused = tokenizer.token_id("<unused0>")
     assert unused is not None
@@ -202,10 +208,11 @@ def test_the_added_tokens_of_a_file_may_be_few(tmp_path: Path) -> None:
 
 def test_the_pieces_of_a_text_are_its_bytes(tokenizer: HuggingFaceTokenizer) -> None:
     text = "오늘은 날씨가 좋다 🙂"
-    pieces = [tokenizer.piece(i) for i in tokenizer.encode(text)]
+    table = tokenizer.table(700)
+    pieces = [table.piece(i) for i in tokenizer.encode(text)]
     assert b"".join(pieces).decode().strip() == text
-    assert tokenizer.piece(SPECIAL.index("</s>")) == b"</s>"
-    assert tokenizer.piece(10_000) == b""
+    assert table.piece(SPECIAL.index("</s>")) == b"</s>"
+    assert table.piece(699) == table.piece(10_000) == b""
     if tokenizer._letters or tokenizer._byte_ids:
         assert "🙂".encode()[-1:] in pieces
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +19,21 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import engine.text.process
+import engine.text.texts
 from common.errors import (
     ArtifactError,
     DeadlineExceeded,
     EngineError,
-    EngineUnavailable,
     InvalidRequest,
     ModelNotFound,
     Overloaded,
     PromptTooLong,
 )
-from engine.artifacts.open import open_artifact
 from engine.registry import Engine
 from engine.settings import Settings
-from engine.statistics import Statistics
-from engine.text.process import Texts
+from engine.text.process import About, TextProcesses, Turns
 from engine.text.prompts import CHARACTERS_PER_TOKEN
+from engine.text.table import RUNS, Table
 from tests.engine.engines import (
     WAIT_S,
     Pause,
@@ -40,10 +42,13 @@ from tests.engine.engines import (
     make_talkative,
     until,
 )
-from tests.engine.hugging_face import make_hugging_face, write_json
+from tests.engine.hugging_face import EOS, KINDS, make_hugging_face, write_json
+from tests.engine.text.opened import texts_of
 from tests.processes import has_ended
 
 PROMPT = "오늘은 날씨가"
+DECODED = "char-bpe"  # its pieces, joined, are not its text
+GO_ON = {str(EOS): -100}
 CATASTROPHE = "a" * 60 + "!"  # for the expression below
 
 
@@ -83,6 +88,145 @@ def child(found: Engine, name: str) -> int:
     return pid
 
 
+# Models of one tokenizer share a process
+
+
+def test_twenty_models_of_one_tokenizer_have_one_process(good: Path) -> None:
+    before = len(psutil.Process().children(recursive=True))
+    with ExitStack() as stack:
+        pool = TextProcesses()
+        stack.callback(pool.close)
+        opened = [stack.enter_context(texts_of(good, processes=pool)) for _ in range(20)]
+        pid = opened[0].pid
+        assert pid is not None
+        assert {texts.pid for texts in opened} == {pid}
+        assert len(psutil.Process().children(recursive=True)) <= before + 2  # and the helper
+        assert len({id(texts._table) for texts in opened}) == 1
+    until(lambda: has_ended(pid))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("generation.json", '{"template": "<usr>{text}<sys>"}'),
+        ("generation.json", '{"stop_tokens": ["<unused0>"]}'),
+        ("chat_template.jinja", "{{ messages[0].content }}"),
+        ("tokenizer_config.json", '{"chat_template": "가"}'),
+    ],
+)
+def test_other_files_or_settings_are_another_process(
+    good: Path, tmp_path: Path, file: str, content: str
+) -> None:
+    other = Path(shutil.copytree(good, tmp_path / "other"))
+    (other / file).write_text(content, encoding="utf-8")
+    pool = TextProcesses()
+    with texts_of(good, processes=pool) as one, texts_of(other, processes=pool) as two:
+        assert len({one.pid, two.pid}) == 2
+    pool.close()
+
+
+def test_each_model_that_shares_a_process_has_its_own_texts(
+    engine_: Engine, good: Path, tmp_path: Path
+) -> None:
+    other = make_talkative(tmp_path / "other", max_length=256, seed=4)
+    (other / "generation.json").write_text('{"strip": [" "], "parameters": {"stop": ["다"]}}')
+    for name, folder in (("a", good), ("b", other)):
+        engine_.load(name, str(folder))
+    alone = {name: Request(engine_, name, PROMPT, max_new_tokens=99).wait() for name in "ab"}
+    assert child(engine_, "a") == child(engine_, "b")
+    together = [Request(engine_, name, PROMPT, max_new_tokens=99) for name in "abab"]
+    for name, request in zip("abab", together, strict=True):
+        assert (request.wait().ids(), request.text()) == (alone[name].ids(), alone[name].text())
+    assert alone["a"].text() != alone["b"].text()
+    assert alone["b"].text() == alone["b"].text().strip(" ")
+    pid = child(engine_, "b")
+    engine_.unload("a")
+    assert Request(engine_, "b", PROMPT, max_new_tokens=99).wait().text() == alone["b"].text()
+    assert child(engine_, "b") == pid
+    engine_.unload("b")
+    until(lambda: has_ended(pid))
+
+
+def test_models_that_share_a_process_take_turns() -> None:
+    turns, go, done = Turns(), threading.Event(), threading.Event()
+    ran: list[str] = []
+    turns.soon("a", lambda: bool(go.wait(WAIT_S)))  # type: ignore[arg-type,return-value]
+    for user in "aaab":
+        turns.soon(user, partial(ran.append, user))
+    turns.soon("b", done.set)
+    go.set()
+    assert done.wait(WAIT_S)
+    turns.close()
+    assert ran[:2] in (["a", "b"], ["b", "a"])
+
+
+def test_a_process_is_started_again_from_the_files_of_the_model_that_needs_it(
+    good: Path, tmp_path: Path
+) -> None:
+    """Other files are refused before they are parsed: others rely on what the process reads."""
+    folder = Path(shutil.copytree(good, tmp_path / "changing"))
+    pool = TextProcesses()
+    with texts_of(folder, processes=pool) as changed, texts_of(good, processes=pool) as other:
+        ids = other.soon(lambda: other.encode(PROMPT)).result(WAIT_S)
+        (folder / "kogpt2.spiece").write_bytes(b"x")
+        assert other.pid is not None
+        os.kill(other.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"kogpt2\.spiece has changed since it was loaded"):
+            changed.soon(lambda: changed.encode(PROMPT)).result(WAIT_S)
+        assert other.soon(lambda: other.encode(PROMPT)).result(WAIT_S) == ids
+    pool.close()
+
+
+def test_what_a_process_found_out_is_known_when_its_model_comes_back(good: Path) -> None:
+    pool = TextProcesses()
+    with texts_of(good, processes=pool) as texts:
+        table, ids = texts._table, texts.soon(lambda: texts.encode(PROMPT)).result(WAIT_S)
+    with texts_of(good, processes=pool) as texts:
+        assert texts._table is table
+        assert texts.soon(lambda: texts.encode(PROMPT)).result(WAIT_S) == ids
+    pool.close()
+
+
+def test_processes_of_models_without_requests_end_where_there_are_many(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.text.process, "PROCESSES_KEPT", 2)
+    with ExitStack() as stack:
+        pool = TextProcesses()
+        stack.callback(pool.close)
+        opened = []
+        for i in range(5):
+            folder = Path(shutil.copytree(good, tmp_path / str(i)))
+            (folder / "generation.json").write_text(f'{{"template": "{"가" * i} {{text}}"}}')
+            opened.append(stack.enter_context(texts_of(folder, processes=pool)))
+        until(lambda: sum(texts.pid is not None for texts in opened) <= 3)
+        ids = [t.soon(lambda t=t: t.encode(PROMPT)).result(WAIT_S) for t in opened]
+        assert len(set(map(tuple, ids))) == 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "other"},
+        {"pieces": "!"},
+        {"pieces": ""},
+        {"ends": "AAAA"},
+        {"ends": "BAAAAAAAAAA="},
+        {"ends": ""},
+        {"silent": ["a"]},
+        {"byte_ids": None},
+        {"lead": -1},
+    ],
+    ids=str,
+)
+def test_a_process_that_gives_no_table_is_refused(change: dict[str, Any]) -> None:
+    said = Table(RUNS, ["가".encode(), b" a"], {0}).to_json()
+    found = About.from_json({"stop_ids": [1], "special_ids": [0], "table": said}, "t").table
+    assert [found.piece(i) for i in range(3)] == ["가".encode(), b" a", b""]
+    with pytest.raises(ArtifactError, match="t cannot be used: its process gave no table"):
+        About.from_json({"stop_ids": [1], "special_ids": [0], "table": said | change}, "t")
+
+
 # What goes wrong costs one model
 
 
@@ -93,7 +237,7 @@ def test_a_tokenizer_that_stalls_holds_up_no_other_model(
     engine_.load("bad", str(make_hugging_face(tmp_path / "bad")))
     before = Request(engine_, "bad", PROMPT, max_new_tokens=5).wait()
     pid = child(engine_, "bad")
-    monkeypatch.setattr(engine.text.process, "ENCODE_S", 1.0)
+    monkeypatch.setattr(engine.text.texts, "ENCODE_S", 1.0)
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         stalled = pool.submit(Request, engine_, "bad", PROMPT)
@@ -132,28 +276,27 @@ def test_a_cancelled_answer_is_owed_to_nobody(engine_: Engine, good: Path) -> No
         engine_.cancel(cancelled.sequences)
     until(lambda: model.answered)
     assert len(cancelled.tokens) < 240
-    pid = child(engine_, "good")
-    model.texts.rest()
-    until(lambda: has_ended(pid))
 
 
-def test_a_process_that_dies_ends_the_answers_of_its_model_alone(
-    engine_: Engine, good: Path, tmp_path: Path
-) -> None:
-    other = make_talkative(tmp_path / "other", max_length=256, seed=4)
-    engine_.load("good", str(good))
-    engine_.load("bad", str(other))
-    killed = Request(engine_, "bad", PROMPT, max_new_tokens=240)
-    running = Request(engine_, "good", PROMPT, max_new_tokens=240)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_that_dies_costs_no_answer(engine_: Engine, tmp_path: Path, kind: str) -> None:
+    engine_.load("m", str(make_hugging_face(tmp_path / "m", kind=kind, max_length=256)))
+    whole = Request(engine_, "m", PROMPT, max_new_tokens=200, logit_bias=GO_ON).wait()
+    killed = Request(engine_, "m", PROMPT, max_new_tokens=200, logit_bias=GO_ON)
     until(lambda: bool(killed.tokens))
-    os.kill(child(engine_, "bad"), signal.SIGKILL)
-    assert killed.wait().error is not None
-    assert isinstance(killed.error, EngineUnavailable)
-    assert killed.error.message.startswith("the tokenizer's process ended: kogpt2.spiece")
-    assert len(running.wait().ids()) == 240
-    assert is_greedy(good, running.prompt, running.ids())
-    again = Request(engine_, "bad", PROMPT, max_new_tokens=20).wait()
-    assert is_greedy(other, again.prompt, again.ids())
+    os.kill(child(engine_, "m"), signal.SIGKILL)
+    assert (killed.wait().ids(), killed.text()) == (whole.ids(), whole.text())
+    assert killed.error is None
+
+
+def test_tokens_become_text_without_their_process(engine_: Engine, good: Path) -> None:
+    engine_.load("m", str(good))
+    whole = Request(engine_, "m", PROMPT, max_new_tokens=200, logprobs=2).wait()
+    with Pause(engine_):
+        request = Request(engine_, "m", PROMPT, max_new_tokens=200, logprobs=2)
+        os.kill(child(engine_, "m"), signal.SIGSTOP)
+    assert request.wait().text() == whole.text()
+    assert [t.pieces for t in request.tokens] == [t.pieces for t in whole.tokens]
 
 
 def test_a_process_that_was_killed_while_nobody_asked_costs_no_answer(
@@ -171,22 +314,21 @@ def test_processes_that_are_lost_with_their_helper_are_worth_another_try(
     engine_: Engine, good: Path
 ) -> None:
     engine_.load("good", str(good))
-    lost = Request(engine_, "good", PROMPT, max_new_tokens=240)
-    until(lambda: bool(lost.tokens))
+    running = Request(engine_, "good", PROMPT, max_new_tokens=240)
+    until(lambda: bool(running.tokens))
     os.kill(psutil.Process(child(engine_, "good")).ppid(), signal.SIGKILL)
-    assert isinstance(lost.wait().error, EngineUnavailable)
-    assert lost.error.retry_after_s
+    assert len(running.wait().ids()) == 240
     again = Request(engine_, "good", PROMPT, max_new_tokens=5).wait()
     assert is_greedy(good, again.prompt, again.ids())
 
 
 def test_an_answer_that_stalls_is_given_up(
-    engine_: Engine, good: Path, monkeypatch: pytest.MonkeyPatch
+    engine_: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine_.load("m", str(good))
-    request = Request(engine_, "m", PROMPT, max_new_tokens=240)
+    engine_.load("m", str(make_hugging_face(tmp_path / "m", kind=DECODED, max_length=256)))
+    request = Request(engine_, "m", PROMPT, max_new_tokens=240, logit_bias=GO_ON)
     until(lambda: bool(request.tokens))
-    monkeypatch.setattr(engine.text.process, "WRITE_S", 0.5)
+    monkeypatch.setattr(engine.text.texts, "DECODE_S", 0.5)
     os.kill(child(engine_, "m"), signal.SIGSTOP)
     assert isinstance(request.wait().error, DeadlineExceeded)
     monkeypatch.undo()
@@ -211,13 +353,14 @@ def test_the_process_ends_with_its_model_and_with_a_load_that_fails(
 def test_requests_under_way_when_a_model_goes_are_told(
     engine_: Engine, good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.text.process, "ENCODE_S", WAIT_S)
+    monkeypatch.setattr(engine.text.texts, "ENCODE_S", WAIT_S)
     engine_.load("m", str(good))
     os.kill(child(engine_, "m"), signal.SIGSTOP)
     with ThreadPoolExecutor(2) as pool:
         stalled = pool.submit(Request, engine_, "m", PROMPT)
         behind = pool.submit(Request, engine_, "m", PROMPT)
-        until(lambda: len(engine_._models["m"].texts._tasks) == 1)
+        texts = engine_._models["m"].texts
+        until(lambda: texts._process.turns.waiting(texts) == 1)
         engine_.unload("m")
         for future in (stalled, behind):
             with pytest.raises(ModelNotFound):
@@ -225,17 +368,21 @@ def test_requests_under_way_when_a_model_goes_are_told(
 
 
 def test_too_many_prompts_that_wait_to_be_cut_are_refused(good: Path) -> None:
-    found = Texts(open_artifact(good), Statistics(), most_waiting=2).ready()
-    go = threading.Event()
-    held = found.soon(lambda: go.wait(WAIT_S))
-    until(lambda: not found._tasks)
-    waiting = [found.soon(lambda: found.encode(PROMPT)) for _ in range(2)]
-    with pytest.raises(Overloaded, match="2 requests wait"):
-        found.soon(lambda: None)
-    go.set()
-    assert held.result(WAIT_S)
-    assert waiting[0].result(WAIT_S) == waiting[1].result(WAIT_S)
-    found.close(ModelNotFound("closed"))
+    go, began = threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        began.set()
+        return go.wait(WAIT_S)
+
+    with texts_of(good, most_waiting=2) as found:
+        held = found.soon(hold)
+        assert began.wait(WAIT_S)
+        waiting = [found.soon(lambda: found.encode(PROMPT)) for _ in range(2)]
+        with pytest.raises(Overloaded, match="2 requests wait"):
+            found.soon(lambda: None)
+        go.set()
+        assert held.result(WAIT_S)
+        assert waiting[0].result(WAIT_S) == waiting[1].result(WAIT_S)
 
 
 def test_a_stop_string_ends_an_answer_where_it_stands(engine_: Engine, good: Path) -> None:
@@ -260,24 +407,18 @@ def test_a_stop_string_ends_an_answer_where_it_stands(engine_: Engine, good: Pat
     "text", ["😀" * 2000, "漢字" * 1000, " " * 1600 + "가", "\n" * 3000 + "가"]
 )
 def test_a_long_text_of_few_tokens_fits(good: Path, text: str) -> None:
-    found = Texts(open_artifact(good), Statistics(), 9).ready()  # context 256
-    try:
+    with texts_of(good) as found:  # context 256
         assert len(found.soon(lambda: found.encode(text)).result(WAIT_S)) < 256
-    finally:
-        found.close(ModelNotFound("closed"))
 
 
 def test_a_text_of_many_tokens_does_not(good: Path) -> None:
-    found = Texts(open_artifact(good), Statistics(), 9).ready()
-    try:
+    with texts_of(good) as found:
         for text, said in [
             ("물 " * 300, r"inputs has \d+ tokens, at most 255 fit"),
             (" " * (256 * CHARACTERS_PER_TOKEN + 1), "characters, more than the 16384"),
         ]:
             with pytest.raises(PromptTooLong, match=said):
                 found.soon(lambda t=text: found.encode(t)).result(WAIT_S)
-    finally:
-        found.close(ModelNotFound("closed"))
 
 
 # Tokenizers that cannot be used are refused at the load
@@ -301,9 +442,9 @@ def test_a_tokenizer_that_takes_too_much_is_refused(
     tmp_path: Path, change: Callable[[Tokenizer], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.text.process, "LOAD_S", 3.0)
-    artifact = open_artifact(hugging_face(tmp_path / "m", change))
-    with pytest.raises(ArtifactError, match=r"tokenizer\.json"):
-        Texts(artifact, Statistics(), 9).ready()
+    folder = hugging_face(tmp_path / "m", change)
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json"), texts_of(folder):
+        pass
 
 
 def without_unknown(kind: str) -> dict[str, Any]:
@@ -350,8 +491,9 @@ def test_a_tokenizer_that_raises_or_panics_is_refused_with_a_reason(
     folder = make_hugging_face(tmp_path / "m")
     path = folder / "tokenizer.json"
     write_json(path, json.loads(path.read_text(encoding="utf-8")) | changes)
-    with pytest.raises(ArtifactError, match=r"tokenizer\.json (is not a|cannot be used|.*crash)"):
-        Texts(open_artifact(folder), Statistics(), 9).ready()
+    reason = r"tokenizer\.json (is not a|cannot be used|.*crash)"
+    with pytest.raises(ArtifactError, match=reason), texts_of(folder):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -374,10 +516,10 @@ def test_settings_beside_a_tokenizer_are_refused_with_a_reason_or_left_out(
     folder = make_hugging_face(tmp_path / "m")
     (folder / "tokenizer_config.json").write_text(json.dumps(said))
     if reason is None:
-        Texts(open_artifact(folder), Statistics(), 9).ready().close(ModelNotFound("closed"))
-        return
-    with pytest.raises(ArtifactError, match=reason) as caught:
-        Texts(open_artifact(folder), Statistics(), 9).ready()
+        with texts_of(folder):
+            return
+    with pytest.raises(ArtifactError, match=reason) as caught, texts_of(folder):
+        pass
     caught.value.message.encode("utf-8")
 
 
@@ -386,11 +528,8 @@ def test_a_text_that_a_tokenizer_cannot_cut_is_refused_with_a_reason(tmp_path: P
         words = {w: i for i, w in enumerate(["<unk>", "</s>", "가"])}
         tokenizer.model = models.WordLevel(words, unk_token="<unk>")  # noqa: S106
 
-    found = Texts(open_artifact(hugging_face(tmp_path / "m", change)), Statistics(), 9).ready()
-    try:
+    with texts_of(hugging_face(tmp_path / "m", change)) as found:
         for text in ("가", "나 다"):
             assert found.soon(lambda t=text: found.encode(t)).result(WAIT_S)
         with pytest.raises(InvalidRequest, match="surrogate"):
             found.soon(lambda: found.encode("가\ud800")).result(WAIT_S)
-    finally:
-        found.close(ModelNotFound("closed"))

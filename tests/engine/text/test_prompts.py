@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-import engine.text.process
-from common.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, PromptTooLong
+import engine.text.texts
+from common.errors import DeadlineExceeded, InvalidRequest, PromptTooLong
 from engine.artifacts.open import open_artifact
-from engine.statistics import Statistics
-from engine.text.process import Texts
 from engine.text.prompts import Chat, Prompts, Raw
 from tests.engine.hugging_face import make_hugging_face, write_json
 from tests.engine.models import make_artifact
+from tests.engine.text.opened import texts_of
 
 TEMPLATE = """\
 {{ bos_token }}{% for m in messages %}<{{ 'usr' if m.role == 'user' else 'sys' }}>{{ m.content }}
@@ -118,25 +117,19 @@ def test_a_template_that_never_ends_is_ended_and_the_next_request_works(
     often = "{% for i in range(99999) %}"
     endless = f"{often * 3}{'{% endfor %}' * 3}"
     (folder / "chat_template.jinja").write_text(endless, encoding="utf-8")
-    texts = Texts(open_artifact(folder), Statistics(), 8).ready()
-    try:
+    with texts_of(folder) as texts:
         pid = texts.pid
-        monkeypatch.setattr(engine.text.process, "ENCODE_S", 0.5)
+        monkeypatch.setattr(engine.text.texts, "ENCODE_S", 0.5)
         with pytest.raises(DeadlineExceeded):
             texts.soon(lambda: texts.encode(Chat(CHAT))).result()
         monkeypatch.undo()
         found = texts.soon(lambda: texts.encode(Raw("오늘은"))).result()
         assert found == prompts(folder).tokenizer.encode("오늘은")
         assert texts.pid not in (None, pid)
-    finally:
-        texts.close(ModelNotFound("it is over"))
 
 
 def test_the_sandbox_of_the_texts_renders_a_chat(theirs: Path) -> None:
-    texts = Texts(open_artifact(theirs), Statistics(), 8).ready()
-    try:
+    with texts_of(theirs) as texts:
         chat = Chat(json.loads(json.dumps(CHAT)))
         ids = texts.soon(lambda: texts.encode(chat)).result()
         assert ids == prompts(theirs).encode_chat(CHAT)
-    finally:
-        texts.close(ModelNotFound("it is over"))

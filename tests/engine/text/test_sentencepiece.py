@@ -10,6 +10,7 @@ import sentencepiece
 
 from common.errors import ArtifactError, InvalidRequest
 from engine.text.sentencepiece import SPACE, SentencePieceTokenizer
+from engine.text.table import Detokenizer
 from tests.engine.models import spiece
 from tests.engine.sentences import SENTENCES
 
@@ -52,8 +53,12 @@ def pieces(path_or_tokenizer: SentencePieceTokenizer, ids: list[int]) -> list[st
     return [path_or_tokenizer._model.id_to_piece(i) for i in ids]
 
 
+def detokenizer_of(tokenizer: SentencePieceTokenizer) -> Detokenizer:
+    return tokenizer.table(tokenizer.vocab_size).detokenizer([], tokenizer.decode)
+
+
 def text_of(tokenizer: SentencePieceTokenizer, ids: list[int]) -> str:
-    detokenizer = tokenizer.detokenizer()
+    detokenizer = detokenizer_of(tokenizer)
     return "".join(map(detokenizer.feed, ids)) + detokenizer.flush()
 
 
@@ -94,7 +99,7 @@ def test_encoded_text_comes_back(tokenizer: SentencePieceTokenizer) -> None:
 
 
 def test_every_piece_is_given_at_once(tokenizer: SentencePieceTokenizer) -> None:
-    detokenizer = tokenizer.detokenizer()
+    detokenizer = detokenizer_of(tokenizer)
     ids = tokenizer.encode(SENTENCES[1])[1:]
     fed = [detokenizer.feed(i) for i in ids]
     assert fed == [piece.replace(SPACE, " ") for piece in pieces(tokenizer, ids)]
@@ -122,7 +127,7 @@ def test_a_character_in_bytes_is_held_back_until_it_is_whole(
     ids = with_bytes.encode("😀")[1:]
     in_bytes = [i for i in ids if pieces(with_bytes, [i])[0].startswith("<0x")]
     assert len(in_bytes) == 4
-    detokenizer = with_bytes.detokenizer()
+    detokenizer = detokenizer_of(with_bytes)
     assert [detokenizer.feed(i) for i in in_bytes] == ["", "", "", "😀"]
 
 
@@ -144,7 +149,7 @@ def test_a_character_cut_short_becomes_one_replacement_character(
 def test_a_control_piece_inside_a_character_ends_it(with_bytes: SentencePieceTokenizer) -> None:
     first, *_, last = with_bytes.encode("😀")[-4:]
     assert with_bytes.eos_id is not None
-    detokenizer = with_bytes.detokenizer()
+    detokenizer = detokenizer_of(with_bytes)
     assert detokenizer.feed(first) == ""
     assert detokenizer.feed(with_bytes.eos_id) == REPLACEMENT
     assert detokenizer.feed(last) == REPLACEMENT
@@ -152,7 +157,7 @@ def test_a_control_piece_inside_a_character_ends_it(with_bytes: SentencePieceTok
 
 def test_a_detokenizer_can_be_used_again_after_a_flush(with_bytes: SentencePieceTokenizer) -> None:
     ids = with_bytes.encode("😀")[-4:]
-    detokenizer = with_bytes.detokenizer()
+    detokenizer = detokenizer_of(with_bytes)
     detokenizer.feed(ids[0])
     assert detokenizer.flush() == REPLACEMENT
     assert "".join(map(detokenizer.feed, ids)) == "😀"
@@ -160,7 +165,7 @@ def test_a_detokenizer_can_be_used_again_after_a_flush(with_bytes: SentencePiece
 
 def test_two_answers_do_not_share_what_is_held_back(with_bytes: SentencePieceTokenizer) -> None:
     ids = with_bytes.encode("😀")[-4:]
-    one, other = with_bytes.detokenizer(), with_bytes.detokenizer()
+    one, other = detokenizer_of(with_bytes), detokenizer_of(with_bytes)
     fed = [(one.feed(i), other.feed(i)) for i in ids]
     assert fed[-1] == ("😀", "😀")
 
@@ -188,13 +193,13 @@ def test_a_folder_with_the_name_of_a_tokenizer_is_refused(tmp_path: Path) -> Non
 def test_the_pieces_of_a_text_are_its_bytes(
     tokenizer: SentencePieceTokenizer, with_bytes: SentencePieceTokenizer
 ) -> None:
-    assert b"".join(map(tokenizer.piece, tokenizer.encode("오늘은 날씨가"))) == (
-        "<s> 오늘은 날씨가".encode()
-    )
-    pieces = list(map(with_bytes.piece, with_bytes.encode("뷁 🙂")))
+    whole, in_bytes = (t.table(t.vocab_size) for t in (tokenizer, with_bytes))
+    ids = tokenizer.encode("오늘은 날씨가")
+    assert b"".join(map(whole.piece, ids)) == "<s> 오늘은 날씨가".encode()
+    pieces = list(map(in_bytes.piece, with_bytes.encode("뷁 🙂")))
     assert b"".join(pieces) == "<s> 뷁 🙂".encode()
     assert "🙂".encode()[:1] in pieces
-    assert tokenizer.piece(10_000) == b""
+    assert whole.piece(10_000) == b""
 
 
 def test_a_text_with_a_control_token_is_told_from_a_plain_one(

@@ -1,0 +1,47 @@
+"""The files of a tokenizer and its chat template, read once: what is hashed is what is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from common.errors import ArtifactError
+from engine.artifacts.files import MAX_JSON_BYTES, open_file, parse_json
+
+CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+MAX_TOKENIZER_BYTES = 128 << 20  # KoGPT2's have one and three million
+
+Files = Mapping[str, bytes]  # by name
+
+
+def read_files(tokenizer_file: Path) -> Files:
+    """The tokenizer, and what stands beside it. Raises `ArtifactError`."""
+    try:
+        found = {tokenizer_file.name: _read(tokenizer_file, MAX_TOKENIZER_BYTES)}
+    except FileNotFoundError:
+        raise ArtifactError(f"there is no {tokenizer_file.name}") from None
+    for name in (CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE):
+        with suppress(FileNotFoundError):
+            found[name] = _read(tokenizer_file.with_name(name), MAX_JSON_BYTES)
+    return found
+
+
+def json_in(files: Files, name: str) -> dict[str, Any]:
+    """An object in one of them, nothing if it is not there. Raises `ArtifactError`."""
+    return parse_json(files[name], name) if name in files else {}
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise ArtifactError(f"{path.name} is longer than {max_bytes >> 20} MiB")
+        try:
+            return file.read(size)
+        except OSError as error:
+            raise ArtifactError(f"{path.name} cannot be read: {error.strerror}") from None

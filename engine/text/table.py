@@ -1,0 +1,226 @@
+"""The bytes of a tokenizer's ids, with which the engine makes text of ids itself.
+
+The process that reads the tokenizer makes the table and checks it; what arrives is foreign.
+"""
+
+from __future__ import annotations
+
+import base64
+import codecs
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+REPLACEMENT = "\ufffd"
+# How pieces become a text.
+SEPARATE = "separate"  # as in the guides' loop for v1: a piece ends a character left open before it
+BYTES = "bytes"  # all pieces are joined, and the whole is decoded
+RUNS = "runs"  # pieces are texts; a run of single bytes is decoded as a whole
+PROCESS = ""  # not by joining pieces: the text process decodes
+KINDS = (SEPARATE, BYTES, RUNS, PROCESS)
+ALL_SPACES = 1 << 16
+
+# Of ids their text, where the last of them begin that make some text, and that.
+Decode = Callable[[list[int]], tuple[str, int, str]]
+
+
+class Detokenizer(Protocol):
+    """Turns a sequence's ids into text one by one, for a stream."""
+
+    def feed(self, token: int) -> str:
+        """The text that `token` completes, often all of its own, sometimes none."""
+
+    def flush(self) -> str:
+        """What is left of a character cut short, as U+FFFD."""
+
+
+class Table:
+    """Each id's piece: its bytes as they stand in a text; a control token's name.
+
+    silent: ids that are no text, such as `<s>`
+    byte_ids: ids that are one byte of a character
+    lead: how many leading spaces the first piece of a text loses at most
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        pieces: Sequence[bytes],
+        silent: Iterable[int] = (),
+        byte_ids: Iterable[int] = (),
+        lead: int = 0,
+    ) -> None:
+        self.kind, self.lead = kind, lead
+        self.silent, self.byte_ids = frozenset(silent), frozenset(byte_ids)
+        self._blob = b"".join(pieces)
+        self._ends = array("I", accumulate(map(len, pieces), initial=0))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def piece(self, token: int) -> bytes:
+        ends = self._ends
+        return self._blob[ends[token] : ends[token + 1]] if token < len(ends) - 1 else b""
+
+    def is_silent(self, token: int) -> bool:
+        return token in self.silent or token >= len(self)
+
+    def detokenizer(self, prompt: Sequence[int], decode: Decode) -> Detokenizer:
+        """For the ids that follow `prompt`. `decode` is called where joining is not enough."""
+        if self.kind == SEPARATE:
+            return SeparateDetokenizer(self)
+        if self.kind == PROCESS:
+            return WindowDetokenizer(self, prompt, decode)
+        return (
+            BytesDetokenizer(self, prompt) if self.kind == BYTES else RunsDetokenizer(self, prompt)
+        )
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Of ids that nothing stands before."""
+        detokenizer = self.detokenizer([], lambda _: ("", 0, ""))
+        return "".join(map(detokenizer.feed, ids)) + detokenizer.flush()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "pieces": base64.b64encode(self._blob).decode(),
+            "ends": base64.b64encode(self._ends.tobytes()).decode(),
+            "silent": sorted(self.silent),
+            "byte_ids": sorted(self.byte_ids),
+            "lead": self.lead,
+        }
+
+    @classmethod
+    def from_json(cls, said: Any) -> Table:
+        """What `to_json` gave. Raises `KeyError`, `TypeError`, `ValueError` for anything else."""
+        table = cls(said["kind"], (), map(int, said["silent"]), map(int, said["byte_ids"]))
+        table.lead = int(said["lead"])
+        table._blob = base64.b64decode(said["pieces"], validate=True)
+        table._ends = array("I", base64.b64decode(said["ends"], validate=True))
+        ends = table._ends.tolist()
+        if table.kind not in KINDS or table.lead < 0 or ends[:1] != [0]:
+            raise ValueError("no table")
+        if ends[-1] != len(table._blob) or ends != sorted(ends):
+            raise ValueError("pieces without ends")
+        return table
+
+
+class SeparateDetokenizer:
+    """Control pieces are silent; byte pieces are held back until they make whole characters."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._open = False
+
+    def feed(self, token: int) -> str:
+        table = self._table
+        if token in table.byte_ids:
+            self._open = True
+            return self._utf8.decode(table.piece(token))
+        text = self.flush() if self._open else ""
+        return (
+            text if table.is_silent(token) else text + table.piece(token).decode("utf-8", "replace")
+        )
+
+    def flush(self) -> str:
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        self._open = False
+        return text
+
+
+class BytesDetokenizer:
+    """Gives what decoding all bytes at once has more than those of the prompt; held back while it
+    ends in U+FFFD, which may become a character."""
+
+    def __init__(self, table: Table, prompt: Sequence[int]) -> None:
+        self._table, self._held, self._given = table, b"", 0
+        for token in reversed(prompt):
+            if not table.is_silent(token) and (piece := table.piece(token)):
+                text = piece.decode("utf-8", "replace")
+                if text.endswith(REPLACEMENT):  # the prompt may end within a character
+                    self._held, self._given = piece, len(text)
+                return
+
+    def feed(self, token: int) -> str:
+        if self._table.is_silent(token):
+            return ""
+        self._held += self._table.piece(token)
+        return "" if self._text().endswith(REPLACEMENT) else self.flush()
+
+    def flush(self) -> str:
+        text = self._text()[self._given :]
+        self._held, self._given = b"", 0
+        return text
+
+    def _text(self) -> str:
+        return self._held.decode("utf-8", "replace")
+
+
+class RunsDetokenizer:
+    """Gives what decoding all pieces at once has more than those of the prompt. A run of bytes is
+    held back to its end: it is text, or a U+FFFD for each byte."""
+
+    def __init__(self, table: Table, prompt: Sequence[int]) -> None:
+        self._table, self._held, self._run = table, "", b""
+        self._first = True
+        for token in reversed(prompt):
+            if not table.is_silent(token):
+                self._first = False
+                if token not in table.byte_ids:
+                    break
+                self._run = table.piece(token) + self._run
+        self._given = len(self._text())
+
+    def feed(self, token: int) -> str:
+        table = self._table
+        if table.is_silent(token):
+            return ""
+        if token in table.byte_ids:
+            self._run += table.piece(token)
+            return ""
+        self._held = self._text() + table.piece(token).decode("utf-8", "replace")
+        self._run = b""
+        return "" if self._held.endswith(REPLACEMENT) else self.flush()
+
+    def flush(self) -> str:
+        text = self._text()[self._given :]
+        if self._first:
+            text = text[min(self._table.lead, len(text) - len(text.lstrip(" "))) :]
+        self._held, self._run, self._given, self._first = "", b"", 0, False
+        return text
+
+    def _text(self) -> str:
+        try:
+            return self._held + self._run.decode()
+        except UnicodeDecodeError:
+            return self._held + REPLACEMENT * len(self._run)
+
+
+class WindowDetokenizer:
+    """The text of some last tokens with and without the new one: what one token adds depends on
+    those before it. Held back as by the others."""
+
+    def __init__(self, table: Table, prompt: Sequence[int], decode: Decode) -> None:
+        self._table, self._decode = table, decode
+        self._window, self._given = list(prompt), ""  # the text of the window that was given
+        self.flush()
+
+    def feed(self, token: int) -> str:
+        if self._table.is_silent(token):
+            return ""
+        self._window.append(token)
+        return "" if token in self._table.byte_ids else self._advance(ends=False)
+
+    def flush(self) -> str:
+        return self._advance(ends=True)
+
+    def _advance(self, ends: bool) -> str:
+        text, begin, last = self._decode(self._window)
+        if text.endswith(REPLACEMENT) and not ends:
+            return ""
+        new = text[len(self._given) :]
+        self._window, self._given = self._window[begin:], last
+        return new

@@ -1,0 +1,208 @@
+"""A model's texts: prompts become ids in a text process, tokens become text here, by its table."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from common.errors import EngineError, InvalidRequest, Overloaded
+from common.parameters import Parameters
+from engine.artifacts.artifact import Artifact
+from engine.sequence import Sequence, Token
+from engine.statistics import Statistics
+from engine.text.answer_text import AnswerText
+from engine.text.process import Source, TextProcesses
+from engine.text.prompts import Chat, Inputs, Raw
+from engine.text.table import PROCESS, Table
+
+# How long the process may take to cut a prompt, of megabytes if need be; to decode some tokens.
+ENCODE_S = 5.0
+DECODE_S = 5.0
+# A token's text in the mean of an answer. Those of real vocabularies have some dozens.
+MAX_CHARACTERS_PER_TOKEN = 1024
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class Texts:
+    """Thread-safe. `close` ends it."""
+
+    stop_ids: frozenset[int]
+    _table: Table
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        statistics: Statistics,
+        most_waiting: int,
+        processes: TextProcesses,
+    ) -> None:
+        """Does not wait for the process: `ready` does, once, before anything else is called.
+        Raises `ArtifactError` for a tokenizer that cannot be read."""
+        self.file = artifact.tokenizer_file.name
+        self._defaults, self._strip = artifact.generation.parameters, artifact.generation.strip
+        self._vocab_size = artifact.config.vocab_size
+        self._statistics, self._most_waiting = statistics, most_waiting
+        self._source, self._processes = Source.of(artifact), processes
+        self._process = processes.acquire(self._source.digest, self)
+        self._answers: dict[Sequence, AnswerText | None] = {}  # None: no token has its text yet
+        self._closing = threading.Lock()
+        self._closed: EngineError | None = None
+        self._opening = self._soon(lambda: self._process.open(self._source))
+
+    def ready(self) -> Texts:
+        """Itself, once the process has shown that it can use the tokenizer.
+
+        Raises `ArtifactError` that says what is wrong with it or its settings.
+        """
+        if self._process.about is None:
+            self._opening.result()
+        about = self._process.about
+        assert about is not None
+        self.stop_ids, self._special_ids = about.stop_ids, about.special_ids
+        self._table = about.table
+        return self
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if it lives."""
+        return self._process.pid
+
+    def parameters(self, given: Any) -> Parameters:
+        """A request's, and the model's own where it gives none. Raises `InvalidRequest`."""
+        parameters = Parameters.parse(given, self._defaults)
+        for token, _ in parameters.logit_bias:
+            if token >= self._vocab_size:
+                raise InvalidRequest(
+                    f"parameters.logit_bias has the token {token}, but the model's vocabulary ends"
+                    f" at {self._vocab_size - 1}"
+                )
+        return parameters
+
+    # Prompts
+
+    def soon(self, task: Callable[[], Result]) -> Future[Result]:
+        """Runs `task` on the process's thread. Raises `Overloaded` where too many wait for that."""
+        waiting = self._process.turns.waiting(self)
+        if waiting >= self._most_waiting:
+            message = f"{waiting} requests wait for their prompts to be cut already"
+            raise Overloaded(message, retry_after_s=ENCODE_S)
+        return self._soon(task)
+
+    def _soon(self, task: Callable[[], Result]) -> Future[Result]:
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self._closed is not None:
+                    raise self._closed
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(self._closed or error)
+
+        with self._closing:
+            if self._closed is not None:
+                raise self._closed
+            self._process.turns.soon(self, run)
+        return future
+
+    def encode(self, inputs: Inputs) -> list[int]:
+        """The ids of a prompt; on the process's thread.
+
+        Raises `InvalidRequest`, `PromptTooLong`, and what `TextProcess.call` does.
+        """
+        if isinstance(inputs, Raw):
+            ids = self._call(ENCODE_S, "encode_raw", inputs.prompt)
+        elif isinstance(inputs, Chat):
+            ids = self._call(ENCODE_S, "encode_chat", inputs.messages)
+        else:
+            ids = self._call(ENCODE_S, "encode", inputs)
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise self._process.give_up("it gave no ids")
+        return ids
+
+    def _call(self, timeout_s: float, *arguments: Any) -> Any:
+        return self._process.call(self._source, timeout_s, *arguments)
+
+    # Answers
+
+    def write(self, sequences: list[Sequence]) -> None:
+        """Has the tokens that wait in these sequences told with their texts. Does not block."""
+        for sequence in sequences:
+            self._answers.setdefault(sequence)
+        decodes = self._table.kind == PROCESS
+        turns = self._process.turns if decodes else self._processes.writer
+        turns.soon((self, "answers"), partial(self._tell, sequences))
+
+    @property
+    def idle(self) -> bool:
+        """Whether all answers have all their texts. One that is cancelled needs no more."""
+        return all(sequence.over for sequence in list(self._answers))
+
+    def close(self, reason: EngineError) -> None:
+        """Lets go of the process; what it still owes an answer fails with the reason. Does not
+        block."""
+        with self._closing:
+            if self._closed is not None:
+                return
+            self._closed = reason
+        self._processes.release(self._source.digest, self)
+        for task in self._process.turns.take(self):
+            task()  # it finds this closed
+        for sequence in list(self._answers):
+            sequence.tell(reason)
+
+    def _tell(self, sequences: list[Sequence]) -> None:
+        for sequence in dict.fromkeys(sequences):
+            try:
+                for token in sequence.take():
+                    if not sequence.over:
+                        self._tell_token(sequence, token)
+            except EngineError as error:
+                logger.error("the texts of %s failed: %s", self.file, error.message)
+                sequence.tell(self._closed or error)
+            except Exception:
+                logger.exception("the texts of %s failed", self.file)
+                sequence.tell(EngineError("the answer could not be given"))
+            if sequence.over:
+                self._answers.pop(sequence, None)
+
+    def _tell_token(self, sequence: Sequence, token: Token) -> None:
+        answer = self._answers.get(sequence) or self._begin(sequence)
+        token.text, stopped = answer.write(token.id, token.finish_reason)
+        if token.logprobs is not None or token.prefill:
+            token.pieces = list(map(self._table.piece, token.shown))
+            token.special_ids = self._special_ids
+        sequence.characters += len(token.text)
+        if sequence.characters > MAX_CHARACTERS_PER_TOKEN * sequence.max_tokens:
+            raise EngineError(f"{self.file} makes more text of an answer than any has")
+        if stopped:
+            token.finish_reason = "stop"
+        self._statistics.tokens += 1
+        sequence.tell(token)
+        if token.finish_reason is not None:
+            self._statistics.finished(time.monotonic() - sequence.queued_at)
+
+    def _begin(self, sequence: Sequence) -> AnswerText:
+        for other in [other for other in self._answers if other.over]:  # cancelled
+            self._answers.pop(other, None)
+        detokenizer = self._table.detokenizer(sequence.prompt, self._decode)
+        answer = AnswerText(detokenizer, sequence.parameters.stop, self._strip)
+        self._answers[sequence] = answer
+        return answer
+
+    def _decode(self, ids: list[int]) -> tuple[str, int, str]:
+        found = self._call(DECODE_S, "decode", ids)
+        if isinstance(found, list) and list(map(type, found)) == [str, int, str]:
+            text, begin, last = found
+            texts = (t.encode("utf-8", "replace").decode() for t in (text, last))
+            return next(texts), begin, next(texts)
+        raise self._process.give_up("it gave no text")
