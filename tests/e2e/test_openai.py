@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -18,7 +15,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from tests.e2e.server import REPOSITORY, Server, eventually
+from tests.e2e.server import Server, eventually
 from tests.e2e.stores import ENDLESS_TOKENS, endless, running, serving, small, steps, text
 from tests.engine.hugging_face import make_hugging_face, write_json
 
@@ -443,30 +440,3 @@ def test_a_client_that_hangs_up_frees_its_rows(server: Server, client: openai.Op
         hurried.completions.create(**{**asked, "prompt": [PROMPT] * 8})
     eventually(lambda: running(server) == 0)
     assert steps(server, "느린") - begun < ENDLESS_TOKENS
-
-
-@pytest.mark.slow
-def test_litellm_gets_what_openais_client_gets(server: Server, client: openai.OpenAI) -> None:
-    python = os.environ.get("CLIENTS_PYTHON")
-    if python is None:
-        pytest.skip("CLIENTS_PYTHON names a Python with requirements/clients.txt")
-    command = [Path(python).absolute(), "-m", "tests.e2e.litellm_client", server.url("/v1"), TOKEN]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout)
-    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
-    written = client.completions.create(model="시/봄", prompt=PROMPT, **greedy).choices[0].text
-    said = client.chat.completions.create(
-        model="채팅", messages=[{"role": "user", "content": "안녕?"}], **greedy
-    )
-    assert said.usage is not None
-    assert found["completion"] == found["streamed completion"] == written
-    assert found["chat"] == found["streamed chat"] == said.choices[0].message.content
-    assert found["tokens"] == [said.usage.prompt_tokens, said.usage.completion_tokens]
-    for wrong, name, status, words in (
-        ("no such model", "NotFoundError", 404, "없음"),
-        ("wrong key", "AuthenticationError", 401, "Authorization: Bearer"),
-        ("no template", "BadRequestError", 400, "chat_template.jinja"),
-    ):
-        assert found[wrong][:2] == [name, status]
-        assert words in found[wrong][2]

@@ -167,7 +167,7 @@ def test_a_text_is_generated_as_the_servers_own_route_does_it(server: Server) ->
     "more",
     [
         {"bad_words": "", "stop_words": ""},  # TensorRT-LLM's
-        {"bad_words": [], "stop_words": [""], "timeout": 60_000_000, "priority": 0},
+        {"bad_words": [], "stop_words": [], "timeout": 60_000_000, "priority": 0},
         {"parameters": {"stream": False, "exclude_input_in_output": True}},  # vLLM's
         {"text_input": [PROMPT], "stream": False},
     ],

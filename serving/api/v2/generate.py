@@ -6,8 +6,8 @@ POST /v2/models/{name}/generate_stream   the same, the text in pieces, as server
     -> {"id"?, "model_name", "model_version", "text_output"}
 
 Parameters are those of `/predictions`, and of Triton's own: `timeout` and the other hints of
-`/infer`; `max_tokens`, `stream` (which overrides the route), `exclude_input_in_output`, and
-`stop_words` and `bad_words` of TensorRT-LLM. Each may stand beside `text_input` instead.
+`/infer`; `max_tokens`, `stream` (which overrides the route) and `exclude_input_in_output`. Each may
+stand beside `text_input` instead.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_generate.md
 """
@@ -73,10 +73,6 @@ def parse(name: str, body: dict[str, Any], stream: bool) -> Asked:
         raise BadRequest("exclude_input_in_output must be true or false")
     if "max_tokens" in parameters:
         parameters.setdefault("max_new_tokens", parameters.pop("max_tokens"))
-    if any(_words(parameters, "bad_words")):
-        raise BadRequest("bad_words must be empty: no word is kept out of an answer here")
-    if any(words := _words(parameters, "stop_words")):
-        parameters.setdefault("stop", words)
     # That answers be drawn may be the model's own default, which the engine knows.
     checked = Parameters.parse(parameters, {"do_sample": True})
     if stream and checked.num_return_sequences > 1:
@@ -85,12 +81,6 @@ def parse(name: str, body: dict[str, Any], stream: bool) -> Asked:
     before = text if not alone or checked.return_full_text else ""
     head = head if id_ is None else {"id": id_, **head}
     return Asked(text, parameters, head, before, stream, limit_s)
-
-
-def _words(parameters: dict[str, Any], name: str) -> list[Any]:
-    """Taken from `parameters`: one text, or a list of them."""
-    words = parameters.pop(name, None) or []
-    return words if isinstance(words, list) else [words]
 
 
 async def generate(gateway: Gateway, request: Request, stream: bool, check: Check) -> Response:

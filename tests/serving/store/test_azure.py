@@ -1,6 +1,6 @@
 """`abfs://` against Azurite, Microsoft's own emulator of Azure's storage.
 
-.ci/azurite has it, and .ci/run what a driver needs (requirements/store.txt).
+.ci/npm has it, and .ci/run what a driver needs (requirements/store.txt).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.serving.store.s3 import archive
 
 pytest.importorskip("adlfs", reason="needs adlfs: pip install -r requirements/store.txt")
 if shutil.which("azurite-blob") is None:
-    pytest.skip("needs azurite-blob on PATH: .ci/azurite", allow_module_level=True)
+    pytest.skip("needs azurite-blob on PATH: .ci/npm azurite", allow_module_level=True)
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,0 +1,203 @@
+"""What other projects' clients make of a server, as JSON. Their environment is their own
+(requirements/clients.txt), and they are one process, which imports what they share once:
+`python -m tests.e2e.clients http://127.0.0.1:8080 KEY GRPC_ADDRESS TOKENIZER_FOLDER`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import traceback
+from functools import partial
+from typing import Any
+
+TEXT, CHAT = "시/봄", "채팅"
+PROMPT, QUESTION = "나는 오늘", "안녕?"
+TOKENS = 9
+
+
+def litellm(address: str, key: str) -> dict[str, Any]:
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it is fetched from GitHub
+    import litellm
+
+    litellm.suppress_debug_info = True  # it is printed
+    there: dict[str, Any] = {"api_base": f"{address}/v1", "api_key": key, "temperature": 0}
+    there |= {"max_tokens": TOKENS, "max_retries": 0, "timeout": 60}
+    text: Any = {"model": f"text-completion-openai/{TEXT}", "prompt": PROMPT, **there}
+    messages = [{"role": "user", "content": QUESTION}]
+    chat: Any = {"model": f"openai/{CHAT}", "messages": messages, **there}
+
+    async def streamed() -> str:
+        chunks = await litellm.acompletion(**chat, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    def error(call: dict[str, Any]) -> list[Any]:
+        try:
+            litellm.completion(**call)
+        except Exception as error:
+            return [type(error).__name__, getattr(error, "status_code", None), str(error)]
+        return []
+
+    completion, answer = litellm.text_completion(**text), litellm.completion(**chat)
+    return {
+        "completion": completion.choices[0].text,
+        "streamed completion": "".join(
+            chunk.choices[0].text or "" for chunk in litellm.text_completion(**text, stream=True)
+        ),
+        "chat": answer.choices[0].message.content,
+        "streamed chat": asyncio.run(streamed()),
+        "tokens": [answer.usage.prompt_tokens, answer.usage.completion_tokens],
+        "no such model": error(chat | {"model": "openai/없음"}),
+        "wrong key": error(chat | {"api_key": "틀린 열쇠".encode().hex()}),
+        "no template": error(chat | {"model": f"openai/{TEXT}"}),
+    }
+
+
+def langchain(address: str, key: str) -> dict[str, Any]:
+    from langchain_openai import ChatOpenAI, OpenAI
+
+    there: dict[str, Any] = {"base_url": f"{address}/v1", "api_key": key, "temperature": 0}
+    there |= {"max_tokens": TOKENS, "max_retries": 0, "timeout": 60}
+    text, chat = OpenAI(model=TEXT, **there), ChatOpenAI(model=CHAT, **there)
+    answer = chat.invoke([("user", QUESTION)])
+    usage: Any = answer.usage_metadata
+    return {
+        "completion": text.invoke(PROMPT),
+        "streamed completion": "".join(text.stream(PROMPT)),
+        "chat": answer.content,
+        "streamed chat": "".join(str(c.content) for c in chat.stream([("user", QUESTION)])),
+        "tokens": [usage["input_tokens"], usage["output_tokens"]],
+    }
+
+
+def llama_index(address: str, key: str) -> dict[str, Any]:
+    from llama_index.core.llms import ChatMessage
+    from llama_index.llms.openai_like import OpenAILike
+
+    there: dict[str, Any] = {"api_base": f"{address}/v1", "api_key": key, "temperature": 0}
+    there |= {"max_tokens": TOKENS, "max_retries": 0, "timeout": 60}
+    text = OpenAILike(model=TEXT, **there)
+    chat = OpenAILike(model=CHAT, is_chat_model=True, **there)
+    messages = [ChatMessage(role="user", content=QUESTION)]
+    return {
+        "completion": text.complete(PROMPT).text,
+        "streamed completion": "".join(c.delta or "" for c in text.stream_complete(PROMPT)),
+        "chat": chat.chat(messages).message.content,
+        "streamed chat": "".join(c.delta or "" for c in chat.stream_chat(messages)),
+    }
+
+
+def huggingface_hub(address: str, key: str) -> dict[str, Any]:
+    from huggingface_hub import InferenceClient
+
+    chat = InferenceClient(base_url=f"{address}/v1", api_key=key, timeout=60)
+    text = InferenceClient(f"{address}/predictions/{TEXT}", token=key, timeout=60)
+    asked: Any = {"messages": [{"role": "user", "content": QUESTION}], "model": CHAT}
+    asked |= {"max_tokens": TOKENS, "temperature": 0}
+    answer = chat.chat_completion(**asked)
+    chunks = chat.chat_completion(**asked, stream=True)
+    return {
+        "completion": text.text_generation(PROMPT, max_new_tokens=TOKENS),
+        "chat": answer.choices[0].message.content,
+        "streamed chat": "".join(c.choices[0].delta.content or "" for c in chunks),
+        "tokens": [answer.usage.prompt_tokens, answer.usage.completion_tokens],
+    }
+
+
+def kserve(address: str, key: str, grpc_address: str) -> dict[str, Any]:
+    import numpy as np
+    from kserve import (
+        InferenceGRPCClient,
+        InferenceRESTClient,
+        InferInput,
+        InferRequest,
+        RESTConfig,
+    )
+
+    headers = {"authorization": f"Bearer {key}"}
+
+    def request(binary: bool = False) -> Any:
+        given = InferInput("text", [1], "BYTES", data=[PROMPT])
+        if binary:
+            given = InferInput("text", [1], "BYTES")
+            given.set_data_from_numpy(np.array([PROMPT.encode()], object), binary_data=True)
+        parameters = {"max_new_tokens": TOKENS, "binary_data_output": binary}
+        return InferRequest(TEXT, [given], parameters=parameters)
+
+    def text(answer: Any) -> str:
+        (made,) = answer.outputs[0].as_numpy()
+        return made.decode() if isinstance(made, bytes) else str(made)
+
+    async def rest() -> dict[str, Any]:
+        async with InferenceRESTClient(RESTConfig(protocol="v2")) as client:
+            bodies = [request(), request(binary=True)]
+            named: Any = {"model_name": TEXT, "headers": headers}
+            return {
+                "completion": text(await client.infer(address, bodies[0], **named)),
+                "binary completion": text(await client.infer(address, bodies[1], **named)),
+                "ready": [
+                    await client.is_server_live(address),
+                    await client.is_server_ready(address),
+                    await client.is_model_ready(address, TEXT, headers=headers),
+                ],
+            }
+
+    async def grpc() -> dict[str, Any]:
+        metadata = tuple(headers.items())
+        async with InferenceGRPCClient(grpc_address) as client:
+            return {
+                "gRPC completion": text(await client.infer(request(), headers=metadata)),
+                "gRPC ready": [
+                    await client.is_server_live(),
+                    await client.is_server_ready(),
+                    await client.is_model_ready(TEXT, headers=metadata),
+                ],
+            }
+
+    return {**asyncio.run(rest()), **asyncio.run(grpc())}
+
+
+def lm_eval(address: str, key: str, tokenizer: str) -> dict[str, Any]:
+    """Scores and texts of the chat model, asked as texts and as ids; `tokenizer` is its folder."""
+    os.environ["OPENAI_API_KEY"] = key
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    def instances(kind: Any, *arguments: Any) -> list[Any]:
+        return [Instance(kind, {}, given, i) for i, given in enumerate(arguments)]
+
+    found = {}
+    for ids in (False, True):
+        model = LocalCompletionsAPI(
+            base_url=f"{address}/v1/completions",
+            model=CHAT,
+            tokenizer=tokenizer,
+            tokenized_requests=ids,
+            max_retries=1,
+        )
+        scored = instances("loglikelihood", (PROMPT, " 말"), ("산에는", " 꽃 피네"))
+        until = {"until": ["\n\n"], "max_gen_toks": TOKENS, "do_sample": False}
+        found["ids" if ids else "texts"] = {
+            "scores": model.loglikelihood(scored),
+            "completion": model.generate_until(instances("generate_until", (PROMPT, until))),
+        }
+    return found
+
+
+def main(address: str, key: str, grpc_address: str, tokenizer: str) -> dict[str, Any]:
+    """By client, or why there is nothing."""
+    clients: list[Any] = [litellm, langchain, llama_index, huggingface_hub]
+    clients += [partial(kserve, grpc_address=grpc_address), partial(lm_eval, tokenizer=tokenizer)]
+    found = {}
+    for client in clients:
+        name = getattr(client, "func", client).__name__
+        try:
+            found[name] = client(address, key)
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

@@ -1,0 +1,139 @@
+"""Other projects' clients against a server: they get what its own routes answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.e2e.clients import CHAT, PROMPT, QUESTION, TEXT, TOKENS
+from tests.e2e.server import REPOSITORY, Server, free_port
+from tests.e2e.stores import serving, small, text
+from tests.e2e.test_openai import TEMPLATE
+from tests.engine.hugging_face import make_hugging_face
+
+TOKEN = "infer-me"  # noqa: S105
+AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="module")
+def grpc_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, grpc_port: int) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("clients")
+    small(folder / "store" / TEXT, 1)
+    make_hugging_face(folder / "store" / CHAT, tokenizer_config={"chat_template": TEMPLATE})
+    settings = {"INFERENCE_TOKEN": TOKEN, "GRPC_PORT": str(grpc_port)}
+    with serving(folder / "run", folder / "store", **settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server) -> dict[str, Any]:
+    """By the server's own routes."""
+    asked = {"inputs": PROMPT, "parameters": {"max_new_tokens": TOKENS}}
+    completion = text(server.predict(TEXT, asked, **AUTHORIZATION))
+    chat = post(server, "chat/completions", {"model": CHAT, "messages": MESSAGES}).json()
+    said = chat["choices"][0]["message"]["content"]
+    assert completion.strip()
+    assert said.strip()
+    usage = chat["usage"]
+    return {
+        "completion": completion,
+        "streamed completion": completion,
+        "binary completion": completion,
+        "gRPC completion": completion,
+        "chat": said,
+        "streamed chat": said,
+        "tokens": [usage["prompt_tokens"], usage["completion_tokens"]],
+        "ready": [True, True, True],
+        "gRPC ready": [True, True, True],
+    }
+
+
+def post(server: Server, route: str, body: dict[str, Any]) -> requests.Response:
+    url, greedy = server.url(f"/v1/{route}"), {"temperature": 0, "max_tokens": TOKENS}
+    return requests.post(url, json={**greedy, **body}, headers=AUTHORIZATION, timeout=60)
+
+
+def output(command: list[str]) -> Any:
+    """What a client prints last, as JSON."""
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found(server: Server, grpc_port: int) -> dict[str, Any]:
+    """What Python's clients get, by client."""
+    python = os.environ.get("CLIENTS_PYTHON")
+    if python is None or sys.version_info < (3, 11):
+        pytest.skip("CLIENTS_PYTHON names a Python >= 3.11 with requirements/clients.txt")
+    command = [str(Path(python).absolute()), "-m", "tests.e2e.clients", server.url(""), TOKEN]
+    command += [f"127.0.0.1:{grpc_port}", str(server.store / CHAT)]
+    of_each: dict[str, Any] = output(command)
+    return of_each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["litellm", "langchain", "llama_index", "huggingface_hub", "kserve"]
+)
+def test_a_client_gets_what_the_servers_own_routes_answer(
+    found: dict[str, Any], expected: dict[str, Any], name: str
+) -> None:
+    assert isinstance(found[name], dict), found[name]
+    assert "completion" in found[name]
+    for key in expected.keys() & found[name].keys():
+        assert found[name][key] == expected[key], key
+
+
+@pytest.mark.slow
+def test_litellm_knows_errors(found: dict[str, Any]) -> None:
+    for wrong, name, status, words in (
+        ("no such model", "NotFoundError", 404, "없음"),
+        ("wrong key", "AuthenticationError", 401, "Authorization: Bearer"),
+        ("no template", "BadRequestError", 400, "chat_template.jinja"),
+    ):
+        assert found["litellm"][wrong][:2] == [name, status]
+        assert words in found["litellm"][wrong][2]
+
+
+@pytest.mark.slow
+def test_openais_client_for_javascript_knows_texts_and_errors(
+    server: Server, expected: dict[str, Any]
+) -> None:
+    folder = os.environ.get("OPENAI_JS")
+    if not folder:
+        pytest.skip("OPENAI_JS names a folder where npm has installed openai")
+    program = REPOSITORY / "tests" / "e2e" / "openai_client.mjs"
+    found = output(["node", str(program), folder, server.url("/v1"), TOKEN])
+    kind, status, message = found.pop("no such model")
+    assert (kind, status, "없음" in message) == ("NotFoundError", 404, True)
+    assert found == {key: expected[key] for key in found}
+
+
+@pytest.mark.slow
+def test_lm_eval_scores_and_continues_texts(server: Server, found: dict[str, Any]) -> None:
+    """As texts and as ids, which are the same."""
+    assert isinstance(found["lm_eval"], dict), found["lm_eval"]
+    asked = {"model": CHAT, "prompt": PROMPT + " 말", "max_tokens": 0, "echo": True, "logprobs": 1}
+    scored = post(server, "completions", asked).json()["choices"][0]["logprobs"]
+    (written,) = post(server, "completions", {"model": CHAT, "prompt": PROMPT}).json()["choices"]
+    begins = next(i for i, at in enumerate(scored["text_offset"]) if at >= len(PROMPT))
+    wanted = sum(scored["token_logprobs"][begins:])
+    for way in ("texts", "ids"):
+        assert found["lm_eval"][way]["completion"] == [written["text"]]
+        assert found["lm_eval"][way]["scores"][0][0] == pytest.approx(wanted, abs=1e-3)
+    assert found["lm_eval"]["ids"]["scores"] == found["lm_eval"]["texts"]["scores"]
