@@ -1,9 +1,9 @@
-"""A filter on system calls for a process that only computes: no network, no other process, no
-program, and, where it may not write, no change of any file.
+"""Filters on system calls, for processes that read foreign data or run foreign programs.
 
-In classic BPF, as the kernel's Documentation/userspace-api/seccomp_filter.rst has it. What is
-refused fails with EPERM. Not hidden are files that this user may read: nothing leaves the process
-but its answers.
+In classic BPF, as the kernel's Documentation/userspace-api/seccomp_filter.rst has it. `install` is
+for a process that only computes: no network, no other process, no program, and, where it may not
+write, no change of any file. Not hidden are files that this user may read: nothing leaves the
+process but its answers. `handlers.scripts.confinement.seccomp` is for a model's own program.
 """
 
 from __future__ import annotations
@@ -12,24 +12,69 @@ import ctypes
 import os
 import platform
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from errno import ENOSYS, EPERM
 from typing import Any
 
 PR_SET_SECCOMP = 22
 MODE_FILTER = 2
-ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-EPERM, ENOSYS = 1, 38
-LOAD, JEQ, JGE, JSET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+LOAD, AND, JEQ, JGE, JSET, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 # In `struct seccomp_data`: nr, arch, instruction_pointer, args[6]; little endian.
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000  # numbers from here on are those of x86-64's other ABI
 CLONE_THREAD = 0x10000
+# CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
+NEW_NAMESPACES = 0x7E020000
 # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC: the same on both.
 OPENS_TO_WRITE = 0o1 | 0o2 | 0o100 | 0o1000
 
-# Numbers on x86-64 and aarch64, from the kernel's own tables; -1: there is none.
-FORBIDDEN = {
+Numbers = tuple[int, int]  # on x86-64 and aarch64, from the kernel's own tables; -1: there is none
+Instruction = tuple[int, int, int, int]  # code, how many to skip if true, if false, operand
+Rule = tuple[Numbers, Sequence[Instruction]]  # what decides on a call: its last ones return
+
+# What no process needs that is given foreign data or programs: ways past other checks, and parts of
+# the kernel that many of its holes were in. A user namespace would give all capabilities inside.
+KERNEL = {
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467),
+    "chroot": (161, 51),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "open_by_handle_at": (304, 265),  # past the folders that lead to a file
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+}
+# Makes and connects sockets without their calls. Programs do without it where it is not there.
+IO_URING_SETUP = (425, 425)
+# Of files that the user owns, whoever may open them.
+EXTENDED_ATTRIBUTES = {
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+}
+OTHERS = {  # what reaches beyond the process
     # network
     "socket": (41, 198),
     "socketpair": (53, 199),
@@ -56,20 +101,6 @@ FORBIDDEN = {
     "process_madvise": (440, 440),
     "setpriority": (141, 140),
     "setrlimit": (160, 164),
-    # the kernel
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
 }
 WRITES = {
     "creat": (85, -1),
@@ -102,28 +133,25 @@ WRITES = {
     "utimes": (235, -1),
     "futimesat": (261, -1),
     "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
+    **EXTENDED_ATTRIBUTES,
 }
 CLONE, CLONE3 = (56, 220), (435, 435)
 TGKILL, PRLIMIT64 = (234, 131), (302, 261)
 OPEN, OPENAT, OPENAT2 = (2, -1), (257, 56), (437, 437)
 
-Instruction = tuple[int, int, int, int]  # code, where to jump if true, if false, operand
-
 
 def install(libc: Any, may_write: bool) -> bool:
     """Filters this process and what it starts, for good. False where the kernel cannot."""
+    return load(libc, _computing(may_write))
+
+
+def load(libc: Any, rules: Iterable[Rule]) -> bool:
+    """The same with rules of one's own, for this thread; other calls are allowed. Needs
+    `no_new_privs`."""
     machine = platform.machine()
-    return machine in ARCHITECTURES and load(libc, _program(machine, may_write))
-
-
-def load(libc: Any, program: Sequence[Instruction]) -> bool:
-    """The same with a program of one's own, for this thread. Needs `no_new_privs`."""
+    if machine not in ARCHITECTURES:
+        return False
+    program = _program(machine, rules)
     packed = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(packed, len(packed))
 
@@ -135,49 +163,55 @@ def load(libc: Any, program: Sequence[Instruction]) -> bool:
     return status == 0
 
 
-def _program(machine: str, may_write: bool) -> list[Instruction]:
+def _program(machine: str, rules: Iterable[Rule]) -> list[Instruction]:
+    """A call of another ABI is none."""
     column = list(ARCHITECTURES).index(machine)
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE),
         (JEQ, 1, 0, ARCHITECTURES[machine]),
-        (RETURN, 0, 0, KILL_PROCESS),
+        refused(ENOSYS),
         (LOAD, 0, 0, NUMBER),
         (JGE, 0, 1, X32),
-        (RETURN, 0, 0, ERRNO | EPERM),
+        refused(ENOSYS),
     ]
-
-    def refuse(numbers: tuple[int, int], error: int = EPERM) -> None:
+    for numbers, steps in rules:
         if numbers[column] >= 0:
-            program.append((JEQ, 0, 1, numbers[column]))
-            program.append((RETURN, 0, 0, ERRNO | error))
+            program += [(JEQ, 0, len(steps), numbers[column]), *steps]
+    return [*program, ALLOWED]
 
-    def decide(
-        numbers: tuple[int, int], argument: int, test: int, operand: int, allows: bool = True
-    ) -> None:
-        """Allows the call if the low half of an argument passes, or only if it does not."""
-        refused, allowed = (RETURN, 0, 0, ERRNO | EPERM), (RETURN, 0, 0, ALLOW)
-        if numbers[column] >= 0:
-            program.extend(
-                [
-                    (JEQ, 0, 4, numbers[column]),
-                    (LOAD, 0, 0, ARGUMENTS + 8 * argument),
-                    (test, 0, 1, operand),
-                    *((allowed, refused) if allows else (refused, allowed)),
-                ]
-            )
 
-    for numbers in FORBIDDEN.values():
-        refuse(numbers)
-    # Threads, but no processes. glibc asks clone3 first, whose arguments no filter can see.
-    refuse(CLONE3, ENOSYS)
-    decide(CLONE, 0, JSET, CLONE_THREAD)
-    decide(TGKILL, 0, JEQ, os.getpid())  # abort() is its own
-    decide(PRLIMIT64, 0, JEQ, 0)  # nobody else's limits
+ALLOWED: Instruction = (RETURN, 0, 0, ALLOW)
+
+
+def refused(error: int = EPERM) -> Instruction:
+    return (RETURN, 0, 0, ERRNO | error)
+
+
+def argument(number: int) -> Instruction:
+    """Loads its low half."""
+    return (LOAD, 0, 0, ARGUMENTS + 8 * number)
+
+
+def always() -> Iterator[Rule]:
+    """The rules of all filters: a process makes no namespace, and limits only itself."""
+    yield from refuse(KERNEL.values())
+    yield from refuse([IO_URING_SETUP, CLONE3], ENOSYS)  # no filter sees clone3's arguments
+    yield PRLIMIT64, [argument(0), (JEQ, 1, 0, 0), refused(), ALLOWED]
+
+
+def refuse(calls: Iterable[Numbers], error: int = EPERM) -> Iterator[Rule]:
+    for numbers in calls:
+        yield numbers, [refused(error)]
+
+
+def _computing(may_write: bool) -> Iterator[Rule]:
+    yield from always()
+    yield from refuse(OTHERS.values())
+    # Threads, but no processes.
+    yield CLONE, [argument(0), (JSET, 1, 0, CLONE_THREAD), refused(), ALLOWED]
+    yield TGKILL, [argument(0), (JEQ, 1, 0, os.getpid()), refused(), ALLOWED]  # abort() is its own
     if not may_write:
-        for numbers in WRITES.values():
-            refuse(numbers)
-        refuse(OPENAT2, ENOSYS)
-        decide(OPEN, 1, JSET, OPENS_TO_WRITE, allows=False)
-        decide(OPENAT, 2, JSET, OPENS_TO_WRITE, allows=False)
-    program.append((RETURN, 0, 0, ALLOW))
-    return program
+        yield from refuse(WRITES.values())
+        yield from refuse([OPENAT2], ENOSYS)
+        for call, flags in ((OPEN, 1), (OPENAT, 2)):
+            yield call, [argument(flags), (JSET, 0, 1, OPENS_TO_WRITE), refused(), ALLOWED]

@@ -22,7 +22,7 @@ MAKE_CHAR, MAKE_BLOCK = 1 << 6, 1 << 11
 TRUNCATE, IOCTL_DEV = 1 << 14, 1 << 15
 # How many rights on files each ABI knows; those of a later one are left alone.
 KNOWN = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-SCOPES_ABI = 6
+TRUNCATE_ABI, SCOPES_ABI = 3, 6
 SCOPE_ABSTRACT_UNIX_SOCKET, SCOPE_SIGNAL = 1 << 0, 1 << 1
 
 READ = EXECUTE | READ_FILE | READ_DIR
@@ -54,8 +54,9 @@ def restrict(read: Iterable[str], write: Iterable[str], devices: Iterable[str] =
     """From now on this thread, and what it starts, reads and executes below `read` and `write`,
     writes below `write`, uses `devices`, and nothing else; what does not exist is passed over.
 
-    From ABI 6 on it signals only what it has started itself. From the first on it traces, and reads
-    the memory and environment, of nothing else. Needs `no_new_privs`. Raises `OSError`.
+    From ABI 3 on it truncates only what it writes, from 6 on it signals only what it has started
+    itself. From the first on it traces, and reads the memory and environment, of nothing else.
+    Needs `no_new_privs`. Raises `OSError`.
     """
     version = abi()
     every = (1 << KNOWN[min(version, max(KNOWN))]) - 1

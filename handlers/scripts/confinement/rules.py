@@ -90,7 +90,8 @@ class Confinement:
             _prctl(PR_SET_DUMPABLE, 1)  # so that its own files in /proc are its own
         capabilities.keep(kept)
         if seccomp.available():
-            seccomp.refuse_calls(self.network)
+            truncation = 0 < landlock.abi() < landlock.TRUNCATE_ABI
+            seccomp.refuse_calls(self.network, truncation)
 
 
 def belong_to(worker: int, confinement: Confinement | None) -> None:
@@ -184,5 +185,10 @@ def missing() -> list[str]:
     if landlock.abi() < landlock.SCOPES_ABI and not may_change_user():
         found.append("they can signal the server's processes (the kernel is older than 6.12)")
     if not seccomp.available():
-        found.append("they connect to the server's sockets (there is no filter for this machine)")
+        lacks = "there is no filter for this machine"
+        found.append(f"they connect to the server's sockets and make user namespaces ({lacks})")
+        if 0 < landlock.abi() < landlock.TRUNCATE_ABI:
+            found.append(
+                f"they truncate other models' files (a kernel older than 6.2, and {lacks})"
+            )
     return found

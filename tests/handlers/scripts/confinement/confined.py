@@ -1,7 +1,8 @@
-"""What a confined program tries, for the tests beside: `python confined.py FOLDER UID`.
+"""What a confined program tries, for the tests beside: `python confined.py FOLDER UID ABI`.
 
-As user UID where that is not 0: the server's own. The first process plays the server, its child a
-model's script. Prints what came of each attempt: "" where it worked, or the error's name.
+As user UID where that is not 0: the server's own. Landlock is used as on a kernel of that ABI. The
+first process plays the server, its child a model's script. Prints what came of each attempt: ""
+where it worked, or the error's name.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import multiprocessing.popen_fork
 import multiprocessing.synchronize
 import os
+import platform
 import resource
 import signal
 import socket
@@ -23,20 +25,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common import seccomp
+from handlers.scripts.confinement import landlock
 from handlers.scripts.confinement.capabilities import held
 from handlers.scripts.confinement.rules import Confinement, OwnUser, environment
 
 LIBC = ctypes.CDLL(None, use_errno=True)
+COLUMN = list(seccomp.ARCHITECTURES).index(platform.machine())
+CLONE_NEWUSER = 0x10000000
 
 
-def call(function: str, *arguments: Any) -> None:
-    if getattr(LIBC, function)(*arguments) < 0:
+def call(function: str, *arguments: Any) -> int:
+    returned: int = getattr(LIBC, function)(*arguments)
+    if returned < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
+    return returned
 
 
 def main() -> None:
-    folder, user = Path(sys.argv[1]), int(sys.argv[2])
+    folder, user, abi = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    landlock.abi = lambda: abi
     model, other, temporary = (folder / name for name in ("모델", "다른 모델", "temporary"))
     for path in (model, other, temporary):
         path.mkdir(mode=0o700)
@@ -96,6 +105,29 @@ def attempts(
         with ours, theirs:
             ours.connect(str(folder / "mms.sock"))
 
+    def half_a_pair_of_datagrams() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with ours, theirs:
+            ours.sendto(b"x", str(folder / "log.sock"))
+
+    def cloned(number: int, *arguments: Any) -> None:
+        if (pid := call("syscall", number, *arguments)) == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+    def truncated(path: Path, access: int) -> None:
+        os.close(os.open(path, access | os.O_TRUNC))
+
+    def own_truncated() -> None:
+        path = temporary / "b"
+        with path.open("w") as file:
+            file.write("가나")
+        with path.open("r+") as file:
+            file.truncate(3)
+        if path.read_text() != "가":
+            raise RuntimeError
+        truncated(path, os.O_WRONLY)
+
     def memory() -> None:
         with open(f"/proc/{server}/mem", "rb") as file:
             file.seek(0x1000)
@@ -145,11 +177,24 @@ def attempts(
         "uses the network": lambda: socket.create_connection(address, timeout=10).close(),
         "reads the machine's state": lambda: Path("/proc/meminfo").read_text(),
         "signals itself": lambda: os.kill(os.getpid(), 0),
+        "has pairs of sockets for packets": lambda: [
+            s.close() for s in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ],
+        "truncates its own file": own_truncated,
         # Files
         "changes its model": lambda: (model / "weights").write_text("x"),
         "reads another model": lambda: (other / "weights").read_text(),
         "reads another model by a program": program_reads,
         "changes another model": lambda: (other / "weights").write_text("x"),
+        "truncates its model": lambda: os.truncate(model / "weights", 0),
+        "truncates its model as it reads": lambda: truncated(model / "weights", os.O_RDONLY),
+        "truncates another model": lambda: os.truncate(other / "weights", 0),
+        "truncates another model as it opens it for nothing": lambda: truncated(
+            other / "weights", os.O_ACCMODE
+        ),
+        "sets an attribute of another model": lambda: os.setxattr(
+            other / "weights", "user.a", b"x"
+        ),
         "removes another model": lambda: (other / "weights").unlink(),
         "lists the server's folder": lambda: os.listdir(folder),
         "links to another model": lambda: os.link(other / "weights", temporary / "linked"),
@@ -162,6 +207,7 @@ def attempts(
             str(folder / "mms.sock")
         ),
         "connects half of a pair": datagram,
+        "sends by half of a pair": half_a_pair_of_datagrams,
         "connects to an abstract socket": lambda: socket.socket(socket.AF_UNIX).connect(
             f"\0{folder.name}"
         ),
@@ -178,9 +224,18 @@ def attempts(
         "slows the server down": lambda: os.setpriority(os.PRIO_PROCESS, server, 1),
         "is less expendable": lambda: Path("/proc/self/oom_score_adj").write_text("0"),
         # Privileges
+        "starts a process in a user namespace": lambda: cloned(
+            seccomp.CLONE[COLUMN], CLONE_NEWUSER | signal.SIGCHLD, *[ctypes.c_void_p()] * 4
+        ),
+        "starts a process in a user namespace by clone3": lambda: cloned(
+            seccomp.CLONE3[COLUMN],
+            (ctypes.c_uint64 * 8)(CLONE_NEWUSER, 0, 0, 0, signal.SIGCHLD),
+            ctypes.c_size_t(64),
+        ),
         "becomes root": lambda: os.setuid(0),
         # Below the test's own folder: where it is allowed, the machine's /tmp must not vanish.
         "mounts": lambda: call("mount", b"none", os.fsencode(temporary), b"tmpfs", 0, None),
+        "makes a user namespace": lambda: call("unshare", CLONE_NEWUSER),
     }
 
 

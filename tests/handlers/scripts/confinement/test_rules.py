@@ -29,6 +29,8 @@ ALLOWED = (
     "has threads",
     "has processes",
     "has pairs of sockets",
+    "has pairs of sockets for packets",
+    "truncates its own file",
     "uses the network",
     "reads the machine's state",
     "signals itself",
@@ -38,6 +40,10 @@ BY_LANDLOCK = (
     "reads another model",
     "reads another model by a program",
     "changes another model",
+    "truncates its model",
+    "truncates its model as it reads",
+    "truncates another model",
+    "truncates another model as it opens it for nothing",
     "removes another model",
     "lists the server's folder",
     "links to another model",
@@ -54,24 +60,32 @@ BY_SECCOMP = (
     "opens files by number",
     "connects to a socket of the server",
     "connects half of a pair",
+    "sends by half of a pair",
     "connects to an abstract socket",
     "lists sockets by netlink",
     "has io_uring",
     "limits the server",
+    "makes a user namespace",
+    "starts a process in a user namespace",
+    "starts a process in a user namespace by clone3",
+    "sets an attribute of another model",
 )
 BY_SCOPE_OR_USER = ("signals the server", "signals everybody")
 BY_USER = ("changes the mode of another model", "slows the server down")
 
 
-@pytest.fixture(scope="module", params=["root", "user"])
+@pytest.fixture(scope="module", params=["root", "user", "user, Linux 5.19", "user, Linux 5.13"])
 def tried(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
-    """What came of each attempt where the server is root, or a user without privileges."""
+    """What came of each attempt where the server is root, or a user without privileges, with what
+    this kernel's Landlock knows, or with what that of an older one did."""
+    server, _, kernel = request.param.partition(", ")
+    abi = min(landlock.abi(), {"Linux 5.13": 1, "Linux 5.19": 2}.get(kernel, landlock.abi()))
     if os.geteuid() != 0:
-        if request.param == "root":
+        if server == "root":
             pytest.skip("the tests do not run as root")
         user = os.geteuid()
     else:
-        user = A_USER if request.param == "user" else 0
+        user = A_USER if server == "user" else 0
     # Not below pytest's own folder, which no other user can enter.
     folder = Path(tempfile.mkdtemp(prefix="confined-"))
     try:
@@ -82,6 +96,7 @@ def tried(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
                 "tests.handlers.scripts.confinement.confined",
                 str(folder),
                 str(user),
+                str(abi),
             ],
             cwd=REPOSITORY,
             env={**os.environ, "SERVER_SECRET": "비밀"},
@@ -92,8 +107,9 @@ def tried(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
         )
         assert done.returncode == 0, done.stderr
         found: dict[str, str] = json.loads(done.stdout)
-        print(f"landlock ABI {landlock.abi()}, user of its own: {found['user'] or 'no'}")
-        assert bool(found["user"]) == (request.param == "root" and may_change_user())
+        found["abi"] = str(abi)
+        print(f"landlock ABI {abi}, user of its own: {found['user'] or 'no'}")
+        assert bool(found["user"]) == (server == "root" and may_change_user())
         yield found
     finally:
         shutil.rmtree(folder)
@@ -112,7 +128,7 @@ def test_no_program_of_a_model(tried: dict[str, str], what: str) -> None:
         pytest.skip("this kernel has no Landlock")
     if what in BY_SECCOMP and not seccomp.available():
         pytest.skip("there is no filter for this machine")
-    if what in BY_SCOPE_OR_USER and not tried["user"] and landlock.abi() < landlock.SCOPES_ABI:
+    if what in BY_SCOPE_OR_USER and not tried["user"] and int(tried["abi"]) < landlock.SCOPES_ABI:
         pytest.skip("this kernel's Landlock knows no scopes of signals")
     if what in BY_USER and not tried["user"]:
         pytest.skip("not prevented without a user of its own: see docs/security.md")
@@ -133,9 +149,14 @@ def test_what_this_machine_cannot_keep_is_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(seccomp, "available", lambda: False)
     said = " ".join(missing())
     assert "no Landlock" in said
-    assert "sockets" in said
+    assert "sockets and make user namespaces" in said
+    assert "truncate" not in said  # they write
+    monkeypatch.setattr(landlock, "abi", lambda: landlock.TRUNCATE_ABI - 1)
+    assert "truncate other models' files" in " ".join(missing())
+    monkeypatch.setattr(seccomp, "available", lambda: True)
+    assert "truncate" not in " ".join(missing())
+    monkeypatch.undo()
     if landlock.abi() >= landlock.SCOPES_ABI:
-        monkeypatch.undo()
         assert not missing()
 
 
