@@ -71,20 +71,26 @@ class Workers:
                 )
             return False
         name, needed = model.engine_name, 0
-        before = dict(itertools.takewhile(lambda row: row[0] != name, self._promised.items()))
-        try:
-            needed = await self._engine.check(
-                model.name, str(path), asked.backend, asked.precision, before
-            )
-        except OutOfMemory as error:
-            needed = error.needed_bytes
-            raise
-        except (ArtifactError, EngineUnavailable):  # its worker knows more
-            return False
-        finally:
-            if needed:
-                self._promised.setdefault(name, needed)
+        before: dict[str, int] | None = None
+        # Those that were promised theirs while the engine was asked come before it, too.
+        while before is None or self._promised_before(name).keys() - before:
+            before = self._promised_before(name)
+            try:
+                needed = await self._engine.check(
+                    model.name, str(path), asked.backend, asked.precision, before
+                )
+            except OutOfMemory as error:
+                needed = error.needed_bytes
+                raise
+            except (ArtifactError, EngineUnavailable):  # its worker knows more
+                return False
+            finally:
+                if needed:
+                    self._promised.setdefault(name, needed)
         return True
+
+    def _promised_before(self, name: str) -> dict[str, int]:
+        return dict(itertools.takewhile(lambda row: row[0] != name, self._promised.items()))
 
     def promised_bytes(self, model: Model) -> int:
         """What a load that waits for room or has begun will take of the engine's memory."""

@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import logging
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,16 +27,25 @@ from serving.models.model import Model, State, no_room_yet
 from serving.models.model_settings import ModelSettings
 from serving.models.worker_memory import check_worker_memory
 from serving.settings import Settings
-from serving.store import Cache, Fetched, StoredModel
+from serving.store import Cache, Fetched, Stop, StoredModel
 
 logger = logging.getLogger(__name__)
 
-FETCHES_AT_ONCE = 4
+# What comes from a store elsewhere may be slow; nothing of this machine waits for it.
+FETCHES_AT_ONCE, DOWNLOADS_AT_ONCE = 4, 16
 
 T = TypeVar("T")
 Step = Callable[[], Awaitable[None]]
 # Does one step of a model's load; what it does when the step finds no room is its own matter.
 Attempt = Callable[[Model, Step], Awaitable[None]]
+
+
+class _Lane:
+    """So many fetches at once; `turn` is held meanwhile."""
+
+    def __init__(self, at_once: int, name: str) -> None:
+        self.turn = asyncio.Semaphore(at_once)
+        self.threads = ThreadPoolExecutor(at_once, name)
 
 
 async def _once(model: Model, step: Step) -> None:
@@ -62,9 +70,9 @@ class Registry:
         self._models: dict[str, Model] = {}
         # MMS may still know models of a gateway before this one.
         self._ids = (f"{secrets.token_hex(3)}-{number}" for number in itertools.count(1))
-        self._fetches = asyncio.Semaphore(FETCHES_AT_ONCE)
         # Apart from what only gives things back: fetches may hang.
-        self._fetching = ThreadPoolExecutor(FETCHES_AT_ONCE, "fetch")
+        self._fetches = _Lane(FETCHES_AT_ONCE, "fetch")
+        self._downloads = _Lane(DOWNLOADS_AT_ONCE, "download")
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # Looking
@@ -206,9 +214,10 @@ class Registry:
 
     async def _fetch_and_start(self, model: Model, attempt: Attempt) -> None:
         async def fetch() -> None:
-            async with self._fetches:
+            lane = await self._lane(model.stored)
+            async with lane.turn:
                 started = time.monotonic()
-                model.fetched = await self._fetch(model.stored)
+                model.fetched = await self._fetch(model.stored, lane)
                 self._observe("fetched", model, time.monotonic() - started)
 
         async def start() -> None:
@@ -242,9 +251,14 @@ class Registry:
             model.line.max_waiting = model.settings.queue
         await attempt(model, start)
 
-    async def _fetch(self, stored: StoredModel) -> Fetched:
-        loop, given_up = asyncio.get_running_loop(), threading.Event()
-        thread = loop.run_in_executor(self._fetching, self._cache.acquire, stored, given_up)
+    async def _lane(self, stored: StoredModel) -> _Lane:
+        is_here = "://" not in stored.url or await asyncio.to_thread(self._cache.holds, stored)
+        return self._fetches if is_here else self._downloads
+
+    async def _fetch(self, stored: StoredModel, lane: _Lane | None = None) -> Fetched:
+        lane = lane or await self._lane(stored)
+        loop, given_up = asyncio.get_running_loop(), Stop()
+        thread = loop.run_in_executor(lane.threads, self._cache.acquire, stored, given_up)
         try:
             return await asyncio.shield(thread)
         except asyncio.CancelledError:  # took too long, or is not wanted any more

@@ -5,11 +5,13 @@ from serving.store.catalog import Store, StoredModel, public_url
 from serving.store.locate import locate, open_store
 from serving.store.lookups import Lookups
 from serving.store.settings import StoreSettings
+from serving.store.stopping import Stop
 
 __all__ = [
     "Cache",
     "Fetched",
     "Lookups",
+    "Stop",
     "Store",
     "StoreSettings",
     "StoredModel",

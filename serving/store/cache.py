@@ -39,6 +39,7 @@ from serving.store.download import Download, Stopping
 from serving.store.folder import file_version
 from serving.store.locate import open_remote, open_store
 from serving.store.settings import StoreSettings
+from serving.store.stopping import Stop
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ STEP_BYTES = 4 << 20  # where there is no bound
 # same: it may have been damaged on the way.
 BROKEN_S = 60.0
 MAX_BROKEN = 1024
+LOOK_AGAIN_S = 0.05
 # Attempts to fetch a model onto a full disk: before each further one others are removed.
 MAX_FULL_DISKS = 100
 
@@ -76,7 +78,7 @@ class Cache:
         self._pins: dict[Path, list[int]] = {}
         self._guard = threading.Lock()
         self._store: Store | None = None
-        self._fetches: set[threading.Event] = set()  # what ends each of them
+        self._fetches: set[Stop] = set()  # what ends each of them
         self._fetched: set[str] = set()  # keys of what this process has fetched
         # By key, in order: until when, and why.
         self._broken: dict[str, tuple[float, type[ServingError], str]] = {}
@@ -88,7 +90,7 @@ class Cache:
         except OSError as error:
             raise StartError(f"the model cache {self._root} cannot be used: {error}") from None
 
-    def acquire(self, model: StoredModel, given_up: threading.Event | None = None) -> Fetched:
+    def acquire(self, model: StoredModel, given_up: Stop | None = None) -> Fetched:
         """The model's folder, fetched if it is not there, and kept until `release`.
 
         Whoever asks for a model that another thread or process fetches waits for that. A folder of
@@ -100,7 +102,7 @@ class Cache:
             if not Path(model.url).is_dir():
                 raise ModelNotInStore(f"there is no folder {model.url}")
             return Fetched(Path(model.url), hit=True)
-        with self._ended_by(given_up or threading.Event()) as stopping:
+        with self._ended_by(given_up or Stop()) as stopping, stopping.covers():
             reservation = _Reservation(self, model.key, self._step_bytes, stopping)
             for _ in range(MAX_FULL_DISKS):
                 try:
@@ -126,6 +128,10 @@ class Cache:
         with self._guard:
             self._pins.setdefault(path, []).append(pin)
         return fetched
+
+    def holds(self, model: StoredModel) -> bool:
+        """Whether it is there already."""
+        return (self._models / model.key).is_dir()
 
     def release(self, path: Path, *, discard: bool = False) -> None:
         """Gives back what one `acquire` returned; from now on it may be removed for others.
@@ -163,7 +169,7 @@ class Cache:
     # Fetching
 
     @contextlib.contextmanager
-    def _ended_by(self, stopping: threading.Event) -> Iterator[threading.Event]:
+    def _ended_by(self, stopping: Stop) -> Iterator[Stop]:
         with self._guard:
             self._fetches.add(stopping)
             if self._closed:
@@ -176,7 +182,7 @@ class Cache:
 
     def _fetch_once(self, model: StoredModel, reservation: _Reservation) -> Fetched:
         key = model.key
-        with locked(self._fetch_lock(key)) as reservation.descriptor:
+        with self._fetching(key, reservation.stopping) as reservation.descriptor:
             if (self._models / key).is_dir():
                 return Fetched(self._models / key, hit=True)
             self._raise_if_broken(key)
@@ -190,6 +196,17 @@ class Cache:
             finally:
                 remove(self._temporary / key)
                 os.ftruncate(reservation.descriptor, 0)
+
+    @contextlib.contextmanager
+    def _fetching(self, key: str, stopping: Stop) -> Iterator[int]:
+        """Waits while another thread or process fetches it; yields the lock's descriptor."""
+        while (descriptor := lock(self._fetch_lock(key), wait=False)) is None:
+            if stopping.wait(LOOK_AGAIN_S):
+                raise Stopping("the fetch was given up")
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def _raise_if_broken(self, key: str) -> None:
         until, kind, reason = self._broken.get(key, (0.0, ServingError, ""))
@@ -374,7 +391,7 @@ class Cache:
 class _Reservation:
     """What one fetch takes on disk, written into its lock for all processes to see."""
 
-    def __init__(self, cache: Cache, key: str, step_bytes: int, stopping: threading.Event) -> None:
+    def __init__(self, cache: Cache, key: str, step_bytes: int, stopping: Stop) -> None:
         self._cache, self._key = cache, key
         self.descriptor = -1  # of the lock
         self.stopping = stopping

@@ -70,6 +70,7 @@ class Remote(Protocol):
     """Where files are read from over the network, from several threads at once."""
 
     ranged: bool  # whether `read` can start anywhere
+    paced: bool  # whether it gives what comes as it comes
 
     def files(self, model: StoredModel) -> list[StoredFile]:
         """The model's files, paths relative to its folder; one for an archive.

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -21,12 +21,17 @@ from common.trees import remove
 from serving.errors import ArchiveError, StoreUnavailable
 from serving.store.catalog import Remote, StoredFile, public_url
 from serving.store.disk import full_disk_is_an_error_of_ours
+from serving.store.stopping import Stop
 
 RANGE_BYTES = 8 << 20
 CONNECTIONS = 8
 # Tries in a row that bring no byte.
 ATTEMPTS = 3
 PAUSE_S = 0.3
+# A download that brings fewer bytes in so many seconds is given up; the next one resumes it. At
+# this pace KoGPT2 takes more than an hour.
+PACE_BYTES, PACE_S = 512 << 10, 20.0
+LOOK_S, JOIN_S = 0.5, 1.0
 
 
 class Stopping(StoreUnavailable):
@@ -46,7 +51,7 @@ class Download:
     """
 
     def __init__(
-        self, remote: Remote, files: Sequence[StoredFile], folder: Path, stopping: threading.Event
+        self, remote: Remote, files: Sequence[StoredFile], folder: Path, stopping: Stop
     ) -> None:
         self._remote, self._files, self._stopping = remote, files, stopping
         self.folder = folder / "files"
@@ -64,6 +69,9 @@ class Download:
         self._pending = deque(r for r in wanted if r not in self._finished)
         self._count = len(wanted)
         self._error: BaseException | None = None
+        self._failed = Stop()
+        self._received = 0  # bytes
+        self._paced = time.monotonic(), 0  # when so many had been received
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self.missing_bytes = sum(r.stop - r.start for r in self._pending)
@@ -82,14 +90,34 @@ class Download:
         if error is not None:
             self._fail(error)
         for thread in self._threads:
-            thread.join()
+            # One that is just connecting may take longer: what it writes then is what the next
+            # download would write there.
+            thread.join(None if error is None else JOIN_S)
 
     def wait(self) -> None:
         """Until all is there. Raises what went wrong."""
+        self._wait_until(lambda: len(self._finished) == self._count)
+
+    def _wait_until(self, done: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._error or len(self._finished) == self._count)
+            while self._error is None and not done():
+                self._changed.wait(LOOK_S)
+                self._check_pace()
             if self._error is not None:
                 raise self._error
+
+    def _check_pace(self) -> None:
+        since, before = self._paced
+        received, now = self._received - before, time.monotonic()
+        if not self._remote.paced or received >= PACE_BYTES:
+            self._paced = now, self._received
+        elif now - since >= PACE_S:
+            self._fail(
+                StoreUnavailable(
+                    f"{public_url(self._files[0].address)} sends too slowly: {received} bytes in"
+                    f" {now - since:.0f} s, must be at least {PACE_BYTES}"
+                )
+            )
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Reader]:
@@ -107,10 +135,7 @@ class Download:
             return 0
         start = position - position % self._range_bytes(file)
         wanted = Range(0, start, min(start + self._range_bytes(file), file.size_bytes))
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or wanted in self._finished)
-            if self._error is not None:
-                raise self._error
+        self._wait_until(lambda: wanted in self._finished)
         return wanted.stop - position
 
     def _path(self, file: StoredFile) -> Path:
@@ -141,7 +166,11 @@ class Download:
 
     def _work(self) -> None:
         try:
-            with self._notes.open("ab", buffering=0) as notes:
+            with (
+                self._stopping.covers(),
+                self._failed.covers(),
+                self._notes.open("ab", buffering=0) as notes,
+            ):
                 while True:
                     with self._changed:
                         if self._error is not None or not self._pending:
@@ -161,6 +190,7 @@ class Download:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+        self._failed.set()
 
     def _fetch(self, wanted: Range) -> None:
         """Goes on where a connection broke; gives up after `ATTEMPTS` without a byte in a row."""
@@ -177,9 +207,10 @@ class Download:
                 position = wanted.start
             before = position
             try:
+                self._raise_if_stopped()
                 for data in self._remote.read(file, position, wanted.stop):
-                    if self._error is not None or self._stopping.is_set():
-                        raise Stopping("the download was stopped")
+                    self._raise_if_stopped()
+                    self._received += len(data)
                     if position + len(data) > wanted.stop:
                         raise StoreUnavailable(
                             f"{public_url(file.address)} sends more than was asked for"
@@ -192,10 +223,15 @@ class Download:
             except Stopping:
                 raise
             except StoreUnavailable:
+                self._raise_if_stopped()
                 attempts = 1 if self._remote.ranged and position > before else attempts + 1
                 if attempts == ATTEMPTS:
                     raise
                 self._stopping.wait(PAUSE_S * attempts)
+
+    def _raise_if_stopped(self) -> None:
+        if self._failed.is_set() or self._stopping.is_set():
+            raise Stopping("the download was stopped")
 
 
 class Reader:

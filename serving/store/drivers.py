@@ -21,12 +21,14 @@ from serving.store.catalog import StoredFile
 
 DRIVERS = {"abfs": "adlfs", "gs": "gcsfs"}
 DENIED = (401, 403)
-# For one listing or range. The drivers' own retries may take minutes.
-TIMEOUT_S = 60.0
+# The drivers' own retries may take minutes.
+QUESTION_S, RANGE_S = 20.0, 60.0
 
 
 class DriverBucket:
     """A container or bucket. Raises `StartError` if the driver is missing or not configured."""
+
+    paced = False  # a range comes as one
 
     def __init__(self, scheme: str, name: str) -> None:
         self._scheme, self._name = scheme, name
@@ -69,7 +71,9 @@ class DriverBucket:
         try:
             with self._errors(file.address):
                 path = f"{self._name}/{file.address}"
-                data = self._call(self._files._cat_file, path, start=start, end=stop)
+                data = self._call(
+                    self._files._cat_file, path, timeout_s=RANGE_S, start=start, end=stop
+                )
             found = self.head(file.address)
         except FileNotFoundError:
             found = None
@@ -78,9 +82,11 @@ class DriverBucket:
             raise ArtifactChanged(f"{self._scheme}://{self._name}/{file.address} has changed")
         yield data
 
-    def _call(self, method: Callable[..., Any], path: str, **options: Any) -> Any:
+    def _call(
+        self, method: Callable[..., Any], path: str, timeout_s: float = QUESTION_S, **options: Any
+    ) -> Any:
         """Runs one of the driver's asynchronous methods, from any thread."""
-        return self._sync(self._files.loop, method, path, timeout=TIMEOUT_S, **options)
+        return self._sync(self._files.loop, method, path, timeout=timeout_s, **options)
 
     def _stored(self, key: str, found: Mapping[str, Any]) -> StoredFile:
         changed = found.get("etag") or found.get("last_modified") or found.get("mtime")

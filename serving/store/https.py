@@ -19,10 +19,11 @@ from serving.errors import (
 )
 from serving.names import normal_name
 from serving.store.catalog import StoredFile, StoredModel, public_url
+from serving.store.stopping import StoppableAdapter
 
 TIMEOUT_S = (3.0, 20.0)  # to connect, to the next byte
 MAX_REDIRECTS = 5
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 32 << 10  # read whole: what a slow store sends is seen so much later
 PORTS = {"https": 443, "http": 80}
 
 
@@ -31,6 +32,8 @@ class Https:
 
     Plain http is for loopback addresses only. Redirects are followed on the same host.
     """
+
+    paced = True
 
     def __init__(self, hosts: tuple[str, ...]) -> None:
         self._hosts = frozenset(host.lower() for host in hosts)
@@ -74,9 +77,16 @@ class Https:
             try:
                 # Unchanged bytes: what is asked for and counted is the file, not a compression.
                 headers = {"Accept-Encoding": "identity", **({"Range": wanted} if wanted else {})}
-                answer = requests.get(
-                    target, headers=headers, stream=True, timeout=TIMEOUT_S, allow_redirects=False
-                )
+                with requests.Session() as session:
+                    for scheme in PORTS:
+                        session.mount(f"{scheme}://", StoppableAdapter())
+                    answer = session.get(
+                        target,
+                        headers=headers,
+                        stream=True,
+                        timeout=TIMEOUT_S,
+                        allow_redirects=False,
+                    )
             except (requests.RequestException, OSError, UnicodeError) as error:
                 raise StoreUnavailable(f"{public_url(url)} cannot be read: {_why(error)}") from None
             with answer:

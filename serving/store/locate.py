@@ -60,6 +60,13 @@ def open_remote(model: StoredModel, store: Store | None, settings: StoreSettings
     return Https(settings.https_hosts)
 
 
+def is_here(url: str, store: Store | None) -> bool:
+    """Whether `locate` finds it on this machine, without a word to another."""
+    scheme, separator, _ = url.partition("://")
+    own_name = not separator and isinstance(store, FolderStore)
+    return url.startswith("/") or (bool(separator) and scheme == "file") or own_name
+
+
 def locate(
     url: str, store: Store | None, settings: StoreSettings, handler: str | None = None
 ) -> StoredModel:

@@ -8,16 +8,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from serving.errors import ModelNotInStore, Unavailable
+from serving.errors import ModelNotInStore, StoreUnavailable, Unavailable
 from serving.store.catalog import Store, StoredModel
-from serving.store.locate import locate
+from serving.store.locate import is_here, locate
 from serving.store.settings import StoreSettings
+from serving.store.stopping import Stop
 
 # A name that the store does not have is not looked up again for so long.
 MISSING_S = 1.0
 MAX_MISSING = 4096
-# Threads of its own: a store that hangs holds up nothing else.
-THREADS = 8
+# A listing is as old at most; those who ask meanwhile share one.
+LISTED_S = 1.0
+ANSWER_S, LISTING_S = 15.0, 60.0
+# Threads of its own: a store that hangs holds up nothing else, and nothing of this machine.
+THREADS, THREADS_HERE = 64, 8
 MAX_WAITING = 256
 
 T = TypeVar("T")
@@ -38,51 +42,83 @@ class Lookups:
     ) -> None:
         self._store, self._settings, self._now = store, settings, now
         self._threads = ThreadPoolExecutor(THREADS, "store")
+        self._threads_here = ThreadPoolExecutor(THREADS_HERE, "folder")
         self._asked: dict[Key, asyncio.Future[StoredModel]] = {}
         self._missing: dict[Key, tuple[float, str]] = {}  # until when, and what was said; in order
         self._waiting = 0
+        self._listing: asyncio.Future[list[StoredModel]] | None = None
+        self._listed_until = 0.0
 
     async def find(self, name: str) -> StoredModel:
         """See `Store.find`."""
-        return await self._once(("name", name), lambda: self._store.find(name))
+        return await self._once(("name", name), name, lambda: self._store.find(name))
 
     async def locate(self, url: str, handler: str | None = None) -> StoredModel:
         """See `serving.store.locate`."""
         key = ("url", url, handler or "")
-        return await self._once(key, lambda: locate(url, self._store, self._settings, handler))
+        return await self._once(key, url, lambda: locate(url, self._store, self._settings, handler))
 
     async def models(self) -> list[StoredModel]:
         """See `Store.models`."""
-        return await self._ask(self._store.models)
+        listing = self._listing
+        if listing is None or (listing.done() and self._now() >= self._listed_until):
+            listing = self._listing = asyncio.ensure_future(self._list())
+            listing.add_done_callback(self._listed)
+        return await asyncio.shield(listing)
+
+    async def _list(self) -> list[StoredModel]:
+        return await self._ask(self._store.models, is_here("", self._store), LISTING_S)
+
+    def _listed(self, listing: asyncio.Future[list[StoredModel]]) -> None:
+        failed = listing.cancelled() or listing.exception() is not None
+        self._listed_until = 0.0 if failed else self._now() + LISTED_S
 
     def close(self) -> None:
         """What is being asked may go on for a while; nobody waits for it."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._threads_here):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _once(self, key: Key, look_up: Callable[[], StoredModel]) -> StoredModel:
+    async def _once(self, key: Key, url: str, look_up: Callable[[], StoredModel]) -> StoredModel:
         until, reason = self._missing.get(key, (0.0, ""))
         if reason and self._now() < until:
             raise ModelNotInStore(reason)
         asked = self._asked.get(key)
         if asked is None:
-            asked = self._asked[key] = asyncio.ensure_future(self._look_up(key, look_up))
+            here = is_here(url, self._store)
+            asked = self._asked[key] = asyncio.ensure_future(self._look_up(key, look_up, here))
             asked.add_done_callback(lambda done: self._done(key, done))
         return await asyncio.shield(asked)
 
-    async def _look_up(self, key: Key, look_up: Callable[[], StoredModel]) -> StoredModel:
+    async def _look_up(
+        self, key: Key, look_up: Callable[[], StoredModel], here: bool
+    ) -> StoredModel:
         try:
-            return await self._ask(look_up)
+            return await self._ask(look_up, here, ANSWER_S)
         except OSError as error:  # a name that the file system cannot have
             raise ModelNotInStore(f"Model not found: {key[1]} ({error.strerror})") from None
 
-    async def _ask(self, question: Callable[[], T]) -> T:
+    async def _ask(self, question: Callable[[], T], here: bool, limit_s: float) -> T:
         if self._waiting >= MAX_WAITING:
             raise Unavailable("the store does not answer fast enough")
+        stop, threads = Stop(), self._threads_here if here else self._threads
+
+        def ask() -> T:
+            with stop.covers():
+                return question()
+
         self._waiting += 1
+        answer = asyncio.get_running_loop().run_in_executor(threads, ask)
+        answer.add_done_callback(self._answered)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, question)
-        finally:
-            self._waiting -= 1
+            return await asyncio.wait_for(asyncio.shield(answer), limit_s)
+        except asyncio.TimeoutError:
+            stop.set()
+            raise StoreUnavailable(f"the store did not answer within {limit_s:g} s") from None
+
+    def _answered(self, answer: asyncio.Future[T]) -> None:
+        self._waiting -= 1
+        if not answer.cancelled():
+            answer.exception()  # one that comes too late is of no interest
 
     def _done(self, key: Key, done: asyncio.Future[StoredModel]) -> None:
         del self._asked[key]

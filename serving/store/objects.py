@@ -16,8 +16,10 @@ from serving.store.catalog import StoredFile, StoredModel, folder_model, holds_m
 class Bucket(Protocol):
     """The few things that a provider must do; keys are whole, versions are ETags.
 
-    Each raises `StoreUnavailable`, `StoreAccessDenied` or `ModelNotInStore`.
+    `paced`: see `Remote`. Each raises `StoreUnavailable`, `StoreAccessDenied` or `ModelNotInStore`.
     """
+
+    paced: bool
 
     def head(self, key: str) -> StoredFile | None:
         """The object; None if there is none."""
@@ -38,7 +40,7 @@ class ObjectStore:
     ranged = True
 
     def __init__(self, bucket: Bucket, address: str, prefix: str) -> None:
-        self._bucket, self._address = bucket, address
+        self._bucket, self._address, self.paced = bucket, address, bucket.paced
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self.location = address + self._prefix
 

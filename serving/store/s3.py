@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import boto3
-from botocore import exceptions
+from botocore import awsrequest, exceptions
 from botocore.config import Config
 from urllib3.exceptions import HTTPError
 
@@ -19,8 +19,9 @@ from serving.errors import (
     StoreUnavailable,
 )
 from serving.store.catalog import StoredFile
+from serving.store.stopping import Stoppable
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 32 << 10  # read whole: what a slow store sends is seen so much later
 # No answer within about half a minute, with all attempts, is an error.
 CLIENT_OPTIONS: dict[str, Any] = {
     "retries": {"mode": "standard", "max_attempts": 5},
@@ -41,8 +42,21 @@ DENIED = (
 )
 
 
+class _HTTP(Stoppable, awsrequest.AWSHTTPConnection): ...  # type: ignore[misc]
+
+
+class _HTTPS(Stoppable, awsrequest.AWSHTTPSConnection): ...  # type: ignore[misc]
+
+
+# boto3 has no option for it.
+awsrequest.AWSHTTPConnectionPool.ConnectionCls = _HTTP
+awsrequest.AWSHTTPSConnectionPool.ConnectionCls = _HTTPS
+
+
 class S3Bucket:
     """Raises `SettingError` if boto3 finds its configuration wrong."""
+
+    paced = True
 
     def __init__(self, name: str) -> None:
         self.name = name

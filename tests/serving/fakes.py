@@ -169,6 +169,9 @@ class FakeCache:
         self._loop.hangs(-1)
         self.hung.pop(name).set()
 
+    def holds(self, model: StoredModel) -> bool:
+        return False
+
     def acquire(self, model: StoredModel, given_up: threading.Event) -> Fetched:
         hung = self.hung.get(model.name)
         if hung is not None:

@@ -60,9 +60,12 @@ class FakeEngine:
     def __init__(self) -> None:
         self.checked: list[tuple[Any, ...]] = []
         self.fits = False
+        self.together: asyncio.Event | None = None  # what its answers wait for
 
     async def check(self, *asked: Any) -> int:
         self.checked.append(asked)
+        if self.together is not None:
+            await self.together.wait()
         if self.fits:
             return 100
         raise OutOfMemory("no room", missing_bytes=7, needed_bytes=100)
@@ -97,6 +100,21 @@ def test_a_worker_is_told_what_the_engine_is_to_do(tmp_path: Path) -> None:
             await parts.workers.check(parts.model)
         ((*_, backend, precision, _),) = parts.engine.checked
         assert (backend, precision) == ("mxnet", None)
+
+    run(test)
+
+
+def test_of_two_that_ask_for_room_at_the_same_time_one_counts_the_other(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        parts.engine.fits = True
+        parts.engine.together = asyncio.Event()
+        other = dataclasses.replace(parts.model, name="봄", id="2")
+        checks = [asyncio.create_task(parts.workers.check(model)) for model in (parts.model, other)]
+        await asyncio.sleep(1)
+        parts.engine.together.set()
+        await asyncio.gather(*checks)
+        assert [asked[-1] for asked in parts.engine.checked] == [{}, {}, {"a#1": 100}]
 
     run(test)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any, cast
 
-from serving.models.registry import FETCHES_AT_ONCE, Registry
+import pytest
+
+from serving.models.registry import DOWNLOADS_AT_ONCE, Registry
 from serving.settings import Settings
 from serving.store import Fetched, StoredModel
 
@@ -17,11 +20,17 @@ STORED = StoredModel("소월", "s3://models/소월.tar.gz", "1", 1, "archive")
 class HangingCache:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.here: set[str] = set()  # names of what does not hang
         self.asked, self.answers = threading.Semaphore(0), threading.Event()
         self.most = self.now = self.released = 0
         self._lock = threading.Lock()
 
+    def holds(self, stored: StoredModel) -> bool:
+        return stored.name in self.here
+
     def acquire(self, stored: StoredModel, given_up: threading.Event) -> Fetched:
+        if stored.name in self.here:
+            return Fetched(self._folder, hit=True)
         with self._lock:
             self.now += 1
             self.most = max(self.most, self.now)
@@ -42,7 +51,7 @@ def test_fetches_that_hang_hold_up_nothing_else(tmp_path: Path) -> None:
 
     async def run() -> None:
         tasks = [asyncio.create_task(registry.manifest_name(STORED)) for _ in range(60)]
-        for _ in range(FETCHES_AT_ONCE):
+        for _ in range(DOWNLOADS_AT_ONCE):
             assert await asyncio.to_thread(cache.asked.acquire, True, 30)
         # What unloads and recovery use is free.
         assert await asyncio.gather(*(asyncio.to_thread(int, "1") for _ in range(60))) == [1] * 60
@@ -53,4 +62,24 @@ def test_fetches_that_hang_hold_up_nothing_else(tmp_path: Path) -> None:
             await asyncio.sleep(0)
 
     asyncio.run(asyncio.wait_for(run(), 60))
-    assert cache.most == FETCHES_AT_ONCE
+    assert cache.most == DOWNLOADS_AT_ONCE
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_downloads_that_hang_hold_up_nothing_that_is_here(tmp_path: Path, cached: bool) -> None:
+    cache = HangingCache(tmp_path)
+    registry = Registry(Settings(), cast(Any, None), cast(Any, cache))
+    here = dataclasses.replace(STORED, name="영랑")
+    cache.here.add("영랑")
+    if not cached:
+        here = dataclasses.replace(here, url="/store/영랑", kind="folder")
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(registry.manifest_name(STORED)) for _ in range(60)]
+        for _ in range(DOWNLOADS_AT_ONCE):
+            assert await asyncio.to_thread(cache.asked.acquire, True, 30)
+        assert await registry.manifest_name(here) is None
+        cache.answers.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(asyncio.wait_for(run(), 60))

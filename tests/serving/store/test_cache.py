@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ArchiveError, ArtifactChanged, DiskFull, ModelTooLarge, StoreUnavailable
-from serving.store import Cache, Store, StoredModel, download, open_store
+from serving.store import Cache, Stop, Store, StoredModel, download, open_store
 from serving.store.catalog import StoredFile
 from serving.store.s3 import S3Bucket
 from tests.serving.store.s3 import S3Server, archive, settings
@@ -289,7 +289,7 @@ def test_a_fetch_can_be_ended(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     model, cache, asked = put(s3, "a"), Cache(settings(tmp_path)), threading.Event()
-    given_up = threading.Event()
+    given_up = Stop()
 
     def endless(self: S3Bucket, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         while True:
@@ -312,7 +312,7 @@ def test_an_archive_of_this_machine_is_unpacked_for_nobody(tmp_path: Path) -> No
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "a.tar.gz").write_bytes(archive({"a.params": noise(400 * KIB)}))
     model = open_store(str(tmp_path / "store")).find("a")
-    cache, given_up = Cache(settings(tmp_path / "cache")), threading.Event()
+    cache, given_up = Cache(settings(tmp_path / "cache")), Stop()
     given_up.set()
     with pytest.raises(StoreUnavailable, match="given up"):
         cache.acquire(model, given_up)

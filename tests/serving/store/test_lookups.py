@@ -37,7 +37,7 @@ class CountingStore:
         return StoredModel(name, f"fake://{name}", "1", 1, "archive")
 
     def models(self) -> list[StoredModel]:
-        return []
+        return [self.find(name) for name in sorted(self.names)]
 
 
 class Clock:
@@ -91,6 +91,37 @@ def test_who_asks_at_the_same_time_shares_a_look_up(tmp_path: Path) -> None:
         found = await asyncio.gather(*tasks[1:])
         assert found == [False, *[True, False] * 49]
         assert store.asked == {"소월": 1, "없음": 1}
+
+    asyncio.run(run())
+    asked.close()
+
+
+def test_those_who_list_at_the_same_time_or_soon_after_share_a_listing(tmp_path: Path) -> None:
+    store, clock = CountingStore("소월"), Clock()
+    asked = make(store, tmp_path, clock)
+    store.answers.clear()
+
+    async def listed() -> list[str]:
+        return [model.name for model in await asked.models()]
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(listed()) for _ in range(100)]
+        await asyncio.to_thread(store.asking.acquire)
+        tasks[0].cancel()
+        store.answers.set()
+        assert await asyncio.gather(*tasks[1:]) == [["소월"]] * 99
+        store.names.add("영랑")
+        clock.now += 0.99
+        assert await listed() == ["소월"]
+        assert store.asked == {"소월": 1}
+        clock.now += 0.01
+        assert await listed() == ["소월", "영랑"]
+        clock.now += 1
+        store.broken = True
+        with pytest.raises(StoreUnavailable):
+            await listed()
+        store.broken = False
+        assert await listed() == ["소월", "영랑"]
 
     asyncio.run(run())
     asked.close()
