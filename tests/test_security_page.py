@@ -28,6 +28,7 @@ TESTS = {
     "Before the first line of the model they give up": "test_no_program_of_a_model "
     "test_nothing_of_root_is_left_but_reading "
     "test_a_script_has_a_temporary_folder_of_its_own_that_goes_with_the_model",
+    "Before Linux 6.2 Landlock knows no truncation": "test_no_program_of_a_model",
     "Where the server is root each model gets a user": "test_no_program_of_a_model",
     "What cannot be had on a machine is in the log": "test_what_this_machine_cannot_keep_is_said",
     "`ALLOW_MODEL_REQUIREMENTS` is off": "test_requirements_are_refused_unless_they_are_allowed",
@@ -77,16 +78,20 @@ UNTOLD = {"kogpt2-serving", "setuptools", "exceptiongroup"}
 ROWS = {
     "read or change other models": "reads another model, reads another model by a program, "
     "changes another model, removes another model, lists the server's folder, "
-    "links to another model, moves another model, opens files by number",
-    "change its own model's files": "changes its model",
+    "links to another model, moves another model, opens files by number, "
+    "truncates another model, truncates another model as it opens it for nothing",
+    "change its own model's files": "changes its model, truncates its model, "
+    "truncates its model as it reads",
     "read the environment or memory": "reads the server's environment, reads the server's memory, "
     "reads the server's memory by a call, traces the server",
     "connect to `mms.sock`": "connects to a socket of the server, connects half of a pair, "
-    "connects to an abstract socket, lists sockets by netlink",
+    "sends by half of a pair, connects to an abstract socket, lists sockets by netlink",
     "signal the server's processes": "signals the server, signals everybody",
     "set limits of other processes": "limits the server, has io_uring",
     "make itself less likely to be killed": "is less expendable",
-    "gain privileges, mount": "mounts, makes a device",
+    "gain privileges, make namespaces": "mounts, makes a device, makes a user namespace, "
+    "starts a process in a user namespace, starts a process in a user namespace by clone3",
+    "set extended attributes": "sets an attribute of another model",
     "change the mode, owner or times": "changes the mode of another model, slows the server down",
 }
 # What is said of the page, of kernels, or to whoever runs the server.
@@ -101,7 +106,7 @@ NO_CLAIMS = (
     "| clients |",
     "| it cannot |",
     "The server speaks no TLS",
-    "The machine that runs the tests has",
+    "The tests have Landlock as of",
     "*No Landlock* as root is",
     "Mount the store read-only",
     "A proxy that lets pages of other origins in",
