@@ -1,8 +1,8 @@
-// MXNet's operator of a pass: mx.nd.kogpt2_pass(model, pieces, arena, logits), see pass.h.
+// MXNet's operator of a pass: mx.nd.kogpt2_pass(model, call, arena, logits), see pass.h.
 //
-// Its inputs are arrays of bytes on memory that Python has already: the Model, which points into its
-// mapped file, the Pieces, and, written to, the arena of keys and values and the logits. The output is
-// the PassStatus. MXNet's engine so runs a pass when nothing else writes to what it reads.
+// Its inputs are arrays of bytes on memory that is there already: the Model, which points into its
+// mapped file, a Call, the arena of keys and values, and the logits; the last three are written to. So
+// MXNet runs a pass when nothing else writes to what it reads. The output is the PassStatus, too.
 
 #include <mxnet/lib_api.h>
 
@@ -16,7 +16,13 @@ using Attributes = std::unordered_map<std::string, std::string>;
 
 namespace {
 
-enum { MODEL, PIECES, ARENA, LOGITS, NUM_INPUTS };
+struct Call {
+  const Piece *pieces;
+  size_t count;
+  int32_t status;  // of the pass, when it is over
+};
+
+enum { MODEL, CALL, ARENA, LOGITS, NUM_INPUTS };
 
 MXReturnValue parse_attributes(const Attributes &, int *num_inputs, int *num_outputs) {
   *num_inputs = NUM_INPUTS;
@@ -36,16 +42,17 @@ MXReturnValue infer_shape(const Attributes &, std::vector<std::vector<unsigned>>
 }
 
 MXReturnValue mutate_inputs(const Attributes &, std::vector<int> *indices) {
-  *indices = {ARENA, LOGITS};
+  *indices = {CALL, ARENA, LOGITS};
   return mxnet::ext::MX_SUCCESS;
 }
 
 MXReturnValue forward(const Attributes &, std::vector<MXTensor> *inputs,
                       std::vector<MXTensor> *outputs, const mxnet::ext::OpResource &) {
   std::vector<MXTensor> &in = *inputs;
-  *(*outputs)[0].data<int32_t>() =
-      run_pass(in[MODEL].data<Model>(), in[ARENA].data<uint8_t>(), in[PIECES].data<Piece>(),
-               static_cast<size_t>(in[PIECES].size()) / sizeof(Piece), in[LOGITS].data<float>());
+  Call *call = in[CALL].data<Call>();
+  call->status = run_pass(in[MODEL].data<Model>(), in[ARENA].data<uint8_t>(), call->pieces,
+                          call->count, in[LOGITS].data<float>());
+  *(*outputs)[0].data<int32_t>() = call->status;
   return mxnet::ext::MX_SUCCESS;
 }
 
