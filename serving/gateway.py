@@ -137,7 +137,7 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
     listeners = listeners or [listen(settings.host, port) for port in settings.ports]
     for listener in listeners:
         listener.set_inheritable(False)
-    shares = 3 if settings.grpc_port else 2  # gRPC has as many connections, and one is left
+    shares = len(settings.ports) + bool(settings.grpc_port) + 1  # one is for what is asked within
     HTTPProtocol.max_connections = min(settings.max_connections, _open_files() // shares)
     async with _gateway(settings, run_dir, secret) as gateway:
         app = App(gateway)

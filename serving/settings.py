@@ -112,8 +112,8 @@ class Settings:
     max_connections: int = setting(
         "MAX_CONNECTIONS",
         4096,
-        "clients' connections; the one that has been silent for longest makes room for one more."
-        " gRPC has as many of its own, and refuses one more",
+        "clients' connections to each port; the one that has been silent for longest makes room for"
+        " one more, and a sixteenth is kept for requests for health. gRPC refuses one more",
     )
     script_workers: int = setting(
         "SCRIPT_WORKERS",

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.errors import EngineError, ServiceError
 from common.worker_protocol import REQUEST_ID
 from serving.api import openapi
-from serving.api.http_protocol import HEALTH_PATHS, MAX_HEADER_BYTES
+from serving.api.http_protocol import HEALTH_PATHS
 from serving.api.inference import Inference
 from serving.api.management import Management
 from serving.api.metrics import CONTENT_TYPE
@@ -31,7 +31,7 @@ from serving.api.shared import Gateway, error_response
 from serving.api.sites import check_host, check_site
 from serving.api.v2.inference import V2, as_error
 from serving.console.routes import Console
-from serving.errors import HeadersTooLarge, MethodNotAllowed, ResourceNotFound, ServingError
+from serving.errors import MethodNotAllowed, ResourceNotFound, ServingError
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +120,7 @@ class App:
             self._log(scope, status, time.monotonic() - started)
 
     def _check(self, request: Request) -> None:
-        """What holds for each route. Raises `HeadersTooLarge`, `Forbidden`."""
-        if sum(len(name) + len(value) for name, value in request.scope["headers"]) > (
-            MAX_HEADER_BYTES
-        ):
-            raise HeadersTooLarge(f"headers have at most {MAX_HEADER_BYTES} bytes")
+        """What holds for each route. Raises `Forbidden`."""
         check_host(request, self._gateway.settings.host_names)
         check_site(request)
 

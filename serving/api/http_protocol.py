@@ -3,17 +3,24 @@ no limit.
 
 A limit is checked before what it limits is kept. What a client sends that gets no request of its
 own (too large, too slow, not HTTP) is answered here, in the shape of all errors.
+
+A connection is *silent* while the server waits for its client: to send a head or a body, to read an
+answer, to close. Silent connections are bounded in time and make room for new ones, so clients that
+do nothing take nothing from others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
-import time
+import struct
 import uuid
+from collections import OrderedDict, defaultdict
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import (
@@ -29,18 +36,52 @@ from serving.errors import BadRequest, HeadersTooLarge, RequestTimeout, ServingE
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 65_536
-# What tells whether the server lives is answered at once and always.
-HEALTH_PATHS = frozenset(("/ping", "/health", "/metrics", "/v2/health/live", "/v2/health/ready"))
+# What tells whether the server lives is answered at once, and where no other request is taken.
+HEALTH_PATHS = frozenset(("/ping", "/health", "/v2/health/live", "/v2/health/ready"))
+# The parser is fed so much at a time: what it keeps is checked in between.
+PIECE_BYTES = 2048
+MAX_PIPELINED = 8  # requests that wait for the answer before theirs; what follows stays unparsed
+TCP_NOTSENT_LOWAT = 25  # of Linux's tcp.h
 FRAMING = (b"content-length", b"transfer-encoding")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 TCP_CLOSED = 7  # TCP_CLOSE of Linux's tcp_states.h, the first byte of TCP_INFO
 
 
+class Port:
+    """The connections of one port, the silent ones in the order in which they fell silent."""
+
+    def __init__(self) -> None:
+        self.open: set[HTTPProtocol] = set()
+        self.silent: OrderedDict[HTTPProtocol, None] = OrderedDict()
+
+    @property
+    def busy(self) -> int:
+        """How many connections have a request that the server works on."""
+        return len(self.open) - len(self.silent)
+
+    def make_room(self) -> bool:
+        """Ends the connection that has been silent for longest; False where there is none."""
+        if not self.silent:
+            return False
+        oldest, _ = self.silent.popitem(last=False)
+        self.open.discard(oldest)
+        oldest.abort()
+        return True
+
+
+_ports: WeakKeyDictionary[Any, defaultdict[int, Port]] = WeakKeyDictionary()  # by uvicorn's server
+
+
 class HTTPProtocol(HttpToolsProtocol):
     """One connection of a client."""
 
-    max_connections = 4096  # of both ports; the one that has waited longest for a request goes
+    # Of each port, so that one's clients take no place of the other's. A sixteenth is left to
+    # connections that are silent or ask for health.
+    max_connections = 4096
     head_s = 10.0  # for a request's head to arrive, its first byte included
+    # A client that sends a body or reads an answer moves so many bytes in each such time.
+    pace_s, pace_bytes = 10.0, 1000
+    unsent_bytes = 128 << 10  # of answers that the kernel keeps for a client that does not read
     # A client that still sends when it is answered would lose the answer to a reset: what it sends
     # is read and thrown away until it stops, within these (nginx calls it a lingering close).
     linger_s = 10.0
@@ -51,9 +92,16 @@ class HTTPProtocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.waiting_since: float | None = None  # for a request's head
+        self._port: Port | None = None
+        self._answering: RequestResponseCycle | None = None  # the last one that was begun
         self._timer: asyncio.TimerHandle | None = None
+        self._pace_timer: asyncio.TimerHandle | None = None
+        self._pace_due = 0.0
+        # Bytes that have moved since the pace was last checked; those that were unwritten then.
+        self._moved = self._unwritten = 0
         self._unread = 0  # bytes since the parser last told of something
+        self._body_left = 0  # of a body with a length
+        self._unparsed = b""
         self._in_head = self._is_replay = False
         self._lingers = self._lingering = False
         self._half_closed = False
@@ -61,28 +109,56 @@ class HTTPProtocol(HttpToolsProtocol):
     # A connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self.max_connections and not self._make_room():
+        ports = _ports.setdefault(self.server_state, defaultdict(Port))
+        port = ports[transport.get_extra_info("sockname")[1]]
+        if len(port.open) >= self.max_connections and not port.make_room():
             transport.write(_error(Unavailable("too many connections")))
             transport.close()
             return
+        connected: socket.socket = transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):  # a kernel that is not Linux's may not know it
+            connected.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, self.unsent_bytes)
         super().connection_made(transport)
-        self.waiting_since = time.monotonic()
+        self._port = port
+        port.open.add(self)
+        self._note()
         self._start_timer(self.head_s, self._too_slow)
 
-    def _make_room(self) -> bool:
-        """Ends the connection that has waited for a request for longest; says if there was one."""
-        others: list[Any] = list(self.connections)
-        waiting = [other for other in others if other.waiting_since is not None]
-        if waiting:
-            oldest = min(waiting, key=lambda other: other.waiting_since)
-            self.connections.discard(oldest)
-            oldest.transport.abort()
-        return bool(waiting)
+    def abort(self) -> None:
+        """Ends the connection without waiting for its client. What it has not read is dropped by
+        the kernel, too."""
+        if not self.transport.is_closing() or self._unwritten_bytes():
+            if self._unwritten_bytes():
+                connected: socket.socket = self.transport.get_extra_info("socket")
+                reset = struct.pack("ii", 1, 0)
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            self.transport.abort()
+
+    def _note(self) -> None:
+        """Keeps the port's order: to be called whenever the client has moved, or its turn began or
+        ended."""
+        cycle, port = self.cycle, self._port
+        if port is None or self not in port.open:
+            return
+        answering = cycle is not None and not (cycle.response_complete or cycle.more_body)
+        if (answering or self.pipeline) and not self.flow.write_paused:
+            port.silent.pop(self, None)
+        else:
+            port.silent[self] = None
+            port.silent.move_to_end(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self.waiting_since = None
-        if self.transport is not None:  # else it was one too many
+        if self._pace_timer is not None:
+            self._pace_timer.cancel()
+        self._unparsed = b""
+        self.pipeline.clear()
+        if self._answering is not None:  # uvicorn tells only the last one that has come
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        if self._port is not None:  # else it was one too many
+            self._port.open.discard(self)
+            self._port.silent.pop(self, None)
             super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -116,6 +192,59 @@ class HTTPProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    # The pace of a client whose turn it is
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._note()
+        self._start_pace()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._note()
+        self._moved += self.pace_bytes
+
+    def _unwritten_bytes(self) -> int:
+        found: int = self.transport.get_write_buffer_size()
+        return found
+
+    def _owes_body(self) -> bool:
+        cycle = self.cycle
+        return cycle is not None and cycle.more_body and not cycle.response_complete
+
+    def _start_pace(self) -> None:
+        self._pace_due = self.loop.time() + self.pace_s
+        self._moved, self._unwritten = 0, self._unwritten_bytes()
+        if self._pace_timer is None:
+            self._pace_timer = self.loop.call_at(self._pace_due, self._check_pace)
+
+    def _check_pace(self) -> None:
+        self._pace_timer = None
+        unread = self._unwritten_bytes()
+        owes_body = self._owes_body() and not self._lingering
+        if not (owes_body or unread):
+            return
+        if self.loop.time() < self._pace_due:
+            self._pace_timer = self.loop.call_at(self._pace_due, self._check_pace)
+        elif (
+            max(self._unwritten - unread, 0) + self._moved >= self.pace_bytes
+            or (owes_body and self.flow.read_paused)
+            or (unread and not self.flow.write_paused and not self._is_answered())
+        ):
+            self._start_pace()
+        elif unread:
+            logger.info("a client does not read its answer: its connection is ended")
+            self.abort()
+        else:
+            self._refuse(
+                RequestTimeout(
+                    f"a body comes at {self.pace_bytes / self.pace_s:g} bytes a second at least"
+                )
+            )
+
+    def _is_answered(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
     # A request
 
     def _too_slow(self) -> None:
@@ -125,25 +254,43 @@ class HTTPProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        self._unread += len(data)
         if self._lingering:
+            self._unread += len(data)
             if self._unread > self.linger_bytes:
-                self.transport.abort()
+                self.abort()
             return
         self._unset_keepalive_if_required()
-        if self.waiting_since is not None and self._timer is None:
+        if self._is_answered() and self._timer is None:
             self._start_timer(self.head_s, self._too_slow)
-        try:
-            self._feed(data)
-        except httptools.HttpParserError as error:
-            said = error.__context__  # of `_check_head`
-            if not isinstance(said, BadRequest):
-                said = BadRequest("this is not HTTP/1.1")
-            self._refuse(said)
-        else:
-            # The parser keeps a head, a chunk's or a trailer to its end, however long.
-            if self._unread > MAX_HEADER_BYTES:
-                self._refuse(HeadersTooLarge(f"headers have at most {MAX_HEADER_BYTES} bytes"))
+        self._moved += len(data)
+        owed = self._owes_body()
+        self._parse(data)
+        if self._owes_body():
+            self._note()
+            if not owed:
+                self._start_pace()
+
+    def _parse(self, data: bytes) -> None:
+        """Feeds the parser as much as may be kept of it."""
+        at = 0
+        while at < len(data) and not self._lingering and not self.transport.is_closing():
+            if len(self.pipeline) >= MAX_PIPELINED:
+                self._unparsed = data[at:]
+                return
+            piece = data[at : at + max(self._body_left, PIECE_BYTES)]
+            at += len(piece)
+            self._unread += len(piece)
+            try:
+                self._feed(piece)
+            except httptools.HttpParserError as error:
+                said = error.__context__  # of `_check_head`
+                if not isinstance(said, ServingError):
+                    said = BadRequest("this is not HTTP/1.1")
+                self._refuse(said)
+            else:
+                # The parser keeps a head, a chunk's or a trailer to its end, however long.
+                if self._unread > MAX_HEADER_BYTES:
+                    self._refuse(HeadersTooLarge(f"headers have at most {MAX_HEADER_BYTES} bytes"))
 
     def _feed(self, data: bytes) -> None:
         """A client that offers another protocol (`Upgrade: h2c` of Java's client) sends its body in
@@ -180,13 +327,15 @@ class HTTPProtocol(HttpToolsProtocol):
         if not self._in_head:
             return
         self._check_head()
-        self._unread, self._in_head, self.waiting_since = 0, False, None
+        self._unread, self._in_head = 0, False
         self._stop_timer()
         super().on_headers_complete()
+        self._note()
 
     def _check_head(self) -> None:
         """Raises `BadRequest` for what a proxy in front may have read otherwise (RFC 9112, 3.2 and
-        6.1); the parser itself refuses lengths that contradict each other."""
+        6.1); the parser itself refuses lengths that contradict each other. Raises `Unavailable` for
+        one request more than are answered at once."""
         version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
         if version not in ("1.0", "1.1"):
             raise BadRequest(f"this is HTTP/{version}, must be HTTP/1.1")
@@ -197,26 +346,42 @@ class HTTPProtocol(HttpToolsProtocol):
             chunked = len(codings) == 1 and codings[0].strip().lower() == b"chunked"
             if not chunked or version != "1.1":
                 raise BadRequest("Transfer-Encoding can only be chunked, in HTTP/1.1")
+        lengths = [int(value) for name, value in self.headers if name == b"content-length"]
+        self._body_left = lengths[0] if lengths else 0
+        port = self._port
+        most = max(self.max_connections - max(self.max_connections // 16, 1), 1)
+        is_too_many = port is not None and self in port.silent and port.busy >= most
+        if is_too_many and self.url.partition(b"?")[0].decode("latin-1") not in HEALTH_PATHS:
+            raise Unavailable("too many requests are being answered")
 
     def on_body(self, body: bytes) -> None:
         self._unread = 0
+        self._body_left = max(self._body_left - len(body), 0)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
-            self._unread = 0
+            self._unread = self._body_left = 0
             super().on_message_complete()
+            self._note()
 
     # An answer
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+
         async def answer(scope: Any, receive: Any, send: Any) -> None:
             async def send_on(message: Any) -> None:
+                if self.transport.is_closing():
+                    cycle.disconnected = True  # which `connection_lost` says a moment later
                 self._prepare(cycle, message)
                 join(cycle, message)
                 await send(message)
 
             await app(scope, receive, send_on)
+            if cycle.response_started and not cycle.response_complete:
+                cycle.disconnected = True  # its client cannot be told otherwise
+                self.abort()
 
         super()._start_asgi_task(cycle, answer)
 
@@ -235,8 +400,10 @@ class HTTPProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._unwritten_bytes():
+            self._start_pace()
+        self._note()
         if self.cycle.response_complete:  # else one more has come behind it
-            self.waiting_since = time.monotonic()
             if self._lingers:
                 self._linger()
             elif self._half_closed:
@@ -244,6 +411,11 @@ class HTTPProtocol(HttpToolsProtocol):
             elif self._in_head:
                 self._unset_keepalive_if_required()
                 self._start_timer(self.head_s, self._too_slow)
+        if self._unparsed and not self.transport.is_closing():
+            data, self._unparsed = self._unparsed, b""
+            self._parse(data)
+        if self.pipeline or self._unparsed:
+            self.flow.pause_reading()
 
     def _linger(self) -> None:
         self._lingering, self._unread = True, 0
@@ -251,7 +423,7 @@ class HTTPProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.write_eof()
             self.flow.resume_reading()
-            self._start_timer(self.linger_s, self.transport.abort)
+            self._start_timer(self.linger_s, self.abort)
 
     def _refuse(self, error: ServingError) -> None:
         """Answers what has become no request, after the one before it."""
@@ -264,8 +436,8 @@ class HTTPProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         if cycle is None or cycle.response_complete or not cycle.response_started:
             self.transport.write(_error(error))
-        self.waiting_since = time.monotonic()
         self._linger()
+        self._note()
 
 
 def _error(error: ServingError) -> bytes:

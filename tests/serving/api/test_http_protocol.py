@@ -9,9 +9,11 @@ import json
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from serving.api.http_protocol import HTTPProtocol
+from serving.api import http_protocol
+from serving.api.http_protocol import HEALTH_PATHS, MAX_PIPELINED, HTTPProtocol
+from tests.e2e.server import eventually
 
+LARGE = b"x" * 200_000
 OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
 BODY = '{"inputs": "나 보기가 역겨워"}'.encode()
 CHUNKED = b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in (BODY[:7], BODY[7:])) + b"0\r\n\r\n"
@@ -35,15 +40,19 @@ class Served:
     def __init__(self, **limits: Any) -> None:
         self.gone, self.go_on = threading.Event(), threading.Event()
         self.begun = threading.Event()
+        self.made = 0  # large answers, and pieces of the endless one
         routes = [
+            Route("/large", self._large),
+            Route("/endless", self._endless),
+            Route("/ping", self._ping),
             Route("/echo", self._echo, methods=["POST", "GET"]),
             Route("/refuse", self._refuse, methods=["POST"]),
             Route("/stream", self._stream),
             Route("/name/{name:path}", self._name),
             Route("/wait", self._wait, methods=["POST", "GET"]),
         ]
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
+        listeners = [socket.create_server(("127.0.0.1", 0), backlog=4096) for _ in range(2)]
+        self.port, self.other_port = (listener.getsockname()[1] for listener in listeners)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 Starlette(routes=routes),
@@ -55,7 +64,7 @@ class Served:
                 timeout_graceful_shutdown=1,
             )
         )
-        self._thread = threading.Thread(target=self._server.run, args=([self.listener],))
+        self._thread = threading.Thread(target=self._server.run, args=(listeners,))
         self._thread.start()
 
     def stop(self) -> None:
@@ -79,6 +88,32 @@ class Served:
     async def _stream(request: Request) -> Response:
         return StreamingResponse(iter([b"a" * 10, b"b" * 10]))
 
+    @staticmethod
+    async def _ping(request: Request) -> Response:
+        return Response(b"pong")
+
+    async def _large(self, request: Request) -> Response:
+        self.made += 1
+        return Response(LARGE)
+
+    async def _endless(self, request: Request) -> Response:
+        async def pieces() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    self.made += 1
+                    yield LARGE
+                    await asyncio.sleep(0)
+            finally:
+                self.gone.set()
+
+        return StreamingResponse(pieces())
+
+    @property
+    def connections(self) -> http_protocol.Port:
+        """Those of the first port."""
+        state = self._server.server_state
+        return http_protocol._ports.setdefault(state, defaultdict(http_protocol.Port))[self.port]
+
     async def _wait(self, request: Request) -> Response:
         await request.body()
         self.begun.set()
@@ -90,8 +125,13 @@ class Served:
             self.go_on.set()
         return Response(b"done")
 
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+    def connect(self, port: int = 0, *, reads_little: bool = False) -> socket.socket:
+        client = socket.socket()
+        if reads_little:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
+        client.connect(("127.0.0.1", port or self.port))
+        return client
 
     def ask(self, *pieces: bytes) -> bytes:
         """All that comes back until the server closes."""
@@ -380,3 +420,138 @@ def test_where_all_connections_are_busy_one_more_is_told_to_come_back() -> None:
             answer = read_all(client)
         assert told(answer) == (503, "ServiceUnavailableException")
         assert b"retry-after: 1\r\n" in answer
+
+
+def is_reset(client: socket.socket) -> bool:
+    """Reads to the end."""
+    try:
+        return read_all(client) == b""
+    except ConnectionError:
+        return True
+
+
+GET_LARGE = b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n"
+# What a client sends that then neither sends nor reads anything.
+STALLS = {
+    "pipelines": GET_LARGE * 400,
+    "reads-no-stream": GET_LARGE.replace(b"large", b"endless"),
+    "closes-unread": GET_LARGE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"),
+    "sends-no-body": post("/echo"),
+    "sends-half-a-body": post("/echo") + BODY[:5],
+    "sends-no-chunks": post("/echo", length=None),
+    "sends-no-head": b"GET /ec",
+}
+
+
+@pytest.mark.parametrize("stall", STALLS)
+def test_clients_that_stall_make_room_for_others(stall: str) -> None:
+    with (
+        serve(max_connections=20, head_s=60, pace_s=60, linger_s=60) as served,
+        contextlib.ExitStack() as opened,
+    ):
+        clients = [opened.enter_context(served.connect(reads_little=True)) for _ in range(20)]
+        for client in clients:
+            client.sendall(STALLS[stall])
+        eventually(lambda: len(served.connections.silent) == 20)
+        for _ in range(30):
+            assert served.ask(LAST).startswith(b"HTTP/1.1 200")
+        assert is_reset(clients[0])
+        assert len(served.connections.open) <= 20
+
+
+@pytest.mark.parametrize("stall", STALLS)
+def test_clients_that_stall_are_cut_off(stall: str) -> None:
+    with (
+        serve(head_s=0.2, pace_s=0.2, linger_s=0.2) as served,
+        served.connect(reads_little=True) as client,
+    ):
+        client.sendall(STALLS[stall])
+        eventually(lambda: served.connections.open or served.made)
+        eventually(lambda: not served.connections.open)
+        if stall == "reads-no-stream":
+            assert served.gone.wait(60)
+        if "body" in stall or "chunks" in stall:
+            assert told(read_all(client)) == (408, "RequestTimeoutException")
+
+
+def test_what_the_server_keeps_for_a_client_that_does_not_read_is_bounded() -> None:
+    with serve(pace_s=60) as served, served.connect(reads_little=True) as client:
+        client.sendall(GET_LARGE * 400)
+        eventually(lambda: served.connections.silent)
+        assert served.made <= 4  # of 200 kB each; the kernel alone would take 15
+
+
+def test_pipelined_requests_are_parsed_as_they_are_answered() -> None:
+    lengths = set()
+
+    def counted(self: HTTPProtocol) -> None:
+        HTTPProtocol.on_headers_complete(self)
+        lengths.add(len(self.pipeline))
+
+    with serve(on_headers_complete=counted) as served:
+        answer = served.ask(
+            b"GET /name/%d HTTP/1.1\r\nHost: a\r\n\r\n" * 3000 % (*range(3000),), LAST
+        )
+    bodies = re.findall(rb"\r\n\r\n(\d+)", answer)
+    assert bodies == [b"%d" % i for i in range(3000)]
+    assert max(lengths) <= MAX_PIPELINED + http_protocol.PIECE_BYTES // 30
+
+
+def test_a_client_that_has_pipelined_and_gone_is_noticed(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served.connect() as client:
+        client.sendall((post("/wait") + BODY) * 2)
+        assert served.begun.wait(60)
+    assert served.gone.wait(60)
+    eventually(lambda: not served.connections.open)
+    assert [record for record in caplog.records if record.levelname != "INFO"] == []
+
+
+def test_requests_for_health_are_answered_where_no_others_are() -> None:
+    with serve(max_connections=32) as served, contextlib.ExitStack() as opened:
+        for _ in range(30):
+            opened.enter_context(served.connect()).sendall(post("/wait") + BODY)
+        eventually(lambda: served.connections.busy == 30)
+        for _ in range(5):
+            assert told(served.ask(LAST)) == (503, "ServiceUnavailableException")
+            answer = served.ask(LAST.replace(b"/echo", b"/ping?a"))
+            assert answer.endswith(b"pong")
+        with served.connect(served.other_port) as client:  # management's
+            client.sendall(LAST)
+            assert read_all(client).startswith(b"HTTP/1.1 200")
+        served.go_on.set()
+    assert "/ping" in HEALTH_PATHS
+
+
+def test_a_client_that_hangs_up_during_an_answer_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serve(pace_s=0.2) as served:
+        for path in ("endless", "large"):
+            for reset in (0, 1):
+                served.gone.clear()
+                with served.connect(reads_little=True) as client:
+                    client.sendall(GET_LARGE.replace(b"large", path.encode()))
+                    client.recv(1000)
+                    option = struct.pack("ii", reset, 0)
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
+                eventually(lambda: not served.connections.open)
+    assert [record for record in caplog.records if record.levelname != "INFO"] == []
+
+
+@pytest.mark.parametrize("where", ["head", "extension", "trailer", "second extension"])
+def test_a_head_or_trailer_that_is_too_long_is_refused_when_it_comes_at_once(
+    served: Served, where: str
+) -> None:
+    long, body = b"a" * 70_000, post("/echo", length=None)
+    sent = {
+        "head": b"GET /echo HTTP/1.1\r\nHost: a\r\nX-A: " + long + b"\r\n\r\n",
+        "extension": body + b"1;" + long + b"\r\na\r\n0\r\n\r\n",
+        "trailer": body + b"1\r\na\r\n0\r\nX-T: " + long + b"\r\n\r\n",
+        "second extension": body + b"1\r\na\r\n1;" + long + b"\r\na\r\n0\r\n\r\n",
+    }[where]
+    with served.connect() as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        assert told(read_all(client)) == (431, "RequestHeaderFieldsTooLargeException")
