@@ -17,7 +17,7 @@ from common.mxnet_compat import mx
 from handlers.tensors.files import SHAPES
 
 # Operators that run Python of whoever trained the model, or that take addresses in memory.
-REFUSED_OPERATORS = {"Custom", "_Native", "_NDArray", "_CustomFunction"}
+REFUSED_OPERATORS = {"Custom", "_npi_Custom", "_Native", "_NDArray", "_CustomFunction"}
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -41,8 +41,15 @@ def data_shapes(folder: Path) -> Shapes:
 def load_symbol(folder: Path, shapes: Shapes) -> Any:
     """The graph, which takes the inputs that `shapes` names. Raises `ArtifactError`."""
     text = (folder / SYMBOL).read_text(encoding="utf-8", errors="replace")
+    operators: set[str] = set()
+
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Also of graphs within nodes, such as `_foreach`, and where a key is there twice."""
+        operators.update(value for key, value in pairs if key == "op")
+        return dict(pairs)
+
     try:
-        operators = {node["op"] for node in json.loads(text)["nodes"]}
+        json.loads(text, object_pairs_hook=collect)["nodes"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ArtifactError(f"{SYMBOL} is not the JSON of an MXNet symbol") from None
     refused = sorted(operators & REFUSED_OPERATORS)

@@ -278,6 +278,15 @@ def graph(op: str, **attributes: str) -> Any:
     return {"nodes": [data, node], "arg_nodes": [0], "heads": [[1, 0, 0]]}
 
 
+def nested(inner: Any, depth: int = 1) -> Any:
+    """The graph within the node of one, as MXNet saves loops."""
+    for _ in range(depth):
+        outer = graph("_foreach", num_args="1", num_outputs="1", num_out_data="1")
+        outer["nodes"][1]["subgraphs"] = [inner]
+        inner = outer
+    return inner
+
+
 def remove(name: str) -> Any:
     return lambda folder: (folder / name).unlink()
 
@@ -301,7 +310,14 @@ def remove(name: str) -> Any:
         (wrong(symbol_json=[1]), "not the JSON of an MXNet symbol"),
         (wrong(symbol_json=graph("Nope")), "Operator Nope is not registered"),
         (wrong(symbol_json=graph("Custom", op_type="mine")), "operator Custom, .*inference.py"),
+        (wrong(symbol_json=graph("_npi_Custom", op_type="mine")), "operator _npi_Custom, "),
         (wrong(symbol_json=graph("_Native", info="0")), "operator _Native"),
+        (wrong(symbol_json=nested(graph("_Native", info="0x1"))), "operator _Native"),
+        (wrong(symbol_json=nested(graph("_NDArray", info="0x1"), 3)), "operator _NDArray"),
+        (
+            wrong(symbol_json='{"nodes": [{"op": "_Native", "op": "null", "name": "data"}]}'),
+            "operator _Native",
+        ),
         (wrong(params=b"garbage" * 10), "not an MXNet .params file"),
         (wrong(params=b""), "too short"),
     ],
