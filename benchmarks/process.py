@@ -7,6 +7,7 @@ import os
 import select
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,15 @@ P = TypeVar("P", bound="Program")
 
 class BenchmarkError(Failed):
     """Something could not be measured; the message says what and why."""
+
+
+def fetch(url: str, timeout_s: float) -> bytes:
+    """What a program on this machine answers, past any proxy that the environment names. Raises
+    `OSError`."""
+    past_proxies = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with past_proxies.open(url, timeout=timeout_s) as answer:
+        content: bytes = answer.read()
+        return content
 
 
 class Program:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from benchmarks.contenders.peers import MISSING, SERVER
 from benchmarks.contenders.streamed import Streamed
 from benchmarks.engine.uses import ROWS, SAMPLED, measurement
-from benchmarks.process import BenchmarkError, Program
+from benchmarks.process import BenchmarkError, Program, fetch
 from benchmarks.server import free_port
 from benchmarks.worker import Channel
 
@@ -41,8 +40,7 @@ class LlamaServer(Program):
         """None where it does not answer."""
         try:
             url = f"http://127.0.0.1:{self.port}{path}"
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                return json.load(answer)
+            return json.loads(fetch(url, 10))
         except OSError:
             return None
 

@@ -9,14 +9,13 @@ import random
 import shutil
 import statistics
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import random_model
-from benchmarks.process import ROOT, BenchmarkError, Program
+from benchmarks.process import ROOT, BenchmarkError, Program, fetch
 from benchmarks.report.goals import Goal, Results
 from benchmarks.report.tables import page, shown, table
 from benchmarks.run import Run
@@ -60,7 +59,7 @@ class HAProxy(Program):
         def up() -> int:
             with contextlib.suppress(OSError):
                 url = f"http://127.0.0.1:{inside}/metrics"
-                text = urllib.request.urlopen(url, timeout=5).read().decode()
+                text = fetch(url, 5).decode()
                 wanted = 'haproxy_backend_active_servers{proxy="kogpt2"}'
                 (line,) = (row for row in text.splitlines() if row.startswith(wanted))
                 return int(float(line.split()[1]))

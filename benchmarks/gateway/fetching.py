@@ -11,12 +11,11 @@ import sys
 import tarfile
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.process import Program
+from benchmarks.process import Program, fetch
 from benchmarks.report.goals import Results
 from benchmarks.server import free_port
 
@@ -69,7 +68,8 @@ class S3(Program):
         self._wait(self._is_there)
 
     def _is_there(self) -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(self.url, timeout=5):  # noqa: S310
+        with contextlib.suppress(OSError):
+            fetch(self.url, 5)
             return True
         return False
 

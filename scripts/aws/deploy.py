@@ -9,7 +9,7 @@ from typing import Any
 from scripts.aws import instances, locations
 from scripts.aws.account import TAG, Account, Asking, confirm
 from scripts.aws.instances import Prices
-from scripts.aws.push import REPOSITORY
+from scripts.aws.push import CPU, GPU, REPOSITORY
 from scripts.aws.refusals import refuse, refuse_update
 from scripts.aws.stack import Stack
 from scripts.aws.template import body, option_name, template, with_defaults
@@ -78,7 +78,8 @@ def run(options: Deploy) -> None:
     given |= {key: str(locations.parse(given[key])) for key in BUCKETS if given.get(key)}
     for key in BUCKETS & given.keys():
         locations.check_bucket(account, locations.parse(given[key]))
-    given["Image"] = resolve_image(account, given.get("Image"))
+    kind = GPU if instances.has_gpu(given.get("InstanceType", "")) else CPU
+    given["Image"] = resolve_image(account, given.get("Image"), kind)
     stack, prices = Stack(account, options.name), instances.prices(account)
     if stack.description and not (stack.is_new or is_ours(stack.description)):
         raise Problem(f"there is a stack {options.name} of another template: choose another name")
@@ -146,14 +147,19 @@ def pick(options: Deploy, values: Any, sizes: list[int], prices: Prices) -> str:
     return instances.choose(one, wanted, many, options.budget, bool(most), prices)
 
 
-def resolve_image(account: Account, image: str | None) -> str:
-    """By digest where it is in this account, so that what is checked is what runs."""
+def resolve_image(account: Account, image: str | None, kind: str) -> str:
+    """By digest where it is in this account, so that what is checked is what runs. Where none is
+    given: the newest that `kogpt2 push` has tagged as of this kind."""
     if image is None:
         tagged = {"repositoryName": REPOSITORY, "filter": {"tagStatus": "TAGGED"}}
         found = account.find("ecr", "describe_repositories", repositoryNames=[REPOSITORY])
         images = found and account.all("ecr", "describe_images", "imageDetails", **tagged)
+        images = [i for i in images or () if any(t.startswith(kind) for t in i["imageTags"])]
         if not images:
-            raise Problem(f"no image in ECR's repository {REPOSITORY}: kogpt2 push puts one there")
+            raise Problem(
+                f"no image with a tag {kind}... in ECR's repository {REPOSITORY}: kogpt2 push"
+                " without --tag puts one there, or give --image"
+            )
         newest = max(images, key=lambda item: item["imagePushedAt"])
         return f"{found['repositories'][0]['repositoryUri']}@{newest['imageDigest']}"
     match = re.match(r"(\d+)\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com[^/]*/([^:@]+)(.*)$", image)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -63,6 +64,11 @@ class Prices:
             return f"{many} x {kind}: its price is not known here, see {data()['source']}"
         up_to = f", up to ${self.usd[kind] * most:.3f} when scaled to {most}" if most else ""
         return f"${self.usd[kind] * many:.3f} an hour for {many} x {kind}{up_to} ({self.said})"
+
+
+def has_gpu(type: str) -> bool:
+    """Whether instances of this type have an NVIDIA GPU."""
+    return bool(re.match(r"ml\.(p\d|g\d|gr\d)", type))
 
 
 def said_of_file() -> str:

@@ -19,6 +19,7 @@ LIFECYCLE = """{"rules": [{"rulePriority": 1, "action": {"type": "expire"},
     "description": "images without a tag, after 14 days",
     "selection": {"tagStatus": "untagged", "countType": "sinceImagePushed", "countUnit": "days",
                   "countNumber": 14}}]}"""
+CPU, GPU = "cpu-", "gpu-"  # what the tags begin with that are not given
 CAPABILITY = "com.amazonaws.sagemaker.capabilities.multi-models"
 
 
@@ -26,7 +27,7 @@ CAPABILITY = "com.amazonaws.sagemaker.capabilities.multi-models"
 class Push(Aws):
     image: str = argument("the local image")
     repository: str = option(REPOSITORY, "in ECR")
-    tag: str | None = option(None, "there (the start of the image's id)")
+    tag: str | None = option(None, "there (cpu- or gpu- and the start of the image's id)")
 
 
 def docker(*arguments: str, token: str | None = None, show: bool = False) -> str:
@@ -74,10 +75,12 @@ def run(options: Push) -> None:
     """
     image = inspect(options.image)
     account = Account(options)
-    tag = options.tag or image["Id"].removeprefix("sha256:")[:12]
+    configuration = image.get("Config") or {}
+    kind = GPU if "ENGINE_DEVICE=gpu" in (configuration.get("Env") or []) else CPU
+    tag = options.tag or kind + image["Id"].removeprefix("sha256:")[:12]
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", tag):
         raise Problem(f"{tag} cannot be a tag: letters, digits, . _ - only")
-    labels = (image.get("Config") or {}).get("Labels") or {}
+    labels = configuration.get("Labels") or {}
     if labels.get(CAPABILITY) != "true":
         print(f"note: {options.image} has no label {CAPABILITY}=true: single-model endpoints only")
     uri = repository(account, options.repository)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from scripts.aws import template
+from scripts.aws.instances import has_gpu
 from scripts.aws.template import Values
 from scripts.lib.problem import Problem
 
@@ -24,7 +25,7 @@ def refuse(values: Values) -> None:
     # NVMe in the instance, which its own hardware encrypts
     local_disk = re.match(r"ml\.([a-z]\d[a-z]*d[a-z]*|g\d\w*|p[45]\w*)\.", instance)
     rules = (
-        (many and re.match(r"ml\.(p\d|g\d|gr\d)", instance) and not triton,
+        (many and has_gpu(instance) and not triton,
          "multi-model endpoints on GPU instances are documented for NVIDIA Triton images only: take"
          " a CPU instance, or --model for a single-model endpoint on a GPU", MULTI_MODEL),
         (many and re.match(r"ml\.(inf|trn)", instance),

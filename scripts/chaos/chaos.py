@@ -15,6 +15,7 @@ from scripts.chaos.plan import KINDS, Fault, Plan
 from scripts.lib.problem import Failed, Problem
 from scripts.options import option, seconds
 
+MIN_SOAK_MINUTES = 1.0  # a sample each 10 s, and its sixths are compared
 _soak = partial(option, rich_help_panel="Soak and recovery")
 
 
@@ -70,6 +71,10 @@ def run(options: Chaos) -> int:
     if options.recovery:
         return measure_recovery(options.recovery, options.out)
     if options.soak:
+        if options.minutes < MIN_SOAK_MINUTES:
+            raise Problem(
+                f"--minutes is {options.minutes:g}, a soak needs {MIN_SOAK_MINUTES:g} at least"
+            )
         return soak(options)
     kinds = options.only.split(",") if options.only else list(KINDS)
     if unknown := [kind for kind in kinds if kind not in KINDS]:

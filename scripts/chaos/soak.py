@@ -167,7 +167,7 @@ def judged(samples: Sequence[Sample], history: History) -> dict[str, Any]:
         before, after = (statistics.median(getattr(s, key) for s in part) for part in (first, last))
         found[key] = {"first": before, "last": after, "drift": after / max(before, 1) - 1}
     answered = sum(op.status > 0 for op in history.ops)
-    found["log_bytes_a_request"] = (samples[-1].log_bytes - samples[0].log_bytes) / answered
+    found["log_bytes_a_request"] = (samples[-1].log_bytes - samples[0].log_bytes) / max(answered, 1)
     found["first_token_p99_s"] = dict(_first_tokens(history, part_s, last_s))
     return found
 

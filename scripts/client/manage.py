@@ -87,13 +87,10 @@ def call(options: Management, method: str, path: str, **query: str) -> Any:
     from scripts.client.targets import message_of, session
 
     token = os.environ.get("MANAGEMENT_TOKEN") or os.environ.get("INFERENCE_TOKEN")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
     url = options.url.rstrip("/")
     try:
-        with session(url) as calls:
-            answer = calls.request(
-                method, url + path, params=query, headers=headers, timeout=LOAD_S
-            )
+        with session(url, token) as calls:
+            answer = calls.request(method, url + path, params=query, timeout=LOAD_S)
     except requests.RequestException as error:
         raise Failed(f"{url} cannot be asked ({type(error).__name__}): is it started?") from None
     if not answer.ok:

@@ -56,23 +56,24 @@ def open_target(options: Options) -> Target:
     """Raises `Problem`."""
     if options.endpoint is not None:
         return SageMaker(options.endpoint, options.region, options.profile, options.timeout)
-    return Local(str(options.url), options.timeout, os.environ.get("INFERENCE_TOKEN", ""))
+    return Local(str(options.url), options.timeout, os.environ.get("INFERENCE_TOKEN"))
 
 
-def session(url: str) -> requests.Session:
+def session(url: str, token: str | None = "") -> requests.Session:
     """For calls to `url`: to this machine past any proxy that the environment names."""
     found = requests.Session()
     found.trust_env = urlsplit(url).hostname not in THIS_MACHINE
+    if token:
+        found.headers["Authorization"] = f"Bearer {token}"
     return found
 
 
 class Local:
     """A server's own routes."""
 
-    def __init__(self, url: str, timeout_s: float, token: str = "") -> None:
+    def __init__(self, url: str, timeout_s: float, token: str | None = None) -> None:
         self._url, self._timeouts = url.rstrip("/"), (CONNECT_S, timeout_s)
-        self._token = token
-        self._session = session(self._url)
+        self._session = session(self._url, token)
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
 
@@ -90,8 +91,6 @@ class Local:
     @contextlib.contextmanager
     def call(self, call: Call) -> Iterator[Answer]:
         url, headers = self._request(call)
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
         try:
             with self._session.post(
                 url, data=call.body, headers=headers, timeout=self._timeouts, stream=True

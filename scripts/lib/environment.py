@@ -26,9 +26,10 @@ def use_load_environment() -> None:
 
 def ensure_environment(folder: Path, group: str) -> None:
     """Makes what scripts/setup.sh calls `group`, unless it is there. Raises `Failed`."""
-    command = f'. "{ROOT}/scripts/setup.sh"; ensure_group "{folder}" {group}'
+    command = '. "$1/scripts/setup.sh"; ensure_group "$2" "$3"'
     made = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command], env={**os.environ, "PYTHON": sys.executable}
+        ["bash", "-euo", "pipefail", "-c", command, "setup", ROOT, folder, group],
+        env={**os.environ, "PYTHON": sys.executable},
     )
     if made.returncode:
         raise Failed(f"{folder} could not be made, see above")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import botocore.exceptions
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from scripts.client.targets import session
 from scripts.lib.problem import Problem
 
 CLOUDWATCH_DELAY_S = 90.0
@@ -36,7 +38,8 @@ class Prometheus:
     def _read(self) -> dict[str, tuple[float, float]] | str:
         """Loads and their seconds by model, or why that is not known."""
         try:
-            answer = requests.get(self._url, timeout=METRICS_S)
+            with session(self._url) as calls:
+                answer = calls.get(self._url, timeout=METRICS_S)
             answer.raise_for_status()
         except requests.RequestException as error:
             return f"{self._url} cannot be read ({type(error).__name__})"
@@ -137,7 +140,10 @@ class Unknown:
 def models_of(url: str) -> tuple[str, ...]:
     """What a server's store offers. Raises `Problem`."""
     try:
-        answer = requests.get(f"{url.rstrip('/')}/models?available=true", timeout=30)
+        with session(url, os.environ.get("INFERENCE_TOKEN")) as calls:
+            answer = calls.get(f"{url.rstrip('/')}/models?available=true", timeout=30)
+        if answer.status_code == 401:
+            raise Problem(f"{url} wants a token: set INFERENCE_TOKEN to it")
         answer.raise_for_status()
         names = tuple(model["modelName"] for model in answer.json()["models"])
     except requests.ConnectionError:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from scripts.chaos import soak
 from tests.chaos.histories import history, op
+from tests.scripts.command import run
 
 
 def sample(at_s: float, rss: int) -> soak.Sample:
@@ -37,3 +40,9 @@ def test_the_first_token_is_to_come_as_soon_in_the_end(last_s: float, said: list
         op("predictions-stream", at, at + 1, first_s=0.1 if at < 50 else last_s) for at in range(60)
     ]
     assert soak.grown(soak.judged(samples, history(*ops))) == said
+
+
+def test_a_soak_too_short_to_compare_anything_is_refused(tmp_path: Path) -> None:
+    done = run("chaos", "--soak", "--minutes", "0.1", "--out", tmp_path)
+    assert done.returncode == 2
+    assert "--minutes is 0.1, a soak needs 1 at least" in done.stderr

@@ -127,8 +127,10 @@ def test_an_output_that_is_not_read_holds_up_no_process(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "server.log")
     output = os.open(tmp_path / "server.log", os.O_RDONLY | os.O_NONBLOCK)
     server = Server(tmp_path, tmp_path / "store", FAST)
+    below: list[psutil.Process] = []
     try:
         eventually(server.is_ready, START_S)
+        below = server.descendants()
         with requests.Session() as session:
             for _ in range(5_000):  # with the pipes, more than 1 MiB of lines
                 assert session.get(server.url("/models"), timeout=30).ok
@@ -140,4 +142,8 @@ def test_an_output_that_is_not_read_holds_up_no_process(tmp_path: Path) -> None:
         assert server.stop() == 0  # within STOP_S
     finally:
         server.process.kill()
+        server.process.wait()
+        for process in below:  # where it did not end them
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         os.close(output)

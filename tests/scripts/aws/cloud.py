@@ -124,7 +124,7 @@ class Cloud:
         for name, size in sizes.items():
             s3.put_object(Bucket=BUCKET, Key=f"kogpt2/{name}.tar.gz", Body=bytes(size))
 
-    def put_image(self, tag: str = "v1", repository: str = "kogpt2-serving") -> str:
+    def put_image(self, tag: str = "cpu-v1", repository: str = "kogpt2-serving") -> str:
         """Its URI by digest."""
         ecr = self.client("ecr")
         with contextlib.suppress(ecr.exceptions.RepositoryAlreadyExistsException):

@@ -16,6 +16,7 @@ from tests.scripts.aws.cloud import MODELS, WIDE_S, Cloud
 
 MIB = 1 << 20
 BASIC = ("poems", "--models", MODELS, "--instance-type", "ml.m5.large", "--yes")
+ON_GPU = ("odes", "--model", f"{MODELS}sowol.tar.gz", "--instance-type", "ml.g5.xlarge", "--yes")
 LIMITS = ("--max-instances", "4", "--invocations", "200")
 
 
@@ -186,18 +187,25 @@ def test_a_stack_of_another_template_is_left_alone(ready: Cloud) -> None:
     assert "0 deployments" in ready.run("status")
 
 
-def test_the_newest_tagged_image_is_taken(ready: Cloud) -> None:
+def test_the_newest_image_for_the_instances_is_taken(ready: Cloud) -> None:
+    said = ready.run("deploy", *ON_GPU, code=2)
+    assert "no image with a tag gpu-... in ECR's repository kogpt2-serving" in said
     time.sleep(1.1)  # ECR counts in seconds
-    newest = ready.put_image("v2")
+    newest = ready.put_image("cpu-v2")
+    time.sleep(1.1)
+    for_gpus = ready.put_image("gpu-v2")
+    ready.put_image("v3")
     ready.run("deploy", *BASIC)
     assert ready.endpoint("poems")["model"]["PrimaryContainer"]["Image"] == newest
-    old = newest.partition("@")[0] + ":v1"
+    ready.run("deploy", *ON_GPU)
+    assert ready.endpoint("odes")["model"]["PrimaryContainer"]["Image"] == for_gpus
+    old = newest.partition("@")[0] + ":cpu-v1"
     ready.run("deploy", *BASIC, "--image", old)
     (v1,) = ready.client("ecr").describe_images(
-        repositoryName="kogpt2-serving", imageIds=[{"imageTag": "v1"}]
+        repositoryName="kogpt2-serving", imageIds=[{"imageTag": "cpu-v1"}]
     )["imageDetails"]
     assert parameters(ready)["Image"].endswith(f"/kogpt2-serving@{v1['imageDigest']}")
-    said = ready.run("deploy", *BASIC, "--image", old.replace(":v1", ":v9"), code=2)
+    said = ready.run("deploy", *BASIC, "--image", old.replace(":cpu-v1", ":v9"), code=2)
     assert said.endswith(":v9: kogpt2 push puts it there")
 
 

@@ -90,7 +90,7 @@ def push(aws: Cloud, docker: Docker, *options: str, code: int = 0) -> str:
 
 def test_first_push_makes_the_repository_and_prints_the_digest(aws: Cloud, docker: Docker) -> None:
     out = push(aws, docker)
-    target = f"{REGISTRY}/kogpt2-serving:0123456789ab"
+    target = f"{REGISTRY}/kogpt2-serving:cpu-0123456789ab"
     ecr = aws.client("ecr")
     token = ecr.get_authorization_token()["authorizationData"][0]["authorizationToken"]
     typed = [json.loads(line)[1] for line in docker.log.read_text().splitlines()]
@@ -118,6 +118,12 @@ def test_second_push_changes_nothing(aws: Cloud, docker: Docker) -> None:
     assert push(aws, docker).splitlines()[-1] == digest
     assert aws.changes() == []
     assert docker.calls() == [("image", "inspect", "kogpt2-serving:cpu")]
+
+
+def test_a_tag_says_what_an_image_computes_on(aws: Cloud, docker: Docker) -> None:
+    docker.has({"Config": {"Labels": {LABEL: "true"}, "Env": ["PATH=/bin", "ENGINE_DEVICE=gpu"]}})
+    push(aws, docker)
+    assert ("push", f"{REGISTRY}/kogpt2-serving:gpu-0123456789ab") in docker.calls()
 
 
 def test_a_push_that_docker_refused_is_done_the_next_time(aws: Cloud, docker: Docker) -> None:
