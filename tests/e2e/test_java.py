@@ -14,6 +14,7 @@ import requests
 from tests.e2e.scripts import transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, text
+from tests.serving.api.test_forms import RIGHT, WRONG
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +75,22 @@ def test_no_form_ends_the_jvm(server: Server, form: str) -> None:
         assert error(answer) == (400, "BadRequestException")
     assert java(server) == before
     assert text(server.predict("봄", SHORT))
+
+
+@pytest.mark.parametrize("form", WRONG)
+def test_what_netty_could_not_take_does_not_reach_it(server: Server, form: str) -> None:
+    kind, body = WRONG[form]
+    url = server.url("/predictions/script")
+    answer = requests.post(url, data=body, headers={"Content-Type": kind}, timeout=90)
+    assert error(answer) == (400, "BadRequestException")
+
+
+@pytest.mark.parametrize("form", RIGHT)
+def test_netty_takes_what_is_sent_on(server: Server, form: str) -> None:
+    kind, body = RIGHT[form]
+    url = server.url("/predictions/script")
+    answer = requests.post(url, data=body, headers={"Content-Type": kind}, timeout=90)
+    assert answer.status_code == 200, answer.text
 
 
 def test_strings_that_log4j_once_looked_up_are_strings(server: Server) -> None:
