@@ -6,15 +6,18 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from scripts.lib.problem import Problem
 from scripts.options import argument, option
 
+if TYPE_CHECKING:
+    from engine.artifacts.artifact import Artifact
+
 
 @dataclass(kw_only=True)
 class Convert:
-    source: Path = argument("the model's folder, v1 or Hugging Face")
+    source: Path = argument("the model's folder or archive, v1 or Hugging Face")
     target: Path = argument("the folder to make; it must not be there")
     to: Literal["hf", "v1", "prepared", "onnx"] = option(..., "what to make")
     backend: Literal["onnxruntime", "mxnet"] = option("onnxruntime", "that prepared is for")
@@ -48,21 +51,31 @@ def run(options: Convert) -> None:
     """
     if options.target.exists():
         raise Problem(f"{options.target} is there already; remove it or choose another name")
-    from tqdm import tqdm
-
     from scripts.lib import converting
+    from scripts.lib.folders import model_folder
 
     backend: str = "onnxruntime"
     precision: str = "fp32"
     if options.to == "prepared":
         backend, precision = options.backend, options.precision
         converting.check_prepared(backend, precision)
-    source = converting.open_source(options.source)
+    with model_folder(options.source) as given:
+        said = _convert(options, converting.open_source(given), backend, precision)
+    for line in [f"{options.source} -> {options.target}", *said]:
+        print(line)
+
+
+def _convert(options: Convert, source: Artifact, backend: str, precision: str) -> list[str]:
+    """Returns what there is to say of it."""
+    from tqdm import tqdm
+
+    from scripts.lib import converting
+
     texts = options.text.read_text(encoding="utf-8").splitlines() if options.text else []
     options.target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{options.target.name}.", dir=options.target.parent))
+    said: list[str] = []
     try:
-        said: list[str] = []
         total = converting.num_bytes(source)
         with tqdm(
             total=total,
@@ -90,5 +103,4 @@ def run(options: Convert) -> None:
             converting.prepare(options.target, backend, precision)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for line in [f"{options.source} -> {options.target}", *said]:
-        print(line)
+    return said

@@ -27,6 +27,7 @@ from engine.text.chat_template import find_chat_template
 from engine.text.files import CHAT_TEMPLATE, read_files
 from engine.text.prompts import Prompts
 from scripts.lib import spiece_to_tokenizer
+from scripts.lib.folders import belongs
 from scripts.lib.params_writer import write_params
 from scripts.lib.portable_onnx import write_onnx
 from scripts.lib.problem import Problem
@@ -183,7 +184,7 @@ def to_prepared(source: Artifact, target: Path, backend: str, precision: str) ->
     """The same artifact with what the backend maps beside it: quantized, and for onnxruntime packed
     for this machine's kind of processor."""
     for path in source.path.iterdir():
-        if path.is_file() and not path.name.startswith("."):
+        if path.is_file() and belongs(path):
             shutil.copyfile(path, target / path.name)
     prepare(target, backend, precision)
 

@@ -79,6 +79,8 @@ def check(options: FineTune) -> list[tuple[Path, Path]]:
         read_documents(text)
         if not out.name.endswith(".tar.gz") or out.is_dir():
             raise Problem(f"{out} must be a file NAME.tar.gz")
+        if out.exists() and not options.demo:
+            raise Problem(f"{out} is there already; remove it or choose another name")
         try:
             tempfile.TemporaryFile(dir=out.parent).close()
         except OSError as error:

@@ -16,7 +16,6 @@ import sys
 import tarfile
 import tempfile
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,13 @@ from tqdm import tqdm
 
 from common.errors import ArtifactError
 from common.mxnet_compat import mx
-from engine.artifacts.artifact import Artifact, shapes
+from engine.artifacts.artifact import shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
 from engine.backends.mxnet.gpt2 import GPT2
 from scripts.lib.documents import Documents, read_documents
 from scripts.lib.fine_tune import FineTune
+from scripts.lib.folders import model_folder
 from scripts.lib.problem import Problem
 
 # GluonNLP imports MXNet itself, so it comes after common.mxnet_compat.
@@ -215,22 +215,6 @@ def pack(config: GPT2Config, weights: dict[str, Any], spiece: bytes, out: Path) 
         archive.replace(out)
 
 
-def open_base(base: Path, work: Path) -> Artifact:
-    """The checked artifact in a folder or a tar.gz, which is unpacked into `work`."""
-    try:
-        if base.is_dir():
-            return open_artifact(base)
-        with tarfile.open(base, "r:gz") as tar:
-            for member in tar:
-                name = Path(member.name).name
-                source = tar.extractfile(member) if member.isfile() else None
-                if source and Path(name).suffix in (".params", ".spiece", ".json"):
-                    (work / name).write_bytes(source.read())
-        return open_artifact(work)
-    except (OSError, EOFError, zlib.error, tarfile.TarError, ArtifactError) as error:
-        raise Problem(f"{base} is no model: {error}") from None
-
-
 def train_base(texts: list[Path], out: Path, options: FineTune) -> None:
     """Tokenizer from all texts, base model from `--base-text` alone."""
     documents = read_documents(options.base_text)
@@ -261,10 +245,16 @@ def train_base(texts: list[Path], out: Path, options: FineTune) -> None:
 
 
 def fine_tune(base: Path, text: Path, out: Path, options: FineTune) -> None:
-    with tempfile.TemporaryDirectory() as work:
-        artifact = open_base(base, Path(work))
+    with model_folder(base) as folder:
+        try:
+            artifact = open_artifact(folder)
+        except (OSError, ArtifactError) as error:
+            raise Problem(f"{base} is no model: {error}") from None
         if artifact.tokenizer_file.suffix != ".spiece":
-            raise Problem(f"{base} is no v1 model: kogpt2 convert makes one of it")
+            raise Problem(
+                f"{base} is a Hugging Face model: use transformers' Trainer, and serve what its"
+                " save_model writes (docs/bring-your-own/artifacts.md)"
+            )
         config = artifact.config
         weights = {n: mx.nd.array(w, dtype="float32") for n, w in artifact.weights.items()}
         tokenizer = Tokenizer(artifact.tokenizer_file, artifact.config.vocab_size)

@@ -10,7 +10,7 @@ from scripts.options import argument, option
 
 @dataclass(kw_only=True)
 class Package:
-    folder: Path = argument("the model's folder")
+    folder: Path = argument("the model's folder, or an archive of it")
     out: Path | None = option(None, "the archive to write (FOLDER.tar.gz)")
     check: bool = option(False, "write nothing")
 
@@ -18,7 +18,8 @@ class Package:
 def run(options: Package) -> None:
     """Checks a model's folder as the server would, and packs it as NAME.tar.gz.
 
-    The same files give the same bytes, whenever and wherever they are packed.
+    The same files give the same bytes, whenever and wherever they are packed. Left out are hidden
+    files and what transformers' Trainer needs to go on, such as optimizer.pt.
 
     Examples:
     kogpt2 package my-model                            writes my-model.tar.gz beside the folder
@@ -27,21 +28,26 @@ def run(options: Package) -> None:
     """
     from tqdm import tqdm
 
+    from scripts.lib.folders import model_folder
     from scripts.lib.packaging import SUFFIX, check, write_archive
+    from scripts.lib.problem import Problem
 
-    folder = options.folder.resolve()
-    target = options.out or folder.with_name(folder.name + SUFFIX)
-    checked = check(folder)
-    print(f"{options.folder}: {checked.summary}")
-    if options.check:
-        return
-    with tqdm(
-        total=checked.num_bytes,
-        desc="packing",
-        unit="B",
-        unit_scale=True,
-        disable=None,
-        leave=False,
-    ) as packing:
-        write_archive(checked, target, packing.update)
+    given = options.folder.resolve()
+    target = options.out or given.with_name(given.name + SUFFIX)
+    if given.is_file() and not (options.check or options.out):
+        raise Problem(f"{options.folder} is an archive: give --out NAME{SUFFIX}, or --check")
+    with model_folder(given) as folder:
+        checked = check(folder)
+        print(f"{options.folder}: {checked.summary}")
+        if options.check:
+            return
+        with tqdm(
+            total=checked.num_bytes,
+            desc="packing",
+            unit="B",
+            unit_scale=True,
+            disable=None,
+            leave=False,
+        ) as packing:
+            write_archive(checked, target, packing.update)
     print(f"{target}: {target.stat().st_size / 1e6:.1f} MB")

@@ -17,6 +17,7 @@ from engine.artifacts.open import open_artifact
 from engine.prepared.manifest import content_of
 from engine.text.prompts import Prompts
 from handlers.dispatch import handler_for
+from scripts.lib.folders import belongs
 from scripts.lib.problem import Problem
 from serving.settings import Settings
 from serving.store.archive_limits import MAX_FILES
@@ -24,7 +25,6 @@ from serving.store.archive_limits import MAX_FILES
 SUFFIX = ".tar.gz"
 # Weights hardly shrink, and level 6 takes five times as long to find that out.
 COMPRESSION = 1
-LEFT_OUT = ("__pycache__",)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _check_tensors(handler: Any, folder: Path) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """What belongs to the model, in a fixed order. Hidden files are tools' own."""
+    """What belongs to the model, in a fixed order."""
     for entry in sorted(folder.iterdir(), key=lambda path: path.name):
         try:
             entry.name.encode("utf-8")
@@ -94,7 +94,7 @@ def _files(folder: Path) -> Iterator[Path]:
             raise Problem(
                 f"{folder} holds a file whose name is not UTF-8: {entry.name!a}"
             ) from None
-        if entry.name.startswith(".") or entry.name in LEFT_OUT:
+        if not belongs(entry):
             continue
         if entry.is_dir() and not entry.is_symlink():
             yield from _files(entry)

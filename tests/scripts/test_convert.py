@@ -19,6 +19,7 @@ from engine.registry import Engine
 from engine.settings import Settings
 from engine.text.prompts import Prompts
 from scripts.lib import spiece_to_tokenizer
+from scripts.lib.packaging import check, write_archive
 from scripts.lib.problem import Problem
 from tests.engine.artifacts.test_hugging_face import TORCH_FILE
 from tests.engine.engines import Request, make_talkative, uncached_model
@@ -80,6 +81,17 @@ def test_v1_becomes_a_hugging_face_directory_and_comes_back(tmp_path: Path) -> N
     weights = read_params(tmp_path / "back" / "kogpt2.params")
     np.testing.assert_array_equal(weights[OUTPUT], weights[EMBEDDING])
     assert (tmp_path / "back" / "kogpt2.spiece").read_bytes() == spiece()
+
+
+def test_an_archive_is_a_source_as_its_folder_is(tmp_path: Path) -> None:
+    write_archive(check(make_artifact(tmp_path / "봄")), tmp_path / "봄.tar.gz")
+    for source in ("봄", "봄.tar.gz"):
+        convert(tmp_path / source, tmp_path / f"{source}-hf", "--to", "hf")
+    made = [
+        {p.name: p.read_bytes() for p in (tmp_path / f"{s}-hf").iterdir()}
+        for s in ("봄", "봄.tar.gz")
+    ]
+    assert made[0] == made[1]
 
 
 def test_half_precision_stays_half(tmp_path: Path) -> None:

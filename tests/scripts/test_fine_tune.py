@@ -17,8 +17,11 @@ from engine.artifacts.open import open_artifact
 from engine.backends.interface import BackendModel
 from engine.backends.mxnet import model as mxnet_model
 from scripts.lib.documents import read_documents
-from scripts.lib.fine_tuning import open_base, train_tokenizer
+from scripts.lib.fine_tune import FineTune
+from scripts.lib.fine_tuning import fine_tune, train_tokenizer
+from scripts.lib.packaging import check, write_archive
 from scripts.lib.problem import Problem
+from tests.engine.hugging_face import make_hugging_face
 
 pytestmark = pytest.mark.slow
 
@@ -158,12 +161,21 @@ def test_a_vocabulary_that_does_not_fit_the_text_is_explained(text: Path, tmp_pa
 
 
 def test_a_base_that_is_no_model_is_explained(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(Problem, match=r"is no model: .* holds no model"):
-        open_base(text.parent, tmp_path)
-    with pytest.raises(Problem, match="is no model: not a gzip file"):
-        open_base(text, tmp_path)
-    with pytest.raises(Problem, match=r"is no model: .*No such file"):
-        open_base(tmp_path / "none.tar.gz", tmp_path)
+    for base, message in (
+        (text.parent, r"is no model: .* holds no model"),
+        (text, "cannot be unpacked, it is damaged: Not a gzipped file"),
+        (tmp_path / "none.tar.gz", "there is no folder or archive"),
+    ):
+        with pytest.raises(Problem, match=message):
+            fine_tune(base, text, tmp_path / "out.tar.gz", FineTune(seed=1))
+
+
+def test_a_file_that_is_there_is_not_written_over(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "봄.tar.gz"
+    out.write_bytes(b"mine")
+    done = run("--text", text, "--out", out)
+    assert (done.returncode, "is there already" in done.stderr) == (2, True)
+    assert out.read_bytes() == b"mine"
 
 
 def test_help_shows_an_example() -> None:
@@ -231,11 +243,11 @@ def test_the_demos_answer_differently(demos: dict[str, Demo]) -> None:
 
 
 def test_a_base_of_hugging_faces_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    from scripts.lib import fine_tuning
-    from scripts.lib.fine_tune import FineTune
-    from tests.engine.hugging_face import make_hugging_face
-
     base, text = make_hugging_face(tmp_path / "hf"), tmp_path / "text.txt"
     text.write_text("나는 오늘\n", encoding="utf-8")
-    with pytest.raises(Problem, match="kogpt2 convert makes one of it"):
-        fine_tuning.fine_tune(base, text, tmp_path / "out.tar.gz", FineTune(seed=1))
+    write_archive(check(base), packed := tmp_path / "hf.tar.gz")
+    for given in (base, packed):
+        with pytest.raises(Problem, match="use transformers' Trainer") as problem:
+            fine_tune(given, text, tmp_path / "out.tar.gz", FineTune(seed=1))
+        page = re.findall(r"docs/\S+\.md", str(problem.value))
+        assert "Trainer" in (ROOT / page[0]).read_text(encoding="utf-8")

@@ -68,7 +68,10 @@ def test_what_tools_leave_behind_is_left_out(folder: Path, tmp_path: Path) -> No
     for name in (".prepared", ".git", "__pycache__"):
         (folder / name).mkdir()
         (folder / name / "file").write_text("x")
-    (folder / ".DS_Store").write_text("x")
+    for name in (".DS_Store", "optimizer.pt", "rng_state_0.pth", "scheduler.pt"):
+        (folder / name).write_text("x")
+    for name in ("trainer_state.json", "training_args.bin"):
+        (folder / name).write_text("x")
     names = {path.name for path in check(folder).files}
     assert names == {"config.json", "kogpt2.params", "kogpt2.spiece"}
 
@@ -118,6 +121,20 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(
     with pytest.raises(Problem, match="cannot write"):
         write_archive(check(folder), tmp_path / "없는 곳" / "a.tar.gz")
     assert {p.name for p in tmp_path.iterdir()} == {"a.tar.gz", folder.name}
+
+
+def test_an_archive_is_checked_and_packed_as_its_folder_is(folder: Path, tmp_path: Path) -> None:
+    packed, again = folder.with_name("시 모음.tar.gz"), tmp_path / "again.tar.gz"
+    assert run(folder).returncode == 0
+    done = run(packed, "--check")
+    assert (done.returncode, "2 layers" in done.stdout) == (0, True), done.stderr
+    done = run(packed)
+    assert (done.returncode, "give --out" in done.stderr) == (2, True)
+    assert run(packed, "--out", again).returncode == 0
+    assert again.read_bytes() == packed.read_bytes()
+    packed.write_bytes(b"no archive")
+    assert "cannot be unpacked" in run(packed, "--check").stderr
+    assert "there is no folder or archive" in run(tmp_path / "없음.tar.gz", "--check").stderr
 
 
 def test_check_writes_nothing(folder: Path) -> None:
