@@ -47,13 +47,14 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "OpenAI": ("OpenAIError", {}, {}),
     "completion": ("OpenAIError", {JSON: "OpenAICompletion"}, {JSON: "Any", EVENTS: "Text"}),
     "chat": ("OpenAIError", {JSON: "OpenAIChat"}, {JSON: "Any", EVENTS: "Text"}),
+    "response": ("OpenAIError", {JSON: "OpenAIResponse"}, {JSON: "Any", EVENTS: "Text"}),
     "V2": ("V2Error", {}, {}),
     "infer": ("V2Error", {JSON: "Infer", BYTES: "Bytes"}, {JSON: "Inferred", BYTES: "Bytes"}),
     "generate": ("V2Error", {JSON: "V2Generate"}, {JSON: "Any"}),
 }
 TAGS = {
     "load": "management", "description": "inference", "endpoint": "inference",
-    "completion": "OpenAI", "chat": "OpenAI", "infer": "V2", "generate": "V2",
+    "completion": "OpenAI", "chat": "OpenAI", "response": "OpenAI", "infer": "V2", "generate": "V2",
 }  # fmt: skip
 CALL = "400 401 403 404 405 406 408 413 415 429 500 503 504 507"
 # Method, path with its query, kind, errors, summary.
@@ -82,6 +83,7 @@ GET /v1/models | OpenAI | 401 503 | List the models of the store
 GET /v1/models/{{name}} | OpenAI | 401 404 503 | Whether there is such a model
 POST /v1/completions | completion | {CALL} | Continue texts or token ids
 POST /v1/chat/completions | chat | {CALL} | Answer a chat
+POST /v1/responses | response | {CALL} | The same, as the Responses API has it
 GET /v2 | V2 | | The server's name and extensions
 GET /v2/health/live | V2 | | 200 as long as the server answers
 GET /v2/health/ready | V2 | 503 | As /ping

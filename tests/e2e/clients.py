@@ -54,6 +54,24 @@ def litellm(address: str, key: str) -> dict[str, Any]:
     }
 
 
+def openai(address: str, key: str) -> dict[str, Any]:
+    """An older one, by the Responses API."""
+    import openai
+
+    respond = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0).responses.create
+    asked: Any = {"model": CHAT, "input": QUESTION, "temperature": 0, "max_output_tokens": TOKENS}
+    answer = respond(**asked)
+    return {
+        "chat": answer.output_text,
+        "streamed chat": "".join(
+            event.delta
+            for event in respond(**asked, stream=True)
+            if event.type == "response.output_text.delta"
+        ),
+        "tokens": [answer.usage.input_tokens, answer.usage.output_tokens],
+    }
+
+
 def langchain(address: str, key: str) -> dict[str, Any]:
     from langchain_openai import ChatOpenAI, OpenAI
 
@@ -187,7 +205,7 @@ def lm_eval(address: str, key: str, tokenizer: str) -> dict[str, Any]:
 
 def main(address: str, key: str, grpc_address: str, tokenizer: str) -> dict[str, Any]:
     """By client, or why there is nothing."""
-    clients: list[Any] = [litellm, langchain, llama_index, huggingface_hub]
+    clients: list[Any] = [litellm, openai, langchain, llama_index, huggingface_hub]
     clients += [partial(kserve, grpc_address=grpc_address), partial(lm_eval, tokenizer=tokenizer)]
     found = {}
     for client in clients:

@@ -13,6 +13,7 @@ import pytest
 import requests
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
 from pydantic import BaseModel
 
 from tests.e2e.server import Server, eventually
@@ -358,6 +359,118 @@ def test_a_model_without_a_template_says_how_to_add_one(client: openai.OpenAI) -
     error = refused(lambda: client.chat.completions.create(model="여름", messages=CHAT))
     assert error.status_code == 400
     assert "add chat_template.jinja to its folder" in error.message
+
+
+# The Responses API
+
+ANSWER: dict[str, Any] = {"model": "채팅", "temperature": 0, "max_output_tokens": 9}
+
+
+def test_a_response_is_the_chats_text(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model="채팅", messages=CHAT, temperature=0, max_tokens=9)
+    parts: list[Any] = [{"type": "input_text", "text": "안녕?"}]
+    for given in (
+        {"input": "안녕?", "instructions": "짧게 답한다."},
+        {
+            "input": [
+                {"role": "developer", "content": "짧게 답한다."},
+                {"role": "user", "content": parts},
+            ]
+        },
+    ):
+        made: Response = checked(client.responses.create(**ANSWER, **given))
+        assert made.output_text == chat.choices[0].message.content
+        assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert (made.id[:5], made.object, made.model) == ("resp_", "response", "채팅")
+        assert (made.instructions, made.temperature) == (given.get("instructions"), 0)
+        assert chat.usage is not None
+        assert made.usage is not None
+        assert made.usage.input_tokens == chat.usage.prompt_tokens
+        assert made.usage.output_tokens == 9
+    (message,) = made.output
+    again = client.responses.create(**ANSWER, input=[message.to_dict()])
+    assert again.output_text  # what came back can be sent again
+
+
+def test_a_stream_of_a_response_is_its_events(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {**ANSWER, "input": "안녕?"}
+    asked |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    made = checked(client.responses.create(**asked))
+    events = [checked(event) for event in client.responses.create(**asked, stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    begin = ["response.created", "response.in_progress"]
+    begin += ["response.output_item.added", "response.content_part.added"]
+    end = ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
+    end.append("response.incomplete")
+    deltas = events[4:-4]
+    assert [event.type for event in events] == [
+        *begin,
+        *["response.output_text.delta"] * len(deltas),
+        *end,
+    ]
+    assert "".join(event.delta for event in deltas) == made.output_text == events[-4].text
+    assert {event.item_id for event in events[3:-2]} == {events[2].item.id}
+    (message,), (streamed,) = made.output, events[-1].response.output
+    assert streamed.content == message.content
+    assert len(message.content[0].logprobs) == 9
+    assert [logprob.token for event in deltas for logprob in event.logprobs] == [
+        logprob.token for logprob in message.content[0].logprobs
+    ]
+    assert events[-1].response.usage == made.usage
+
+    with client.responses.stream(**ANSWER, input="안녕?") as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(texts) == made.output_text
+
+
+def test_a_response_that_ends_by_itself_is_complete(client: openai.OpenAI) -> None:
+    made = client.responses.create(**ANSWER, input="안녕?").output_text
+    asked: dict[str, Any] = {**ANSWER, "input": "안녕?", "extra_body": {"stop": [made[2:4]]}}
+    whole = checked(client.responses.create(**asked))
+    *_, last = client.responses.create(**asked, stream=True)
+    assert last.type == "response.completed"
+    for found in (whole, last.response):
+        assert (found.status, found.incomplete_details) == ("completed", None)
+        assert found.output_text == made[: made.index(made[2:4])]
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "said"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole input"),
+        ({"conversation": "conv_1"}, "conversation", "send the whole input"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "do not know"),
+        ({"background": True}, "background", "no answer is kept"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format", "no grammar or schema"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "models that reason"),
+        ({"truncation": "auto"}, "truncation", "nothing is left out"),
+        ({"input": []}, "input", "not empty"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "must be message"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "from 1"),
+        ({"extra_body": {"messages": []}}, "messages", "known are"),
+    ],
+)
+def test_a_response_that_cannot_be_had_is_refused(
+    client: openai.OpenAI, more: dict[str, Any], param: str, said: str
+) -> None:
+    error = refused(lambda: client.responses.create(**{**ANSWER, "input": "안녕?", **more}))
+    assert (error.status_code, error.param) == (400, param)
+    assert said in error.message
+
+
+def test_what_of_a_response_asks_for_nothing_is_taken(client: openai.OpenAI) -> None:
+    harmless: dict[str, Any] = {
+        "store": True, "tools": [], "tool_choice": "auto", "parallel_tool_calls": False,
+        "text": {"format": {"type": "text"}}, "truncation": "disabled", "user": "소월",
+        "reasoning": {"effort": None}, "include": ["reasoning.encrypted_content"],
+        "metadata": {"a": "나"}, "service_tier": "auto",
+    }  # fmt: skip
+    made = checked(client.responses.create(**ANSWER, input="안녕?", **harmless))
+    assert made.output_text == client.responses.create(**ANSWER, input="안녕?").output_text
+    assert (made.metadata, made.parallel_tool_calls) == ({"a": "나"}, False)
+    error = refused(lambda: client.responses.retrieve("resp_1"))
+    assert (error.status_code, error.code) == (404, "unknown_url")
+    assert "no response is kept" in error.message
 
 
 # What is refused

@@ -95,7 +95,7 @@ class Answer:
 
     def logprobs(self, steps: Sequence[Mapping[str, Any]], offsets: Offsets) -> dict[str, Any]:
         if self._asked.kind is Kind.CHAT:
-            return {"content": [_chat_logprobs(step) for step in steps], "refusal": None}
+            return {"content": [chat_logprobs(step) for step in steps], "refusal": None}
         return {
             "tokens": [_name(step) for step in steps],
             # Nothing is known of a prompt's first token.
@@ -227,7 +227,7 @@ def _name(token: Mapping[str, Any]) -> str:
     return str(token["text"])
 
 
-def _chat_logprobs(step: Mapping[str, Any]) -> dict[str, Any]:
+def chat_logprobs(step: Mapping[str, Any]) -> dict[str, Any]:
     def shown(token: Mapping[str, Any]) -> dict[str, Any]:
         return {"token": _name(token), "logprob": token["logprob"], "bytes": _bytes(token)}
 

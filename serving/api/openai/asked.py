@@ -7,7 +7,7 @@ fine-tune's own where a request does not give it, and so are the texts at which 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,18 +36,16 @@ SHARED = {
 }
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 # What is not done, why, and the values that ask for nothing.
+NO_GRAMMAR = "no grammar or schema is kept to; describe the form in the prompt, check the answer"
 NO_TOOLS = "asks for tools, which these models do not know"
-NOT_DONE: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+NotDone = Mapping[str, tuple[str, tuple[Any, ...]]]
+NOT_DONE: NotDone = {
     "suffix": ("asks for an insertion; these models only continue a text", ("",)),
     "tools": (NO_TOOLS, ([],)),
     "tool_choice": (NO_TOOLS, ("none", "auto")),
     "functions": (NO_TOOLS, ([],)),
     "function_call": (NO_TOOLS, ("none", "auto")),
-    "response_format": (
-        'can only be {"type": "text"}: no grammar or schema is kept to; describe the form in the'
-        " prompt and check the answer",
-        ({"type": "text"},),
-    ),
+    "response_format": (f'can only be {{"type": "text"}}: {NO_GRAMMAR}', ({"type": "text"},)),
     "modalities": ('can only be ["text"]', (["text"],)),
     "audio": ("is not made here", ()),
     "reasoning_effort": ("is for models that reason", ("none",)),
@@ -94,19 +92,19 @@ class Asked:
 
 def completion(body: Body) -> Asked:
     """Raises `Refused`."""
-    given = _known(body, COMPLETION)
-    shared = _shared(given)
-    echo = _get(given, "echo", fields.boolean, False)
+    given = known_fields(body, COMPLETION)
+    shared = common_fields(given)
+    echo = get(given, "echo", fields.boolean, False)
     n: int = shared["n"]
-    best_of = _get(given, "best_of", lambda name, v: fields.integer(name, v, 1, MAX_SEQUENCES), n)
+    best_of = get(given, "best_of", lambda name, v: fields.integer(name, v, 1, MAX_SEQUENCES), n)
     if best_of < n:
         raise Refused("best_of", f"must be at least n, {n}, is {best_of}")
     if best_of > n and shared["stream"]:
         raise Refused("best_of", "above n is known only at the end of all answers: not in a stream")
     prompts = _prompts(given.get("prompt"))
     logprobs = given.get("logprobs")
-    parameters = _parameters(given, best_of)
-    most = _max_tokens(given, "max_tokens", DEFAULT_TOKENS, least=0 if echo else 1)
+    parameters = sampling(given, best_of)
+    most = max_tokens(given, "max_tokens", DEFAULT_TOKENS, least=0 if echo else 1)
     parameters["max_new_tokens"] = max(most, 1)
     if logprobs is not None:
         parameters["logprobs"] = fields.integer("logprobs", logprobs, 0, MAX_LOGPROBS)
@@ -128,17 +126,15 @@ def completion(body: Body) -> Asked:
 
 def chat(body: Body) -> Asked:
     """Raises `Refused`."""
-    given = _known(body, CHAT)
-    shared = _shared(given)
-    logprobs = _get(given, "logprobs", fields.boolean, False)
-    top = _get(
-        given, "top_logprobs", lambda name, v: fields.integer(name, v, 0, MAX_LOGPROBS), None
-    )
+    given = known_fields(body, CHAT)
+    shared = common_fields(given)
+    logprobs = get(given, "logprobs", fields.boolean, False)
+    top = get(given, "top_logprobs", lambda name, v: fields.integer(name, v, 0, MAX_LOGPROBS), None)
     if top is not None and not logprobs:
         raise Refused("top_logprobs", "needs logprobs true")
-    parameters = _parameters(given, shared["n"])
+    parameters = sampling(given, shared["n"])
     limit = "max_tokens" if given.get("max_completion_tokens") is None else "max_completion_tokens"
-    parameters["max_new_tokens"] = _max_tokens(given, limit, MAX_TOKENS)
+    parameters["max_new_tokens"] = max_tokens(given, limit, MAX_TOKENS)
     if logprobs:
         parameters["logprobs"] = top or 0
     messages = _messages(given.get("messages"))
@@ -152,30 +148,30 @@ def chat(body: Body) -> Asked:
     )
 
 
-def _known(body: Body, known: set[str]) -> dict[str, Any]:
+def known_fields(body: Body, known: set[str], not_done: NotDone = NOT_DONE) -> dict[str, Any]:
     """What is given and means something. Raises `Refused` for fields that are unknown, or not done
     and not without effect."""
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name not in known | WITHOUT_EFFECT:
-            message = f"is not known here; known are {', '.join(sorted(known - NOT_DONE.keys()))}"
+            message = f"is not known here; known are {', '.join(sorted(known - not_done.keys()))}"
             raise Refused(name, message, "unknown_parameter")
-        reason, harmless = NOT_DONE.get(name, ("", (value,)))
+        reason, harmless = not_done.get(name, ("", (value,)))
         if value not in harmless:
             raise Refused(name, reason, "unsupported_parameter")
     return given
 
 
-def _get(given: Body, name: str, check: Callable[[str, Any], Any], default: Any) -> Any:
+def get(given: Body, name: str, check: Callable[[str, Any], Any], default: Any) -> Any:
     return check(name, given[name]) if name in given else default
 
 
-def _shared(given: Body) -> dict[str, Any]:
+def common_fields(given: Body) -> dict[str, Any]:
     """Fields of `Asked`."""
     if "model" not in given:
         raise Refused("model", "is missing, must name a model (GET /v1/models lists them)")
-    stream = _get(given, "stream", fields.boolean, False)
-    options = _get(given, "stream_options", _mapping, {})
+    stream = get(given, "stream", fields.boolean, False)
+    options = get(given, "stream_options", mapping, {})
     if options and not stream:
         raise Refused("stream_options", "are for streams: stream is not true")
     for name, value in options.items():
@@ -185,8 +181,8 @@ def _shared(given: Body) -> dict[str, Any]:
         if value is not None:
             fields.boolean(f"stream_options.{name}", value)
     return {
-        "model": _text("model", given["model"]),
-        "n": _get(given, "n", lambda name, v: fields.integer(name, v, 1, MAX_SEQUENCES), 1),
+        "model": text("model", given["model"]),
+        "n": get(given, "n", lambda name, v: fields.integer(name, v, 1, MAX_SEQUENCES), 1),
         "stream": stream,
         "include_usage": bool(options.get("include_usage")),
         "continuous_usage": bool(
@@ -195,10 +191,10 @@ def _shared(given: Body) -> dict[str, Any]:
     }
 
 
-def _parameters(given: Body, sequences: int) -> dict[str, Any]:
+def sampling(given: Body, sequences: int) -> dict[str, Any]:
     """The engine's, but for how many tokens."""
-    temperature = _get(given, "temperature", lambda n, v: fields.number(n, v, 0, 2), 1.0)
-    top_p = _get(given, "top_p", lambda n, v: fields.number(n, v, 0, 1), 1.0)
+    temperature = get(given, "temperature", lambda n, v: fields.number(n, v, 0, 2), 1.0)
+    top_p = get(given, "top_p", lambda n, v: fields.number(n, v, 0, 1), 1.0)
     parameters: dict[str, Any] = {"num_return_sequences": sequences, "do_sample": True}
     checks: Mapping[str, Callable[[str, Any], Any]] = {
         "frequency_penalty": lambda n, v: fields.number(n, v, -2, 2),
@@ -220,15 +216,15 @@ def _parameters(given: Body, sequences: int) -> dict[str, Any]:
     return {**parameters, "temperature": temperature, "top_p": top_p}
 
 
-def _max_tokens(given: Body, name: str, default: int, least: int = 1) -> int:
-    found: int = _get(given, name, lambda n, v: fields.integer(n, v, least, MAX_TOKENS), default)
+def max_tokens(given: Body, name: str, default: int, least: int = 1) -> int:
+    found: int = get(given, name, lambda n, v: fields.integer(n, v, least, MAX_TOKENS), default)
     return found
 
 
 def _prompts(prompt: Any) -> list[Any]:
     """One or several, each a text or its ids."""
     if isinstance(prompt, list):
-        _bounded("prompt", prompt)
+        bounded("prompt", prompt)
     several = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
     if not 1 <= len(several) <= MAX_PROMPTS:
         raise Refused("prompt", f"has {len(several)} prompts, can have {MAX_PROMPTS}")
@@ -236,11 +232,11 @@ def _prompts(prompt: Any) -> list[Any]:
         if not isinstance(one, str) and not (_is_ids(one) and one):
             raise Refused("prompt", "must be text, token ids, or a list of texts or of token ids")
         if isinstance(one, str):
-            _text("prompt", one)
+            text("prompt", one)
     return several
 
 
-def _bounded(name: str, parts: list[Any]) -> None:
+def bounded(name: str, parts: list[Any]) -> None:
     if len(parts) > MAX_PARTS:
         raise Refused(name, f"has {len(parts)} parts, can have {MAX_PARTS}")
 
@@ -248,12 +244,13 @@ def _bounded(name: str, parts: list[Any]) -> None:
 def _messages(messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
         raise Refused("messages", "must be a list of messages that is not empty")
-    _bounded("messages", messages)
-    return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    bounded("messages", messages)
+    return [message(f"messages[{i}]", value) for i, value in enumerate(messages)]
 
 
-def _message(name: str, message: Any) -> dict[str, str]:
-    given = {k: v for k, v in _mapping(name, message).items() if v not in (None, [])}
+def message(name: str, value: Any, kinds: Sequence[str] = ("text",)) -> dict[str, str]:
+    """`kinds` are those that parts of its content may have."""
+    given = {k: v for k, v in mapping(name, value).items() if v not in (None, [])}
     role = given.get("role")
     if role == "developer":  # OpenAI's newer name; templates know the older one
         role = "system"
@@ -264,25 +261,26 @@ def _message(name: str, message: Any) -> dict[str, str]:
             raise Refused(f"{name}.{field}", "is not known here", "unsupported_parameter")
     if role != "assistant" and "content" not in given:
         raise Refused(f"{name}.content", "is missing")
-    found = {"role": role, "content": _content(f"{name}.content", given.get("content", ""))}
+    found = {"role": role, "content": _content(f"{name}.content", given.get("content", ""), kinds)}
     if "name" in given:
-        found["name"] = _text(f"{name}.name", given["name"])
+        found["name"] = text(f"{name}.name", given["name"])
     return found
 
 
-def _content(name: str, content: Any) -> str:
+def _content(name: str, content: Any, kinds: Sequence[str]) -> str:
     """A text, or the text of parts."""
     if not isinstance(content, list):
-        return _text(name, content)
+        return text(name, content)
     parts = []
     for i, part in enumerate(content):
-        if _mapping(f"{name}[{i}]", part).get("type") != "text":
-            raise Refused(f"{name}[{i}].type", "must be text: these models know nothing else")
-        parts.append(_text(f"{name}[{i}].text", part.get("text")))
+        if mapping(f"{name}[{i}]", part).get("type") not in kinds:
+            known = " or ".join(kinds)
+            raise Refused(f"{name}[{i}].type", f"must be {known}: these models know nothing else")
+        parts.append(text(f"{name}[{i}].text", part.get("text")))
     return "\n".join(parts)
 
 
-def _text(name: str, value: Any) -> str:
+def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise Refused(name, "must be text")
     if "\0" in value:
@@ -290,7 +288,7 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise Refused(name, "must be an object")
     return value
@@ -298,7 +296,7 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 def _biases(name: str, value: Any) -> Mapping[str, float]:
     fields.biases(name, value)
-    return _mapping(name, value)
+    return mapping(name, value)
 
 
 def _is_ids(value: Any) -> bool:

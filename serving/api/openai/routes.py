@@ -3,6 +3,7 @@
 GET  /v1/models, /v1/models/{id}    what the store offers and what is loaded
 POST /v1/completions                continues texts or token ids
 POST /v1/chat/completions           answers a chat, by the fine-tune's own template
+POST /v1/responses                  the same as the Responses API has it
 POST /v1/embeddings                 refused
 """
 
@@ -18,8 +19,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from serving.api.invoke import engine_model
-from serving.api.openai import asked
-from serving.api.openai.answering import answer
+from serving.api.openai import asked, responses
+from serving.api.openai.answering import Form, answer
 from serving.api.openai.answers import Answer
 from serving.api.openai.asked import Asked
 from serving.api.openai.errors import UnknownUrl, respond
@@ -29,7 +30,7 @@ from serving.names import normal_name
 
 OWNER = "kogpt2-serving"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
-KNOWN = "GET /v1/models, POST /v1/completions, POST /v1/chat/completions"
+KNOWN = "GET /v1/models, POST /v1/completions, POST /v1/chat/completions, POST /v1/responses"
 NO_EMBEDDINGS = (
     "there are no embeddings here: the hidden states of a GPT-2 were never trained to tell how"
     " alike texts are"
@@ -49,6 +50,7 @@ class OpenAI:
             self._route("/v1/models/{name:model}", self.model, "GET"),
             self._route("/v1/completions", self.completions, "POST"),
             self._route("/v1/chat/completions", self.chat, "POST"),
+            self._route("/v1/responses", self.responses, "POST"),
             self._route("/v1/embeddings", self.embeddings, "POST"),
             self._route("/v1/{rest:path}", self.unknown, *METHODS),
         ]
@@ -84,13 +86,23 @@ class OpenAI:
 
     async def completions(self, request: Request) -> Response:
         body = await read_json_object(self._gateway, request)
-        return await self._answer(request, asked.completion(body))
+        found = asked.completion(body)
+        return await self._answer(request, found, lambda name: Answer(found, name))
 
     async def chat(self, request: Request) -> Response:
         body = await read_json_object(self._gateway, request)
-        return await self._answer(request, asked.chat(body))
+        found = asked.chat(body)
+        return await self._answer(request, found, lambda name: Answer(found, name))
 
-    async def _answer(self, request: Request, asked: Asked) -> Response:
+    async def responses(self, request: Request) -> Response:
+        found, said = responses.parse(await read_json_object(self._gateway, request))
+        return await self._answer(
+            request, found, lambda name: responses.Response(found, said, name)
+        )
+
+    async def _answer(
+        self, request: Request, asked: Asked, form: Callable[[str], Form]
+    ) -> Response:
         """Loads the model first where that is allowed, as `serving.api.invoke` does."""
         gateway = self._gateway
         gateway.check_ready()
@@ -99,13 +111,15 @@ class OpenAI:
             AsyncExitStack() as resources,
             engine_model(gateway, request, name, resources) as (model, end),
         ):
-            return await answer(gateway, model, asked, Answer(asked, name), end, resources)
+            return await answer(gateway, model, asked, form(name), end, resources)
         raise AssertionError("it was returned or raised")
 
     async def embeddings(self, request: Request) -> Response:
         raise UnknownUrl(NO_EMBEDDINGS)
 
     async def unknown(self, request: Request) -> Response:
+        if request.url.path.startswith("/v1/responses/"):
+            raise UnknownUrl("no response is kept here: POST /v1/responses with the whole input")
         raise UnknownUrl(
             f"Unknown request URL: {request.method} {request.url.path}; known are {KNOWN}"
         )

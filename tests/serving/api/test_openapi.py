@@ -13,6 +13,7 @@ from starlette.routing import Route
 from common.parameters import MAX_LOGPROBS, MAX_SEQUENCES, Parameters
 from serving.api import openapi
 from serving.api.management import LOAD_PARAMETERS
+from serving.api.openai import responses
 from serving.api.openai.asked import CHAT, COMPLETION, DEFAULT_TOKENS, NOT_DONE
 from tests.serving.api.gateways import World
 
@@ -78,4 +79,5 @@ def test_the_fields_are_those_that_are_taken() -> None:
     assert set(properties("Load")) <= LOAD_PARAMETERS
     assert set(properties("OpenAICompletion")) == COMPLETION - set(NOT_DONE)
     assert set(properties("OpenAIChat")) == CHAT - set(NOT_DONE)
+    assert set(properties("OpenAIResponse")) == responses.KNOWN - set(responses.NOT_DONE)
     assert properties("OpenAICompletion")["max_tokens"]["default"] == DEFAULT_TOKENS

@@ -186,6 +186,20 @@ def test_what_goes_wrong_before_the_first_token_has_a_status() -> None:
     run(Engine(EngineError("a step failed")), test, max_retries=0)
 
 
+def test_a_response_that_breaks_off_has_failed() -> None:
+    first = {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 2}
+
+    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+        made = await client.responses.create(model="봄", input="안녕?", stream=True)
+        *_, last = [event async for event in made]
+        assert last.type == "response.failed"
+        assert last.response.status == "failed"
+        assert last.response.error is not None
+        assert last.response.error.message == "a step failed"
+
+    run(Engine(streamed=[first, EngineError("a step failed")]), test)
+
+
 def test_half_a_character_waits_in_a_stream() -> None:
     items = [
         {"index": 0, "token": 5, "text": "", "prompt_tokens": 3, "cached_tokens": 2},

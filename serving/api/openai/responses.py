@@ -1,0 +1,257 @@
+"""OpenAI's Responses API, text in and text out: its requests, its answers and the events of its
+streams. No answer is kept, so each request holds the whole conversation.
+
+https://platform.openai.com/docs/api-reference/responses
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from common import fields
+from common.errors import EngineError
+from common.parameters import MAX_LOGPROBS
+from serving.api.openai.answers import Item, chat_logprobs
+from serving.api.openai.asked import (
+    MAX_TOKENS,
+    NO_GRAMMAR,
+    NO_TOOLS,
+    OURS,
+    Asked,
+    Body,
+    Kind,
+    NotDone,
+    bounded,
+    common_fields,
+    get,
+    known_fields,
+    mapping,
+    max_tokens,
+    message,
+    sampling,
+    text,
+)
+from serving.api.openai.errors import Refused, error_body
+
+KNOWN = {
+    *("model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "include"),
+    *("top_logprobs", "stream", "stream_options", "text", "reasoning", "tools", "tool_choice"),
+    *("previous_response_id", "conversation", "prompt", "background", "truncation"),
+    *("max_tool_calls", "seed", "stop", *OURS),
+}
+NOT_KEPT = "names what an earlier request left, and nothing is kept: send the whole input"
+NOT_DONE: NotDone = {
+    "previous_response_id": (NOT_KEPT, ()),
+    "conversation": (NOT_KEPT, ()),
+    "prompt": ("names a template that is kept at OpenAI: send input and instructions", ()),
+    "background": ("can only be false: no answer is kept", (False,)),
+    "truncation": ('can only be "disabled": of an input nothing is left out', ("disabled",)),
+    "tools": (NO_TOOLS, ([],)),
+    "tool_choice": (NO_TOOLS, ("none", "auto")),
+}
+PARTS = ("input_text", "output_text")  # of messages and of answers that come back
+LOGPROBS = "message.output_text.logprobs"
+
+
+def parse(body: Body) -> tuple[Asked, dict[str, Any]]:
+    """Also what its answer says of the request. Raises `Refused`."""
+    given = known_fields(body, KNOWN, NOT_DONE)
+    shared = common_fields(given)
+    _check_forms(given)
+    include = given.get("include", [])
+    if not isinstance(include, list):
+        raise Refused("include", "must be a list")
+    top = get(given, "top_logprobs", lambda n, v: fields.integer(n, v, 0, MAX_LOGPROBS), 0)
+    parameters = sampling(given, 1)
+    parameters["max_new_tokens"] = max_tokens(given, "max_output_tokens", MAX_TOKENS)
+    if LOGPROBS in include:
+        parameters["logprobs"] = top
+    messages = _input(given.get("input"))
+    if "instructions" in given:
+        instructions = text("instructions", given["instructions"])
+        messages.insert(0, {"role": "system", "content": instructions})
+    logprobs = LOGPROBS in include
+    asked = Asked(Kind.CHAT, prompts=[messages], parameters=parameters, logprobs=logprobs, **shared)
+    return asked, {
+        "instructions": given.get("instructions"),
+        "max_output_tokens": given.get("max_output_tokens"),
+        "metadata": get(given, "metadata", mapping, {}),
+        "parallel_tool_calls": bool(given.get("parallel_tool_calls", True)),
+        "temperature": given.get("temperature", 1.0),
+        "text": {"format": {"type": "text"}},
+        "tool_choice": given.get("tool_choice", "auto"),
+        "tools": [],
+        "top_logprobs": top,
+        "top_p": given.get("top_p", 1.0),
+        "truncation": "disabled",
+    }
+
+
+def _check_forms(given: Body) -> None:
+    """Raises `Refused` for `text` and `reasoning` that would change the answer."""
+    form = get(given, "text", mapping, {})
+    kind = mapping("text.format", form.get("format") or {}).get("type", "text")
+    if kind != "text":
+        raise Refused("text.format", f'can only be {{"type": "text"}}: {NO_GRAMMAR}')
+    if form.get("verbosity") not in (None, "medium"):
+        raise Refused("text.verbosity", "is not known to these models")
+    for name, value in get(given, "reasoning", mapping, {}).items():
+        if value not in (None, "none"):
+            raise Refused(f"reasoning.{name}", "is for models that reason")
+
+
+def _input(value: Any) -> list[dict[str, str]]:
+    """Messages for the model's template."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": text("input", value)}]
+    if not isinstance(value, list) or not value:
+        raise Refused("input", "must be text, or a list of messages that is not empty")
+    bounded("input", value)
+    found = []
+    for i, item in enumerate(value):
+        name = f"input[{i}]"
+        kind = mapping(name, item).get("type") or "message"
+        if kind != "message":
+            raise Refused(f"{name}.type", f"must be message, is {kind!r:.50}: there are no tools")
+        kept = {k: v for k, v in item.items() if k not in ("type", "id", "status", "phase")}
+        found.append(message(name, kept, PARTS))
+    return found
+
+
+class Response:
+    """An answer: whole, or as the events of a stream."""
+
+    def __init__(self, asked: Asked, request: Mapping[str, Any], model: str) -> None:
+        self._asked = asked
+        self._id, self._item_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
+        self._head = {"id": self._id, "object": "response", "created_at": int(time.time())}
+        self._head |= {"model": model, **request}
+        self._text, self._logprobs = "", list[dict[str, Any]]()
+        self._reason, self._tokens = "", 0
+        self._prompt: Mapping[str, Any] = {}  # with `prompt_tokens` and `cached_tokens`
+        self._events = 0
+
+    def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
+        (self._prompt,) = results
+        (completion,) = self._prompt["completions"]
+        self._text, self._reason = completion["text"], completion["finish_reason"]
+        self._tokens = completion["tokens"]
+        if self._asked.logprobs:
+            self._logprobs = [chat_logprobs(step) for step in completion["logprobs"]]
+        return orjson.dumps(self._body(self._status, [self._message(self._status)]))
+
+    # A stream
+
+    def begin(self) -> bytes:
+        return (
+            self._lifecycle("created", "in_progress")
+            + self._lifecycle("in_progress", "in_progress")
+            + self._event("output_item.added", item=self._message("in_progress", []))
+            + self._event("content_part.added", **self._place, part=_part("", []))
+        )
+
+    def choices(self, prompt: Any, first: int) -> Response:
+        return self  # there is one
+
+    def write(self, item: Item) -> bytes:
+        self._prompt = self._prompt or item
+        self._text += item["text"]
+        self._tokens += 1
+        self._reason = item.get("finish_reason", "")
+        made = [chat_logprobs(item["logprobs"])] if self._asked.logprobs else []
+        self._logprobs += made
+        if not item["text"] and not made:
+            return b""
+        logprobs = _without_bytes(made)
+        return self._event(
+            "output_text.delta", **self._place, delta=item["text"], logprobs=logprobs
+        )
+
+    def end(self) -> bytes:
+        done = self._message(self._status)
+        return (
+            self._event(
+                "output_text.done",
+                **self._place,
+                text=self._text,
+                logprobs=_without_bytes(self._logprobs),
+            )
+            + self._event("content_part.done", **self._place, part=done["content"][0])
+            + self._event("output_item.done", item=done)
+            + self._lifecycle(self._status, self._status, [done])
+        )
+
+    def broken(self, error: EngineError) -> bytes:
+        said = {"code": "server_error", "message": error_body(error)["error"]["message"]}
+        return self._lifecycle("failed", "failed", error=said)
+
+    # Their parts
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._reason == "length" else "completed"
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "content_index": 0}
+
+    def _lifecycle(self, kind: str, status: str, output: Any = (), error: Any = None) -> bytes:
+        body = {"type": f"response.{kind}", "sequence_number": self._events}
+        return self._sent({**body, "response": self._body(status, output, error)})
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        body = {"type": f"response.{kind}", "sequence_number": self._events, "output_index": 0}
+        return self._sent({**body, **more})
+
+    def _sent(self, body: Mapping[str, Any]) -> bytes:
+        self._events += 1
+        return f"event: {body['type']}\ndata: ".encode() + orjson.dumps(body) + b"\n\n"
+
+    def _message(self, status: str, content: Any = None) -> dict[str, Any]:
+        content = [_part(self._text, self._logprobs)] if content is None else content
+        head = {"id": self._item_id, "type": "message", "role": "assistant"}
+        return {**head, "status": status, "content": content}
+
+    def _body(self, status: str, output: Any = (), error: Any = None) -> dict[str, Any]:
+        over = status in ("completed", "incomplete")
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            **self._head,
+            "status": status,
+            "background": False,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": error,
+            "incomplete_details": incomplete,
+            "output": output,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "usage": self._usage() if over else None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, cached = self._prompt["prompt_tokens"], self._prompt["cached_tokens"]
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": self._tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + self._tokens,
+        }
+
+
+def _part(text: str, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _without_bytes(logprobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """As the events of a text have them."""
+
+    def bare(token: Mapping[str, Any]) -> dict[str, Any]:
+        return {"token": token["token"], "logprob": token["logprob"]}
+
+    return [{**bare(t), "top_logprobs": [bare(top) for top in t["top_logprobs"]]} for t in logprobs]
