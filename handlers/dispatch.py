@@ -57,10 +57,17 @@ def has_handler(model_dir: str | os.PathLike[str], handler: str) -> bool:
 
 def is_hosted(model_dir: str | os.PathLike[str], handler: str | None = None) -> bool:
     """Whether the engine holds the model, so that `handlers.host` answers for it."""
-    if brings_script(model_dir, handler):
-        return False
+    return not brings_script(model_dir, handler) and not _holds_tensors(model_dir)
+
+
+def computes_tensors(model_dir: str | os.PathLike[str], handler: str | None = None) -> bool:
+    """Whether the model's own worker computes it, as it came: an ONNX graph or MXNet symbol."""
+    return not brings_script(model_dir, handler) and _holds_tensors(model_dir)
+
+
+def _holds_tensors(model_dir: str | os.PathLike[str]) -> bool:
     folder = os.fspath(model_dir)
-    return not (files.is_symbol(folder) or files.is_graph(folder))
+    return files.is_symbol(folder) or files.is_graph(folder)
 
 
 def handler_for(model_dir: str, handler: str | None = None) -> Handler | ScriptHandler:

@@ -229,7 +229,7 @@ def main() -> None:
     log_as_json("worker")
     expendable(SERVER)
     for lack in missing():
-        logger.warning("models' own scripts are not kept apart on this machine: %s", lack)
+        logger.warning("models' scripts and graphs are not kept apart on this machine: %s", lack)
     path = Path(os.environ["RUN_DIR"]) / "workers.sock"
     path.unlink(missing_ok=True)
     with lazily_imported("numpy", "scipy", "scipy.sparse"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,21 @@ class ModelSpec:
         properties = context.system_properties
         folder = Path(properties["model_dir"])
         sizes = {"batch_size": properties["batch_size"], "gpu_id": properties["gpu_id"]}
+        return replace(cls.read(folder, context.model_name), **sizes)
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> ModelSpec:
+        """`name` is for a folder without the file, which is the model's own."""
         try:
             said = json.loads((folder / SPEC_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            name = context.model_name
-            return cls(name, name, str(folder), str(folder), **sizes)
+            return cls(name, name, str(folder), str(folder))
         return cls(
             said["name"],
             said["engine_name"],
             said["path"],
             str(folder),
             said.get("handler"),
-            **sizes,
             engine=said.get("engine", {}),
         )
 

@@ -32,7 +32,8 @@ class Settings:
     script_isolation: bool = setting(
         "SCRIPT_ISOLATION",
         True,
-        "keep a model's own script from the server's files, sockets and processes",
+        "keep a model's own script, and what computes its graph, from the server's files, sockets"
+        " and processes",
     )
     script_paths: str = setting(
         "SCRIPT_PATHS", "", "more folders that every script may read, separated by colons"

@@ -1,7 +1,9 @@
 """One model's worker process: a thread per connection of Multi Model Server.
 
 For a model's own script, whose process for each connection is below this one (handlers.scripts),
-and for a model of tensors, which this one holds; `handlers.host` answers for the engine's models.
+and for a model of tensors, which this one computes, confined like a script; `handlers.host` answers
+for the engine's models.
+
 MMS's own worker (mms/model_service_worker.py, 1.1.11) forks a process per connection, each with its
 own numpy and scipy: 39 MB, where one process with threads takes 22 MB however many connections it
 has. The protocol and the service are MMS's own.
@@ -25,8 +27,13 @@ from pathlib import Path
 
 from common.lazy_imports import lazily_imported
 from common.oom import WORKER, expendable
+from common.settings import read_settings
+from handlers.dispatch import computes_tensors
 from handlers.mms_connection import Connection, LoadedModel
+from handlers.model_spec import ModelSpec
+from handlers.scripts.confinement.rules import Confinement, OwnUser
 from handlers.scripts.output import print_anything
+from handlers.settings import Settings
 
 # The worker goes when MMS has closed all connections for this long: the model was unregistered, or
 # MMS itself is gone.
@@ -97,9 +104,23 @@ class Worker:
 
     def _leave(self) -> None:
         """Ends the process at once, not held up by a request that never ends."""
-        self._socket_path.unlink(missing_ok=True)  # its parent may be gone
+        with contextlib.suppress(OSError):  # a confined one leaves that to its parent
+            self._socket_path.unlink(missing_ok=True)
         sys.stdout.flush()
         os._exit(0)
+
+
+def confine(spec: ModelSpec) -> None:
+    """Confines this process like a script's, if its model is one of tensors: their libraries parse
+    and run in C++ what anybody wrote. Before it has threads. Raises `OSError`."""
+    isolated = read_settings(Settings).script_isolation
+    if not isolated or not computes_tensors(spec.path, spec.handler):
+        return
+    inside = Path(spec.path).rglob("*")
+    linked = [str(path.resolve()) for path in inside if path.is_symlink()]  # within the store
+    user = OwnUser(os.environ.get("RUN_DIR", spec.folder))
+    read = [spec.folder, spec.path, *linked]
+    Confinement(read=read, write=[], network=False, uid=user.uid).enter()
 
 
 def main() -> None:
@@ -129,6 +150,7 @@ def main() -> None:
             time.sleep(RESTART_S)
             continue
         if child == 0:
+            confine(ModelSpec.read(Path(arguments.model_path), arguments.model_name))
             # Its watcher's end is its own, also where a connection stays open for ever.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             Worker(arguments.sock_name, watcher).serve(listener)

@@ -111,7 +111,6 @@ NO_CLAIMS = (
     "Mount the store read-only",
     "A proxy that lets pages of other origins in",
     "A script also",
-    "Load only graphs from people",
     "Limit requests per client",
     "`serving/process/isolation.py` has all",
     "| library |",
@@ -125,7 +124,6 @@ NO_CLAIMS = (
 NOT_PREVENTED = (
     "*Not prevented*",
     "Without a user of its own, a script can take",
-    "ONNX graphs and MXNet symbols are read",
 )
 
 

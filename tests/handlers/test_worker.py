@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,31 +13,41 @@ from pathlib import Path
 import psutil
 import pytest
 
+from handlers.scripts.confinement import landlock
+from handlers.scripts.confinement.rules import UIDS, may_change_user
 from tests.e2e.server import REPOSITORY, eventually
-from tests.handlers.messages import load_message
+from tests.handlers.messages import load_message, request_message
 from tests.processes import has_ended, nothing_starts_in
 
 PROGRAM = """
 import sys
 import handlers.worker as worker
 from tests.processes import become_a_user
+import tests.handlers.tries  # which a confined one cannot read
 worker.NEVER_CONNECTED_S = float(sys.argv.pop(1))
-become_a_user(54325)
+if user := int(sys.argv.pop(1)):
+    become_a_user(user)
 worker.main()
 """
+
+
+A_USER = 54325
+TRIED = ("reads its model", "reads the machine's state", "has threads")
 
 
 class Worker:
     """Started as Multi Model Server does."""
 
-    def __init__(self, folder: Path, never_connected_s: float) -> None:
+    def __init__(self, folder: Path, never_connected_s: float, user: int = 0) -> None:
         self.socket = folder / ".mms.sock.9000"
-        command = [sys.executable, "-c", PROGRAM, str(never_connected_s), "--sock-type", "unix"]
+        command = [sys.executable, "-c", PROGRAM, str(never_connected_s), str(user)]
+        command += ["--sock-type", "unix"]
         command += ["--sock-name", str(self.socket), "--handler", "handlers.handler_service"]
         command += ["--model-path", str(folder), "--model-name", "m", "--preload-model", "false"]
         self.process = subprocess.Popen(
             [*command, "--tmp-dir", str(folder)],
             cwd=REPOSITORY,
+            env={**os.environ, "RUN_DIR": str(folder.parent)},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -80,7 +92,7 @@ def test_it_ends_with_its_watcher_although_a_connection_is_open(
 def test_a_thread_or_a_process_that_does_not_start_is_waited_for(
     tmp_path: Path, workers: list[Worker]
 ) -> None:
-    worker = Worker(tmp_path, never_connected_s=60)
+    worker = Worker(tmp_path, 60, A_USER)
     workers.append(worker)
     assert (output := worker.process.stdout) is not None
     (child,) = eventually(worker.children)
@@ -94,3 +106,37 @@ def test_a_thread_or_a_process_that_does_not_start_is_waited_for(
         child.kill()
         assert any("does not start" in line for line in output)
     eventually(worker.children)
+
+
+@pytest.mark.parametrize("user", [0, A_USER])
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_worker_of_tensors_is_confined(
+    tmp_path: Path,
+    workers: list[Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    user: int,
+    isolated: bool,
+) -> None:
+    if not landlock.abi():
+        pytest.skip("this kernel has no Landlock")
+    monkeypatch.setenv("SCRIPT_ISOLATION", str(isolated).lower())
+    model = tmp_path / "그래프"
+    model.mkdir()
+    (tmp_path / "다른 모델").write_text("가중치", encoding="utf-8")
+    (tmp_path / "weights").write_bytes(b"x")
+    (model / "model.onnx").symlink_to(tmp_path / "weights")
+    worker = Worker(model, 60, user)
+    workers.append(worker)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(worker.socket))
+        connection.sendall(load_message("그래프", model, "tests.handlers.tries"))
+        assert b"loaded model" in connection.recv(1 << 16)
+        connection.sendall(request_message(b"x"))
+        answer = connection.recv(1 << 16)
+        found = json.loads(answer[answer.index(b"{") : answer.rindex(b"}") + 1])
+    uid, groups = found.pop("user"), found.pop("groups")
+    worked = {what for what, error in found.items() if error == ""}
+    assert worked == (set(TRIED) if isolated else set(found))
+    if user == 0 and may_change_user() and isolated:
+        assert uid in UIDS
+        assert groups == []
