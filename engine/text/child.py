@@ -25,6 +25,7 @@ MAX_TRIAL = 10_000  # characters that any of these may become
 MAX_REASON = 300  # characters
 
 Result = TypeVar("Result")
+Source = tuple[str, str, dict[str, Any], dict[str, Any]]
 
 
 def serve(
@@ -35,7 +36,7 @@ def serve(
     path, settings = Path(tokenizer_file), Generation.from_json(generation)
     artifact = Artifact(path.parent, GPT2Config(**config), {}, path, settings)
     files = read_files(path)
-    if digest_of(artifact, files) != digest:  # before anything of it is parsed
+    if source_of(artifact, files)[1] != digest:  # before anything of it is parsed
         raise ArtifactError(f"{path.name} has changed since it was loaded")
     opening = _Reasons(path.name, ArtifactError, "cannot be used")
     prompts = opening(Prompts, artifact, files)
@@ -44,17 +45,15 @@ def serve(
     return TextChild(prompts, path.name, artifact.config.vocab_size)
 
 
-def settings_of(artifact: Artifact) -> dict[str, Any]:
-    """What of its `generation` a text process uses."""
-    return dataclasses.replace(artifact.generation, parameters={}, strip=()).to_json()
-
-
-def digest_of(artifact: Artifact, files: Files) -> str:
-    """Of all that a text process is opened with: models with the same may share one."""
-    config = artifact.config
+def source_of(artifact: Artifact, files: Files | None = None) -> Source:
+    """The arguments of `serve`. Models with the same digest may share a process."""
+    files, config = files or read_files(artifact.tokenizer_file), artifact.config
+    # Of the generation settings those that a process uses.
+    generation = dataclasses.replace(artifact.generation, parameters={}, strip=()).to_json()
     hashes = {name: blake3(content).hexdigest() for name, content in files.items()}
-    said = [hashes, settings_of(artifact), config.vocab_size, config.max_length]
-    return blake3(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    said = json.dumps([hashes, generation, config.vocab_size, config.max_length], sort_keys=True)
+    digest = blake3(said.encode()).hexdigest()
+    return str(artifact.tokenizer_file), digest, dataclasses.asdict(config), generation
 
 
 class _Reasons:

@@ -8,15 +8,13 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from common.errors import ArtifactError, DeadlineExceeded, EngineError, EngineUnavailable
-from engine.artifacts.artifact import Artifact
 from engine.sandbox import Limits, Sandbox, again
 from engine.text import child as text_child
-from engine.text.files import read_files
 from engine.text.table import Table
 
 # How long the process may take to read a tokenizer and to find out about it.
@@ -24,23 +22,6 @@ LOAD_S = 20.0
 MEMORY_MIB = 512
 # Of those whose models have no requests. A start takes 30 to 100 ms, a process 17 MB.
 PROCESSES_KEPT = 8
-
-
-@dataclass(frozen=True)
-class Source:
-    """The files and settings of a model that a text process is opened with."""
-
-    file: Path
-    digest: str
-    config: dict[str, Any]
-    generation: dict[str, Any]
-
-    @classmethod
-    def of(cls, artifact: Artifact) -> Source:
-        """Raises `ArtifactError`."""
-        digest = text_child.digest_of(artifact, read_files(artifact.tokenizer_file))
-        config, generation = asdict(artifact.config), text_child.settings_of(artifact)
-        return cls(artifact.tokenizer_file, digest, config, generation)
 
 
 @dataclass(frozen=True)
@@ -57,7 +38,7 @@ class About:
             stop_ids = frozenset(map(int, said["stop_ids"]))
             special_ids = stop_ids.union(map(int, said["special_ids"]))
             return cls(stop_ids, special_ids, Table.from_json(said["table"]))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise ArtifactError(f"{file} cannot be used: its process gave no table") from None
 
 
@@ -104,14 +85,6 @@ class Turns:
             del task  # and what it holds, while this waits
 
 
-class User(Protocol):
-    """A model's texts."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether no answer of it is in the making."""
-
-
 class TextProcess:
     """Calls are made on the thread of its `turns` alone; the rest is thread-safe."""
 
@@ -120,7 +93,8 @@ class TextProcess:
         before a process starts."""
         self.about, self._starts = about, starts
         self.turns = Turns()
-        self.users: set[User] = set()  # guarded by `TextProcesses`
+        # Each with whether it has no answer in the making; guarded by `TextProcesses`.
+        self.users: dict[Hashable, Callable[[], bool]] = {}
         self.used_at = time.monotonic()
         self._child: Sandbox | None = None
         self._closed = False
@@ -144,7 +118,7 @@ class TextProcess:
         if self._child is not None:
             self._child.kill(reason)
 
-    def open(self, source: Source) -> None:
+    def open(self, source: text_child.Source) -> None:
         """Starts the process, unless it lives. Raises `ArtifactError` that says what is wrong with
         the tokenizer or its settings, and `EngineUnavailable`."""
         self.used_at = time.monotonic()
@@ -152,11 +126,9 @@ class TextProcess:
             self._starts()
             again(lambda: self._open(source))
 
-    def _open(self, source: Source) -> None:
-        file = source.file.name
-        arguments = (str(source.file), source.digest, source.config, source.generation)
-        limits = Limits(MEMORY_MIB)
-        self._child = child = Sandbox(text_child.serve, *arguments, what=file, limits=limits)
+    def _open(self, source: text_child.Source) -> None:
+        file, limits = Path(source[0]).name, Limits(MEMORY_MIB)
+        self._child = child = Sandbox(text_child.serve, *source, what=file, limits=limits)
         try:
             if self._closed:
                 raise EngineUnavailable(f"{file} is not needed any more")
@@ -167,7 +139,7 @@ class TextProcess:
             child.kill()
             raise
 
-    def call(self, source: Source, timeout_s: float, *arguments: Any) -> Any:
+    def call(self, source: text_child.Source, timeout_s: float, *arguments: Any) -> Any:
         """Calls the process, a new one of `source` if the last has ended; once more where it ended
         meanwhile, for it may have been killed long before.
 
@@ -205,21 +177,21 @@ class TextProcesses:
         self._processes: dict[str, TextProcess] = {}
         self._known: OrderedDict[str, About] = OrderedDict()  # of the last that ended
 
-    def acquire(self, digest: str, user: User) -> TextProcess:
-        """The process of a digest, until `release`."""
+    def acquire(self, digest: str, user: Hashable, is_idle: Callable[[], bool]) -> TextProcess:
+        """The process of a digest, until `release`. It may rest while all its users are idle."""
         with self._lock:
             process = self._processes.get(digest)
             if process is None:
                 process = TextProcess(self._known.pop(digest, None), self._rest)
                 self._processes[digest] = process
-            process.users.add(user)
+            process.users[user] = is_idle
             return process
 
-    def release(self, digest: str, user: User) -> None:
+    def release(self, digest: str, user: Hashable) -> None:
         """Closes the process with its last user. Does not block."""
         with self._lock:
             process = self._processes[digest]
-            process.users.remove(user)
+            del process.users[user]
             if process.users:
                 return
             del self._processes[digest]
@@ -233,7 +205,7 @@ class TextProcesses:
         """Ends those beyond `PROCESSES_KEPT` that were used least recently."""
         with self._lock:
             running = [p for p in self._processes.values() if p.pid is not None]
-            idle = [p for p in running if all(user.idle for user in p.users)]
+            idle = [p for p in running if all(is_idle() for is_idle in p.users.values())]
         idle.sort(key=lambda process: process.used_at, reverse=True)
         for process in idle[PROCESSES_KEPT:]:
             process.rest()

@@ -9,7 +9,7 @@ import base64
 import codecs
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
@@ -72,9 +72,7 @@ class Table:
             return SeparateDetokenizer(self)
         if self.kind == PROCESS:
             return WindowDetokenizer(self, prompt, decode)
-        return (
-            BytesDetokenizer(self, prompt) if self.kind == BYTES else RunsDetokenizer(self, prompt)
-        )
+        return JoinedDetokenizer(self, prompt)
 
     def text(self, ids: Sequence[int]) -> str:
         """Of ids that nothing stands before."""
@@ -82,28 +80,20 @@ class Table:
         return "".join(map(detokenizer.feed, ids)) + detokenizer.flush()
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "pieces": base64.b64encode(self._blob).decode(),
-            "ends": base64.b64encode(self._ends.tobytes()).decode(),
-            "silent": sorted(self.silent),
-            "byte_ids": sorted(self.byte_ids),
-            "lead": self.lead,
-        }
+        lengths = [b - a for a, b in pairwise(self._ends)]
+        pieces = base64.b64encode(self._blob).decode()
+        ids = {"silent": sorted(self.silent), "byte_ids": sorted(self.byte_ids)}
+        return {"kind": self.kind, "pieces": pieces, "lengths": lengths, **ids, "lead": self.lead}
 
     @classmethod
     def from_json(cls, said: Any) -> Table:
-        """What `to_json` gave. Raises `KeyError`, `TypeError`, `ValueError` for anything else."""
-        table = cls(said["kind"], (), map(int, said["silent"]), map(int, said["byte_ids"]))
-        table.lead = int(said["lead"])
-        table._blob = base64.b64decode(said["pieces"], validate=True)
-        table._ends = array("I", base64.b64decode(said["ends"], validate=True))
-        ends = table._ends.tolist()
-        if table.kind not in KINDS or table.lead < 0 or ends[:1] != [0]:
+        """What `to_json` gave. Raises `KeyError`, `TypeError`, `ValueError`, `OverflowError` else."""
+        blob = base64.b64decode(said["pieces"], validate=True)
+        pieces = [blob[a:b] for a, b in pairwise(accumulate(said["lengths"], initial=0))]
+        if said["kind"] not in KINDS or sum(said["lengths"]) != len(blob) or said["lead"] < 0:
             raise ValueError("no table")
-        if ends[-1] != len(table._blob) or ends != sorted(ends):
-            raise ValueError("pieces without ends")
-        return table
+        silent, byte_ids = map(int, said["silent"]), map(int, said["byte_ids"])
+        return cls(said["kind"], pieces, silent, byte_ids, said["lead"])
 
 
 class SeparateDetokenizer:
@@ -131,72 +121,58 @@ class SeparateDetokenizer:
         return text
 
 
-class BytesDetokenizer:
-    """Gives what decoding all bytes at once has more than those of the prompt; held back while it
-    ends in U+FFFD, which may become a character."""
+class JoinedDetokenizer:
+    """Gives what decoding all pieces at once has more than those of the prompt. Held back is what
+    ends in U+FFFD, which may become a character, and a run of single bytes up to its end: it is
+    text, or a U+FFFD for each byte."""
 
     def __init__(self, table: Table, prompt: Sequence[int]) -> None:
-        self._table, self._held, self._given = table, b"", 0
-        for token in reversed(prompt):
-            if not table.is_silent(token) and (piece := table.piece(token)):
-                text = piece.decode("utf-8", "replace")
-                if text.endswith(REPLACEMENT):  # the prompt may end within a character
-                    self._held, self._given = piece, len(text)
-                return
-
-    def feed(self, token: int) -> str:
-        if self._table.is_silent(token):
-            return ""
-        self._held += self._table.piece(token)
-        return "" if self._text().endswith(REPLACEMENT) else self.flush()
-
-    def flush(self) -> str:
-        text = self._text()[self._given :]
-        self._held, self._given = b"", 0
-        return text
-
-    def _text(self) -> str:
-        return self._held.decode("utf-8", "replace")
-
-
-class RunsDetokenizer:
-    """Gives what decoding all pieces at once has more than those of the prompt. A run of bytes is
-    held back to its end: it is text, or a U+FFFD for each byte."""
-
-    def __init__(self, table: Table, prompt: Sequence[int]) -> None:
-        self._table, self._held, self._run = table, "", b""
+        self._table, self._bytes = table, table.kind == BYTES
+        self._held, self._open = "", b""  # text, and bytes that more may follow
         self._first = True
         for token in reversed(prompt):
-            if not table.is_silent(token):
-                self._first = False
-                if token not in table.byte_ids:
-                    break
-                self._run = table.piece(token) + self._run
+            if table.is_silent(token):
+                continue
+            self._first = False
+            if token not in table.byte_ids and not self._bytes:
+                break
+            self._open = table.piece(token) + self._open  # the prompt may end within a character
+            if self._bytes and self._open:
+                break
         self._given = len(self._text())
 
     def feed(self, token: int) -> str:
         table = self._table
         if table.is_silent(token):
             return ""
-        if token in table.byte_ids:
-            self._run += table.piece(token)
+        if self._bytes:
+            self._open += table.piece(token)
+        elif token in table.byte_ids:
+            self._open += table.piece(token)
             return ""
-        self._held = self._text() + table.piece(token).decode("utf-8", "replace")
-        self._run = b""
-        return "" if self._held.endswith(REPLACEMENT) else self.flush()
+        else:
+            self._held = self._text() + table.piece(token).decode("utf-8", "replace")
+            self._open = b""
+        text = self._text()
+        return "" if text.endswith(REPLACEMENT) else self._give(text)
 
     def flush(self) -> str:
-        text = self._text()[self._given :]
+        return self._give(self._text())
+
+    def _give(self, text: str) -> str:
+        text = text[self._given :]
         if self._first:
             text = text[min(self._table.lead, len(text) - len(text.lstrip(" "))) :]
-        self._held, self._run, self._given, self._first = "", b"", 0, False
+        self._held, self._open, self._given, self._first = "", b"", 0, False
         return text
 
     def _text(self) -> str:
+        if self._bytes:
+            return self._open.decode("utf-8", "replace")
         try:
-            return self._held + self._run.decode()
+            return self._held + self._open.decode()
         except UnicodeDecodeError:
-            return self._held + REPLACEMENT * len(self._run)
+            return self._held + REPLACEMENT * len(self._open)
 
 
 class WindowDetokenizer:

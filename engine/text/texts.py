@@ -16,7 +16,8 @@ from engine.artifacts.artifact import Artifact
 from engine.sequence import Sequence, Token
 from engine.statistics import Statistics
 from engine.text.answer_text import AnswerText
-from engine.text.process import Source, TextProcesses
+from engine.text.child import source_of
+from engine.text.process import TextProcesses
 from engine.text.prompts import Chat, Inputs, Raw
 from engine.text.table import PROCESS, Table
 
@@ -49,9 +50,9 @@ class Texts:
         self._defaults, self._strip = artifact.generation.parameters, artifact.generation.strip
         self._vocab_size = artifact.config.vocab_size
         self._statistics, self._most_waiting = statistics, most_waiting
-        self._source, self._processes = Source.of(artifact), processes
-        self._process = processes.acquire(self._source.digest, self)
         self._answers: dict[Sequence, AnswerText | None] = {}  # None: no token has its text yet
+        self._source, self._processes = source_of(artifact), processes
+        self._process = processes.acquire(self._digest, self, lambda: self.idle)
         self._closing = threading.Lock()
         self._closed: EngineError | None = None
         self._opening = self._soon(lambda: self._process.open(self._source))
@@ -68,6 +69,10 @@ class Texts:
         self.stop_ids, self._special_ids = about.stop_ids, about.special_ids
         self._table = about.table
         return self
+
+    @property
+    def _digest(self) -> str:
+        return self._source[1]
 
     @property
     def pid(self) -> int | None:
@@ -154,7 +159,7 @@ class Texts:
             if self._closed is not None:
                 return
             self._closed = reason
-        self._processes.release(self._source.digest, self)
+        self._processes.release(self._digest, self)
         for task in self._process.turns.take(self):
             task()  # it finds this closed
         for sequence in list(self._answers):

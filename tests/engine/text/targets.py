@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from common.errors import EngineError
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
-from engine.artifacts.generation_config import Generation
 from engine.text import child as text_child
-from engine.text.files import read_files
 from engine.text.table import Table
 
 CONFIG = GPT2Config(700, 64, 2, 4, 256, 128)
@@ -26,8 +23,7 @@ def attempts() -> Callable[[str], str]:
         try:
             file = Path(path)
             artifact = Artifact(file.parent, CONFIG, {}, file)
-            digest = text_child.digest_of(artifact, read_files(file))
-            child = text_child.serve(path, digest, asdict(CONFIG), Generation().to_json())
+            child = text_child.serve(*text_child.source_of(artifact))
             table = Table.from_json(json.loads(json.dumps(child("about")))["table"])
             ids: Any = child("encode", "오늘은 날씨가 <s> 🙂")
             detokenizer = table.detokenizer(ids, lambda ids: child("decode", ids))
