@@ -87,7 +87,7 @@ class Table:
 
     @classmethod
     def from_json(cls, said: Any) -> Table:
-        """What `to_json` gave. Raises `KeyError`, `TypeError`, `ValueError`, `OverflowError` else."""
+        """What `to_json` gave. Raises `KeyError`, `TypeError`, `ValueError`, `OverflowError`."""
         blob = base64.b64decode(said["pieces"], validate=True)
         pieces = [blob[a:b] for a, b in pairwise(accumulate(said["lengths"], initial=0))]
         if said["kind"] not in KINDS or sum(said["lengths"]) != len(blob) or said["lead"] < 0:

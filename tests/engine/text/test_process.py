@@ -290,14 +290,26 @@ def test_a_process_that_dies_costs_no_answer(engine_: Engine, tmp_path: Path, ki
     assert killed.error is None
 
 
-def test_tokens_become_text_without_their_process(engine_: Engine, good: Path) -> None:
-    engine_.load("m", str(good))
+def test_tokens_become_text_without_their_process(
+    engine_: Engine, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it stalls over a prompt, too."""
+    monkeypatch.setattr(engine.text.texts, "ENCODE_S", WAIT_S)
+    texts = engine_.load("m", str(good)).texts
     whole = Request(engine_, "m", PROMPT, max_new_tokens=200, logprobs=2).wait()
-    with Pause(engine_):
-        request = Request(engine_, "m", PROMPT, max_new_tokens=200, logprobs=2)
-        os.kill(child(engine_, "m"), signal.SIGSTOP)
-    assert request.wait().text() == whole.text()
-    assert [t.pieces for t in request.tokens] == [t.pieces for t in whole.tokens]
+    with ThreadPoolExecutor(2) as pool:
+        with Pause(engine_):
+            request = Request(engine_, "m", PROMPT, max_new_tokens=200, logprobs=2)
+            pid = child(engine_, "m")
+            os.kill(pid, signal.SIGSTOP)
+            stalled = [pool.submit(Request, engine_, "m", PROMPT) for _ in range(2)]
+            until(lambda: texts._process.turns.waiting(texts) == 1)
+        assert request.wait().text() == whole.text()
+        assert [t.pieces for t in request.tokens] == [t.pieces for t in whole.tokens]
+        assert not any(future.done() for future in stalled)
+        os.kill(pid, signal.SIGCONT)
+        for future in stalled:
+            future.result(WAIT_S).wait()
 
 
 def test_a_process_that_was_killed_while_nobody_asked_costs_no_answer(
