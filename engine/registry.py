@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import (
     Cancelled,
@@ -33,11 +33,13 @@ from engine.sequence import Sequence, Token
 from engine.settings import Settings
 from engine.step_loop import Loop
 from engine.text.prompts import Chat, Inputs, check_bytes
+from engine.text.texts import Texts
 
 # Two workers (`serving.models.worker_memory`).
 FOR_OTHERS = 128 * MIB
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class Engine:
@@ -236,6 +238,12 @@ class Engine:
     def parameters(self, name: str, given: Any) -> Parameters:
         """A request's parameters over the model's own. Raises `ModelNotFound`, `InvalidRequest`."""
         return self._find(name).texts.parameters(given)
+
+    def with_texts(self, name: str, task: Callable[[Texts], Result]) -> Future[Result]:
+        """Runs `task` on the thread of the model's text process. Raises `ModelNotFound`,
+        `Overloaded`."""
+        texts = self._find(name).texts
+        return texts.soon(lambda: task(texts))
 
     def submit(self, name: str, *arguments: Any, **options: Any) -> list[Sequence]:
         """As `submit_soon`, and waits for it."""

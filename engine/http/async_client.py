@@ -85,6 +85,19 @@ class AsyncEngineClient:
         answer: dict[str, Any] = await self._call("POST", url, body, timeout_s + GRACE_S)
         return answer
 
+    async def tokenize(
+        self, name: str, inputs: Any, kind: str, special: bool, timeout_s: float
+    ) -> dict[str, Any]:
+        """`{"tokens", "texts", "max_length"}` of a "prompt" or "messages", as `kind` says; a
+        prompt's with what the tokenizer puts in front where `special`."""
+        body = {kind: inputs, "special": special}
+        found: dict[str, Any] = await self._call("POST", _url(name, "/tokenize"), body, timeout_s)
+        return found
+
+    async def detokenize(self, name: str, tokens: list[int], timeout_s: float) -> str:
+        found = await self._call("POST", _url(name, "/detokenize"), {"tokens": tokens}, timeout_s)
+        return str(found["text"])
+
     async def cancel(self, request_id: str) -> None:
         """Frees the place of the request that a worker sent under this id, now or later."""
         await self._call("DELETE", f"/requests/{request_id}", None, 10.0)

@@ -9,6 +9,9 @@
                                      fields of the model's template. In their place: "prompt", a
                                      text or ids that no template is for, or "messages" of a chat,
                                      `{"role", "content"}`
+    POST   /models/{name}/tokenize  {"prompt" | "messages", "special"?}: `{"tokens", "texts",
+                                     "max_length"}`
+    POST   /models/{name}/detokenize {"tokens"}: `{"text"}`
     DELETE /requests/{request_id}   for one who knows that nobody waits any more
     POST   /room                    {"name", "model_dir", "backend"?, "precision"?, "promised"?}:
                                     whether a load would find room now beside those that are
@@ -57,7 +60,8 @@ from engine.http.stream import NdjsonStream, disconnected
 from engine.registry import Engine
 from engine.sandbox.reading import Reading
 from engine.sequence import Sequence, Token
-from engine.text.prompts import Inputs
+from engine.text.prompts import Chat, Inputs, Raw
+from engine.text.texts import Texts
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +84,8 @@ class EngineApp:
         self.asgi = Starlette(
             routes=[
                 Route("/models/{name:path}/generate", self._generate, methods=["POST"]),
+                Route("/models/{name:path}/tokenize", self._tokenize, methods=["POST"]),
+                Route("/models/{name:path}/detokenize", self._detokenize, methods=["POST"]),
                 Route("/models", self._load, methods=["POST"]),
                 Route("/models", self._list, methods=["GET"]),
                 Route("/models/{name:path}", self._unload, methods=["DELETE"]),
@@ -178,11 +184,39 @@ class EngineApp:
 
     # Generation
 
-    async def _generate(self, request: Request) -> Response:
-        name = request.path_params["name"]
+    async def _object(self, name: str, request: Request) -> dict[str, Any]:
         if (length := len(await request.body())) > LARGE_BYTES:
             self._engine.check_bytes(name, length)
-        body = await json_object(request)
+        return await json_object(request)
+
+    async def _tokenize(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        body = await self._object(name, request)
+        special = body.get("special") is not False
+        what: str | list[dict[str, str]]
+        match inputs_of(body):
+            case Raw(str(what)) | Chat(what):
+                pass
+            case _:
+                raise InvalidRequest("prompt must be text, or messages a chat")
+
+        def tokenize(texts: Texts) -> dict[str, Any]:
+            ids, pieces = texts.tokenize(what, special)
+            return {"tokens": ids, "texts": pieces, "max_length": texts.max_length}
+
+        return JSONResponse(await asyncio.wrap_future(self._engine.with_texts(name, tokenize)))
+
+    async def _detokenize(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        ids = (await self._object(name, request)).get("tokens")
+        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+            raise InvalidRequest("tokens must be a list of token ids")
+        future = self._engine.with_texts(name, lambda texts: texts.detokenize(ids))
+        return JSONResponse({"text": await asyncio.wrap_future(future)})
+
+    async def _generate(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        body = await self._object(name, request)
         inputs = inputs_of(body)
         parameters = self._engine.parameters(name, body.get("parameters"))
         timeout_s = body.get("timeout_s")

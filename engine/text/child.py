@@ -91,6 +91,7 @@ class TextChild:
             "encode": lambda: self._cutting(prompts.encode, *arguments),
             "encode_raw": lambda: self._cutting(prompts.encode_raw, *arguments),
             "encode_chat": lambda: self._cutting(prompts.encode_chat, *arguments),
+            "tokenize": lambda: self._cutting(prompts.tokenize, *arguments),
             "decode": lambda: self._decoding(tokenizer.decode, *arguments),
         }
         return methods[method]()

@@ -104,6 +104,18 @@ class Prompts:
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """The same of messages in the model's chat template; where it has none, of one message of
         the user's in its other template."""
+        return self._checked("messages", self._chat_ids(messages))
+
+    def tokenize(self, inputs: str | list[dict[str, str]], special: bool) -> list[int]:
+        """The ids of a text or messages, however many, of a text with what the tokenizer puts in
+        front where `special`. Raises `InvalidRequest`, `PromptTooLong`."""
+        if not isinstance(inputs, str):
+            return self._chat_ids(inputs)
+        self._check_length("prompt", [inputs])
+        encode = self.tokenizer.encode
+        return encode(inputs) if special else self.tokenizer.encode_parts([Part(inputs)])
+
+    def _chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
         texts = [message["content"] for message in messages]
         self._check_length("messages", texts)
         chat, template = self._chat_template, self._generation.template
@@ -112,7 +124,7 @@ class Prompts:
                 self.tokenizer.check_plain(text)
             prompt = chat.render(messages)
             self._check_length("messages", [prompt])
-            return self._checked("messages", self.tokenizer.encode_parts([Part(prompt)]))
+            return self.tokenizer.encode_parts([Part(prompt)])
         if template is None:
             raise InvalidRequest(f"the model has no chat template: {ADVICE}")
         if [message["role"] for message in messages] != ["user"]:
@@ -120,7 +132,7 @@ class Prompts:
                 f"messages: the model's template ({FILE}) takes one message of the user's and"
                 f" nothing else. For more: {ADVICE}"
             )
-        return self._checked("messages", self._encode(texts[0]))
+        return self._encode(texts[0])
 
     @functools.cached_property
     def _chat_template(self) -> ChatTemplate | None:

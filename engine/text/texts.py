@@ -49,6 +49,7 @@ class Texts:
         self.file = artifact.tokenizer_file.name
         self._defaults, self._strip = artifact.generation.parameters, artifact.generation.strip
         self._vocab_size = artifact.config.vocab_size
+        self.max_length = artifact.config.max_length
         self._statistics, self._most_waiting = statistics, most_waiting
         self._answers: dict[Sequence, AnswerText | None] = {}  # None: no token has its text yet
         self._source, self._processes = source_of(artifact), processes
@@ -125,11 +126,31 @@ class Texts:
         Raises `InvalidRequest`, `PromptTooLong`, and what `TextProcess.call` does.
         """
         if isinstance(inputs, Raw):
-            ids = self._call(ENCODE_S, "encode_raw", inputs.prompt)
-        elif isinstance(inputs, Chat):
-            ids = self._call(ENCODE_S, "encode_chat", inputs.messages)
-        else:
-            ids = self._call(ENCODE_S, "encode", inputs)
+            return self._ids("encode_raw", inputs.prompt)
+        if isinstance(inputs, Chat):
+            return self._ids("encode_chat", inputs.messages)
+        return self._ids("encode", inputs)
+
+    def tokenize(
+        self, inputs: str | list[dict[str, str]], special: bool
+    ) -> tuple[list[int], list[str]]:
+        """The ids of a text or messages, however many, and their texts; as `encode`."""
+        ids = self._ids("tokenize", inputs, special)
+        return ids, [self._table.piece(i).decode("utf-8", "replace") for i in ids]
+
+    def detokenize(self, ids: list[int]) -> str:
+        """Their text, without special tokens; on the process's thread."""
+        if max(ids, default=0) >= self._vocab_size:
+            raise InvalidRequest(
+                f"tokens has {max(ids)}, but the model's vocabulary ends at {self._vocab_size - 1}"
+            )
+        found = self._call(DECODE_S, "decode", ids)
+        if not isinstance(found, list) or not found or not isinstance(found[0], str):
+            raise self._process.give_up("it gave no text")
+        return found[0].encode("utf-8", "replace").decode()
+
+    def _ids(self, *arguments: Any) -> list[int]:
+        ids = self._call(ENCODE_S, *arguments)
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             raise self._process.give_up("it gave no ids")
         return ids

@@ -45,6 +45,7 @@ class App:
         self._gateway = gateway
         health = [
             Route("/ping", self._ping, methods=["GET"]),
+            Route("/health", self._ping, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
         ]
         management = Management(gateway).routes()
@@ -131,7 +132,7 @@ class App:
 
     @staticmethod
     def _log(scope: Scope, status: int, seconds: float) -> None:
-        if scope["path"] in ("/ping", "/metrics"):
+        if scope["path"] in ("/ping", "/health", "/metrics"):
             return
         headers = dict(scope["headers"])
         target = headers.get(b"x-amzn-sagemaker-target-model", b"").decode("utf-8", "replace")

@@ -48,18 +48,21 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "completion": ("OpenAIError", {JSON: "OpenAICompletion"}, {JSON: "Any", EVENTS: "Text"}),
     "chat": ("OpenAIError", {JSON: "OpenAIChat"}, {JSON: "Any", EVENTS: "Text"}),
     "response": ("OpenAIError", {JSON: "OpenAIResponse"}, {JSON: "Any", EVENTS: "Text"}),
+    "tokens": ("OpenAIError", {JSON: "Any"}, {JSON: "Any"}),
     "V2": ("V2Error", {}, {}),
     "infer": ("V2Error", {JSON: "Infer", BYTES: "Bytes"}, {JSON: "Inferred", BYTES: "Bytes"}),
     "generate": ("V2Error", {JSON: "V2Generate"}, {JSON: "Any"}),
 }
 TAGS = {
     "load": "management", "description": "inference", "endpoint": "inference",
-    "completion": "OpenAI", "chat": "OpenAI", "response": "OpenAI", "infer": "V2", "generate": "V2",
+    "completion": "OpenAI", "chat": "OpenAI", "response": "OpenAI", "tokens": "OpenAI",
+    "infer": "V2", "generate": "V2",
 }  # fmt: skip
 CALL = "400 401 403 404 405 406 408 413 415 429 500 503 504 507"
 # Method, path with its query, kind, errors, summary.
 ROUTES = f"""
 GET /ping | health | 503 | 200 when a request would work
+GET /health | health | 503 | The same, as vLLM and TGI have it
 GET /metrics | health | | Prometheus metrics
 POST /models | load | 400 401 403 404 408 409 413 415 500 503 504 507 | Load a model
 GET /models?limit=integer&next_page_token=string&available=boolean | management | 400 401 503 | \
@@ -84,6 +87,8 @@ GET /v1/models/{{name}} | OpenAI | 401 404 503 | Whether there is such a model
 POST /v1/completions | completion | {CALL} | Continue texts or token ids
 POST /v1/chat/completions | chat | {CALL} | Answer a chat
 POST /v1/responses | response | {CALL} | The same, as the Responses API has it
+POST /tokenize | tokens | {CALL} | A text or a chat as token ids, as vLLM has it
+POST /detokenize | tokens | {CALL} | Token ids as text
 GET /v2 | V2 | | The server's name and extensions
 GET /v2/health/live | V2 | | 200 as long as the server answers
 GET /v2/health/ready | V2 | 503 | As /ping

@@ -118,7 +118,7 @@ async def begin(
         await resources.enter_async_context(aclosing(items))
         return items, await anext(items)
 
-    return await _while_restored(gateway, model, end, stream)
+    return await while_restored(gateway, model, end, stream)
 
 
 async def whole(
@@ -135,10 +135,10 @@ async def whole(
         left_s = max(end - time.monotonic(), 0.001)
         return await gateway.engine.generate(model.engine_name, inputs, parameters, left_s, kind)
 
-    return await _while_restored(gateway, model, end, generate)
+    return await while_restored(gateway, model, end, generate)
 
 
-async def _while_restored(
+async def while_restored(
     gateway: Gateway, model: Model, end: float, ask: Callable[[], Awaitable[T]]
 ) -> T:
     """What `ask` returns, asked again where the engine is being started again. Raises `Unavailable`

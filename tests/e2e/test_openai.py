@@ -473,6 +473,67 @@ def test_what_of_a_response_asks_for_nothing_is_taken(client: openai.OpenAI) -> 
     assert "no response is kept" in error.message
 
 
+# Ids, as vLLM has them
+
+
+def post(server: Server, path: str, body: dict[str, Any]) -> requests.Response:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    return requests.post(server.url(path), json=body, headers=headers, timeout=60)
+
+
+def test_texts_and_chats_are_ids_and_text_again(server: Server, client: openai.OpenAI) -> None:
+    found = post(server, "/tokenize", {"model": "여름", "prompt": PROMPT}).json()
+    asked: dict[str, Any] = {"model": "여름", **GREEDY}
+    made = client.completions.create(**asked, prompt=PROMPT)
+    assert made.usage is not None
+    assert found["count"] == len(found["tokens"]) == made.usage.prompt_tokens
+    assert (found["max_model_len"], found["token_strs"]) == (128, None)
+    by_ids = client.completions.create(**asked, prompt=found["tokens"])
+    assert by_ids.choices[0].text == made.choices[0].text
+    body = {"model": "여름", "tokens": found["tokens"]}
+    assert post(server, "/detokenize", body).json()["prompt"].strip() == PROMPT
+
+    body = {"model": "여름", "prompt": PROMPT, "add_special_tokens": False}
+    plain = post(server, "/tokenize", {**body, "return_token_strs": True}).json()
+    assert plain["tokens"] == found["tokens"][1:]
+    assert "".join(plain["token_strs"]).strip() == PROMPT
+
+    messages = [{"role": "user", "content": "안녕?"}]
+    chat = client.chat.completions.create(model="채팅", messages=messages, **GREEDY)  # type: ignore
+    counted = post(server, "/tokenize", {"model": "채팅", "messages": messages}).json()
+    assert chat.usage is not None
+    assert counted["count"] == chat.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/tokenize", {"model": "여름"}, 400, "prompt or messages must be given"),
+        (
+            "/tokenize",
+            {"model": "여름", "prompt": "가", "온도": 1},
+            400,
+            "known are add_generation",
+        ),
+        ("/tokenize", {"model": "여름", "messages": [], "add_generation_prompt": False}, 400, ""),
+        ("/tokenize", {"prompt": "가"}, 400, "model must be text"),
+        ("/tokenize", {"model": "없음", "prompt": "가"}, 404, "없음"),
+        ("/detokenize", {"model": "여름", "tokens": "가"}, 400, "tokens must be a list"),
+        ("/detokenize", {"model": "여름", "tokens": [160]}, 400, "vocabulary ends at 159"),
+    ],
+)
+def test_ids_that_cannot_be_had_are_refused(
+    server: Server, path: str, body: dict[str, Any], status: int, said: str
+) -> None:
+    answer = post(server, path, body)
+    assert answer.status_code == status
+    assert said in answer.json()["error"]["message"]
+
+
+def test_health_is_answered_as_ping(server: Server) -> None:
+    assert requests.get(server.url("/health"), timeout=60).status_code == 200
+
+
 # What is refused
 
 

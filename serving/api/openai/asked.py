@@ -137,10 +137,9 @@ def chat(body: Body) -> Asked:
     parameters["max_new_tokens"] = max_tokens(given, limit, MAX_TOKENS)
     if logprobs:
         parameters["logprobs"] = top or 0
-    messages = _messages(given.get("messages"))
     return Asked(
         Kind.CHAT,
-        prompts=[messages],
+        prompts=[messages(given.get("messages"))],
         parameters=parameters,
         best_of=shared["n"],
         logprobs=logprobs,
@@ -225,11 +224,11 @@ def _prompts(prompt: Any) -> list[Any]:
     """One or several, each a text or its ids."""
     if isinstance(prompt, list):
         bounded("prompt", prompt)
-    several = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
+    several = prompt if isinstance(prompt, list) and not is_ids(prompt) else [prompt]
     if not 1 <= len(several) <= MAX_PROMPTS:
         raise Refused("prompt", f"has {len(several)} prompts, can have {MAX_PROMPTS}")
     for one in several:
-        if not isinstance(one, str) and not (_is_ids(one) and one):
+        if not isinstance(one, str) and not (is_ids(one) and one):
             raise Refused("prompt", "must be text, token ids, or a list of texts or of token ids")
         if isinstance(one, str):
             text("prompt", one)
@@ -241,11 +240,11 @@ def bounded(name: str, parts: list[Any]) -> None:
         raise Refused(name, f"has {len(parts)} parts, can have {MAX_PARTS}")
 
 
-def _messages(messages: Any) -> list[dict[str, str]]:
-    if not isinstance(messages, list) or not messages:
+def messages(value: Any) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not value:
         raise Refused("messages", "must be a list of messages that is not empty")
-    bounded("messages", messages)
-    return [message(f"messages[{i}]", value) for i, value in enumerate(messages)]
+    bounded("messages", value)
+    return [message(f"messages[{i}]", one) for i, one in enumerate(value)]
 
 
 def message(name: str, value: Any, kinds: Sequence[str] = ("text",)) -> dict[str, str]:
@@ -299,5 +298,5 @@ def _biases(name: str, value: Any) -> Mapping[str, float]:
     return mapping(name, value)
 
 
-def _is_ids(value: Any) -> bool:
+def is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)

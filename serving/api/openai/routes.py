@@ -4,6 +4,7 @@ GET  /v1/models, /v1/models/{id}    what the store offers and what is loaded
 POST /v1/completions                continues texts or token ids
 POST /v1/chat/completions           answers a chat, by the fine-tune's own template
 POST /v1/responses                  the same as the Responses API has it
+POST /tokenize, /detokenize         a text's ids, as vLLM has them
 POST /v1/embeddings                 refused
 """
 
@@ -19,13 +20,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from serving.api.invoke import engine_model
-from serving.api.openai import asked, responses
+from serving.api.openai import asked, responses, tokens
 from serving.api.openai.answering import Form, answer
 from serving.api.openai.answers import Answer
 from serving.api.openai.asked import Asked
 from serving.api.openai.errors import UnknownUrl, respond
 from serving.api.shared import Gateway, check_token, read_json_object
 from serving.errors import MethodNotAllowed
+from serving.models.model import Model
 from serving.names import normal_name
 
 OWNER = "kogpt2-serving"
@@ -51,6 +53,8 @@ class OpenAI:
             self._route("/v1/completions", self.completions, "POST"),
             self._route("/v1/chat/completions", self.chat, "POST"),
             self._route("/v1/responses", self.responses, "POST"),
+            self._route("/tokenize", self.tokenize, "POST"),
+            self._route("/detokenize", self.detokenize, "POST"),
             self._route("/v1/embeddings", self.embeddings, "POST"),
             self._route("/v1/{rest:path}", self.unknown, *METHODS),
         ]
@@ -66,7 +70,8 @@ class OpenAI:
             except Exception as error:
                 return respond(request, error)
 
-        return Route(path, answered, methods=METHODS)
+        # What is below /v1 is OpenAI's, wrong methods too.
+        return Route(path, answered, methods=METHODS if path.startswith("/v1/") else methods)
 
     async def models(self, request: Request) -> Response:
         gateway = self._gateway
@@ -112,6 +117,29 @@ class OpenAI:
             engine_model(gateway, request, name, resources) as (model, end),
         ):
             return await answer(gateway, model, asked, form(name), end, resources)
+        raise AssertionError("it was returned or raised")
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._of_tokens(request, tokens.tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._of_tokens(request, tokens.detokenize)
+
+    async def _of_tokens(
+        self,
+        request: Request,
+        work: Callable[[Gateway, Model, asked.Body, float], Awaitable[dict[str, Any]]],
+    ) -> Response:
+        gateway = self._gateway
+        body = await read_json_object(gateway, request)
+        gateway.check_ready()
+        named = asked.text("model", body.get("model") or gateway.single_model)
+        name = request.state.model = normal_name(named).lstrip("/")
+        async with (
+            AsyncExitStack() as resources,
+            engine_model(gateway, request, name, resources) as (model, end),
+        ):
+            return JSONResponse(await work(gateway, model, body, end))
         raise AssertionError("it was returned or raised")
 
     async def embeddings(self, request: Request) -> Response:

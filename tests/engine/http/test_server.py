@@ -168,6 +168,28 @@ def test_a_text_and_its_ids_are_continued_alike(engine: EngineProcess, url: str)
     assert engine.call("POST", f"{url}/generate", body)[1]["prompt_tokens"] == len(ids)
 
 
+def test_a_text_becomes_ids_and_text_again(engine: EngineProcess, url: str) -> None:
+    asked = {"prompt": PROMPT, "parameters": {"decoder_input_details": True}}
+    prefill = engine.call("POST", f"{url}/generate", asked)[1]["completions"][0]["prefill"]
+    status, found = engine.call("POST", f"{url}/tokenize", {"prompt": PROMPT})
+    assert status == 200
+    assert found["tokens"] == [token["token"] for token in prefill]
+    assert found["texts"] == [token["text"] for token in prefill]
+    plain = engine.call("POST", f"{url}/tokenize", {"prompt": PROMPT, "special": False})[1]
+    assert plain["tokens"] == found["tokens"][1:]
+    long = engine.call("POST", f"{url}/tokenize", {"prompt": PROMPT * 1000})[1]
+    assert len(long["tokens"]) > long["max_length"]  # whoever counts wants to know
+    back = engine.call("POST", f"{url}/detokenize", {"tokens": found["tokens"]})
+    assert back == (200, {"text": f" {PROMPT}"})
+    for route, body in (
+        ("tokenize", {"prompt": [1]}),
+        ("tokenize", {"inputs": PROMPT}),
+        ("detokenize", {"tokens": PROMPT}),
+        ("detokenize", {"tokens": [10**6]}),
+    ):
+        assert engine.call("POST", f"{url}/{route}", body)[0] == 400
+
+
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_a_prompts_tokens_come_back_when_they_are_asked_for(
     engine: EngineProcess, url: str, logprobs: int | None

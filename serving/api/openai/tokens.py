@@ -1,0 +1,70 @@
+"""vLLM's `POST /tokenize` and `/detokenize`: a text or a chat as a model's ids, and back.
+
+{"model", "prompt", "add_special_tokens"?} or {"model", "messages"}, "return_token_strs"?
+    -> {"count", "max_model_len", "tokens", "token_strs"}
+{"model", "tokens"} -> {"prompt"}, without special tokens
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from common import fields
+from serving.api.openai.asked import Body, get, is_ids, known_fields, messages, text
+from serving.api.openai.errors import Refused
+from serving.api.shared import Gateway
+from serving.api.stream import while_restored
+from serving.models.model import Model
+
+TOKENIZE = {
+    *("model", "prompt", "messages", "add_special_tokens", "add_generation_prompt"),
+    *("return_token_strs", "continue_final_message"),
+}
+DETOKENIZE = {"model", "tokens"}
+
+
+async def tokenize(gateway: Gateway, model: Model, body: Body, end: float) -> dict[str, Any]:
+    """Raises `Refused`."""
+    given = known_fields(body, TOKENIZE)
+    if ("prompt" in given) == ("messages" in given):
+        raise Refused("prompt", "or messages must be given, and not both")
+    if "prompt" in given:
+        inputs: Any = text("prompt", given["prompt"])
+    else:
+        inputs = messages(given["messages"])
+    for name, only in (("add_generation_prompt", True), ("continue_final_message", False)):
+        if get(given, name, fields.boolean, only) is not only:
+            raise Refused(name, f"can only be {str(only).lower()}", "unsupported_parameter")
+    special = get(given, "add_special_tokens", fields.boolean, True)
+    strings = get(given, "return_token_strs", fields.boolean, False)
+    kind = "prompt" if "prompt" in given else "messages"
+    name = model.engine_name
+    found = await while_restored(
+        gateway,
+        model,
+        end,
+        lambda: gateway.engine.tokenize(name, inputs, kind, special, _left_s(end)),
+    )
+    return {
+        "count": len(found["tokens"]),
+        "max_model_len": found["max_length"],
+        "tokens": found["tokens"],
+        "token_strs": found["texts"] if strings else None,
+    }
+
+
+async def detokenize(gateway: Gateway, model: Model, body: Body, end: float) -> dict[str, Any]:
+    """Raises `Refused`."""
+    tokens: Any = known_fields(body, DETOKENIZE).get("tokens")
+    if not is_ids(tokens):
+        raise Refused("tokens", "must be a list of token ids")
+    name = model.engine_name
+    found = await while_restored(
+        gateway, model, end, lambda: gateway.engine.detokenize(name, tokens, _left_s(end))
+    )
+    return {"prompt": found}
+
+
+def _left_s(end: float) -> float:
+    return max(end - time.monotonic(), 0.001)
