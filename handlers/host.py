@@ -32,7 +32,7 @@ from handlers.worker import CONNECTIONS_AT_ONCE, LEFT_ALONE_S, NEVER_CONNECTED_S
 MAX_THREADS = 512
 # Idle ones, from the start: they answer where no more can be had (RLIMIT_NPROC, a pids limit). More
 # end once they have answered, such as those of the connections that all come after a restart.
-SPARE_THREADS = 16
+SPARE_THREADS = 32  # 16 KiB each
 # With fewer idle ones more are started: until one that does not start is tried again, at the next
 # message or after LOOK_AROUND_S, another waits for messages.
 MIN_IDLE_THREADS = 2
