@@ -165,11 +165,15 @@ def shared_prefix(weights: Index, embedding: str, positions: str, otherwise: str
     return min(fitting, key=len)
 
 
-def sizes(weights: Index, file: str) -> dict[str, Any]:
+# For messages: of a parameter the name in the file, and whether it is transposed there.
+FileNames = Mapping[str, tuple[str, bool]]
+
+
+def sizes(weights: Index, file: str, called: FileNames | None = None) -> dict[str, Any]:
     """The sizes of a `GPT2Config` that weights under our names have."""
     for name in (EMBEDDING, POSITIONS, FFN_HIDDEN.format(0) + ".weight"):
         if name not in weights or weights[name].ndim != 2 or not weights[name].size:
-            raise ArtifactError(f"{file} has no matrix {name}")
+            raise ArtifactError(f"{file} has no matrix {(called or {}).get(name, (name,))[0]}")
     vocab_size, units = weights[EMBEDDING].shape
     return {
         "vocab_size": vocab_size,
@@ -188,16 +192,20 @@ def _count_layers(weights: Index) -> int:
     return 1 + max(int(m[m.lastindex or 0]) for m in found if m)
 
 
-def check_weights(weights: Index, config: GPT2Config, file: str) -> None:
+def check_weights(
+    weights: Index, config: GPT2Config, file: str, called: FileNames | None = None
+) -> None:
     """Each parameter is there in its shape, as floats. Others are left out of `weights`."""
     expected = dict(shapes(config))
-    for name, shape in expected.items():
-        if name not in weights:
+    for ours, shape in expected.items():
+        name, transposed = (called or {}).get(ours, (ours, False))
+        if ours not in weights:
             raise ArtifactError(f"{file} lacks {name}")
-        if weights[name].shape != shape:
-            raise ArtifactError(f"{file}: {name} is {weights[name].shape}, must be {shape}")
-        if weights[name].dtype not in DTYPES:
+        if weights[ours].shape != shape:
+            found, needed = (s[::-1] if transposed else s for s in (weights[ours].shape, shape))
+            raise ArtifactError(f"{file}: {name} is {found}, must be {needed}")
+        if weights[ours].dtype not in DTYPES:
             allowed = "float16, bfloat16 or float32"
-            raise ArtifactError(f"{file}: {name} is {weights[name].dtype}, must be {allowed}")
+            raise ArtifactError(f"{file}: {name} is {weights[ours].dtype}, must be {allowed}")
     for name in set(weights) - set(expected):
         del weights[name]

@@ -16,19 +16,43 @@ from common.errors import ArtifactError, InvalidRequest, OutOfMemory
 from common.json_body import read_json as read_body
 
 MAX_JSON_BYTES = 16 << 20
+# https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+LFS, MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/v1", 1024
 
 
 def open_file(path: Path) -> BinaryIO:
     """For reading. Raises `FileNotFoundError`, and `ArtifactError` for what is no plain file: a
     pipe would be waited for."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
             raise ArtifactError(f"{path.name} is no plain file, but must be")
+        if found.st_size < MAX_POINTER_BYTES and _begins_with(path, LFS):
+            raise ArtifactError(
+                f"{path.name} is a pointer of Git LFS, not the file itself: fetch that with"
+                " git lfs pull"
+            )
         return open(str(path), "rb", opener=_without_waiting)
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise ArtifactError(f"{path.name} cannot be read: {error.strerror}") from None
+        raise ArtifactError(f"{path.name} cannot be read: {why(error)}") from None
+
+
+def why(error: OSError) -> str:
+    """The system's reason, and for files of another user what helps: save_pretrained writes weights
+    that only their owner may read."""
+    if error.errno != errno.EACCES:
+        return str(error.strerror or error)
+    return (
+        f"{error.strerror} for user {os.geteuid()}: let others read it (chmod -R a+rX on the"
+        " model's folder), or run the server as its owner (docker run --user)"
+    )
+
+
+def _begins_with(path: Path, text: bytes) -> bool:
+    with open(str(path), "rb", opener=_without_waiting) as file:
+        return file.read(len(text)) == text
 
 
 def _without_waiting(path: str, flags: int) -> int:
@@ -47,7 +71,7 @@ def map_file(path: Path, advice: int = mmap.MADV_NORMAL) -> NDArray[np.uint8]:
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise OutOfMemory(f"there is no memory to map {path.name}") from error
-        raise ArtifactError(f"{path.name} cannot be read: {error.strerror}") from None
+        raise ArtifactError(f"{path.name} cannot be read: {why(error)}") from None
     if advice != mmap.MADV_NORMAL:
         data._mmap.madvise(advice)  # type: ignore[attr-defined]
     return data
@@ -64,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise ArtifactError(f"{path.name} cannot be read: {error.strerror}") from None
+        raise ArtifactError(f"{path.name} cannot be read: {why(error)}") from None
     return parse_json(content, path.name)
 
 

@@ -6,9 +6,13 @@ a Conv1D matrix [in, out] is seen transposed, not copied.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from common.errors import ArtifactError
 from common.model_files import PARAMS, WEIGHT_FILES
@@ -32,11 +36,14 @@ from engine.artifacts.artifact import (
     shared_prefix,
     sizes,
 )
-from engine.artifacts.config import GPT2Config
+from engine.artifacts.config import KOGPT2, GPT2Config
 from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import Generation, read_generation_config
-from engine.artifacts.tensor_index import Index, check_count
+from engine.artifacts.tensor_index import Index, Tensor, check_count, map_index
 
+logger = logging.getLogger(__name__)
+
+ROWS = 4096  # of a matrix, compared at once
 TOKENIZER_FILE = "tokenizer.json"
 ADAPTER_FILE = "adapter_config.json"
 ACTIVATION_ALIASES = {
@@ -80,7 +87,13 @@ def is_in(folder: Path) -> bool:
             f"{folder.name} holds both a v1 model (*.params) and one of Hugging Face's; it must"
             f" hold one (found: {list_files(folder)})"
         )
-    if ADAPTER_FILE in names and not theirs:
+    if ADAPTER_FILE in names and theirs:
+        raise ArtifactError(
+            f"{folder.name} holds a base model and an adapter ({ADAPTER_FILE}), which would not be"
+            " applied: merge it (peft: merge_and_unload, then save_pretrained), or remove"
+            f" {ADAPTER_FILE} to serve the base alone"
+        )
+    if ADAPTER_FILE in names:
         raise ArtifactError(
             f"{folder.name} holds an adapter ({ADAPTER_FILE}), not a whole model: merge it into its"
             " base first (peft: merge_and_unload, then save_pretrained)"
@@ -126,8 +139,22 @@ def read(folder: Path, generation: Generation) -> Artifact:
     _refuse_unsupported(said)
     given, untied = ConfigFile(said), said.get("tie_word_embeddings") is False
     weights, file = _read_weights(folder)
-    canonical = _canonical(weights, untied, file)
-    found = sizes(canonical, file)
+    canonical, prefix = _canonical(weights, file)
+    head = prefix.removesuffix(TRUNK) + HEAD
+    if untied and head not in weights:
+        raise ArtifactError(
+            f"{file} lacks {head}, and {CONFIG_FILE} says tie_word_embeddings false"
+        )
+    if not untied and _differs(folder, weights.get(head), canonical[EMBEDDING]):
+        # As transformers 5 does: merges of adapters by older versions of peft leave such files.
+        logger.warning(
+            "%s: %s differs from %swte.weight, though %s ties them: the head is used",
+            file, head, prefix, CONFIG_FILE,
+        )  # fmt: skip
+        untied = True
+    if untied:
+        canonical[OUTPUT] = weights[head]
+    found = sizes(canonical, file, _their_names(1, prefix))
     config = GPT2Config(
         **found,
         num_heads=given.heads(found["units"], 12),
@@ -139,7 +166,7 @@ def read(folder: Path, generation: Generation) -> Artifact:
     )
     # reorder_and_upcast_attn only says in what precision to compute: here it is always fp32.
     given.must_agree(config, file)
-    check_weights(canonical, config, file)
+    check_weights(canonical, config, file, _their_names(config.num_layers, prefix))
     defaults = read_generation_config(folder, said)
     tokenizer_file = check_plain(folder / TOKENIZER_FILE)
     return Artifact(folder, config, canonical, tokenizer_file, generation.over(defaults))
@@ -209,8 +236,34 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def _canonical(weights: Index, untied: bool, file: str) -> Index:
-    """Our names, without the prefix that wrappers put in front, Conv1D matrices transposed."""
+def _differs(folder: Path, head: Tensor | None, embedding: Tensor) -> bool:
+    """Whether a file holds two matrices of the same shape with other numbers."""
+    if head is None or head == embedding or head.shape != embedding.shape:
+        return False
+    pair = map_index(folder, {HEAD: head, EMBEDDING: embedding})
+    return any(
+        not np.array_equal(pair[HEAD][at : at + ROWS], pair[EMBEDDING][at : at + ROWS])
+        for at in range(0, head.shape[0], ROWS)
+    )
+
+
+def _their_names(num_layers: int, prefix: str) -> dict[str, tuple[str, bool]]:
+    """Of each parameter the name in the file, and whether it is transposed there."""
+    config = dataclasses.replace(KOGPT2, num_layers=num_layers, tie_word_embeddings=False)
+    return {
+        ours: (
+            prefix.removesuffix(TRUNK) + theirs
+            if ours == OUTPUT
+            else prefix + theirs.removeprefix(TRUNK),
+            transposed,
+        )
+        for ours, theirs, transposed in names(config)
+    }
+
+
+def _canonical(weights: Index, file: str) -> tuple[Index, str]:
+    """Our names, without the prefix that wrappers put in front, Conv1D matrices transposed; and the
+    prefix."""
     wte, wpe = "wte.weight", "wpe.weight"
     prefix = shared_prefix(weights, wte, wpe, f"{file} is not a GPT-2")
     canonical = {EMBEDDING: weights[prefix + wte], POSITIONS: weights[prefix + wpe]}
@@ -225,14 +278,7 @@ def _canonical(weights: Index, untied: bool, file: str) -> Index:
                 raise ArtifactError(f"{file} holds {name}, which is not part of a GPT-2")
             continue  # beside a bare GPT2Model, such as its head
         canonical[found] = value.T if found.endswith(".weight") and value.ndim == 2 else value
-    if untied:
-        head = prefix.removesuffix(TRUNK) + HEAD
-        if head not in weights:
-            raise ArtifactError(
-                f"{file} lacks {head}, and {CONFIG_FILE} says tie_word_embeddings false"
-            )
-        canonical[OUTPUT] = weights[head]
-    return canonical
+    return canonical, prefix
 
 
 def _our_name(theirs: str, blocks: dict[str, str]) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from common.errors import ArtifactError
 from engine.artifacts import hugging_face, v1
 from engine.artifacts.artifact import Artifact
+from engine.artifacts.files import why
 from engine.artifacts.generation_config import read_generation
 
 
@@ -25,4 +26,4 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
             return hugging_face.read(folder, generation)
         return v1.read(folder, generation)
     except OSError as error:
-        raise ArtifactError(f"{folder} cannot be read: {error.strerror}") from None
+        raise ArtifactError(f"{folder} cannot be read: {why(error)}") from None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import ArtifactError
-from engine.artifacts.files import map_file, open_file
+from engine.artifacts.files import map_file, open_file, why
 from engine.artifacts.tensor_index import (
     DTYPES,
     MAX_DIMENSIONS,
@@ -73,7 +73,7 @@ def index_torch(path: Path) -> Index:
             with zipfile.ZipFile(file) as archive:
                 folder, entries, content = _unzip(path.name, archive)
     except OSError as error:
-        raise ArtifactError(f"{path.name} cannot be read: {error.strerror or error}") from None
+        raise ArtifactError(f"{path.name} cannot be read: {why(error)}") from None
     except (
         zipfile.BadZipFile,
         NotImplementedError,
@@ -92,6 +92,12 @@ def index_torch(path: Path) -> Index:
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise ArtifactError(f"{path.name} holds no state_dict, which is a dict of named tensors")
     check_count(len(found), path.name)
+    for name, value in found.items():
+        if isinstance(value, dict) and any(isinstance(v, Tensor) for v in value.values()):
+            raise ArtifactError(
+                f"{path.name} is a checkpoint of a training, its weights are under {name!r} (keys:"
+                f" {', '.join(found)}): save them alone, torch.save(torch.load(...)[{name!r}], ...)"
+            )
     return {
         check_name(name, path.name): tensor.check(name, len(data))
         for name, tensor in found.items()
@@ -173,6 +179,10 @@ _OPCODES = """
 """
 
 
+# What makes objects of classes.
+OBJECTS = {code[0] for code in (pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.OBJ, pickle.INST)}
+
+
 class _Global:
     """What the pickle names: it can be called if it is known."""
 
@@ -199,6 +209,11 @@ class _Opcodes(dict[int, Any]):
         self._file = file
 
     def __missing__(self, code: int) -> Any:
+        if code in OBJECTS:
+            raise ArtifactError(
+                f"{self._file} holds a whole pickled object (torch.save(model)): save its weights,"
+                " with model.save_pretrained(folder) or torch.save(model.state_dict(), ...)"
+            )
         raise ArtifactError(
             f"{self._file}: its pickle holds {chr(code)!r}, which no state_dict needs"
         )

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from common.errors import ArtifactError
 from engine.artifacts.artifact import Artifact, check_weights
 from engine.artifacts.config import GPT2Config
+from engine.artifacts.files import why
 from engine.artifacts.generation_config import Generation
 from engine.artifacts.open import open_artifact
 from engine.artifacts.tensor_index import Tensor
@@ -35,7 +36,7 @@ from engine.prepared.files import hash_of
 from engine.prepared.folder import SOURCE, cache_folder, read_object, write_object
 from engine.sandbox import MIB, Limits
 
-FORMAT = 2
+FORMAT = 3
 MAX_FILES = 1000
 KEPT = 256
 THREADS = 2
@@ -135,7 +136,7 @@ def stamps_of(path: Path) -> Stamps:
     except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(f"there is no model folder {path}") from None
     except OSError as error:
-        raise ArtifactError(f"{path} cannot be read: {error.strerror}") from None
+        raise ArtifactError(f"{path} cannot be read: {why(error)}") from None
     return sorted(found)
 
 

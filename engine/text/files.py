@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ArtifactError
-from engine.artifacts.files import MAX_JSON_BYTES, open_file, parse_json
+from engine.artifacts.files import MAX_JSON_BYTES, open_file, parse_json, why
 
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -44,4 +44,4 @@ def _read(path: Path, max_bytes: int) -> bytes:
         try:
             return file.read(size)
         except OSError as error:
-            raise ArtifactError(f"{path.name} cannot be read: {error.strerror}") from None
+            raise ArtifactError(f"{path.name} cannot be read: {why(error)}") from None

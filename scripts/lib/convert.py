@@ -97,7 +97,7 @@ def _convert(options: Convert, source: Artifact, backend: str, precision: str) -
             said.append(
                 converting.verify(source, folder, options.to, backend, precision, options.past)
             )
-        folder.chmod(0o755)
+        converting.let_others_read(folder)
         folder.rename(options.target)
         if options.to == "prepared":
             converting.prepare(options.target, backend, precision)

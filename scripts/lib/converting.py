@@ -18,6 +18,7 @@ from engine import backends
 from engine.artifacts import hugging_face
 from engine.artifacts.artifact import CONFIG_FILE, EMBEDDING, OUTPUT, Artifact
 from engine.artifacts.config import GPT2Config
+from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import FILE as GENERATION_FILE
 from engine.artifacts.generation_config import HUGGING_FACE_FILE
 from engine.artifacts.open import open_artifact
@@ -81,6 +82,10 @@ def to_hugging_face(
         for name in (CONFIG_FILE, HUGGING_FACE_FILE, *TEXT_FILES):
             if (source.path / name).exists():
                 shutil.copyfile(source.path / name, target / name)
+        theirs = read_json(target / CONFIG_FILE)
+        if theirs.get("tie_word_embeddings", True) != config.tie_word_embeddings:
+            theirs["tie_word_embeddings"] = config.tie_word_embeddings
+            _write_json(target / CONFIG_FILE, theirs)
         for spiece in source.path.glob("*.spiece"):
             shutil.copyfile(spiece, target / spiece.name)
     return said + _copy_templates(source, target)
@@ -200,6 +205,12 @@ def to_onnx(source: Artifact, target: Path, with_past: bool, progress: Progress)
     """`1/model.onnx` in `target`, as Triton has it."""
     (target / "1").mkdir()
     write_onnx(source.config, source.weights, target / "1" / "model.onnx", with_past, progress)
+
+
+def let_others_read(folder: Path) -> None:
+    """The server runs as a user of its own. The package safetensors writes for the owner only."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

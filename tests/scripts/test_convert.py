@@ -72,6 +72,8 @@ def test_v1_becomes_a_hugging_face_directory_and_comes_back(tmp_path: Path) -> N
     said = convert(v1, tmp_path / "hf", "--to", "hf", "--text", TEXT)
     assert "logits: 0 apart" in said
     assert "the same ids for" in said
+    written = list((tmp_path / "hf").iterdir())
+    assert {file.stat().st_mode & 0o777 for file in written} == {0o644}  # also the weights
     said = convert(tmp_path / "hf", tmp_path / "back", "--to", "v1")
     assert "logits: 0 apart" in said
 

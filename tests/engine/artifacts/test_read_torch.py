@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from common.errors import ArtifactError
+from engine.artifacts.read_torch import index_torch
 from tests.engine.artifacts.reading import read_torch
+from tests.engine.artifacts.torch_files import Saved, state_dict, text, write
 
 REAL = Path(__file__).with_name("pytorch_model.bin")
 
@@ -155,3 +157,18 @@ def test_a_flipped_byte_never_crashes(tmp_path: Path) -> None:
                 weight.sum()
         except ArtifactError:
             pass
+
+
+def test_a_whole_pickled_model_says_what_to_save_instead(tmp_path: Path) -> None:
+    name = b"ctransformers.models.gpt2.modeling_gpt2\nGPT2LMHeadModel\n"
+    file = write(tmp_path / "pytorch_model.bin", b"\x80\x02" + name + b")\x81}b.")
+    with pytest.raises(ArtifactError, match=r"whole pickled object .*model\.state_dict\(\)"):
+        index_torch(file)
+
+
+def test_a_checkpoint_of_a_training_says_where_its_weights_are(tmp_path: Path) -> None:
+    inner = state_dict({"transformer.wte.weight": Saved([1], [1])})[2:-1]
+    pickled = b"\x80\x02}(" + text("epoch") + b"K\x03" + text("model_state_dict") + inner + b"u."
+    file = write(tmp_path / "pytorch_model.bin", pickled)
+    with pytest.raises(ArtifactError, match=r"under 'model_state_dict' \(keys: epoch, model_st"):
+        index_torch(file)
