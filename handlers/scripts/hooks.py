@@ -17,7 +17,9 @@ from common import numpy_aliases
 
 
 def install() -> None:
-    sys.meta_path.insert(0, _Hooks())
+    """Once a process: an image's sitecustomize has done it, too."""
+    if not any(isinstance(finder, _Hooks) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Hooks())
 
 
 class _Hooks(MetaPathFinder):

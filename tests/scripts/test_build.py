@@ -36,7 +36,9 @@ class Build:
         docker.write_text(DOCKER)
         docker.chmod(0o755)
 
-    def __call__(self, *arguments: str, buildkit: bool = False, root: Path = ROOT) -> list[str]:
+    def __call__(
+        self, *arguments: str, buildkit: bool = False, root: Path = ROOT, **more: str
+    ) -> list[str]:
         calls = self._folder / "calls"
         calls.unlink(missing_ok=True)
         environment = {
@@ -44,9 +46,10 @@ class Build:
             "PATH": f"{self._folder}:{os.environ['PATH']}",
             "BUILDX": "yes" if buildkit else "",
             "CALLS": str(calls),
+            **more,
         }
         command = [root / "scripts" / "build", *arguments]
-        subprocess.run(command, env=environment, check=True, timeout=60)
+        subprocess.run(command, env=environment, check=True, timeout=60, cwd=self._folder)
         return calls.read_text(encoding="utf-8").splitlines()
 
 
@@ -82,6 +85,15 @@ def test_kubernetes_can_tell_that_the_user_is_not_root(kind: str) -> None:
     users = re.findall("^USER (.*)$", (ROOT / f"Dockerfile.{kind}").read_text("utf-8"), re.M)
     assert uid
     assert users == [uid[1]]
+
+
+def test_macos_has_what_it_needs(build: Build, tmp_path: Path) -> None:
+    """Its bash is 3.2, without `mapfile`, and its `realpath` knows no -m."""
+    old = tmp_path / "old"
+    old.write_text("enable -n mapfile readarray\nrealpath() { return 1; }\n")
+    words = build("cpu", "--sbom", "뜻.json", BASH_ENV=str(old))
+    assert values(words, "--label")
+    assert (tmp_path / "뜻.json").exists()
 
 
 def test_an_image_says_what_it_was_made_of(build: Build, tmp_path: Path) -> None:
