@@ -101,6 +101,9 @@ def test_a_model_has_one_server_by_whatever_contract_it_is_asked_for(
         ("POST", f"/v2/models/{path}/generate_stream", {}),
         ("POST", "/v1/completions", chat(name)),
         ("POST", "/v1/chat/completions", chat(name, '"model": "x" \\ {' + "가" * 15_000)),
+        ("POST", "/v1/responses", chat(name)),
+        ("POST", "/tokenize", chat(name)),
+        ("POST", "/detokenize", chat(name)),
         ("GET", f"/v1/models/{path}", {}),
     ]
     answers = [ask(proxy, method, url, **arguments) for method, url, arguments in calls]

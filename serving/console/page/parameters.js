@@ -6,7 +6,7 @@ import { inLanguage, t } from "./texts.js";
 // name, what an empty field stands for unless the model says otherwise, limits of a number
 const NUMBERS = [
   ["max_new_tokens", 64, { min: 1, step: 1 }],
-  ["temperature", 1, { min: 0.01, max: 100, step: "any" }],
+  ["temperature", 1, { min: 0, max: 100, step: "any" }],
   ["top_k", 0, { min: 0, step: 1 }],
   ["top_p", 1, { min: 0.01, max: 1, step: "any" }],
   ["seed", "", { min: 0, step: 1 }],
