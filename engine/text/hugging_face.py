@@ -128,12 +128,17 @@ class HuggingFaceTokenizer:
         names = [self._tokenizer.id_to_token(i) for i in ids]
         silent = {i for i in ids if i in self._special or names[i] is None}
         kind = BYTES if self._letters else RUNS
+        plain = [i for i in ids if i not in silent and i not in self._byte_ids]
+        whole = self._decode(plain).lstrip(" ")
         for guess in (self._guess, self._decoded):
             pieces = guess(names)
-            for lead in (0, ALL_SPACES, 1) if kind == RUNS else (0,):
-                table = Table(kind, pieces, silent, self._byte_ids, lead)
-                if self._is_right(table):
-                    return table
+            joined = b"".join(pieces[i] for i in plain).decode("utf-8", "replace")
+            if joined.lstrip(" ") == whole:
+                samples = self._samples(pieces)
+                for lead in (0, ALL_SPACES, 1) if kind == RUNS else (0,):
+                    table = Table(kind, pieces, silent, self._byte_ids, lead)
+                    if all(table.text(sample) == self._decode(sample) for sample in samples):
+                        return table
         return Table(PROCESS, pieces, silent, self._byte_ids)
 
     def _guess(self, names: list[str | None]) -> list[bytes]:
@@ -165,18 +170,17 @@ class HuggingFaceTokenizer:
             pieces[i] = text[len(decode(some)) :].encode("utf-8", "replace")
         return pieces
 
-    def _is_right(self, table: Table) -> bool:
+    def _samples(self, pieces: list[bytes]) -> list[list[int]]:
+        """Ids that show how pieces are joined: at the begin of a text, in runs of bytes, any."""
         rng = random.Random(0)  # noqa: S311
-        ids, byte_ids = list(range(len(table))), [i for i in self._byte_ids if i < len(table)]
+        ids, byte_ids = range(len(pieces)), [i for i in self._byte_ids if i < len(pieces)]
         samples = [self._encode(text, False) for text in TEXTS]
         samples += [rng.choices(ids, k=rng.randrange(1, 9)) for _ in range(RUNS_CHECKED)]
         samples += [rng.choices(ids, k=3) + byte_ids[i : i + 2] for i in range(len(byte_ids))]
-        spaces = {i: len(p) - len(p.lstrip(b" ")) for i in ids if (p := table.piece(i))[:1] == b" "}
+        spaces = {i: len(p) - len(p.lstrip(b" ")) for i, p in enumerate(pieces) if p[:1] == b" "}
         most = sorted(spaces, key=lambda i: -spaces[i])[:RUNS_CHECKED]
-        alone = [[i] for i in spaces if spaces[i] == len(table.piece(i))][:4]
-        samples += [[*front, i] for i in most for front in ([], *alone)]
-        rng.shuffle(ids)
-        return all(table.text(sample) == self._decode(sample) for sample in [*samples, ids])
+        alone = [[i] for i in spaces if spaces[i] == len(pieces[i])][:4]
+        return samples + [[*front, i] for i in most for front in ([], *alone)]
 
     def decode(self, ids: list[int]) -> tuple[str, int, str]:
         """The text of ids; where the last of them begin that make some text, which are no part of a
