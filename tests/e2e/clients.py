@@ -78,6 +78,7 @@ def langchain(address: str, key: str) -> dict[str, Any]:
     there: dict[str, Any] = {"base_url": f"{address}/v1", "api_key": key, "temperature": 0}
     there |= {"max_tokens": TOKENS, "max_retries": 0, "timeout": 60}
     text, chat = OpenAI(model=TEXT, **there), ChatOpenAI(model=CHAT, **there)
+    responses = ChatOpenAI(model=CHAT, use_responses_api=True, **there)
     answer = chat.invoke([("user", QUESTION)])
     usage: Any = answer.usage_metadata
     return {
@@ -86,6 +87,8 @@ def langchain(address: str, key: str) -> dict[str, Any]:
         "chat": answer.content,
         "streamed chat": "".join(str(c.content) for c in chat.stream([("user", QUESTION)])),
         "tokens": [usage["input_tokens"], usage["output_tokens"]],
+        "response": responses.invoke(QUESTION).text,
+        "streamed response": "".join(chunk.text for chunk in responses.stream(QUESTION)),
     }
 
 
@@ -115,8 +118,17 @@ def huggingface_hub(address: str, key: str) -> dict[str, Any]:
     asked |= {"max_tokens": TOKENS, "temperature": 0}
     answer = chat.chat_completion(**asked)
     chunks = chat.chat_completion(**asked, stream=True)
+    detailed = text.text_generation(PROMPT, max_new_tokens=TOKENS, details=True)
     return {
         "completion": text.text_generation(PROMPT, max_new_tokens=TOKENS),
+        "streamed completion": "".join(
+            text.text_generation(PROMPT, max_new_tokens=TOKENS, stream=True)
+        ),
+        "detailed": [
+            detailed.generated_text,
+            detailed.details.generated_tokens,
+            "".join(token.text for token in detailed.details.tokens),
+        ],
         "chat": answer.choices[0].message.content,
         "streamed chat": "".join(c.choices[0].delta.content or "" for c in chunks),
         "tokens": [answer.usage.prompt_tokens, answer.usage.completion_tokens],

@@ -17,6 +17,12 @@ async function joined(stream, piece) {
 
 const completion = await client.completions.create(text);
 const answer = await client.chat.completions.create(chat);
+const asked = { model: chat.model, input: "안녕?", temperature: 0, max_output_tokens: 9 };
+const response = await client.responses.create(asked);
+let deltas = "";
+for await (const event of await client.responses.create({ ...asked, stream: true })) {
+  if (event.type === "response.output_text.delta") deltas += event.delta;
+}
 const refused = await client.chat.completions.create({ ...chat, model: "없음" }).catch((e) => e);
 console.log(
   JSON.stringify({
@@ -27,6 +33,8 @@ console.log(
     "streamed chat": await joined(
       client.chat.completions.create({ ...chat, stream: true }), (choice) => choice.delta.content),
     tokens: [answer.usage.prompt_tokens, answer.usage.completion_tokens],
+    response: response.output_text,
+    "streamed response": deltas,
     "no such model": [refused.constructor.name, refused.status, refused.message],
   }),
 );

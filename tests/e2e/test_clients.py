@@ -56,6 +56,9 @@ def expected(server: Server) -> dict[str, Any]:
         "gRPC completion": completion,
         "chat": said,
         "streamed chat": said,
+        "response": said,
+        "streamed response": said,
+        "detailed": [completion, TOKENS, completion],
         "tokens": [usage["prompt_tokens"], usage["completion_tokens"]],
         "ready": [True, True, True],
         "gRPC ready": [True, True, True],
@@ -137,3 +140,55 @@ def test_lm_eval_scores_and_continues_texts(server: Server, found: dict[str, Any
         assert found["lm_eval"][way]["completion"] == [written["text"]]
         assert found["lm_eval"][way]["scores"][0][0] == pytest.approx(wanted, abs=1e-3)
     assert found["lm_eval"]["ids"]["scores"] == found["lm_eval"]["texts"]["scores"]
+
+
+# Those that cannot be had here, by their calls: guidellm needs torch, Open WebUI is a server.
+
+
+def usages(answer: requests.Response) -> tuple[str, list[dict[str, int] | None]]:
+    """The text of a stream and the `usage` of each chunk."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = answer.content.decode("utf-8").split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    pieces = [c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices]
+    return "".join(pieces), [chunk.get("usage") for chunk in chunks]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "limit"),
+    [
+        ("completions", {"model": TEXT, "prompt": PROMPT}, "max_tokens"),
+        ("chat/completions", {"model": CHAT, "messages": MESSAGES}, "max_completion_tokens"),
+    ],
+)
+def test_guidellm_counts_the_tokens_of_its_streams(
+    server: Server, route: str, body: dict[str, Any], limit: str
+) -> None:
+    for path in ("/health", "/v1/models"):
+        assert requests.get(server.url(path), headers=AUTHORIZATION, timeout=60).ok
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {**body, "stream": True, "stream_options": options, limit: TOKENS}
+    asked |= {"stop": None, "ignore_eos": True}
+    url = server.url(f"/v1/{route}")
+    answer = requests.post(url, json=asked, headers=AUTHORIZATION, timeout=60)
+    assert answer.ok, answer.text
+    counted = [usage["completion_tokens"] for usage in usages(answer)[1] if usage]
+    assert counted == sorted(counted)
+    assert counted[-1] == TOKENS
+
+
+def test_open_webui_chats_and_titles_them(server: Server, expected: dict[str, Any]) -> None:
+    """With what its advanced parameters send, and the title's prompt as one message of the user."""
+    listed = requests.get(server.url("/v1/models"), headers=AUTHORIZATION, timeout=60).json()
+    assert {model["id"] for model in listed["data"]} == {TEXT, CHAT}
+    asked: dict[str, Any] = {"model": CHAT, "messages": MESSAGES}
+    advanced = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0, "seed": 1}
+    advanced |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {}}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    said, counted = usages(post(server, "chat/completions", {**asked, **advanced, **options}))
+    assert said == expected["chat"]
+    assert counted[-1] is not None
+    title = post(server, "chat/completions", {**asked, "stream": False, "max_tokens": 1000})
+    assert title.json()["choices"][0]["message"]["content"].startswith(expected["chat"])
