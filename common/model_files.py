@@ -62,6 +62,54 @@ def is_model(
     )
 
 
+# What people put into a store beside what is served, by how its name ends, and what is right.
+FORMATS: dict[str | tuple[str, ...], str] = {
+    ".gguf": "GGUF is llama.cpp's format",
+    ".ckpt": "a .ckpt is a checkpoint of a training",
+    (".pt", ".pth"): "a .pt file says neither what its weights are of nor how text is cut",
+    ".onnx": f"an ONNX graph is called {GRAPH}",
+    (".tar", ".tgz", ".tar.bz2", ".tar.xz", ".zip"): "archives are NAME.tar.gz or NAME.mar",
+    (".h5", ".msgpack"): "weights of TensorFlow and Flax are not read",
+}
+SERVED = f"a folder with config.json, {WEIGHT_FILES[0]} and tokenizer.json is (save_pretrained)"
+CHECKPOINT = re.compile(r"(checkpoint-[0-9]+)/")
+
+
+def why_no_model(paths: Iterable[str], links: int = 0) -> str:
+    """Of files that are no model, what they are and what would be right; `links` are left out."""
+    found = sorted(paths)
+    archives = {path for path in found if path.endswith((".tar.gz", ".mar"))}
+    folders = sorted(model_folders(found) | archives)
+    steps = sorted({m[1] for path in found if (m := CHECKPOINT.match(path))}, key=_natural)
+    if steps:
+        return (
+            f"it holds checkpoints of a training only: serve one of them ({steps[-1]}), or save the"
+            " model into the folder itself (trainer.save_model)"
+        )
+    if any(path.startswith(("snapshots/", "blobs/", "refs/")) for path in found):
+        return (
+            "it is the Hugging Face hub's cache, where files are links: download it with"
+            " hf download REPOSITORY --local-dir FOLDER"
+        )
+    if any(path.startswith("adapter_") for path in found):
+        return (
+            "it holds an adapter, not a whole model: merge it into its base first (peft:"
+            " merge_and_unload, then save_pretrained)"
+        )
+    if folders:
+        return f"its models are in it: {', '.join(folders[:5])}"
+    for endings, reason in FORMATS.items():
+        if any(path.endswith(endings) for path in found):
+            return f"{reason}; {SERVED}" if endings != ".onnx" else reason
+    if links:
+        return f"{links} of its files are links, which are not followed: copy it with cp -rL"
+    return f"{SERVED}; it holds {', '.join(found[:5])}"
+
+
+def _natural(name: str) -> tuple[int, str]:
+    return len(name), name
+
+
 def model_folders(paths: Iterable[str]) -> set[str]:
     """The topmost folders that are models, of those with files in a store."""
     found = {

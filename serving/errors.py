@@ -126,6 +126,10 @@ class ModelNotInStore(ModelNotFound):
     """The store has no such model, or the url leads to nothing."""
 
 
+class NotAModel(ServingError, status=400, type="ArtifactError"):
+    """Something has that name in the store, and is none of what is served."""
+
+
 class StoreAccessDenied(ServingError, status=403, type="AccessDeniedException"):
     """The store refuses us: missing or wrong credentials, or a missing permission."""
 

@@ -210,6 +210,8 @@ class Registry:
             return LoadCancelled(f"Model {model.name} was unloaded while it was being loaded")
         error = work.exception()
         assert error is None or isinstance(error, Exception)
+        if isinstance(error, ServiceError):  # the engine knows it by its folder in the cache
+            error.message = error.message.replace(model.stored.key, model.name)
         return error
 
     async def _fetch_and_start(self, model: Model, attempt: Attempt) -> None:

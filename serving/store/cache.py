@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.model_files import is_model, model_folders
 from common.trees import remove
 from serving.errors import (
     ArchiveError,
@@ -34,7 +35,7 @@ from serving.errors import (
 )
 from serving.store.archive import Readable, extract
 from serving.store.catalog import Remote, Store, StoredModel, public_url
-from serving.store.disk import full_disk_is_an_error_of_ours, lock, locked, size_bytes
+from serving.store.disk import full_disk_is_an_error_of_ours, lock, locked, size_bytes, walk
 from serving.store.download import Download, Stopping
 from serving.store.folder import file_version
 from serving.store.locate import open_remote, open_store
@@ -279,6 +280,13 @@ class Cache:
 
     def _extract(self, stream: Readable, fresh: Path, name: str, reservation: _Reservation) -> None:
         extract(stream, fresh, name, self._settings.model_max_bytes, reservation.grow)
+        if all(path.is_dir() for path in fresh.iterdir()):
+            paths = [entry.path.removeprefix(f"{fresh}/") for entry in walk(fresh)]
+            if not is_model(paths) and (folders := model_folders(paths)):
+                raise ArchiveError(
+                    f"{name} holds its model in a folder, {min(folders)}/: pack what is in the"
+                    f" folder (tar -czf {name} -C {min(folders)} .), or use kogpt2 package"
+                )
 
     # Room
 

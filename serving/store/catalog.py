@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from common.model_files import is_model, model_folders, parents
+from common.model_files import is_model, model_folders, parents, why_no_model
+from serving.errors import NotAModel
 from serving.names import SUFFIXES, archive_spellings, is_clean, normal_name, spellings
 
 
@@ -61,8 +62,8 @@ class Store(Protocol):
         """One, with or without `.tar.gz` or `.mar`, without listing the store.
 
         A folder with the file of `handler` is a model, too: what a load request names.
-        Raises `ModelNotInStore`, `UrlNotAllowed` for what cannot be a name, and what `models`
-        raises.
+        Raises `ModelNotInStore`, `NotAModel` for what is there and is none, `UrlNotAllowed` for
+        what cannot be a name, and what `models` raises.
         """
 
 
@@ -106,6 +107,10 @@ def holds_model(files: Iterable[StoredFile], handler: str | None) -> bool:
     then whoever loads it says that the handler is not there."""
     paths = [file.path for file in files]
     return is_model(paths, handler) or is_model(paths)
+
+
+def not_a_model(name: str, paths: Iterable[str], links: int = 0) -> NotAModel:
+    return NotAModel(f"{name} in the store is no model: {why_no_model(paths, links)}")
 
 
 def folder_model(name: str, url: str, files: list[StoredFile]) -> StoredModel:

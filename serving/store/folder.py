@@ -7,9 +7,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from serving.errors import ModelNotInStore, StartError, UrlNotAllowed
+from serving.errors import ModelNotInStore, NotAModel, StartError, UrlNotAllowed
 from serving.names import archive_spellings, model_name, normal_name, spellings
-from serving.store.catalog import StoredFile, StoredModel, folder_model, holds_model, models_among
+from serving.store.catalog import (
+    StoredFile,
+    StoredModel,
+    folder_model,
+    holds_model,
+    models_among,
+    not_a_model,
+)
 from serving.store.disk import walk
 
 
@@ -39,6 +46,11 @@ class FolderStore:
                 files = list(_files(folder))
                 if holds_model(files, handler):
                     return folder_model(name, str(folder), files)
+                links = sum(entry.is_symlink() for entry in walk(folder, hidden=False))
+                if files or links:
+                    raise not_a_model(name, (file.path for file in files), links)
+            if _resolved(path.parent, (self.root,)) is not None:
+                _raise_for_alike(path, name, self.root)
         raise ModelNotInStore(f"there is no model {name} in the store")
 
 
@@ -68,6 +80,23 @@ def local_model(path: Path, name: str) -> StoredModel:
 def file_version(found: os.stat_result) -> str:
     """Changes when the file is written or replaced."""
     return f"{found.st_size}-{found.st_mtime_ns}"
+
+
+def _raise_for_alike(path: Path, name: str, root: Path) -> None:
+    """Raises `NotAModel` where a file or link beside others in the store is called so."""
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        alike = [
+            Path(entry.path)
+            for entry in entries
+            if (entry.name == path.name or entry.name.startswith(f"{path.name}."))
+            and not entry.is_dir(follow_symlinks=False)
+        ]
+        if any(_resolved(file, (root,)) is None or not file.exists() for file in alike):
+            raise NotAModel(
+                f"{name} is a link that leads out of the store, or nowhere: copy what it leads to"
+            )
+        if alike:
+            raise not_a_model(name, [file.name for file in alike])
 
 
 def _resolved(path: Path, roots: tuple[Path, ...]) -> Path | None:

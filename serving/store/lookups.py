@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from serving.errors import ModelNotInStore, StoreUnavailable, Unavailable
+from serving.errors import ModelNotInStore, NotAModel, StoreUnavailable, Unavailable
 from serving.store.catalog import Store, StoredModel
 from serving.store.locate import is_here, locate
 from serving.store.settings import StoreSettings
@@ -44,7 +44,8 @@ class Lookups:
         self._threads = ThreadPoolExecutor(THREADS, "store")
         self._threads_here = ThreadPoolExecutor(THREADS_HERE, "folder")
         self._asked: dict[Key, asyncio.Future[StoredModel]] = {}
-        self._missing: dict[Key, tuple[float, str]] = {}  # until when, and what was said; in order
+        # Until when, and what was said; in order.
+        self._missing: dict[Key, tuple[float, ModelNotInStore | NotAModel]] = {}
         self._waiting = 0
         self._listing: asyncio.Future[list[StoredModel]] | None = None
         self._listed_until = 0.0
@@ -79,9 +80,9 @@ class Lookups:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _once(self, key: Key, url: str, look_up: Callable[[], StoredModel]) -> StoredModel:
-        until, reason = self._missing.get(key, (0.0, ""))
-        if reason and self._now() < until:
-            raise ModelNotInStore(reason)
+        until, error = self._missing.get(key, (0.0, None))
+        if error is not None and self._now() < until:
+            raise type(error)(error.message)
         asked = self._asked.get(key)
         if asked is None:
             here = is_here(url, self._store)
@@ -123,8 +124,8 @@ class Lookups:
     def _done(self, key: Key, done: asyncio.Future[StoredModel]) -> None:
         del self._asked[key]
         error = None if done.cancelled() else done.exception()  # whoever asked may have gone
-        if isinstance(error, ModelNotInStore):
+        if isinstance(error, ModelNotInStore | NotAModel):
             self._missing.pop(key, None)
-            self._missing[key] = self._now() + MISSING_S, error.message
+            self._missing[key] = self._now() + MISSING_S, type(error)(error.message)
             if len(self._missing) > MAX_MISSING:
                 del self._missing[next(iter(self._missing))]

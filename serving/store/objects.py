@@ -10,7 +10,14 @@ from typing import Protocol
 from serving.errors import ArtifactChanged, ModelNotInStore, UrlNotAllowed
 from serving.names import archive_spellings, is_clean, model_name, spellings
 from serving.store.archive_limits import MAX_DEPTH, MAX_FILES
-from serving.store.catalog import StoredFile, StoredModel, folder_model, holds_model, models_among
+from serving.store.catalog import (
+    StoredFile,
+    StoredModel,
+    folder_model,
+    holds_model,
+    models_among,
+    not_a_model,
+)
 
 
 class Bucket(Protocol):
@@ -29,6 +36,9 @@ class Bucket(Protocol):
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         """See `Remote.read`."""
+
+
+MAX_SHOWN = 5
 
 
 class ObjectStore:
@@ -59,6 +69,8 @@ class ObjectStore:
             files = self._folder(url)
             if holds_model(files, handler):
                 return folder_model(name, url, files)
+            if paths := [file.path for file in files] or self._called(spelling):
+                raise not_a_model(name, paths)
         raise ModelNotInStore(f"there is no model {name} in the store")
 
     def locate(self, url: str, handler: str | None = None) -> StoredModel:
@@ -78,6 +90,11 @@ class ObjectStore:
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         return self._bucket.read(file, start, stop)
+
+    def _called(self, name: str) -> list[str]:
+        """Objects that are called so, whatever they end with."""
+        below = itertools.islice(self._below(f"{self._prefix}{name}."), MAX_SHOWN)
+        return [f"{name}.{file.path}" for file in below if "/" not in file.path]
 
     def _folder(self, url: str) -> list[StoredFile]:
         """The files of an unpacked model; hidden ones are none of it."""

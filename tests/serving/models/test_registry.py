@@ -37,6 +37,19 @@ def test_a_failed_load_frees_the_name_and_leaves_nothing(tmp_path: Path) -> None
     run(test)
 
 
+def test_a_failed_load_tells_a_model_by_its_name_and_not_by_its_folder_in_the_cache(
+    tmp_path: Path,
+) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        parts.workers.errors["봄"] = [ArtifactError(f"{stored('봄').key} holds no model")]
+        with pytest.raises(ArtifactError) as raised:
+            await parts.load("봄")
+        assert raised.value.message == "봄 holds no model"
+
+    run(test)
+
+
 def test_a_worker_that_is_lost_at_its_start_is_started_again_under_another_id(
     tmp_path: Path,
 ) -> None:

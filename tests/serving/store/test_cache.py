@@ -216,6 +216,17 @@ def test_a_damaged_archive_leaves_nothing(s3: S3Server, tmp_path: Path, damage: 
     cache.acquire(put(s3, "a"))
 
 
+def test_an_archive_with_its_model_in_a_folder_says_how_to_pack_it(
+    s3: S3Server, tmp_path: Path
+) -> None:
+    s3.put("kogpt2/봄.tar.gz", archive({"봄/config.json": b"{}", "봄/model.safetensors": b"x"}))
+    s3.put("kogpt2/시.tar.gz", archive({"code/service.py": b"", "1/readme": b"x"}))
+    cache = Cache(settings(tmp_path))
+    with pytest.raises(ArchiveError, match=r"봄\.tar\.gz holds its model in a folder, 봄/: pack"):
+        cache.acquire(find("봄"))
+    cache.acquire(find("시"))  # a load may name the script
+
+
 def test_a_damaged_version_is_not_downloaded_again_for_a_while(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

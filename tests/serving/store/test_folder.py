@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from serving.errors import ModelNotInStore, StartError
+from serving.errors import ModelNotInStore, NotAModel, StartError
 from serving.store.folder import FolderStore
+from serving.store.locate import open_store
+from tests.serving.store.s3 import S3Server
 
 
 def archive(path: Path, text: str) -> None:
@@ -39,7 +41,7 @@ def test_a_folder_offers_archives_and_unpacked_models_nested_ones_too(tmp_path: 
         assert store.find(model.name) == model
     assert store.find("팀/동주.tar.gz") == store.find("팀/동주")
     for missing in ("corpus", "팀", "없음"):
-        with pytest.raises(ModelNotInStore, match=missing):
+        with pytest.raises((ModelNotInStore, NotAModel), match=missing):
             store.find(missing)
 
 
@@ -55,7 +57,7 @@ def test_models_of_tensors_are_models_whatever_folders_they_have_inside(tmp_path
     for model in store.models():
         assert store.find(model.name) == model
     for missing in ("e", "팀"):
-        with pytest.raises(ModelNotInStore, match=missing):
+        with pytest.raises((ModelNotInStore, NotAModel), match=missing):
             store.find(missing)
 
 
@@ -88,7 +90,7 @@ def test_a_folder_with_the_handler_that_a_load_names_is_a_model(tmp_path: Path) 
     for name in ("counter", "팀/셈"):
         assert store.find(name, "service:handle").kind == "folder"
         for handler in (None, "other:handle"):
-            with pytest.raises(ModelNotInStore):
+            with pytest.raises(NotAModel):
                 store.find(name, handler)
     (
         tmp_path / "counter" / "inference.py"
@@ -111,9 +113,52 @@ def test_links_do_not_lead_out_of_a_store(tmp_path: Path) -> None:
     os.symlink(outside, store / "folder")
     os.symlink(outside / "b.tar.gz", store / "archive.tar.gz")
     assert FolderStore(store).models() == []
-    for name in ("folder", "archive", "folder/b"):
-        with pytest.raises(ModelNotInStore):
+    for name in ("folder", "archive"):
+        with pytest.raises(NotAModel, match="link that leads out"):
             FolderStore(store).find(name)
+    with pytest.raises(ModelNotInStore):
+        FolderStore(store).find("folder/b")
+
+
+FOREIGN = [
+    ("시/model-q4.gguf", "llama.cpp"),
+    ("시.gguf", "llama.cpp"),
+    ("시/adapter_config.json 시/adapter_model.bin", "an adapter, not a whole model"),
+    ("시/last.ckpt", "checkpoint of a training; a folder with config.json, model.safetensors"),
+    ("시/model.pt", "neither what its weights are of"),
+    ("시.pt", "neither what its weights are of"),
+    ("시/mlp.onnx", "called model.onnx"),
+    ("시.onnx", "called model.onnx"),
+    ("시/checkpoint-90/model.safetensors 시/checkpoint-500/model.safetensors", "(checkpoint-500)"),
+    ("시/refs/main 시/snapshots/4d7a/config.json", "hf download REPOSITORY --local-dir"),
+    ("시/봄/model.safetensors 시/여름/model.safetensors", "its models are in it: 봄, 여름"),
+    ("시.zip", "archives are NAME.tar.gz or NAME.mar"),
+    ("시/README.md", "it holds README.md"),
+]
+
+
+@pytest.mark.parametrize(("files", "reason"), FOREIGN, ids=[reason for _, reason in FOREIGN])
+def test_what_is_there_and_is_no_model_is_told_with_the_reason(
+    s3: S3Server, tmp_path: Path, files: str, reason: str
+) -> None:
+    for file in files.split():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+        s3.put(f"kogpt2/{file}", b"x")
+    for store in (FolderStore(tmp_path), open_store("s3://models/kogpt2/")):
+        with pytest.raises(NotAModel) as raised:
+            store.find("시")
+        assert raised.value.status == 400
+        assert reason in raised.value.message
+        assert raised.value.message.startswith("시 in the store is no model: ")
+
+
+def test_a_folder_of_links_says_how_to_copy_it(tmp_path: Path) -> None:
+    (tmp_path / "blobs").touch()
+    (tmp_path / "store" / "시").mkdir(parents=True)
+    (tmp_path / "store" / "시" / "model.safetensors").symlink_to(tmp_path / "blobs")
+    with pytest.raises(NotAModel, match=r"1 of its files are links, .* cp -rL"):
+        FolderStore(tmp_path / "store").find("시")
 
 
 def test_a_folders_version_changes_with_its_files_but_not_with_hidden_ones(tmp_path: Path) -> None:

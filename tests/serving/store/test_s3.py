@@ -9,6 +9,7 @@ import pytest
 from serving.errors import (
     ArtifactChanged,
     ModelNotInStore,
+    NotAModel,
     StartError,
     StoreAccessDenied,
     StoreUnavailable,
@@ -49,7 +50,7 @@ def test_archives_and_unpacked_prefixes_are_offered_under_korean_and_nested_name
 def test_what_is_missing_is_named(s3: S3Server, name: str) -> None:
     s3.put("kogpt2/team/a.tar.gz", b"1")
     s3.put("kogpt2/notes/readme.txt", b"1")
-    with pytest.raises((ModelNotInStore, UrlNotAllowed)) as raised:
+    with pytest.raises((ModelNotInStore, NotAModel, UrlNotAllowed)) as raised:
         open_store(LOCATION).find(name)
     assert name in str(raised.value)
     assert "kogpt2/" not in str(raised.value).replace(name, "")
