@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest, UnsupportedMediaType
-from common.json_body import read_json, read_text
+from common.json_body import MAX_VALUES, read_json, read_text
 from common.media_types import JSON, TEXT, accepted, media_type
 from common.parameters import Parameters
 
@@ -49,7 +49,7 @@ def parse(body: bytes | bytearray | str | None, content_type: str | None) -> Gen
         )
     if kind == TEXT:
         return _checked(Form.TEXT, read_text(body or b""), {})
-    value = read_json(body or b"")
+    value = read_json(body or b"", MAX_VALUES)
     if isinstance(value, str):
         # The guide's loop knows no limit but `</s>`: the context is the only one here.
         return _checked(Form.GUIDE, value, {"max_new_tokens": 1_000_000})

@@ -16,7 +16,7 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from common.hints import HINTS
-from common.json_body import read_json
+from common.json_body import MAX_VALUES, read_json
 from common.media_types import BINARY, HEADER_SIZE
 from handlers import v2
 from handlers.payload import to_json
@@ -56,7 +56,7 @@ def parse(body: bytes | bytearray | str, content_type: str | None) -> TextReques
         if kind == BINARY and not raw:
             value, binary = v2.raw_request("text", "BYTES", [1], binary)
         else:
-            value = read_json(raw)
+            value = read_json(raw, MAX_VALUES)
     except InvalidRequest:
         if kind == BINARY:
             raise

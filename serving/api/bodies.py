@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequest, ServiceError, UnsupportedMediaType
-from common.json_body import read_json
+from common.json_body import MAX_VALUES, read_json
 from common.media_types import JSON, media_type
 from serving.api import tgi
 from serving.api.invoke import Direct
@@ -53,7 +53,7 @@ def read(request: Request, body: bytes, headers: Mapping[str, str]) -> Direct | 
 
 
 def _object(body: bytes, content_type: str | None) -> dict[str, Any]:
-    value = read_json(body) if media_type(content_type)[0] == JSON else None
+    value = read_json(body, MAX_VALUES) if media_type(content_type)[0] == JSON else None
     return value if isinstance(value, dict) else {}
 
 

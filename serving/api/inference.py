@@ -21,12 +21,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common.errors import ServiceError
+from common.errors import ServiceError, cut
 from serving.api import openapi
 from serving.api.bodies import read
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.invoke import invoke
-from serving.api.shared import CUSTOM_ATTRIBUTES, TARGET_MODEL, Gateway, check_token, header_text
+from serving.api.shared import (
+    CUSTOM_ATTRIBUTES,
+    LARGE_BYTES,
+    TARGET_MODEL,
+    Gateway,
+    check_token,
+    header_text,
+)
 from serving.api.stream import TokenStream
 from serving.errors import BadRequest
 from serving.names import normal_name
@@ -93,7 +100,8 @@ class Inference:
                 return _typed_error(400, "ValidationError", {"Message": error.message}, request_id)
             response = JSONResponse(error.to_body(), error.status)
         if response.status_code >= 400:
-            text = bytes(response.body).decode("utf-8", "replace")
+            body = bytes(response.body[: LARGE_BYTES + 1])
+            text = cut(body.decode("utf-8", "replace"), LARGE_BYTES)
             side = "client" if response.status_code < 500 else "server"
             said = {
                 "ErrorCode": "MODEL_ERROR",

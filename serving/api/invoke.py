@@ -19,9 +19,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from common.errors import EngineError, EngineUnavailable, ServiceError
+from common.json_body import check_count
+from common.media_types import TEXT
 from common.worker_protocol import REQUEST_HEADER, REQUEST_ID, TIMEOUT_HEADER, WORKER_HEADER
 from serving.api.forms import check_form
-from serving.api.shared import CUSTOM_ATTRIBUTES, TARGET_MODEL, Gateway, header_text, read_body
+from serving.api.shared import (
+    CUSTOM_ATTRIBUTES,
+    TARGET_MODEL,
+    Gateway,
+    header_text,
+    off_loop,
+    read_body,
+)
 from serving.errors import (
     BadRequest,
     MMSEnded,
@@ -106,9 +115,10 @@ async def invoke(
         headers = {**forwarded_headers(request), **(headers or {})}
         query = _query(request)
         body = await read_body(gateway, request)
-        check_form(headers.get("content-type", ""), body)
+        kind = headers.get("content-type", "")
+        await off_loop(len(body), check_form, kind, body)
         limit_s = await limit(body)
-        direct = read(request, body, headers)
+        direct = await off_loop(len(body), read, request, body, headers)
         if name is None:
             if direct is None or not direct.model:
                 raise BadRequest(NO_MODEL)
@@ -125,6 +135,8 @@ async def invoke(
                 response = await direct.answer(gateway, request, model, end, resources)
                 counted.status = response.status_code
                 return response
+            if model.in_engine and kind.partition(";")[0].strip().lower() != TEXT:
+                await off_loop(len(body), check_count, body)
             await used.enter_async_context(gateway.admission.place(model.line, end))
             headers[REQUEST_HEADER] = secrets.token_hex(8)
             asked = _ask(gateway, model, body, headers, query, end)

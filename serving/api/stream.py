@@ -138,6 +138,39 @@ async def whole(
     return await while_restored(gateway, model, end, generate)
 
 
+async def collected(
+    gateway: Gateway,
+    model: Model,
+    inputs: Any,
+    parameters: Mapping[str, Any],
+    end: float,
+    kind: str,
+    kept: Callable[[Item], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """As `whole`, made of a stream: of a token with its scores only what is `kept` stays."""
+
+    async def collect() -> dict[str, Any]:
+        left_s = max(end - time.monotonic(), 0.001)
+        found: dict[str, Any] = {}
+        completions: dict[int, Item] = {}
+        items = gateway.engine.stream(model.engine_name, inputs, parameters, left_s, kind)
+        async with aclosing(items):
+            async for item in items:
+                begun: Item = {"text": "", "tokens": 0, "finish_reason": None}
+                completion = completions.setdefault(item["index"], begun)
+                completion["text"] += item["text"]
+                completion["tokens"] += 1
+                completion["finish_reason"] = item.get("finish_reason")
+                if "logprobs" in item:
+                    completion.setdefault("logprobs", []).append(kept(item["logprobs"]))
+                if "prefill" in item:
+                    completion["prefill"] = [kept(token) for token in item["prefill"]]
+                found |= {k: v for k, v in item.items() if k in ("prompt_tokens", "cached_tokens")}
+        return {**found, "completions": [completions[i] for i in sorted(completions)]}
+
+    return await while_restored(gateway, model, end, collect)
+
+
 async def while_restored(
     gateway: Gateway, model: Model, end: float, ask: Callable[[], Awaitable[T]]
 ) -> T:

@@ -23,6 +23,7 @@ from serving.api.grpc.calls import (
 )
 from serving.api.grpc.convert import from_http, parameters, to_http
 from serving.api.grpc.messages import message, methods
+from serving.api.shared import off_loop
 from serving.api.v2.inference import HEADER_LENGTH
 from serving.errors import ServingError
 
@@ -128,12 +129,13 @@ async def infer(routes: Routes, request: Any, metadata: Any) -> tuple[Reply, Any
     """The route's reply and what it answers, None where that is an error."""
     reply = Reply()
     try:
-        body, headers = to_http(request)
+        body, headers = await off_loop(request.ByteSize(), to_http, request)
         call = Call(model_path(request.model_name, request.model_version, "/infer"), "POST", body)
         call.headers.update(headers)
         reply = await routes.ask(call, metadata)
         if reply.status >= 400:
             return reply, None
-        return reply, from_http(reply.body, reply.headers.get(HEADER_LENGTH))
+        length = reply.headers.get(HEADER_LENGTH)
+        return reply, await off_loop(len(reply.body), from_http, reply.body, length)
     except ServingError as error:
         return error_reply(error, reply.headers), None

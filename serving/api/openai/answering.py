@@ -12,7 +12,7 @@ from starlette.responses import Response
 from common.errors import DeadlineExceeded, EngineError
 from serving.api.openai.asked import Asked
 from serving.api.shared import Gateway
-from serving.api.stream import EVENTS, Item, TokenStream, begin, whole
+from serving.api.stream import EVENTS, Item, TokenStream, begin, collected, whole
 from serving.models.model import Model
 
 
@@ -25,6 +25,9 @@ class Choices(Protocol):
 
 class Form(Protocol):
     """An answer as its API writes it."""
+
+    def kept(self, token: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What is kept of a token of the engine's until the whole answer is made."""
 
     def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
         """`results` are the engine's answers to the prompts."""
@@ -51,16 +54,23 @@ async def answer(
     """Each prompt has a place of its own in the model's line. `resources` are a stream's."""
     if asked.stream:
         return await _stream(gateway, model, asked, form, end, resources)
-    body = form.whole(await _whole(gateway, model, asked, end))
+    body = form.whole(await _whole(gateway, model, asked, form, end))
     return Response(body, media_type="application/json")
 
 
-async def _whole(gateway: Gateway, model: Model, asked: Asked, end: float) -> list[dict[str, Any]]:
-    """The engine's answers to all prompts."""
+async def _whole(
+    gateway: Gateway, model: Model, asked: Asked, form: Form, end: float
+) -> list[dict[str, Any]]:
+    """The engine's answers to all prompts. With scores they are long: those are read and written
+    token by token."""
+    scored = not {"logprobs", "decoder_input_details"}.isdisjoint(asked.parameters)
 
     async def one(prompt: Any) -> dict[str, Any]:
+        given = gateway, model, prompt, asked.parameters, end
         async with gateway.admission.place(model.line, end):
-            return await whole(gateway, model, prompt, asked.parameters, end, asked.kind.value)
+            if scored:
+                return await collected(*given, asked.kind.value, form.kept)
+            return await whole(*given, asked.kind.value)
 
     if len(asked.prompts) == 1:
         return [await one(asked.prompts[0])]

@@ -53,6 +53,14 @@ class Answer:
 
     # A whole one
 
+    def kept(self, token: Item) -> Item:
+        if self._asked.kind is Kind.CHAT:
+            return kept(token)
+        if "top" not in token or isinstance(token["top"], orjson.Fragment):
+            return token
+        top = {_name(other): other["logprob"] for other in (*token["top"], token)}
+        return {**token, "top": orjson.Fragment(orjson.dumps(top))}
+
     def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
         """`results` are the engine's answers to the prompts."""
         choices: list[dict[str, Any]] = []
@@ -100,12 +108,7 @@ class Answer:
             "tokens": [_name(step) for step in steps],
             # Nothing is known of a prompt's first token.
             "token_logprobs": [step.get("logprob") for step in steps],
-            "top_logprobs": [
-                {_name(token): token["logprob"] for token in (*step["top"], step)}
-                if "top" in step
-                else None
-                for step in steps
-            ],
+            "top_logprobs": [self.kept(step).get("top") for step in steps],
             "text_offset": [offsets.next(step) for step in steps],
         }
 
@@ -227,8 +230,18 @@ def _name(token: Mapping[str, Any]) -> str:
     return str(token["text"])
 
 
-def chat_logprobs(step: Mapping[str, Any]) -> dict[str, Any]:
-    def shown(token: Mapping[str, Any]) -> dict[str, Any]:
-        return {"token": _name(token), "logprob": token["logprob"], "bytes": _bytes(token)}
+def kept(token: Item) -> Item:
+    """A token of a chat, the others that were likely written already: as values they take ten times
+    the room."""
+    if isinstance(token["top"], orjson.Fragment):
+        return token
+    top = orjson.dumps([_shown(other) for other in token["top"]])
+    return {**token, "top": orjson.Fragment(top)}
 
-    return {**shown(step), "top_logprobs": [shown(top) for top in step["top"]]}
+
+def chat_logprobs(step: Item) -> dict[str, Any]:
+    return {**_shown(step), "top_logprobs": kept(step)["top"]}
+
+
+def _shown(token: Mapping[str, Any]) -> dict[str, Any]:
+    return {"token": _name(token), "logprob": token["logprob"], "bytes": _bytes(token)}

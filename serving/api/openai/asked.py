@@ -20,6 +20,9 @@ Body = Mapping[str, Any]
 DEFAULT_TOKENS = 16  # of a completion; a chat's answer has as many as fit
 MAX_TOKENS = 1_000_000
 MAX_PROMPTS = 64
+# Log-probabilities of one answer, of all prompts, sequences and tokens: some 30 MB.
+MAX_SCORES = 400_000
+CONTEXT = 1024  # tokens of a GPT-2, prompt and answer
 MAX_PARTS = 50_000  # messages or ids: more than any context, and looked at while others wait
 ROLES = ("system", "user", "assistant")
 # About the account or the platform; nothing of the answer depends on them.
@@ -112,6 +115,7 @@ def completion(body: Body) -> Asked:
         parameters["logprobs"] = 0  # tells which are the best
     if echo and (logprobs is not None or not all(isinstance(p, str) for p in prompts)):
         parameters["decoder_input_details"] = True
+    _check_scores(parameters, len(prompts))
     return Asked(
         Kind.COMPLETION,
         prompts=prompts,
@@ -137,6 +141,7 @@ def chat(body: Body) -> Asked:
     parameters["max_new_tokens"] = max_tokens(given, limit, MAX_TOKENS)
     if logprobs:
         parameters["logprobs"] = top or 0
+    _check_scores(parameters, 1)
     return Asked(
         Kind.CHAT,
         prompts=[messages(given.get("messages"))],
@@ -218,6 +223,22 @@ def sampling(given: Body, sequences: int) -> dict[str, Any]:
 def max_tokens(given: Body, name: str, default: int, least: int = 1) -> int:
     found: int = get(given, name, lambda n, v: fields.integer(n, v, least, MAX_TOKENS), default)
     return found
+
+
+def _check_scores(parameters: Mapping[str, Any], prompts: int) -> None:
+    """Raises `Refused` where the answer could not be bounded."""
+    if "logprobs" not in parameters:
+        return
+    whole = parameters.get("decoder_input_details")
+    tokens = CONTEXT if whole else min(parameters["max_new_tokens"], CONTEXT)
+    sequences = prompts * parameters["num_return_sequences"]
+    scores = sequences * tokens * (parameters["logprobs"] + 1)
+    if scores > MAX_SCORES:
+        raise Refused(
+            "logprobs",
+            f"asks for up to {scores} log-probabilities, an answer has at most {MAX_SCORES}: of"
+            f" {sequences} sequences of {tokens} tokens; ask for fewer at once",
+        )
 
 
 def _prompts(prompt: Any) -> list[Any]:

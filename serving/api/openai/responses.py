@@ -16,7 +16,7 @@ import orjson
 from common import fields
 from common.errors import EngineError
 from common.parameters import MAX_LOGPROBS
-from serving.api.openai.answers import Item, chat_logprobs
+from serving.api.openai.answers import Item, chat_logprobs, kept
 from serving.api.openai.asked import (
     MAX_TOKENS,
     NO_GRAMMAR,
@@ -135,6 +135,9 @@ class Response:
         self._reason, self._tokens = "", 0
         self._prompt: Mapping[str, Any] = {}  # with `prompt_tokens` and `cached_tokens`
         self._events = 0
+
+    def kept(self, token: Item) -> Item:
+        return kept(token)
 
     def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
         (self._prompt,) = results

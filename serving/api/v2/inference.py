@@ -29,12 +29,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common.errors import InvalidRequest, ServiceError
+from common.errors import InvalidRequest, ServiceError, cut
 from common.hints import timeout_s
 from common.json_body import read_json
 from common.media_types import BINARY, HEADER_SIZE
 from serving.api.invoke import Check, describe, invoke
-from serving.api.shared import Gateway, check_token, error_response
+from serving.api.shared import LARGE_BYTES, Gateway, check_token, error_response
 from serving.api.v2.generate import generate
 from serving.api.v2.repository import Repository
 from serving.api.v2.statistics import statistics
@@ -248,10 +248,11 @@ def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_error(response: Response) -> Response:
     """`{"code", "type", "message"}` as `{"error": message}`; the status and headers stay."""
+    body = bytes(response.body[: LARGE_BYTES + 1])
     try:
-        message = json.loads(bytes(response.body))["message"]
+        message = json.loads(body)["message"]
     except (ValueError, KeyError, TypeError):  # a script's own words
-        message = bytes(response.body).decode("utf-8", "replace")
+        message = cut(body.decode("utf-8", "replace"), LARGE_BYTES)
     kept = {k: v for k, v in response.headers.items() if not k.startswith("content-")}
     text = json.dumps({"error": message}, ensure_ascii=False).encode("utf-8", "backslashreplace")
     return Response(text, response.status_code, kept, media_type="application/json")

@@ -9,9 +9,12 @@ from typing import Any
 
 import httpx2
 import openai
+import orjson
 import pytest
 
 from common.errors import EngineError, EngineUnavailable, Overloaded
+from serving.api.openai.answers import Answer
+from serving.api.openai.asked import completion
 from serving.api.openai.errors import Refused
 from serving.errors import TooManyRequests
 from tests.serving import virtual_time
@@ -256,3 +259,63 @@ def test_whatever_is_wrong_is_said_in_openais_shape(
 
 def test_a_refusal_names_its_field() -> None:
     assert Refused("온도", "is not known here").message == "온도 is not known here"
+
+
+def scored(index: int, text: str, **more: Any) -> dict[str, Any]:
+    top = [{"token": 7, "text": "가", "logprob": -0.1}, {"token": 8, "text": "나", "logprob": -3.0}]
+    step = {"token": 7, "text": text, "logprob": -0.1, "top": top}
+    return {"index": index, "token": 7, "text": text, "logprobs": step, **more}
+
+
+def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
+    counts = {"prompt_tokens": 3, "cached_tokens": 1}
+    engine = Engine(
+        streamed=[
+            scored(0, "가실 ", **counts),
+            scored(1, "나", **counts),
+            scored(0, "때", finish_reason="stop"),
+            scored(1, "빛", finish_reason="length"),
+        ]
+    )
+    kept: list[Any] = []
+
+    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+        made = await client.completions.create(**ASKED | {"n": 2, "temperature": 1, "logprobs": 2})
+        assert [choice.text for choice in made.choices] == ["가실 때", "나빛"]
+        assert [choice.finish_reason for choice in made.choices] == ["stop", "length"]
+        for choice in made.choices:
+            assert choice.logprobs is not None
+            assert choice.logprobs.top_logprobs == [
+                {"가": -0.1, "나": -3.0, text: -0.1} for text in choice.logprobs.tokens or []
+            ]
+        assert made.usage is not None
+        assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3, 4)
+        answer = Answer(completion({**ASKED, "logprobs": 2}), "봄")
+        kept.append(answer.kept(scored(0, "가")["logprobs"])["top"])
+
+    run(engine, test)
+    assert isinstance(kept[0], orjson.Fragment)
+    assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"prompt": ["가"] * 64, "n": 16, "logprobs": 20, "max_tokens": 20},
+        {"prompt": ["가"] * 16, "n": 2, "logprobs": 20, "max_tokens": 1000},
+        {"prompt": ["가"] * 64, "echo": True, "logprobs": 20, "max_tokens": 0},
+    ],
+)
+def test_an_answer_has_a_bound(asked: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match="an answer has at most 400000"):
+        completion({**ASKED, "temperature": 1, **asked})
+
+
+def test_what_is_asked_for_in_earnest_is_within_the_bound() -> None:
+    for asked in (
+        {"prompt": ["가"] * 16, "n": 16, "logprobs": 20, "max_tokens": 16},
+        {"n": 16, "logprobs": 20, "max_tokens": 1024},
+        {"prompt": ["가"] * 64, "echo": True, "logprobs": 5, "max_tokens": 0},
+        {"prompt": ["가"] * 64, "n": 16, "max_tokens": 1024},
+    ):
+        completion({**ASKED, "temperature": 1, **asked})

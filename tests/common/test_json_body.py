@@ -1,0 +1,59 @@
+"""Bodies in JSON, and how much of them is made into values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequest
+from common.json_body import read_json
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" + b"{}," * 100 + b"0]",
+        b"[" + b"[]," * 100 + b"0]",
+        b"[" + b"[{}]," * 50 + b"0]",
+        b"[" + b"1," * 100 + b"0]",
+        b"[" + b'"",' * 100 + b"0]",
+        ('{"' + '": {"봄'.join("a" * 101) + '": 1' + "}" * 101).encode(),
+        b'[{"a": ",[{:"},' + b'{"":0},' * 50 + b"0]",
+        b'["\\"",' + b'"\\\\",' * 100 + b"0]",
+    ],
+)
+def test_values_are_counted_before_they_are_made(body: bytes) -> None:
+    for sent in (body, bytearray(body), body.decode()):
+        with pytest.raises(InvalidRequest, match="more than 100 values"):
+            read_json(sent, 100)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        list(range(99)),
+        {f"{i}": i for i in range(49)},
+        {
+            "inputs": "나 보기가, [역겨워] {가실} 때에는: " * 100,
+            "parameters": {"stop": ['"', "\\"]},
+        },
+        "," * 1000,
+        ['\\"[' * 100] * 40,
+    ],
+)
+def test_marks_in_texts_are_no_values(value: Any) -> None:
+    for ascii_only in (True, False):
+        assert read_json(json.dumps(value, ensure_ascii=ascii_only), 100) == value
+
+
+def test_what_is_no_json_is_told_so_however_long() -> None:
+    for body in (
+        b'["' + b"," * 1000,
+        b'[",' + b'\\"' * 1000,
+        b",\xff" * 1000,
+        b"," * 100 + b'"a"' * 9999,
+    ):
+        with pytest.raises(InvalidRequest, match=r"not JSON|not UTF-8|more than 100"):
+            read_json(body, 100)
