@@ -83,8 +83,11 @@ def parse(body: Mapping[str, Any]) -> Asked:
             elsewhere = "; /v1/completions has it" if name == "best_of" else ""
             raise InvalidRequest(f"parameters.{name} is not done here{elsewhere}")
     details = fields.boolean("parameters.details", given.pop("details", False))
-    top = fields.integer("parameters.top_n_tokens", given.pop("top_n_tokens", 0), 0, MAX_LOGPROBS)
-    given["logprobs"] = max(top, given.get("logprobs", 0))
+    top, logprobs = (
+        fields.integer(f"parameters.{name}", given.pop(name, 0), 0, MAX_LOGPROBS)
+        for name in ("top_n_tokens", "logprobs")
+    )
+    given["logprobs"] = max(top, logprobs)
     if not given.get("stop"):
         given.pop("stop", None)  # the client sends an empty list where it means the model's own
     if given.get("do_sample") is False and any(name in given for name in DRAWS):

@@ -36,8 +36,9 @@ from handlers.scripts.entry_point import find_script, manifest_name
 from handlers.tensors import tensor_model, v2
 from handlers.tensors.codec import CSV, NPY, Array, TensorSpec
 from handlers.text import v2 as text_v2
+from serving.api import tgi
 from serving.api.encoding import Decoder
-from serving.api.openai import asked
+from serving.api.openai import asked, responses
 from serving.api.v2.generate import parse as parse_generate
 from serving.errors import BadRequest
 from serving.models.model_settings import FILE, ModelSettings
@@ -164,9 +165,16 @@ def json_object(data: bytes) -> dict[str, object]:
 
 def openai(data: bytes) -> None:
     body = json_object(data)
-    with contextlib.suppress(ServiceError):
-        asked.completion(body)
+    for parse in (asked.completion, responses.parse):
+        with contextlib.suppress(ServiceError):
+            parse(body)
     asked.chat(body)
+
+
+def tgi_body(data: bytes) -> None:
+    body = json_object(data)
+    if tgi.is_meant(body, tgi.CLIENT):
+        tgi.parse(body)
 
 
 def generate(data: bytes) -> None:
@@ -340,6 +348,7 @@ TARGETS: dict[str, Target] = {
     "text": plain_text,
     "text-json": text_request,
     JSON: Tokenizer(JSON),
+    "tgi": tgi_body,
     "torch": in_file("any.bin", index_torch),
     "types": types,
     "url": url,

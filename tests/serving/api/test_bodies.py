@@ -211,6 +211,7 @@ def test_the_clients_defaults_mean_what_they_mean_to_tgi(parameters: Any, sent: 
         ({"grammar": {}}, "parameters.grammar is not done here"),
         ({"best_of": 2}, "/v1/completions has it"),
         ({"details": "yes"}, "parameters.details must be true or false"),
+        ({"logprobs": "3"}, "parameters.logprobs must be an integer"),
         ({"top_n_tokens": 21}, "parameters.top_n_tokens must be from 0 to 20"),
         ({"온도": 1}, "parameters.온도 is not known"),
         ({"num_return_sequences": 2, "seed": 1}, "parameters.num_return_sequences must be 1"),
