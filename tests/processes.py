@@ -6,10 +6,12 @@ import ctypes
 import os
 import resource
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
+import pytest
 
 from handlers.scripts.confinement import capabilities
 
@@ -46,6 +48,20 @@ def become_a_user(uid: int) -> None:
         os.setresuid(uid, uid, uid)
         capabilities.keep({capabilities.DAC_OVERRIDE})
         libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that its files in /proc are its own
+
+
+@contextmanager
+def no_thread_starts() -> Iterator[threading.Event]:
+    """In this process; set once one was refused."""
+    refused = threading.Event()
+
+    def refuse(*arguments: object) -> None:
+        refused.set()
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading, "_start_new_thread", refuse)
+        yield refused
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALLS_AT_ONCE = 16
+RETRY_S = 0.1  # of a thread that does not start
 
 
 def serve(connection: Connection, name: str, model_dir: str) -> None:
@@ -62,10 +64,22 @@ def serve(connection: Connection, name: str, model_dir: str) -> None:
         ThreadPoolExecutor(CALLS_AT_ONCE) as pool,
         contextlib.suppress(EOFError, OSError, *nonsense),
     ):
+        while not _submitted(pool, int):  # its first thread
+            time.sleep(RETRY_S)
         while True:
-            pool.submit(respond, receive(connection)[0])
+            _submitted(pool, respond, receive(connection)[0])
     if handle is not None:
         handle.close()
+
+
+def _submitted(pool: ThreadPoolExecutor, *work: Any) -> bool:
+    """Whether the pool has a thread for it, or had no need of a new one; else the work is in its
+    queue, for the next thread that is free."""
+    try:
+        pool.submit(*work)
+    except RuntimeError:
+        return False
+    return True
 
 
 class EngineModel:

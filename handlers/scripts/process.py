@@ -168,7 +168,10 @@ class ScriptProcess:
         self._timed_out = False
         timer = threading.Timer(max(seconds, 0.0), give_up)
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError as error:  # nothing would end a script that hangs
+            raise ScriptError(f"{error} for the request's deadline", 503, retry_after_s=1) from None
         try:
             yield
         finally:

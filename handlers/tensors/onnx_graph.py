@@ -110,7 +110,8 @@ class OnnxModel:
         timer = threading.Timer(timeout_s or 0, setattr, (options, "terminate", True))
         timer.daemon = True
         if timeout_s is not None:
-            timer.start()
+            with contextlib.suppress(RuntimeError):  # no thread can be had: a run ends by itself
+                timer.start()
         try:
             yield options
         finally:

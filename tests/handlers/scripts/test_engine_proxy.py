@@ -15,6 +15,7 @@ import pytest
 from common.errors import InvalidRequest
 from handlers.scripts.engine_proxy import EngineModel, serve
 from handlers.text import kogpt2
+from tests.processes import no_thread_starts
 
 WIDE_S = 60
 
@@ -26,12 +27,15 @@ class Handle:
         self.model = {"name": "시"}
         self.together = threading.Barrier(2)
         self.closed = threading.Event()
+        self.go_on = threading.Event()
 
     def generate(
         self, inputs: str, parameters: dict[str, Any], timeout_s: float, request_id: str | None
     ) -> dict[str, Any]:
         if inputs == "나쁨":
             raise InvalidRequest("온도가 틀림")
+        if inputs == "기다림":
+            assert self.go_on.wait(WIDE_S)
         if inputs == "함께":
             self.together.wait(WIDE_S)
         return {"text": inputs, "parameters": parameters, "timeout_s": timeout_s, "id": request_id}
@@ -72,6 +76,19 @@ def test_a_call_is_answered_as_the_engine_does(connection: Connection) -> None:
     assert model.model == {"name": "시"}
     said = {"text": "봄", "parameters": {"seed": 1}, "timeout_s": 5.0, "id": "a"}
     assert model.generate("봄", {"seed": 1}, 5, "a") == said
+
+
+def test_calls_wait_for_a_thread_where_no_more_start(
+    connection: Connection, handle: Handle
+) -> None:
+    model, clients_started = EngineModel(connection), threading.Barrier(4)
+    with ThreadPoolExecutor(4) as clients:
+        list(clients.map(lambda _: clients_started.wait(WIDE_S), range(4)))
+        with no_thread_starts() as refused:
+            calls = [clients.submit(model.generate, "기다림", {}) for _ in range(4)]
+            assert refused.wait(WIDE_S)
+            handle.go_on.set()
+            assert [call.result(WIDE_S)["text"] for call in calls] == ["기다림"] * 4
 
 
 def test_an_error_is_the_engines(connection: Connection) -> None:

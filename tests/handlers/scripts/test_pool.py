@@ -17,10 +17,11 @@ import pytest
 
 from handlers.scripts import descendants
 from handlers.scripts.entry_point import find_script
-from handlers.scripts.messages import Answer, Part, Request
+from handlers.scripts.messages import Answer, Part, Request, ScriptError
 from handlers.scripts.pool import ScriptPool
 from handlers.scripts.process import ScriptProcess
 from tests.e2e.server import eventually
+from tests.processes import no_thread_starts
 
 WIDE_S = 60.0
 # Answers with its pid; "함께" once two processes are at it.
@@ -82,6 +83,14 @@ def test_a_process_that_cannot_be_started_for_a_connection_is_started_for_a_requ
         scripts.connected()
     with ThreadPoolExecutor(2) as clients:
         assert len(set(clients.map(functools.partial(ask, scripts), ["함께"] * 2))) == 2
+
+
+def test_a_request_whose_deadline_has_no_thread_is_to_be_sent_again(scripts: ScriptPool) -> None:
+    before = ask(scripts, "나는")
+    with no_thread_starts(), pytest.raises(ScriptError, match="can't start new thread") as refused:
+        ask(scripts, "나는")
+    assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
+    assert ask(scripts, "나는") == before
 
 
 def test_what_a_process_leaves_is_ended_beside_requests(

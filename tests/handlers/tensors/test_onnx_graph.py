@@ -19,6 +19,7 @@ from common.memory import Memory
 from handlers.dispatch import handler_for
 from handlers.tensors import admission, onnx_graph
 from tests.handlers.tensors.graphs import TinyGPT2, identity, save_graph
+from tests.processes import no_thread_starts
 
 F, I64 = TensorProto.FLOAT, TensorProto.INT64
 GPT2 = TinyGPT2()
@@ -209,6 +210,14 @@ def counting(path: Path) -> Path:
         helper.make_node("Loop", ["x", "", "zero"], ["y"], body=body),
     ]
     return save_graph(path, nodes, [("x", I64, [])], [("y", I64, [])])
+
+
+def test_a_run_needs_no_thread_more(tmp_path: Path) -> None:
+    GPT2.save(tmp_path / "model.onnx")
+    model = onnx_graph.model_fn(str(tmp_path))
+    value = {"input_ids": IDS.tolist(), "attention_mask": np.ones_like(IDS).tolist()}
+    with no_thread_starts():
+        np.testing.assert_allclose(ask(model, value), GPT2.logits(IDS), atol=1e-4)
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
