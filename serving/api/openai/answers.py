@@ -58,7 +58,7 @@ class Answer:
             return kept(token)
         if "top" not in token or isinstance(token["top"], orjson.Fragment):
             return token
-        top = {_name(other): other["logprob"] for other in (*token["top"], token)}
+        top = {token_name(other): other["logprob"] for other in (*token["top"], token)}
         return {**token, "top": orjson.Fragment(orjson.dumps(top))}
 
     def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
@@ -105,7 +105,7 @@ class Answer:
         if self._asked.kind is Kind.CHAT:
             return {"content": [chat_logprobs(step) for step in steps], "refusal": None}
         return {
-            "tokens": [_name(step) for step in steps],
+            "tokens": [token_name(step) for step in steps],
             # Nothing is known of a prompt's first token.
             "token_logprobs": [step.get("logprob") for step in steps],
             "top_logprobs": [self.kept(step).get("top") for step in steps],
@@ -223,7 +223,7 @@ def _bytes(token: Mapping[str, Any]) -> list[int]:
     return token.get("bytes") or list(token["text"].encode())
 
 
-def _name(token: Mapping[str, Any]) -> str:
+def token_name(token: Mapping[str, Any]) -> str:
     """Its text; its bytes where that is only a part of a character, as OpenAI writes them."""
     if "bytes" in token:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token["bytes"])
@@ -244,4 +244,4 @@ def chat_logprobs(step: Item) -> dict[str, Any]:
 
 
 def _shown(token: Mapping[str, Any]) -> dict[str, Any]:
-    return {"token": _name(token), "logprob": token["logprob"], "bytes": _bytes(token)}
+    return {"token": token_name(token), "logprob": token["logprob"], "bytes": _bytes(token)}

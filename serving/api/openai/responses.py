@@ -16,7 +16,7 @@ import orjson
 from common import fields
 from common.errors import EngineError
 from common.parameters import MAX_LOGPROBS
-from serving.api.openai.answers import Item, chat_logprobs, kept
+from serving.api.openai.answers import Item, chat_logprobs, kept, token_name
 from serving.api.openai.asked import (
     MAX_TOKENS,
     NO_GRAMMAR,
@@ -132,6 +132,7 @@ class Response:
         self._head = {"id": self._id, "object": "response", "created_at": int(time.time())}
         self._head |= {"model": model, **request}
         self._text, self._logprobs = "", list[dict[str, Any]]()
+        self._bare = list[orjson.Fragment]()  # the same in events
         self._reason, self._tokens = "", 0
         self._prompt: Mapping[str, Any] = {}  # with `prompt_tokens` and `cached_tokens`
         self._events = 0
@@ -166,11 +167,12 @@ class Response:
         self._text += item["text"]
         self._tokens += 1
         self._reason = item.get("finish_reason", "")
-        made = [chat_logprobs(item["logprobs"])] if self._asked.logprobs else []
-        self._logprobs += made
-        if not item["text"] and not made:
+        logprobs = [_bare(item["logprobs"])] if self._asked.logprobs else []
+        if logprobs:
+            self._logprobs.append(chat_logprobs(item["logprobs"]))
+            self._bare += logprobs
+        elif not item["text"]:
             return b""
-        logprobs = _without_bytes(made)
         return self._event(
             "output_text.delta", **self._place, delta=item["text"], logprobs=logprobs
         )
@@ -182,7 +184,7 @@ class Response:
                 "output_text.done",
                 **self._place,
                 text=self._text,
-                logprobs=_without_bytes(self._logprobs),
+                logprobs=self._bare,
             )
             + self._event("content_part.done", **self._place, part=done["content"][0])
             + self._event("output_item.done", item=done)
@@ -251,10 +253,11 @@ def _part(text: str, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _without_bytes(logprobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """As the events of a text have them."""
+def _bare(step: Item) -> orjson.Fragment:
+    """A token's log-probabilities as the events of a text have them, without bytes."""
 
-    def bare(token: Mapping[str, Any]) -> dict[str, Any]:
-        return {"token": token["token"], "logprob": token["logprob"]}
+    def shown(token: Item) -> dict[str, Any]:
+        return {"token": token_name(token), "logprob": token["logprob"]}
 
-    return [{**bare(t), "top_logprobs": [bare(top) for top in t["top_logprobs"]]} for t in logprobs]
+    top = [shown(other) for other in step["top"]]
+    return orjson.Fragment(orjson.dumps({**shown(step), "top_logprobs": top}))
