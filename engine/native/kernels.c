@@ -90,7 +90,7 @@ TARGET static inline __m256i dot_avx2(__m256i sums, const uint8_t *packed, __m25
 
 #elif defined(__aarch64__)
 
-#define TARGET __attribute__((target("+dotprod")))
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
 #define NAME(x) x##_neon
 #define LANES 4
 #define FMA(a, b, c) \

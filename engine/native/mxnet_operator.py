@@ -35,7 +35,7 @@ def run_pass(
 ) -> None:
     """As `library.run_pass`, by MXNet's engine.
 
-    0.1 ms more with MXNET_ENGINE_TYPE=NaiveEngine, and up to 0.3 ms by threads of MXNet's: each pass
+    0.1 ms more with MXNET_ENGINE_TYPE=NaiveEngine, and up to 0.3 ms by MXNet's threads: each pass
     drives MXNet's code out of the processor's caches.
     """
     _call.pieces, _call.count = ctypes.addressof(pieces), count
@@ -49,8 +49,8 @@ def run_pass(
 def _bind(model: int, arena: int, logits: int) -> tuple[Any, Any]:
     """The operator bound to memory at these addresses, and its output.
 
-    mx.nd.kogpt2_pass, which is not bound, costs three times as much. MXNet needs arrays of the arena
-    and of the logits to order what it runs, whatever their length.
+    mx.nd.kogpt2_pass, which is not bound, costs three times as much. MXNet needs arrays of the
+    arena and the logits to order what it runs, whatever their length.
     """
     arrays = {
         "model": _array(model, ctypes.sizeof(library.Model)),

@@ -1,0 +1,256 @@
+/* Random models and passes: random_passes ROUNDS
+
+   What tests/engine/native/test_pass.py checks, for sanitizers and for processors without Python: a
+   token's logits are the same bits alone, among others and in a prompt cut anywhere, on any number of
+   threads; kernels agree with each other; and what is wrong is refused with nothing written. All memory
+   has exactly the size that the library asks for. .ci/native runs it. */
+
+#include "pass.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { ROWS = 3, MAX_LENGTH = 100 };
+
+#define CHECK(condition) \
+  ((condition) ? (void)0 : (fprintf(stderr, "line %d: %s\n", __LINE__, #condition), exit(1)))
+
+static uint64_t state = 1;
+
+static uint32_t random_bits(void) { /* PCG */
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  const uint32_t x = (uint32_t)((state >> 18 ^ state) >> 27), r = (uint32_t)(state >> 59);
+  return x >> r | x << (-r & 31);
+}
+
+static int between(int first, int last) { return first + (int)(random_bits() % (last - first + 1)); }
+
+static void *allocate(size_t bytes) {
+  void *memory = malloc(bytes);
+  CHECK(memory);
+  memset(memory, 0xff, bytes); /* NaN: a pass must not read what is not written */
+  return memory;
+}
+
+static void *allocated[200];
+static int num_allocated;
+
+static void *keep(size_t bytes) {
+  CHECK(num_allocated < 200);
+  return allocated[num_allocated++] = allocate(bytes);
+}
+
+static float *random_floats(size_t count, float about, float scale) {
+  float *x = keep(padded(count) * sizeof *x);
+  memset(x, 0, padded(count) * sizeof *x);
+  for (size_t i = 0; i < count; i++) x[i] = about + scale * (random_bits() / 2147483648.0f - 1);
+  return x;
+}
+
+static const void *random_matrix(size_t n, size_t k, size_t block) {
+  const size_t bytes = packed_bytes(n, k, block);
+  const int type = between(0, 2), transposed = between(0, 1);
+  float *numbers = allocate(n * k * sizeof *numbers);
+  for (size_t i = 0; i < n * k; i++) {
+    const float x = 0.4f * (random_bits() / 2147483648.0f - 1);
+    const uint16_t half = (uint16_t)((random_bits() & 0x83ff) | between(10, 13) << 10);
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (type == SOURCE_FLOAT32)
+      numbers[i] = x;
+    else
+      ((uint16_t *)numbers)[i] = type == SOURCE_FLOAT16 ? half : bits >> 16;
+  }
+  uint8_t *packed = keep(bytes);
+  pack(numbers, type, transposed ? 1 : k, transposed ? n : 1, n, k, block, 0, (n + 15) / 16, packed);
+  free(numbers);
+  return packed;
+}
+
+static Matrix random_product(size_t n, size_t k, size_t block, int planes) {
+  return (Matrix){random_matrix(n, k, block), random_floats(n, 0, 0.3f), planes};
+}
+
+static Norm random_norm(size_t units) {
+  return (Norm){random_floats(units, 1, 0.3f), random_floats(units, 0, 0.3f)};
+}
+
+static Model random_model(void) {
+  static Layer layers[2];
+  static const int blocks[] = {0, 0, 4, 32, 64, 64};
+  Model m = {.num_layers = between(1, 2), .heads = between(1, 4), .hidden = between(1, 90)};
+  m.vocab = between(1, 120);
+  m.max_length = between(1, MAX_LENGTH);
+  m.units = m.heads * between(1, 40);
+  m.block = blocks[between(0, 5)];
+  m.gelu_tanh = between(0, 1);
+  m.epsilon = 1e-5f;
+  const size_t c = m.units, f = m.hidden, b = m.block;
+  for (int i = 0; i < m.num_layers; i++)
+    layers[i] = (Layer){random_norm(c),
+                        random_product(3 * c, c, b, between(1, 2)),
+                        random_product(c, c, b, between(1, 2)),
+                        random_norm(c),
+                        random_product(f, c, b, between(1, 2)),
+                        random_product(c, f, b, between(1, 2)),
+                        1 / sqrtf((float)(c / m.heads))};
+  m.layers = layers;
+  m.final_norm = random_norm(c);
+  m.embedding = random_matrix(m.vocab, c, b);
+  float *positions = keep(m.max_length * padded(c) * sizeof *positions);
+  for (int i = 0; i < m.max_length; i++)
+    for (size_t j = 0; j < padded(c); j++)
+      positions[i * padded(c) + j] = j < c ? random_bits() / 4e9f - 0.5f : 0;
+  m.positions = positions;
+  m.head = between(0, 1) ? (Matrix){m.embedding, NULL, between(1, 2)}
+                         : random_product(m.vocab, c, b, between(1, 2));
+  return m;
+}
+
+typedef struct {
+  int32_t ids[MAX_LENGTH], pages[MAX_LENGTH];
+  int32_t done; /* tokens that are computed */
+  float *logits; /* (max_length, padded vocab), of the row alone */
+} Row;
+
+/* Computes the pieces and compares the logits with those of the rows alone. */
+static void run_and_compare(const Model *m, uint8_t *arena, Row *rows, const Piece *pieces,
+                            const int *row_of, int count) {
+  const size_t width = padded(m->vocab);
+  size_t wanted = 0;
+  for (int i = 0; i < count; i++) wanted += pieces[i].num_logits;
+  float *logits = allocate(wanted * width * sizeof *logits), *at = logits;
+  CHECK(run_pass(m, arena, pieces, count, logits) == PASS_OK);
+  for (int i = 0; i < count; i++) {
+    Row *row = &rows[row_of[i]];
+    row->done = pieces[i].position + pieces[i].count;
+    for (int t = row->done - pieces[i].num_logits; t < row->done; t++, at += width)
+      CHECK(!memcmp(at, row->logits + t * width, m->vocab * sizeof *at));
+  }
+  free(logits);
+}
+
+static void check_law(const Model *m, uint8_t *arena, Row *rows) {
+  for (int i = 0; i < ROWS; i++) {
+    const Piece whole = {rows[i].ids, rows[i].pages, m->max_length, 0, m->max_length};
+    use_threads(1);
+    CHECK(run_pass(m, arena, &whole, 1, rows[i].logits) == PASS_OK);
+    rows[i].done = 0;
+  }
+  for (int left = ROWS; left;) {
+    Piece pieces[ROWS];
+    int row_of[ROWS], count = 0;
+    left = 0;
+    for (int i = 0; i < ROWS; i++) {
+      Row *row = &rows[i];
+      const int rest = m->max_length - row->done;
+      left += rest > 0;
+      if (!rest || between(0, 3) == 0) continue;
+      const int few = between(0, 1) ? 3 : 60, n = between(1, rest < few ? rest : few);
+      row_of[count] = i;
+      pieces[count++] = (Piece){row->ids + row->done, row->pages, n, row->done, between(0, n)};
+    }
+    if (between(0, 5) == 0) use_threads(between(1, 3));
+    run_and_compare(m, arena, rows, pieces, row_of, count);
+  }
+}
+
+/* Pieces of random numbers, some of them wrong. Statuses are those of the rules in pass.h. */
+static void check_pieces(const Model *m, uint8_t *arena, const Row *rows) {
+  const int32_t top = INT32_MAX, odd[] = {-top - 1, -top, -1, 0, m->max_length, top - 1, top};
+  Piece pieces[ROWS];
+  int32_t ids[ROWS][MAX_LENGTH];
+  int right = 1;
+  size_t wanted = 0;
+  for (int i = 0; i < ROWS; i++) {
+    int32_t numbers[3] = {between(1, 4), between(0, m->max_length), between(0, 2)};
+    if (between(0, 3) == 0) numbers[between(0, 2)] = odd[between(0, 6)];
+    memcpy(ids[i], rows[i].ids, sizeof *ids);
+    if (between(0, 5) == 0)
+      ids[i][between(0, 3)] = between(0, 1) ? m->vocab + (between(0, 1) ? top - m->vocab : 0) : -1;
+    pieces[i] = (Piece){ids[i], rows[i].pages, numbers[0], numbers[1], numbers[2]};
+    const int64_t n = numbers[0], position = numbers[1], logits = numbers[2];
+    right = right && n > 0 && position >= 0 && n + position <= m->max_length && logits >= 0 &&
+            logits <= n;
+    for (int t = 0; right && t < n; t++) right = ids[i][t] >= 0 && ids[i][t] < m->vocab;
+    if (right) wanted += logits;
+  }
+  const size_t bytes = wanted * padded(m->vocab) * sizeof(float);
+  uint8_t *logits = allocate(bytes);
+  CHECK(run_pass(m, arena, pieces, ROWS, (float *)logits) == (right ? PASS_OK : PASS_BAD_PIECE));
+  for (size_t i = 0; i < bytes && !right; i++) CHECK(logits[i] == 0xff);
+  free(logits);
+}
+
+static void check_models(const Model *model, uint8_t *arena, const Row *rows) {
+  const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1};
+  const int32_t wrong[] = {INT32_MIN, -1, 0, (1 << 24) + 1, INT32_MAX};
+  for (int i = 0; i < 5; i++)
+    for (int field = 0; field < 7; field++) {
+      Model m = *model;
+      int32_t *fields[] = {&m.num_layers, &m.units,      &m.heads, &m.hidden,
+                           &m.vocab,      &m.max_length, &m.block};
+      if (field == 6 && i == 2) continue; /* a block of 0 is fp32 */
+      *fields[field] = wrong[i];
+      CHECK(run_pass(&m, arena, &piece, 1, NULL) == PASS_BAD_MODEL);
+    }
+  for (int planes = -1; model->block && planes < 4; planes++) {
+    Model m = *model;
+    m.head.planes = planes;
+    if (planes != 1 && planes != 2)
+      CHECK(run_pass(&m, arena, &piece, 1, NULL) == PASS_BAD_MODEL);
+  }
+}
+
+static void check_sampling(const float *logits, size_t count) {
+  float *weights = allocate(count * sizeof *weights);
+  double sum = 0;
+  const double total = softmax_weights(logits, count, 0.7f, weights);
+  for (size_t i = 0; i < count; i++) sum += weights[i];
+  CHECK(total >= 1 && fabs(total - sum) < 1e-5 * sum);
+  free(weights);
+}
+
+static void check_model(void) {
+  const Model m = random_model();
+  const size_t width = padded(m.vocab), pages = (m.max_length + PAGE_TOKENS - 1) / PAGE_TOKENS;
+  uint8_t *arena = keep(ROWS * pages * page_bytes(&m));
+  Row rows[ROWS];
+  for (int i = 0; i < ROWS; i++) {
+    for (int t = 0; t < m.max_length; t++) rows[i].ids[t] = between(0, m.vocab - 1);
+    for (size_t p = 0; p < pages; p++) rows[i].pages[p] = (int)((pages - 1 - p) * ROWS) + i;
+    rows[i].logits = keep(m.max_length * width * sizeof(float));
+  }
+  float *first = keep(m.max_length * width * sizeof *first);
+  int compared = 0;
+  for (const char *const *name = (const char *const[]){"vnni", "avx2", "neon", "plain", NULL}; *name;
+       name++) {
+    if (!use_kernels(*name)) continue;
+    check_law(&m, arena, rows);
+    for (int i = 0; i < 10; i++) check_pieces(&m, arena, rows);
+    check_models(&m, arena, rows);
+    check_sampling(rows[0].logits, m.vocab);
+    const float *found = rows[ROWS - 1].logits;
+    double difference = 0, all = 0;
+    for (int t = 0; t < m.max_length; t++)
+      for (int v = 0; v < m.vocab; v++) {
+        const double x = found[t * width + v];
+        CHECK(isfinite(x));
+        if (compared) difference += pow(x - first[t * width + v], 2);
+        all += x * x;
+      }
+    CHECK(difference <= all * (m.block ? 0.01 : 1e-9)); /* in int8 x may be rounded otherwise */
+    if (!compared++) memcpy(first, found, m.max_length * width * sizeof *first);
+  }
+  while (num_allocated) free(allocated[--num_allocated]);
+}
+
+int main(int count, char **arguments) {
+  CHECK(count == 2);
+  for (int round = 0; round < atoi(arguments[1]); round++) check_model();
+  use_threads(1);
+  release_scratch();
+  printf("%s random models on %s\n", arguments[1], use_kernels(NULL));
+}
