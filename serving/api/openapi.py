@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "tokens": ("OpenAIError", {JSON: "Any"}, {JSON: "Any"}),
     "V2": ("V2Error", {}, {}),
     "infer": ("V2Error", {JSON: "Infer", BYTES: "Bytes"}, {JSON: "Inferred", BYTES: "Bytes"}),
-    "generate": ("V2Error", {JSON: "V2Generate"}, {JSON: "Any"}),
+    "generate": ("V2Error", {JSON: "V2Generate"}, {JSON: "Any", EVENTS: "Text"}),
 }
 TAGS = {
     "load": "management", "description": "inference", "endpoint": "inference",
