@@ -19,6 +19,8 @@ from tests.e2e.stores import serving, small, text
 from tests.e2e.test_openai import TEMPLATE
 from tests.engine.hugging_face import make_hugging_face
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "infer-me"  # noqa: S105
 AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -89,7 +91,6 @@ def found(server: Server, grpc_port: int) -> dict[str, Any]:
     return of_each
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["litellm", "openai", "langchain", "llama_index", "huggingface_hub", "kserve"]
 )
@@ -102,7 +103,6 @@ def test_a_client_gets_what_the_servers_own_routes_answer(
         assert found[name][key] == expected[key], key
 
 
-@pytest.mark.slow
 def test_litellm_knows_errors(found: dict[str, Any]) -> None:
     for wrong, name, status, words in (
         ("no such model", "NotFoundError", 404, "없음"),
@@ -113,7 +113,6 @@ def test_litellm_knows_errors(found: dict[str, Any]) -> None:
         assert words in found["litellm"][wrong][2]
 
 
-@pytest.mark.slow
 def test_openais_client_for_javascript_knows_texts_and_errors(
     server: Server, expected: dict[str, Any]
 ) -> None:
@@ -127,7 +126,6 @@ def test_openais_client_for_javascript_knows_texts_and_errors(
     assert found == {key: expected[key] for key in found}
 
 
-@pytest.mark.slow
 def test_lm_eval_scores_and_continues_texts(server: Server, found: dict[str, Any]) -> None:
     """As texts and as ids, which are the same."""
     assert isinstance(found["lm_eval"], dict), found["lm_eval"]
