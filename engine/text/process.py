@@ -111,8 +111,14 @@ class TextProcess:
         self._kill("it is not needed")
 
     def rest(self) -> None:
-        """Ends the process after what waits, until it is needed again."""
-        self.turns.soon(None, lambda: self._kill("it is not needed"))
+        """Ends the process, unless what waits needs it, until it is needed again."""
+        used_at = self.used_at
+
+        def rest() -> None:
+            if self.used_at == used_at:
+                self._kill("it is not needed")
+
+        self.turns.soon(None, rest)
 
     def _kill(self, reason: str) -> None:
         if self._child is not None:

@@ -204,6 +204,27 @@ def test_processes_of_models_without_requests_end_where_there_are_many(
         assert len(set(map(tuple, ids))) == 5
 
 
+def test_a_process_does_not_end_right_after_a_prompt_that_waited_for_it(good: Path) -> None:
+    go, began = threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        began.set()
+        return go.wait(WAIT_S)
+
+    with texts_of(good) as texts:
+        held, pid = texts.soon(hold), texts.pid
+        assert began.wait(WAIT_S)
+        texts._process.rest()
+        texts._process.turns.soon("another", lambda: texts._process.open(texts._source))
+        texts._process.turns._tasks.move_to_end(None)  # its turn comes last
+        go.set()
+        assert held.result(WAIT_S)
+        texts.soon(lambda: None).result(WAIT_S)
+        assert texts.pid == pid
+        texts._process.rest()
+        until(lambda: texts.pid is None)
+
+
 @pytest.mark.parametrize(
     "change",
     [
