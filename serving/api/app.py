@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import re
 import time
@@ -162,11 +163,21 @@ class App:
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi.document(managing=self._is_managing(request.scope)))
+        described = _description(self._is_managing(request.scope))
+        return Response(described, media_type="application/json")
 
     async def _docs(self, request: Request) -> Response:
-        described = openapi.document(managing=self._is_managing(request.scope))
-        return HTMLResponse(openapi.page(described))
+        return HTMLResponse(_page(self._is_managing(request.scope)))
+
+
+@functools.cache
+def _description(managing: bool) -> bytes:
+    return bytes(JSONResponse(openapi.document(managing=managing)).body)
+
+
+@functools.cache
+def _page(managing: bool) -> str:
+    return openapi.page(openapi.document(managing=managing))
 
 
 def _request_id(scope: Scope) -> str:

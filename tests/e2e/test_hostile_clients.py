@@ -1,0 +1,208 @@
+"""Clients that mean harm beside clients that do not: of the others' requests none fails.
+
+Each attack goes on, and begins anew where the server ends it, until the others have had their
+answers. `-s` prints how long the slowest of those took: under 1 s on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+import requests
+
+from tests.e2e.server import Server, free_port
+from tests.e2e.slow_clients import many_files
+from tests.e2e.stores import SHORT, serving, small
+from tests.serving.api.test_forms import NAMED, PARTS, part
+
+pytestmark = pytest.mark.slow
+
+CONNECTIONS = 256
+ROUNDS = 25
+MIB = 1 << 20
+JSON = {"Content-Type": "application/json"}
+HEAD = b"POST /predictions/a HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+# What each of its connections sends, which then neither sends nor reads anything.
+STALLS = {
+    "no-body": HEAD + b"Content-Length: 1000\r\n\r\n",
+    "no-chunks": HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n[",
+    "no-head": HEAD,
+    "unread": b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400,
+    "nothing": b"",
+}
+SCORES = {"model": "a", "prompt": ["나 보기가"] * 16, "n": 16, "logprobs": 20, "max_tokens": 16}
+BODIES: dict[str, tuple[str, str, bytes]] = {
+    "values": ("/predictions/a", JSON["Content-Type"], b"[" + b"{}," * 2_140_000 + b"0]"),
+    "streamed values": (
+        "/predictions/a",
+        JSON["Content-Type"],
+        b'{"stream": true, "inputs": [' + b"[]," * 2_140_000 + b"0]}",
+    ),
+    "chat of values": (
+        "/v1/chat/completions",
+        JSON["Content-Type"],
+        b'{"model": "a", "messages": [' + b"{}," * 2_140_000 + b"0]}",
+    ),
+    "scores": ("/v1/completions", JSON["Content-Type"], json.dumps(SCORES).encode()),
+    "heads of parts": (
+        "/predictions/a",
+        PARTS,
+        part(NAMED, *["X-A: " + "a" * 1000] * 6000) + b"--x--",
+    ),
+    "parts of parts": ("/predictions/a", PARTS, b"--x\r\n\r\n" * 900_000),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("hostile")
+    small(folder / "store" / "a")
+    small(folder / "store" / "봄")
+    settings = {"MAX_CONNECTIONS": str(CONNECTIONS), "GRPC_PORT": str(free_port())}
+    with serving(folder / "run", folder / "store", **settings) as running:
+        running.grpc_port = int(settings["GRPC_PORT"])  # type: ignore[attr-defined]
+        for name in ("a", "봄"):
+            assert running.load(name).status_code == 200
+        yield running
+
+
+class Others:
+    """Clients that do nothing wrong, each of their requests on a connection of its own."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.failed: list[str] = []
+        self.slowest_s = 0.0
+
+    def round(self) -> None:
+        server = self._server
+        self._ask(lambda: requests.get(server.url("/ping"), timeout=60))
+        self._ask(lambda: requests.get(server.url("/v2/health/live"), timeout=60))
+        self._ask(lambda: requests.get(server.management("/models"), timeout=60))
+        self._ask(lambda: server.predict("봄", SHORT))
+
+    def _ask(self, ask: Callable[[], requests.Response]) -> None:
+        began = time.monotonic()
+        try:
+            answer = ask()
+            if answer.status_code != 200:
+                self.failed.append(f"{answer.status_code} {answer.text[:200]}")
+        except requests.RequestException as error:
+            self.failed.append(repr(error))
+        self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+
+
+def check(server: Server, beside: str) -> None:
+    others = Others(server)
+    for _ in range(ROUNDS):
+        others.round()
+    print(f"\nbeside {beside}: slowest of {4 * ROUNDS}: {others.slowest_s:.2f} s", end=" ")
+    assert others.failed == []
+
+
+@contextlib.contextmanager
+def attack(act: Callable[[], Any], clients: int) -> Iterator[threading.Semaphore]:
+    """Each client acts over and over; the semaphore counts how often they have."""
+    stop, acted = threading.Event(), threading.Semaphore(0)
+
+    def run() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError, requests.RequestException):
+                act()
+            acted.release()
+
+    threads = [threading.Thread(target=run) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield acted
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("stall", STALLS)
+def test_connections_that_stall_fail_nobody(server: Server, stall: str) -> None:
+    address = "127.0.0.1", server.port
+    with many_files(2 * CONNECTIONS), contextlib.ExitStack() as opened:
+        held: list[socket.socket] = []
+
+        def hold() -> None:
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(address)
+            client.sendall(STALLS[stall])
+            held.append(opened.enter_context(client))
+            while len(held) > 2 * CONNECTIONS:
+                held.pop(0).close()
+
+        for _ in range(CONNECTIONS):
+            hold()
+        with attack(lambda: (hold(), time.sleep(0.01)), 1):
+            check(server, stall)
+
+
+def memory(server: Server) -> dict[str, int]:
+    """Of those that read what clients send."""
+    found = {}
+    for name in ("serving.gateway", "handlers.host"):
+        found[name] = server.descendants(name)[0].memory_info().rss
+    return found
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_large_bodies_fail_nobody_and_take_no_memory(server: Server, body: str) -> None:
+    path, kind, content = BODIES[body]
+    statuses: set[int] = set()
+
+    def post() -> None:
+        headers = {"Content-Type": kind}
+        answer = requests.post(server.url(path), data=content, headers=headers, timeout=90)
+        statuses.add(answer.status_code)
+
+    before, most = memory(server), dict[str, int]()
+    with attack(post, 1 if body == "scores" else 4) as acted:
+        assert acted.acquire(timeout=90)
+        watched = threading.Event()
+
+        def watch() -> None:
+            while not watched.wait(0.05):
+                for name, size in memory(server).items():
+                    most[name] = max(most.get(name, 0), size - before[name])
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        try:
+            check(server, body)
+        finally:
+            watched.set()
+            watching.join()
+    print({name: f"{size / MIB:.0f} MiB" for name, size in most.items()}, statuses, end=" ")
+    assert statuses == {200 if body == "scores" else 400}
+    assert max(most.values()) < 150 * MIB
+
+
+def test_watches_over_grpc_fail_nobody(server: Server) -> None:
+    address = f"127.0.0.1:{server.grpc_port}"  # type: ignore[attr-defined]
+    with contextlib.ExitStack() as opened:
+        channel = opened.enter_context(grpc.insecure_channel(address))
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        calls = [watch(b"", timeout=600) for _ in range(4 * CONNECTIONS)]
+        assert next(calls[-1]) == b"\x08\x01"  # those before it have begun
+        with grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as other:
+            live = other.unary_unary("/inference.GRPCInferenceService/ServerLive")
+            for _ in range(ROUNDS):
+                assert live(b"", timeout=60) == b"\x08\x01"
+        check(server, "watches")
+        for call in calls:
+            call.cancel()
