@@ -141,6 +141,8 @@ async def invoke(
             headers[REQUEST_HEADER] = secrets.token_hex(8)
             asked = _ask(gateway, model, body, headers, query, end)
             answer = await _answer(gateway, asked, headers[REQUEST_HEADER], used.pop_all())
+            if time.monotonic() >= end:  # it came while the loop was busy with others
+                raise Timeout(f"no answer within {end - request.state.started:g} s")
         counted.status = answer.status
         return _response(answer)
 

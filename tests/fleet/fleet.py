@@ -86,17 +86,32 @@ class Fleet:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[tuple[str, Iterator[bytes]]]:
-        """Which server answers with a long stream, and the lines after its first."""
+        """Which server answers with a long stream, and the lines after its first. The engine is
+        suspended meanwhile, so that the stream does not end before the server is killed."""
+        engines = {name: node.descendants("-m engine ")[0] for name, node in self.nodes.items()}
         url = self.proxy.url(f"/predictions/{LONG_WINDED}")
         body = {**LONG, "stream": True}
         with requests.post(url, json=body, timeout=90, stream=True) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith(b"data: "), answer.status_code
-            yield answer.headers[SERVED_BY], lines
+            engine = engines[answer.headers[SERVED_BY]]
+            engine.suspend()
+            try:
+                yield answer.headers[SERVED_BY], lines
+            finally:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    engine.resume()
 
     def start(self, name: str) -> None:
         """One in the place of one that has ended."""
         self.nodes[name] = self._start(name, self.nodes[name].port).wait_until_ready()
+
+    def restore(self) -> None:
+        """Starts those that have ended."""
+        for name, server in self.nodes.items():
+            if server.process.poll() is not None:
+                self.start(name)
+        self.proxy.wait_for(*self.nodes)
 
     def stop(self) -> None:
         self.proxy.stop()

@@ -38,6 +38,13 @@ def fleet(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fl
     running.stop()
 
 
+@pytest.fixture
+def restored(fleet: Fleet) -> Iterator[Fleet]:
+    """Whole again after the test, whatever it was that failed."""
+    yield fleet
+    fleet.restore()
+
+
 def replay(url: str) -> dict[str, set[str]]:
     """The texts of each model in what the trace asks for."""
     texts: dict[str, set[str]] = {}
@@ -81,8 +88,9 @@ def test_three_find_a_model_loaded_as_often_as_one_three_times_as_large(
 
 
 def test_of_a_killed_server_only_its_share_moves_and_no_answer_is_lost(
-    fleet: Fleet, expected: dict[str, str]
+    restored: Fleet, expected: dict[str, str]
 ) -> None:
+    fleet = restored
     before = fleet.shares(NAMES)
     with Clients(fleet.proxy, expected, ASKED, streams=4) as clients:
         clients.wait_for_more(32)

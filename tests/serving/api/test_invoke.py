@@ -95,6 +95,23 @@ def test_a_request_whose_model_still_waits_for_room_at_its_deadline_is_worth_ano
     run(test())
 
 
+def test_an_answer_that_is_read_after_the_deadline_is_not_sent() -> None:
+    async def test() -> None:
+        world = World(model(limit_s=0.1))
+
+        async def answer(number: int) -> Answer:
+            time.sleep(0.2)  # the loop is busy, and the answer is there
+            return answered()
+
+        world.mms.answer = answer
+        status, _, body = await world.call("POST", PATH)
+        assert (status, said(body)) == (504, ("TimeoutException", "no answer within 0.1 s"))
+        await asyncio.gather(*world.registry.tasks)
+        assert (world.model.line.running, world.model.in_flight) == (0, 0)
+
+    run(test())
+
+
 def test_a_worker_that_does_not_come_back_in_time_is_no_other_error() -> None:
     async def test() -> None:
         world = World(model(limit_s=0.1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from serving.mms.launcher import MMS_HOME
 from tests.e2e.server import REPOSITORY
 
 # What starts Java does so, and ends, while all processes are looked through.
@@ -56,3 +57,12 @@ def test_java_that_starts_while_it_is_looked_for_is_found_the_next_time() -> Non
         "Multi Model Server's Java process is not there yet",
         "java",
     ]
+
+
+def test_the_collector_of_metrics_reads_all_that_java_writes() -> None:
+    collector = MMS_HOME / "mms" / "metrics" / "metric_collector.py"
+    with subprocess.Popen([sys.executable, collector], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(b"9000:1234\n" * 100_000)  # more than a pipe holds
+        process.stdin.close()
+        assert process.wait(60) == 0
