@@ -139,7 +139,7 @@ def read(folder: Path, generation: Generation) -> Artifact:
     _refuse_unsupported(said)
     given, untied = ConfigFile(said), said.get("tie_word_embeddings") is False
     weights, file = _read_weights(folder)
-    canonical, prefix = _canonical(weights, file)
+    canonical, prefix = canonical_names(weights, file)
     head = prefix.removesuffix(TRUNK) + HEAD
     if untied and head not in weights:
         raise ArtifactError(
@@ -261,7 +261,7 @@ def _their_names(num_layers: int, prefix: str) -> dict[str, tuple[str, bool]]:
     }
 
 
-def _canonical(weights: Index, file: str) -> tuple[Index, str]:
+def canonical_names(weights: Index, file: str) -> tuple[Index, str]:
     """Our names, without the prefix that wrappers put in front, Conv1D matrices transposed; and the
     prefix."""
     wte, wpe = "wte.weight", "wpe.weight"

@@ -30,6 +30,9 @@ from engine.artifacts.tensor_index import (
 )
 
 MAX_PICKLE_BYTES = 64 << 20
+# Of torch before 1.6: a number, pickled, that is in torch/serialization.py.
+OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+OLD_PROTOCOL = 1001
 _NONSENSE = (
     ValueError, LookupError, TypeError, AttributeError, EOFError, OverflowError, struct.error,
     pickle.UnpicklingError,
@@ -58,20 +61,30 @@ class _Storage(NamedTuple):
     length: int
 
 
+def is_torch(path: Path) -> bool:
+    """Whether `torch.save` wrote the file. Raises `ArtifactError`."""
+    with open_file(path) as file:
+        return file.read(len(OLD_MAGIC)) == OLD_MAGIC or zipfile.is_zipfile(file)
+
+
 def index_torch(path: Path) -> Index:
-    """Where each tensor of a state_dict is that `torch.save` wrote (torch 1.6 or later).
+    """Where each tensor of a state_dict is that `torch.save` wrote.
 
     Raises `ArtifactError` for anything else, for example a whole pickled model.
     """
     try:
         with open_file(path) as file:
-            if not zipfile.is_zipfile(file):
+            old = file.read(len(OLD_MAGIC)) == OLD_MAGIC
+            if not old and not zipfile.is_zipfile(file):
                 raise ArtifactError(
-                    f"{path.name} is not what torch.save writes since torch 1.6: save it again, as"
+                    f"{path.name} is not what torch.save writes: save it again, as"
                     " model.safetensors (save_pretrained) if possible"
                 )
-            with zipfile.ZipFile(file) as archive:
-                folder, entries, content = _unzip(path.name, archive)
+            if old:
+                content = file.read(MAX_PICKLE_BYTES)
+            else:
+                with zipfile.ZipFile(file) as archive:
+                    folder, entries, content = _unzip(path.name, archive)
     except OSError as error:
         raise ArtifactError(f"{path.name} cannot be read: {why(error)}") from None
     except (
@@ -86,7 +99,11 @@ def index_torch(path: Path) -> Index:
         raise ArtifactError(f"{path.name} is damaged: {error}") from None
     data = map_file(path)
     try:
-        found = _Unpickler(content, _Storages(path.name, data, folder, entries)).load()
+        if old:
+            found = _load_old(path.name, data, content)
+        else:
+            storages = _Storages(path.name, data, folder, entries)
+            found = _Unpickler(io.BytesIO(content), storages).load()
     except _NONSENSE:
         raise ArtifactError(f"{path.name} is damaged: its pickle makes no sense") from None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
@@ -143,6 +160,51 @@ class _Storages:
         if end > min(len(self._data), begin + entry.file_size):
             raise ArtifactError(f"{self.file} is cut short")
         return _Storage(self.file, begin, dtype, count)
+
+
+class _OldStorages:
+    """The same of a file by torch before 1.6, where they follow the pickle: known in a second
+    reading, once all of it was read."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.sizes: dict[str, int] = {}  # bytes
+        self.begins: dict[str, int] = {}
+
+    def get(self, description: Any) -> _Storage:
+        """('storage', its class, key, device, count, view)."""
+        _, kind, key, _, count, view = description
+        if not isinstance(kind, _Global) or kind.name not in STORAGES:
+            raise ArtifactError(
+                f"{self.file} holds numbers of an unknown type ({getattr(kind, 'name', kind)})"
+            )
+        if view is not None or type(count) is not int or count < 0:
+            raise ValueError("no storage of its own")
+        self.sizes[key] = count * DTYPES[STORAGES[kind.name]].itemsize
+        return _Storage(self.file, self.begins.get(key, 0), STORAGES[kind.name], count)
+
+
+def _load_old(file: str, data: Any, content: bytes) -> Any:
+    """`content` follows the magic number: protocol, machine, object and keys, a pickle each; then
+    of each storage the count of its numbers and these."""
+    stream, storages = io.BytesIO(content), _OldStorages(file)
+    if _Unpickler(stream, storages).load() != OLD_PROTOCOL:
+        raise ValueError("another protocol")
+    if not _Unpickler(stream, storages).load()["little_endian"]:
+        raise ArtifactError(f"{file} was written on a big-endian machine")
+    start = stream.tell()
+    _Unpickler(stream, storages).load()
+    keys = _Unpickler(stream, storages).load()
+    if not isinstance(keys, list) or set(keys) != set(storages.sizes):
+        raise ValueError("other storages")
+    position = len(OLD_MAGIC) + stream.tell()
+    for key in keys:
+        storages.begins[key] = position + 8
+        position += 8 + storages.sizes[key]
+    if position > len(data):
+        raise ArtifactError(f"{file} is cut short")
+    stream.seek(start)
+    return _Unpickler(stream, storages).load()
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Tensor:
@@ -222,8 +284,8 @@ class _Opcodes(dict[int, Any]):
 class _Unpickler(pickle._Unpickler):
     """The one in Python: the other makes room for whatever a file announces."""
 
-    def __init__(self, content: bytes, storages: _Storages) -> None:
-        super().__init__(io.BytesIO(content))
+    def __init__(self, content: io.BytesIO, storages: _Storages | _OldStorages) -> None:
+        super().__init__(content)
         self._storages = storages
         self.dispatch = _Opcodes(storages.file)  # type: ignore[misc]
 

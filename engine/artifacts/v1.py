@@ -1,4 +1,7 @@
-"""KoGPT2 v1's artifacts: `*.params` as Gluon's `save_parameters` writes it, and `*.spiece`."""
+"""KoGPT2 v1's artifacts: `*.params` as Gluon's `save_parameters` writes it, and `*.spiece`.
+
+KoGPT2's release for PyTorch (`pytorch_kogpt2_*.params`) is a state_dict of transformers' GPT-2.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ from engine.artifacts.artifact import (
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import Generation
+from engine.artifacts.hugging_face import canonical_names
 from engine.artifacts.read_params import index_params
+from engine.artifacts.read_torch import index_torch, is_torch
 from engine.artifacts.tensor_index import Index
 
 DEFAULT_HEAD_SIZE = 64
@@ -31,7 +36,10 @@ def read(folder: Path, generation: Generation) -> Artifact:
     """`*.params`, `*.spiece` and optionally `config.json`. Raises `ArtifactError`."""
     params_file, spiece_file = _only(folder, "*.params"), _only(folder, "*.spiece")
     file = params_file.name
-    weights = _canonical(index_params(params_file), file)
+    if is_torch(params_file):
+        weights, _ = canonical_names(index_torch(params_file), file)
+    else:
+        weights = _canonical(index_params(params_file), file)
     config = _config(weights, ConfigFile(read_json(folder / CONFIG_FILE)), file)
     # v1 files carry the tied output projection a second time.
     if OUTPUT in weights and weights[OUTPUT].shape != weights[EMBEDDING].shape:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from common.errors import ArtifactError
+from engine.artifacts import hugging_face
 from engine.artifacts.artifact import (
     EMBEDDING,
     FINAL_NORM,
@@ -24,6 +25,7 @@ from engine.artifacts.artifact import (
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_params import read_params
+from tests.engine.artifacts.torch_files import write_old
 from tests.engine.models import make_artifact, write_params
 
 
@@ -292,3 +294,23 @@ def assert_same_weights(found: Artifact, expected: Artifact) -> None:
     assert found.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
         np.testing.assert_array_equal(found.weights[name], weight)
+
+
+def test_kogpt2s_release_for_pytorch_is_read_beside_its_spiece(tmp_path: Path) -> None:
+    v1 = open_artifact(make_artifact(tmp_path / "v1", max_length=32))
+    folder = shutil.copytree(v1.path, tmp_path / "torch")
+    next(folder.glob("*.params")).unlink()
+    state = {
+        theirs: np.ascontiguousarray(v1.weights[ours].T if transposed else v1.weights[ours])
+        for ours, theirs, transposed in hugging_face.names(v1.config)
+    }
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    write_old(folder / "pytorch_kogpt2_676e9bcfa7.params", state)
+    read = open_artifact(folder)
+    assert read.config == v1.config
+    assert set(read.weights) == set(v1.weights)
+    for name, weight in v1.weights.items():
+        np.testing.assert_array_equal(read.weights[name], weight)
+    file = folder / "pytorch_kogpt2_676e9bcfa7.params"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "is cut short" in refused(folder)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.errors import ArtifactError
-from engine.artifacts.read_torch import index_torch
+from engine.artifacts.read_torch import OLD_MAGIC, index_torch
 from tests.engine.artifacts.reading import read_torch
 from tests.engine.artifacts.torch_files import Saved, state_dict, text, write
 
@@ -94,8 +94,10 @@ def test_a_pickle_without_sense_is_refused(tmp_path: Path, pickled: bytes) -> No
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.bin"
-    path.write_bytes(pickle.dumps({"w": 1}, 2))  # as torch wrote before 1.6
-    assert "torch 1.6" in refused(path)
+    path.write_bytes(pickle.dumps({"w": 1}, 2))
+    assert "not what torch.save writes" in refused(path)
+    path.write_bytes(OLD_MAGIC + pickle.dumps({"w": 1}, 2))
+    assert "makes no sense" in refused(path)
     with zipfile.ZipFile(path, "w") as target:
         target.writestr("readme.txt", "가")
     assert "no data.pkl" in refused(path)

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from pickle import encode_long
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.artifacts.read_torch import OLD_MAGIC
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -53,6 +58,30 @@ def state_dict(tensors: Mapping[str, Saved]) -> bytes:
     """All names and tensors in one SETITEMS."""
     items = b"".join(text(name) + tensor(saved) for name, saved in tensors.items())
     return b"\x80\x02}(" + items + b"u."
+
+
+def write_old(path: Path, state: Mapping[str, NDArray[np.float32]]) -> Path:
+    """As torch before 1.6: each tensor has a storage of its own, C-contiguous."""
+    items = b"".join(
+        text(name)
+        + b"ctorch._utils\n_rebuild_tensor_v2\n(("
+        + text("storage") + b"ctorch\nFloatStorage\n" + text(name) + text("cpu")
+        + number(array.size) + b"NtQK\x00"
+        + numbers(array.shape)
+        + numbers([step // 4 for step in array.strides])
+        + b"\x89ccollections\nOrderedDict\n)RtR"
+        for name, array in state.items()
+    )  # fmt: skip
+    machine = (
+        b"\x80\x02}(" + text("little_endian") + b"\x88" + text("protocol_version") + b"M\xe9\x03u."
+    )
+    keys = b"\x80\x02](" + b"".join(map(text, state)) + b"e."
+    with path.open("wb") as file:
+        file.write(OLD_MAGIC + b"\x80\x02M\xe9\x03." + machine)
+        file.write(b"\x80\x02ccollections\nOrderedDict\n)R(" + items + b"u." + keys)
+        for array in state.values():
+            file.write(array.size.to_bytes(8, "little") + array.tobytes())
+    return path
 
 
 def write(path: Path, pickled: bytes, data: bytes = bytes(64)) -> Path:
