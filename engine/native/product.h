@@ -47,8 +47,6 @@ TARGET static void NAME(quantize)(const float *x, size_t count, size_t planes, i
   sums[1] = -WEIGHT_OFFSET * all;
 }
 
-#ifndef PLAIN_DOT
-
 /* R rows of P planes, both constants. */
 TARGET INLINE void NAME(int8_rows)(int R, int P, const Quantized *x, size_t row,
                                    const uint8_t *packed, const float *bias, float out[][LINE]) {
@@ -102,50 +100,6 @@ TARGET static size_t NAME(int8_tile)(const Quantized *x, size_t row, const uint8
 #undef USE
   return 0;
 }
-
-#else
-
-/* Up to BESIDE rows: weights become floats once for all of them. */
-TARGET static size_t NAME(int8_tile)(const Quantized *x, size_t row, const uint8_t *packed,
-                                     const float *bias, float out[][LINE]) {
-  const size_t planes = x->planes, left = x->count - row;
-  const size_t count = left < BESIDE / planes ? left : BESIDE / planes;
-  const size_t v0 = row * planes, vectors = count * planes;
-  const int32_t *fours = x->fours + v0 / BESIDE * x->width + v0 % BESIDE;
-  const size_t at = v0 / BESIDE * x->blocks * BESIDE + v0 % BESIDE;
-  for (size_t r = 0; r < count; r++) memcpy(out[r], bias, sizeof *out);
-  for (size_t b = 0; b < x->blocks; b++, packed += LINE * (x->block + sizeof(float))) {
-    float scales[LINE];
-    memcpy(scales, packed + LINE * x->block, sizeof scales);
-    float numbers[BESIDE][MAX_BLOCK]; /* of x */
-    for (size_t i = 0; i < x->block / 4; i++)
-      for (size_t v = 0; v < vectors; v++)
-        for (int j = 0; j < 4; j++)
-          numbers[v][4 * i + j] = (int8_t)(fours[i * BESIDE + v] >> 8 * j & 255);
-    fours += x->block / 4 * BESIDE;
-    for (int p = 0; p < PARTS; p++) {
-      floats dots[BESIDE] = {{0}};
-      for (size_t i = 0; i < x->block; i += 4) {
-        ints columns; /* four weights of each, the first in the lowest byte */
-        memcpy(&columns, packed + i * LINE + 4 * LANES * p, sizeof columns);
-        EACH(j, 4) {
-          const floats w = __builtin_convertvector((columns >> 8 * j & 255) - 128, floats);
-          EACH(v, BESIDE) dots[v] += w * numbers[v][i + j];
-        }
-      }
-      for (size_t r = 0; r < count; r++) {
-        const size_t v = r * planes;
-        const floats dot = planes == 1 ? dots[v] : dots[v] * 128.0f + dots[v + 1];
-        const floats scale = NAME(load)(scales + p * LANES) * x->scales[at + b * BESIDE + v];
-        float *y = out[r] + p * LANES;
-        NAME(store)(y, FMA(dot, scale, NAME(load)(y)));
-      }
-    }
-  }
-  return count;
-}
-
-#endif
 
 /* R rows, a constant. */
 TARGET INLINE void NAME(float_rows)(int R, const float *x, size_t stride, size_t k,

@@ -8,7 +8,6 @@
 #undef WEIGHT_OFFSET
 #undef LOAD_HALVES
 #undef STORE_HALVES
-#undef PLAIN_DOT
 #undef PLAIN_HALVES
 #undef floats
 #undef ints
