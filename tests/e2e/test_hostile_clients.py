@@ -20,7 +20,7 @@ import requests
 
 from tests.e2e.server import Server, free_port
 from tests.e2e.slow_clients import many_files
-from tests.e2e.stores import SHORT, serving, small
+from tests.e2e.stores import SHORT, endless, serving, small
 from tests.serving.api.test_forms import NAMED, PARTS, part
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,8 @@ STALLS = {
     "unread": b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400,
     "nothing": b"",
 }
-SCORES = {"model": "a", "prompt": ["나 보기가"] * 16, "n": 16, "logprobs": 20, "max_tokens": 16}
+# As many as one answer may have: 16 MB of JSON.
+SCORES = {"model": "느린", "prompt": ["나"] * 16, "n": 16, "logprobs": 20, "max_tokens": 70}
 BODIES: dict[str, tuple[str, str, bytes]] = {
     "values": ("/predictions/a", JSON["Content-Type"], b"[" + b"{}," * 2_140_000 + b"0]"),
     "streamed values": (
@@ -66,10 +67,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("hostile")
     small(folder / "store" / "a")
     small(folder / "store" / "봄")
+    endless(folder / "store" / "느린")
     settings = {"MAX_CONNECTIONS": str(CONNECTIONS), "GRPC_PORT": str(free_port())}
     with serving(folder / "run", folder / "store", **settings) as running:
         running.grpc_port = int(settings["GRPC_PORT"])  # type: ignore[attr-defined]
-        for name in ("a", "봄"):
+        for name in ("a", "봄", "느린"):
             assert running.load(name).status_code == 200
         yield running
 

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from common.errors import DeadlineExceeded, EngineError
-from serving.api.openai.asked import Asked
+from serving.api.openai.asked import MAX_SCORES, Asked
+from serving.api.openai.errors import Refused
 from serving.api.shared import Gateway
 from serving.api.stream import EVENTS, Item, TokenStream, begin, collected, whole
 from serving.models.model import Model
@@ -63,13 +64,22 @@ async def _whole(
 ) -> list[dict[str, Any]]:
     """The engine's answers to all prompts. With scores they are long: those are read and written
     token by token."""
+    scores = 0
+
+    def kept(token: Item) -> Mapping[str, Any]:
+        nonlocal scores
+        scores += 1 + len(token.get("top", ()))
+        if scores > MAX_SCORES:  # of a model whose context is longer than `asked` takes it for
+            raise Refused("logprobs", f"asks for more than {MAX_SCORES} log-probabilities")
+        return form.kept(token)
+
     scored = not {"logprobs", "decoder_input_details"}.isdisjoint(asked.parameters)
 
     async def one(prompt: Any) -> dict[str, Any]:
         given = gateway, model, prompt, asked.parameters, end
         async with gateway.admission.place(model.line, end):
             if scored:
-                return await collected(*given, asked.kind.value, form.kept)
+                return await collected(*given, asked.kind.value, kept)
             return await whole(*given, asked.kind.value)
 
     if len(asked.prompts) == 1:

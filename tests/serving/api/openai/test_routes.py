@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from common.errors import EngineError, EngineUnavailable, Overloaded
+from serving.api.openai import answering
 from serving.api.openai.answers import Answer
 from serving.api.openai.asked import completion
 from serving.api.openai.errors import Refused
@@ -309,6 +310,20 @@ def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
 def test_an_answer_has_a_bound(asked: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="an answer has at most 400000"):
         completion({**ASKED, "temperature": 1, **asked})
+
+
+def test_an_answer_has_a_bound_however_long_the_context_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answering, "MAX_SCORES", 8)
+    counts = {"prompt_tokens": 3, "cached_tokens": 1}
+    engine = Engine(streamed=[scored(0, "가", **counts), *[scored(0, "나")] * 2])
+
+    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+        with pytest.raises(openai.BadRequestError, match="more than 8 log-probabilities"):
+            await client.completions.create(**ASKED | {"logprobs": 2})
+
+    run(engine, test)
 
 
 def test_what_is_asked_for_in_earnest_is_within_the_bound() -> None:
