@@ -24,7 +24,15 @@ pytestmark = pytest.mark.slow
 
 INFER, MANAGE = "infer-나", "manage-나"
 # Health, and what the server says of itself, not of its models.
-OPEN = {"/ping", "/metrics", "/v2", "/v2/health/live", "/v2/health/ready", "/openapi.json"}
+OPEN = {
+    "/ping",
+    "/health",
+    "/metrics",
+    "/v2",
+    "/v2/health/live",
+    "/v2/health/ready",
+    "/openapi.json",
+}
 MANAGING = re.compile(r"^(post|put|delete) /models(/\{name\})?$|^post /v2/repository/models/")
 PORTS = ("port", "management_port")
 

@@ -109,7 +109,7 @@ def test_models_are_listed_to_those_who_have_a_token(server: Server, port: str) 
 
 
 def test_health_needs_no_token(server: Server) -> None:
-    for path in ("/ping", "/metrics", "/openapi.json"):
+    for path in ("/ping", "/health", "/metrics", "/openapi.json"):
         assert requests.get(server.url(path), timeout=60).status_code == 200
 
 
