@@ -58,7 +58,7 @@ def run(options: Bench) -> int:
     kogpt2 bench --install-peers      once: transformers, CTranslate2, llama.cpp, matplotlib
     kogpt2 bench                      everything, some minutes
     kogpt2 bench --quick              a tiny model and one round: does it run?
-    kogpt2 bench --rounds 3 --only guides,onnxruntime-int8,bandwidth
+    kogpt2 bench --rounds 3 --only guides,int8,bandwidth
     taskset -c 0,1 kogpt2 bench       on two cores
     kogpt2 bench --only uses --add --json found.json    one part more
     kogpt2 bench --pages              docs/benchmark*.json into the README and the pages

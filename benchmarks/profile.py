@@ -1,16 +1,13 @@
-"""Where a decode step's time goes inside onnxruntime, operator by operator."""
+"""Where a pass's time goes, part by part."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import statistics
-import tempfile
-from collections import defaultdict
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from benchmarks.bench import WORKDIR
 from scripts.lib.problem import Problem
@@ -22,12 +19,9 @@ if TYPE_CHECKING:
 STEPS = 40
 WARM_UP = 5
 PROMPT = 16
-BYTES_PER_WEIGHT = {"int8": 1 + 8 / 64, "fp32": 4.0}  # 64 in int8 have a scale and an offset
 ALL = "all"
-PRODUCTS = ("Int8MatMul", "FusedMatMul")
 
-Event = dict[str, Any]
-Step = dict[str, float]  # seconds by operator
+Step = dict[str, float]  # seconds by part
 
 
 @dataclass(kw_only=True)
@@ -38,11 +32,10 @@ class Profile:
 
 
 def run(options: Profile) -> None:
-    """Shows where a decode step's time goes inside onnxruntime, operator by operator.
+    """Shows where a decode step's time goes in the native library, part by part.
 
-    The times are those of onnxruntime's own profiler, medians over 40 steps. Of a matrix product it
-    also shows how fast its weights were read and how much was multiplied meanwhile, which tells
-    whether memory or arithmetic bounds it.
+    Medians over 40 steps. `all` has Python's part of a step, too. Of the products it also shows how
+    fast their weights were read, which tells whether memory or arithmetic bounds them.
 
     Examples:
     kogpt2 profile                               a random model of KoGPT2's full shape, int8
@@ -57,92 +50,63 @@ def run(options: Profile) -> None:
     folder = options.model or random_model.make(WORKDIR / "models", random_model.FULL, 0)
     artifact = open_artifact(folder)
     found = measured(artifact, options.precision, [*map(int, counts)])
-    config = dataclasses.asdict(artifact.config)
-    print(*lines(found, config, options.precision), sep="\n")
+    print(*lines(found, weight_bytes(artifact, options.precision)), sep="\n")
+
+
+def weight_bytes(artifact: Artifact, precision: str) -> dict[str, int]:
+    """Bytes of weights that a step reads, by part."""
+    from engine.native.prepared import layout
+
+    entries = [e for e in layout(artifact.config, precision) if e.block is not None]
+    head = "embedding.weight" if artifact.config.tie_word_embeddings else "head.weight"
+    products = sum(e.num_bytes for e in entries if e.name.startswith("layers."))
+    return {"products": products, "head": sum(e.num_bytes for e in entries if e.name == head)}
 
 
 def measure(artifact: Artifact, precision: str, rows: int) -> list[Step]:
-    """onnxruntime's own times of `STEPS` decode steps of `rows` rows, one dictionary a step."""
+    """`STEPS` decode steps of `rows` rows, one dictionary a step."""
     import numpy as np
 
-    from engine.backends.onnx.cpu import OnnxModel
-    from engine.backends.onnx.frames import Frame
-    from engine.prepared.cache import prepared
+    from engine import backends
+    from engine.backends.interface import Piece
+    from engine.native import library
 
-    ids = np.random.default_rng(1).integers(5, artifact.config.vocab_size, (rows, PROMPT))
-    with tempfile.TemporaryDirectory() as out, prepared(artifact, precision, None) as found:
-        frame = Frame(found.frame, found.pieces, Path(out) / "profile")
-        model = OnnxModel(artifact.config, found, frame)
-        for row in range(rows):
-            model.add_row()
-            model.extend(row, ids[row])
-        for _ in range(WARM_UP + STEPS):
-            model.decode(ids[:, 0])
-        text = Path(frame.session.end_profiling()).read_text(encoding="utf-8")
-        model.close()
-    nodes = [event for event in json.loads(text) if event["cat"] == "Node"]
-    runs = rows + WARM_UP + STEPS
-    per_run = len(nodes) // runs
-    return [_step(nodes[i * per_run : (i + 1) * per_run]) for i in range(runs - STEPS, runs)]
-
-
-def _step(events: Sequence[Event]) -> Step:
-    step: Step = defaultdict(float)
-    for event in events:
-        step[_name(event)] += event["dur"] / 1e6
-    return step
-
-
-def _name(event: Event) -> str:
-    """The operator; of a product also its matrix, as in `Int8MatMul 3072x768`."""
-    kind: str = event["args"]["op_name"]
-    if kind not in PRODUCTS:
-        return kind
-    wide, outer = _shape(event, "input_type_shape")[-1], _shape(event, "output_type_shape")[-1]
-    return f"{kind} {outer}x{wide}"
-
-
-def _shape(event: Event, which: str) -> list[int]:
-    shape: list[int] = next(iter(event["args"][which][0].values()))
-    return shape
+    ids = np.random.default_rng(1).integers(5, artifact.config.vocab_size, (rows, PROMPT)).tolist()
+    model = backends.load(artifact, "native", precision)
+    opened = [model.open_row() for _ in range(rows)]
+    for row, prompt in zip(opened, ids, strict=True):
+        model.run([Piece(row, prompt)])
+    steps = []
+    for _ in range(WARM_UP + STEPS):
+        library.take_times()
+        began = time.perf_counter()
+        model.run([Piece(row, prompt[:1]) for row, prompt in zip(opened, ids, strict=True)])
+        seconds = time.perf_counter() - began
+        steps.append({**library.take_times(), ALL: seconds})
+    model.close()
+    return steps[WARM_UP:]
 
 
 def measured(artifact: Artifact, precision: str, counts: Sequence[int]) -> dict[str, Step]:
-    """By the number of rows, median seconds of each operator, and of `ALL` of them."""
-    from benchmarks.report.tables import medians
-
+    """By the number of rows, median seconds of each part, and of `ALL` of a step."""
     found = {}
     for rows in counts:
         steps = measure(artifact, precision, rows)
-        found[str(rows)] = {
-            **medians(steps),
-            ALL: statistics.median(sum(s.values()) for s in steps),
-        }
+        found[str(rows)] = {part: statistics.median(s[part] for s in steps) for part in steps[0]}
     return found
 
 
-def lines(found: Mapping[str, Step], config: Mapping[str, Any], precision: str) -> Iterator[str]:
-    """Milliseconds a step, and of products the weights read and the arithmetic done meanwhile."""
+def lines(found: Mapping[str, Step], read_bytes: Mapping[str, int]) -> Iterator[str]:
+    """Milliseconds a step, and how fast the weights of products were read."""
     from benchmarks.report.tables import table
 
-    def cells(name: str, seconds: float, rows: int) -> list[str]:
-        _, _, matrix = name.partition(" ")
-        if not matrix or not seconds:
-            return [f"{1e3 * seconds:.3f}" if seconds else "", "", ""]
-        outer, wide = map(int, matrix.split("x"))
-        times = 1 if outer == config["vocab_size"] else config["num_layers"]
-        per_s = outer * wide * times / seconds / 1e9
-        read = per_s * BYTES_PER_WEIGHT[precision]
-        return [f"{1e3 * seconds:.3f}", f"{read:.0f}", f"{per_s * rows:.0f}"]
+    def cells(part: str, seconds: float) -> list[str]:
+        read = f"{read_bytes[part] / seconds / 1e9:.0f}" if part in read_bytes and seconds else ""
+        return [f"{1e3 * seconds:.3f}", read]
 
-    first = next(iter(found.values()))
-    names = sorted(first, key=first.__getitem__, reverse=True)
+    parts = next(iter(found.values()))
     rows = [
-        [
-            name,
-            *(cell for n, one in found.items() for cell in cells(name, one.get(name, 0.0), int(n))),
-        ]
-        for name in [*(name for name in names if name != ALL), ALL]
+        [part, *(c for step in found.values() for c in cells(part, step[part]))] for part in parts
     ]
-    heads = [(f"{n} row{'s' * (n != '1')}: ms", "GB/s", "GMAC/s") for n in found]
-    return table(["operator", *(cell for head in heads for cell in head)], rows)
+    heads = [(f"{n} row{'s' * (n != '1')}: ms", "GB/s") for n in found]
+    return table(["part", *(cell for head in heads for cell in head)], rows)

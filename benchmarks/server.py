@@ -35,7 +35,7 @@ class Server(Program):
         store: Path,
         log: Path,
         models: Mapping[str, Path] | None = None,
-        backend: tuple[str, str] = ("onnxruntime", "int8"),
+        backend: tuple[str, str] = ("mxnet", "int8"),
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
         root: Path = ROOT,

@@ -26,7 +26,7 @@ try:
 except ModuleNotFoundError:
     raise InvalidRequest(
         "there is no MXNet in this image: take the one that `scripts/build cpu` makes,"
-        " or ENGINE_BACKEND=onnxruntime and a model that onnxruntime can run"
+        " or ENGINE_BACKEND=native, which computes the same texts without it"
     ) from None
 
 mx: Any = _mxnet

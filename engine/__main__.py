@@ -20,7 +20,7 @@ def main() -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         settings = read_settings(Settings)
-        import_backend(settings.backend)
+        import_backend(settings.backend, settings.device)
         serve(settings)
     except ServiceError as error:
         print(error.message, file=sys.stderr)

@@ -41,6 +41,7 @@ class Budget:
         # Called once more was given out: what is kept for want of anything better goes.
         self.given: Callable[[], object] = lambda: None
         self._rows: list[tuple[str, int]] = []  # by model, bytes of a row of full context
+        self._claimant: object = None  # see `reserve_kv`
         self._lock = threading.Lock()
 
     @property
@@ -109,16 +110,30 @@ class Budget:
         if size > 0:
             self.given()
 
-    def reserve_kv(self, size: int) -> bool:
+    def reserve_kv(self, size: int, claimant: object) -> bool:
+        """Reserves bytes for keys and values.
+
+        The first `claimant` that is refused comes next: until it has its bytes, or withdraws its
+        claim, others get none.
+        """
         missing = size - self.free_bytes
         if missing > 0:
             self.spare(missing)
         with self._lock:
-            if size > self.free_bytes:
+            if self._claimant not in (None, claimant):
                 return False
+            if size > self.free_bytes:
+                self._claimant = claimant
+                return False
+            self._claimant = None
             self.kv_bytes += size
         self.given()
         return True
+
+    def withdraw_claim(self, claimant: object) -> None:
+        with self._lock:
+            if self._claimant is claimant:
+                self._claimant = None
 
     def release_kv(self, size: int) -> None:
         with self._lock:

@@ -12,12 +12,12 @@ from common.errors import ArtifactError, ModelNotFound
 from common.memory import MIB, return_freed_memory
 from engine import backends
 from engine.artifacts.artifact import Artifact
-from engine.backends.interface import CHUNK, BackendModel
+from engine.backends.interface import BackendModel
 from engine.budget import Budget
 from engine.model import Model
 from engine.prefixes import Prefixes
+from engine.prepared.folder import prune
 from engine.prepared.manifest import Manifests, Run, Stamps, stamps_of
-from engine.prepared.prune import prune
 from engine.residency import Residency
 from engine.sandbox.reading import Reading
 from engine.scheduler import Batch
@@ -43,28 +43,22 @@ class Loader:
         """With the defaults for what is not given. Raises `InvalidRequest`."""
         backend = backend or self._settings.backend
         default = self._settings.precision if backend == self._settings.backend else ""
+        backends.check_backend(backend, self._settings.device)
         known = backends.precisions(backend, self._settings.device)
         precision = precision or default or known[0]
         backends.check(backend, precision, self._settings.device)
         return backend, precision
 
-    def warm_up(self, reading: Reading) -> None:
-        """Raises what `backends.warm_up` does, and `Cancelled`."""
-        backend, precision = self.resolve(None, None)
-        device, cache_dir = self._settings.device, self._cache_dir
-        backends.warm_up(backend, precision, device=device, cache_dir=cache_dir, run=reading.run)
-
-    def needs(self, path: Path, backend: str, precision: str, reading: Reading) -> tuple[int, int]:
+    def needs(self, path: Path, precision: str, reading: Reading) -> tuple[int, int]:
         """Bytes of the weights, and of a row's keys and values at its longest.
 
         What it reads, a load need not read again. Raises `ArtifactError`.
         """
-        return self._bytes(self._manifests.open(path, reading.run), backend, precision)
+        return self._bytes(self._manifests.open(path, reading.run), precision)
 
-    @staticmethod
-    def _bytes(artifact: Artifact, backend: str, precision: str) -> tuple[int, int]:
+    def _bytes(self, artifact: Artifact, precision: str) -> tuple[int, int]:
         config = artifact.config
-        weights = backends.weight_bytes(config, backend, precision)
+        weights = backends.weight_bytes(config, precision, self._settings.device)
         return weights, backends.row_bytes(config, precision)
 
     def load(
@@ -80,7 +74,7 @@ class Loader:
         started = time.monotonic()
         stamps = stamps_of(path)
         artifact = self._manifests.open(path, reading.run)
-        needed, row = self._bytes(artifact, backend, precision)
+        needed, row = self._bytes(artifact, precision)
         self._budget.declare(needed, row, name)
         model = texts = None
         statistics = Statistics()
@@ -95,7 +89,7 @@ class Loader:
                 config=artifact.config,
                 open=self._opener(artifact, stamps, backend, precision, texts),
                 texts=texts,
-                batch=Batch(max_rows, self._budget, CHUNK[self._settings.device], self._prefixes),
+                batch=Batch(max_rows, self._budget, self._prefixes),
                 reserved_bytes=needed,
                 statistics=statistics,
             )
@@ -105,7 +99,7 @@ class Loader:
                 prune(self._cache_dir, self._settings.cache_max_mib * MIB)
         except BaseException:
             if model is not None:
-                self._residency.release(model)
+                self._residency.free(model)
             if texts is not None:
                 texts.close(ModelNotFound(f"{name} was not loaded"))
             self._budget.withdraw(needed, row, name)
@@ -135,7 +129,7 @@ class Loader:
                 check()
                 return run(*arguments, **options)
 
-            if not backends.is_prepared(backend, precision, self._settings.device):
+            if self._settings.device == "gpu":
                 check()
             return backends.load(
                 dataclasses.replace(artifact),  # what it maps goes with it

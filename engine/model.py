@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,17 +16,13 @@ from engine.statistics import Statistics
 from engine.text.texts import Texts
 
 
-class Place(enum.Enum):
-    """Where a model's weights are. Clients see none of this, but for the time that it takes."""
-
-    HOT = "hot"  # in memory, and counted in full
-    WARM = "warm"  # mapped: the kernel may take the pages and brings them again
-    PARKED = "parked"  # on the disk
-
-
 @dataclass(eq=False)
 class Model:
-    """Its weights on a backend, its texts, its batch. `engine.residency` decides on its place."""
+    """Its weights on a backend, its texts, its batch.
+
+    It is resident, which is that it can compute, or it waits on the disk: `engine.residency`
+    decides.
+    """
 
     name: str
     path: Path
@@ -41,13 +36,14 @@ class Model:
     statistics: Statistics = field(default_factory=Statistics)
     load_s: float = 0.0
     prefilled_at: int = 0  # the engine's turn in which it last computed a part of a prompt
-    compute: BackendModel | None = None  # where it is not parked
-    place: Place = Place.PARKED
-    moving: Place | None = None  # where some thread is bringing it
+    compute: BackendModel | None = None  # while it is open
+    resident: bool = False
+    opening: bool = False  # by a thread
+    closing: bool = False
     held_bytes: int = 0  # of the budget
     submitting: int = 0  # requests whose prompts are being cut
-    hot_since: float = 0.0
-    heating_s: float = 0.0  # what it last took to make it hot
+    resident_since: float = 0.0
+    opening_s: float = 0.0  # what it last took to make it resident
 
     @property
     def row_bytes(self) -> int:
@@ -55,8 +51,17 @@ class Model:
         return row_bytes(self.config, self.precision)
 
     @property
+    def moving(self) -> bool:
+        return self.opening or self.closing
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its weights are page cache, which the kernel may take."""
+        return self.compute is not None and bool(self.compute.mapped)
+
+    @property
     def can_step(self) -> bool:
-        return self.place is Place.HOT and not self.moving
+        return self.resident and not self.moving
 
     @property
     def idle(self) -> bool:
@@ -69,14 +74,13 @@ class Model:
 
     def held(self) -> dict[str, Any]:
         """Where it is and what it takes of the budget, for whoever asks often."""
-        compute = self.compute
         return {
             "name": self.name,
-            "residency": self.place.value,
+            "residency": "hot" if self.resident else "parked",
             # What goes with it at most: the other models may need a shorter row.
             "reserved_bytes": self.reserved_bytes,
             "row_bytes": self.row_bytes,
-            "kv_bytes": 0 if compute is None else compute.kv_bytes,
+            "kv_bytes": self.batch.kv_bytes,
         }
 
     def describe(self) -> dict[str, Any]:
@@ -91,7 +95,7 @@ class Model:
             "weight_bytes": 0 if compute is None else compute.weight_bytes,
             "held_bytes": self.held_bytes,
             "load_seconds": round(self.load_s, 3),
-            "running": len(self.batch.rows),
+            "running": len(self.batch.running),
             "waiting": len(self.batch.waiting),
             "prefix_bytes": self.batch.prefix_bytes,
             **vars(counters),

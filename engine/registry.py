@@ -22,17 +22,17 @@ from common.errors import (
 )
 from common.memory import MIB, container_memory, return_freed_memory
 from common.parameters import Parameters
-from engine.backends.interface import CHUNK
 from engine.budget import Budget
 from engine.loader import Loader
 from engine.model import Model
+from engine.native.model import release_memory
 from engine.prefixes import Prefixes
 from engine.residency import Residency
 from engine.sandbox.reading import Reading
 from engine.sequence import Sequence, Token
 from engine.settings import Settings
 from engine.step_loop import Loop
-from engine.text.prompts import Chat, Inputs, check_bytes
+from engine.text.prompts import Inputs, check_bytes
 from engine.text.texts import Texts
 
 # Two workers (`serving.models.worker_memory`).
@@ -56,29 +56,11 @@ class Engine:
         self.budget.given = self._prefixes.shrink
         self._residency = Residency(self._changed, self._models, self.budget, self._prefixes)
         self._loader = Loader(self.settings, self.budget, self._prefixes, self._residency)
-        self._loop = Loop(
-            self._changed,
-            self._models,
-            CHUNK[self.settings.device],
-            self._lose,
-            self._residency.advance,
-            self._prefixes,
-        )
+        idle = release_memory if self.settings.device == "cpu" else lambda: None
+        self._loop = Loop(self._changed, self._lose, self._residency.advance, idle)
         self._closed = False
-        self._warming = Reading()
 
     # Models
-
-    def warm_up(self) -> None:
-        """Does ahead what the first load would wait for, as far as it is known. Raises nothing."""
-        began = time.monotonic()
-        try:
-            self._loader.warm_up(self._warming)
-        except Cancelled:
-            return
-        except Exception:  # then the first load does it, or says why not
-            logger.warning("the first load will take longer", exc_info=True)
-        logger.info("warmed up in %.2f s", time.monotonic() - began)
 
     def load(
         self,
@@ -142,7 +124,7 @@ class Engine:
         an artifact that is none.
         """
         backend, precision = self._loader.resolve(backend, precision)
-        needed, row = self._loader.needs(Path(model_dir), backend, precision, reading or Reading())
+        needed, row = self._loader.needs(Path(model_dir), precision, reading or Reading())
         self.budget.check(needed, row, name, promised)
         return needed
 
@@ -174,8 +156,9 @@ class Engine:
     def _lose(self, model: Model) -> None:
         """After a fault in its batch: whoever asks next loads it anew."""
         with self._changed:
-            if self._models.get(model.name) is model:
-                del self._models[model.name]
+            if self._models.get(model.name) is not model:
+                return  # it is being unloaded, which frees it
+            del self._models[model.name]
         try:
             self._free(model, EngineError(f"a step of {model.name} failed"))
         except Exception:
@@ -186,16 +169,14 @@ class Engine:
             sequence.fail(reason)
         model.texts.close(reason)
         try:
-            self._residency.release(model)
+            self._residency.free(model)
         finally:
             self.budget.withdraw(model.reserved_bytes, model.row_bytes, model.name)
             return_freed_memory()
 
     def _unwanted_bytes(self) -> int:
-        """What of the budget neither requests nor models have, warm ones counted in full."""
-        opened = [model for model in list(self._models.values()) if model.compute is not None]
-        warm = sum(model.reserved_bytes - model.held_bytes for model in opened)
-        return self.budget.free_bytes - warm
+        """Bytes of the budget that neither requests nor models hold."""
+        return self.budget.free_bytes
 
     def _find(self, name: str) -> Model:
         if name not in self._models:
@@ -223,7 +204,7 @@ class Engine:
             "weight_bytes": self.budget.weight_bytes,
             "kv_bytes": self.budget.kv_bytes,
             "prefix_bytes": self._prefixes.num_bytes,
-            "heated": self._residency.heated,
+            "opened": self._residency.opened,
             "longest_step_s": self._loop.longest_step_s,
             "pid": os.getpid(),
             "models": self.models(),
@@ -283,7 +264,6 @@ class Engine:
                     emit=emit,
                     index=i,
                     eager=stream,
-                    is_chat=isinstance(inputs, Chat),
                     deadline=deadline,
                 )
                 for i in range(parameters.num_return_sequences)
@@ -291,13 +271,13 @@ class Engine:
             self._queue(model, sequences)
             return sequences
 
-        self._residency.use(model)
+        self._residency.acquire(model)
         try:
             future = model.texts.soon(submit)
         except BaseException:
-            self._residency.unuse(model)
+            self._residency.release(model)
             raise
-        future.add_done_callback(lambda _: self._residency.unuse(model))
+        future.add_done_callback(lambda _: self._residency.release(model))
         return future
 
     def _queue(self, model: Model, sequences: list[Sequence]) -> None:
@@ -321,7 +301,7 @@ class Engine:
             model.statistics.prompt_tokens += len(sequences[0].prompt)
             model.batch.waiting.extend(sequences)
             self._residency.want(model)
-            self._changed.notify_all()
+            self._loop.add(model)
 
     def cancel(self, sequences: list[Sequence]) -> None:
         """Frees the places of a request whose client has gone, at the next step."""
@@ -333,7 +313,6 @@ class Engine:
         return self._loop.health()
 
     def close(self) -> None:
-        self._warming.give_up()
         with self._changed:
             self._closed = True
         for name in list(self._models):

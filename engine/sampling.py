@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.parameters import Parameters
+from engine.native import library
 
 Logits = NDArray[np.float32]
 Weights = NDArray[np.float64]
@@ -86,17 +87,17 @@ class Sampler:
         p = self._p
         assert self._random is not None
         uniform = self._random.random()  # one number per token, whatever is cut off below
-        size, whole = len(logits), None
+        size = len(logits)
+        whole: float | None = None
         top_k = p.top_k if 0 < p.top_k < size else size
         if top_k < size:
             found = _largest(logits, top_k)
         else:
-            weights = _all_weights(logits, self._temperature)
+            weights, whole = _all_weights(logits, self._temperature)
             if p.top_p == 1.0:
                 if p.min_p:
                     weights[weights < p.min_p] = 0
                 return _drawn(weights, uniform)
-            whole = float(weights.sum())
             # Those left out have less than 1 - top_p together.
             found = np.flatnonzero(~(weights < (1 - p.top_p) * whole / size))
         logits = logits[found]
@@ -119,13 +120,12 @@ def _weights(logits: Logits, temperature: float) -> Weights:
     return weights
 
 
-def _all_weights(logits: Logits, temperature: float) -> Logits:
-    """The same in single precision, in half the time."""
-    weights: Logits = logits - logits.max()
-    with np.errstate(over="ignore"):
-        weights /= np.float32(temperature)
-    np.exp(weights, out=weights)
-    return weights
+def _all_weights(logits: Logits, temperature: float) -> tuple[Logits, float]:
+    """The same in single precision, in a tenth of the time, and their sum."""
+    logits, weights = np.ascontiguousarray(logits), np.empty(len(logits), np.float32)
+    addresses = logits.ctypes.data, weights.ctypes.data
+    total = library.softmax_weights(addresses[0], len(logits), temperature, addresses[1])
+    return weights, total
 
 
 def _drawn(weights: Logits, uniform: float) -> int:
@@ -242,13 +242,8 @@ def _largest(logits: Logits, k: int) -> NDArray[np.int64]:
     return np.flatnonzero(~(logits < bound))
 
 
-def _partition_function(logits: Logits, temperature: float) -> float:
-    scaled = (logits - logits.max()) / np.float32(temperature)
-    return float(np.exp(scaled).sum(dtype=np.float64))
-
-
 def logprobs_of(logits: Logits, token: int, count: int) -> TokenLogprobs:
     """Of a token and the `count` likeliest."""
-    shift = float(logits.max()) + float(np.log(_partition_function(logits, 1.0)))
+    shift = float(logits.max()) + math.log(_all_weights(logits, 1.0)[1])
     top = [(int(i), float(logits[i]) - shift) for i in top_indices(logits, count)] if count else []
     return TokenLogprobs(float(logits[token]) - shift, top)

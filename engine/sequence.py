@@ -70,15 +70,14 @@ class Sequence:
     emit: Callable[[Token | EngineError], None]
     index: int = 0
     eager: bool = True
-    is_chat: bool = False  # its answer will be in the next prompt
     deadline: float | None = None  # on time.monotonic()
     state: State = State.WAITING
     cancelled: bool = False
     ids: list[int] = field(init=False)
     characters: int = 0  # of its text so far
     cached_tokens: int = 0  # of its prompt, that were not computed again
-    logits: Logits | None = None  # after the prompt, where others of its request may need them
     failed: EngineError | None = None
+    begun: bool = False  # whether a pass has had tokens of it
     queued_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -100,9 +99,14 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether its prompt's log-probabilities are asked for: each token is computed alone."""
+        """Whether its prompt's log-probabilities are asked for."""
         p = self.parameters
         return p.decoder_input_details and p.logprobs is not None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.is_scored and not self.num_new
 
     def score(self, logits: Logits) -> None:
         """Keeps the log-probability of the prompt's next token from the logits (V,) before it."""
@@ -112,13 +116,9 @@ class Sequence:
             found = logprobs_of(logits, self.prompt[at], self.parameters.logprobs)
             self._prefill.append(found)
 
-    def begin_like(self, other: Sequence) -> Logits:
-        """The logits after the prompt, which another of the same request has had computed. Raises
-        what that failed with."""
-        if other.logits is None:
-            raise other.failed or EngineError("the prompt was not computed")
-        self._prefill, self.logits = other._prefill, other.logits
-        return other.logits
+    def begin_like(self, other: Sequence) -> None:
+        """Takes the scores of the prompt, which was computed for another of the same request."""
+        self._prefill = other._prefill
 
     @property
     def over(self) -> bool:

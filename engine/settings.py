@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.errors import SettingError
+from common.errors import InvalidRequest, SettingError
 from common.memory import MIB
 from common.settings import setting
-from engine.backends import BACKENDS, DEVICES, nvidia, precisions
+from engine.backends import BACKENDS, DEVICES, check_backend, nvidia, precisions
 from engine.budget import default_budget_bytes
 
 
@@ -21,14 +21,16 @@ class Settings:
         "the engine's unix socket; `serve` sets it, in `RUN_DIR`",
     )
     backend: str = setting(
-        "ENGINE_BACKEND", "mxnet", "what computes: `mxnet` or `onnxruntime` (the fast one)"
+        "ENGINE_BACKEND",
+        "mxnet",
+        "what computes: on a CPU `mxnet`, whose operator runs the native library, or `native`, the"
+        " library without MXNet; on a GPU `mxnet` or `onnxruntime`",
     )
     precision: str = setting(
         "ENGINE_PRECISION",
         "",
-        "`fp32` (the default of mxnet) or `int8` (that of onnxruntime), with onnxruntime also"
-        " `int8-kv8`, whose keys and values are int8, too; on a GPU mxnet has `fp32`, onnxruntime"
-        " `fp16`",
+        "on a CPU `int8` (the default) or `fp32`, which gives the text of the guides' loop; on a"
+        " GPU mxnet has `fp32`, onnxruntime `fp16`",
     )
     device: str = setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
     memory_mib: int = setting(
@@ -46,7 +48,7 @@ class Settings:
     max_rows: int = setting(
         "ENGINE_MAX_ROWS",
         16,
-        "sequences of one model that share a step; mxnet in fp32 on a CPU takes 15 at most",
+        "sequences of one model that share a step",
     )
     max_queue: int = setting(
         "ENGINE_MAX_QUEUE", 256, "requests of one model that may wait; beyond it 503"
@@ -71,6 +73,10 @@ class Settings:
             raise SettingError(f"ENGINE_BACKEND is {self.backend!r}, must be one of {BACKENDS}")
         if self.device not in DEVICES:
             raise SettingError(f"ENGINE_DEVICE is {self.device!r}, must be cpu or gpu")
+        try:
+            check_backend(self.backend, self.device)
+        except InvalidRequest as error:
+            raise SettingError(f"ENGINE_BACKEND: {error.message}") from None
         known = precisions(self.backend, self.device)
         if self.precision and self.precision not in known:
             raise SettingError(

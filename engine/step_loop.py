@@ -7,26 +7,25 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 from common.errors import EngineError, EngineUnavailable, OutOfMemory
 from engine.backends import nvidia
 from engine.backends.interface import BackendModel, Logits
 from engine.model import Model
-from engine.prefixes import Prefix, Prefixes
-from engine.scheduler import Chunk
+from engine.scheduler import Scheduled, next_deadline
 from engine.sequence import Sequence, State
 
+# Tokens of prompts in a turn, of all models together. While sequences run, so many are what their
+# next tokens wait for: 64 take some 25 ms on two cores with a model of KoGPT2's size.
+PREFILL_TOKENS = 64
+PREFILL_TOKENS_ALONE = 256  # 10% less time for a long prompt
 IDLE_S = 0.005
-# So long nobody has wanted anything: whoever asks again as soon as there is an answer has no wait.
-QUIET_S = 0.05
-# Giving a row's memory back takes as long and keeps the interpreter's lock: answers go out before.
-ANSWER_FIRST_S = 0.0005
+# Without work for so long, memory of past requests goes back to the operating system.
+IDLE_BEFORE_RELEASE_S = 1.0
 # No step takes so long, a whole chunk of a prompt on a slow machine included.
 STALLED_AFTER_S = 30.0
 GPU_LOST = 75  # exit status
@@ -35,28 +34,23 @@ logger = logging.getLogger(__name__)
 
 
 class Loop:
-    """Takes turns as long as there is work. Thread-safe.
-
-    In one turn each model that has work decodes once, and all of them together compute at most
-    `prefill_tokens` of prompts: however many long prompts there are, that is what a running row
-    waits for. `lost` is called, on the thread, with a model whose batch cannot go on.
-    """
+    """Runs a pass of each model that has work, turn after turn. Thread-safe."""
 
     def __init__(
         self,
         changed: threading.Condition,
-        models: Mapping[str, Model],
-        prefill_tokens: int,
         lost: Callable[[Model], None],
         turned: Callable[[], None] = lambda: None,
-        prefixes: Prefixes | None = None,
+        idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`changed` guards `models` and what waits in their batches. `turned` is called after each
-        turn: models may have answered their last. What is unfinished of `prefixes` is computed
-        while there is nothing else to do."""
+        """`changed` guards what waits in the models' batches.
+
+        `lost` is called, on the thread, with a model whose batch cannot go on; `turned` after each
+        turn: models may have answered their last; `idle` once there has been no work for a second.
+        """
         self.changed = changed
-        self._models, self._prefill_tokens, self._lost = models, prefill_tokens, lost
-        self._turned, self._prefixes = turned, prefixes or Prefixes(0)
+        self._lost, self._turned, self._idle = lost, turned, idle
+        self._active: dict[Model, None] = {}  # those that may have work
         self._commands: deque[Callable[[], None]] = deque()
         self._closed = False
         self._turns = 0
@@ -64,6 +58,11 @@ class Loop:
         self.longest_step_s = 0.0  # of those that have ended
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    def add(self, model: Model) -> None:
+        """Has a model take part until it has no work. Called with `changed`."""
+        self._active[model] = None
+        self.changed.notify_all()
 
     def call(self, command: Callable[[], None]) -> None:
         """Runs `command` between two turns and waits for it. Raises what it raises, and
@@ -107,54 +106,50 @@ class Loop:
     # On the thread
 
     def _run(self) -> None:
-        quiet = False
+        released = False
         while True:
             with self.changed:
-                wanted = self._unfinished()
-                wait_s = None if wanted is None else 0 if quiet else QUIET_S
-                quiet = not self.changed.wait_for(
-                    lambda: self._closed or self._commands or self._busy(), wait_s
-                )
-                if quiet and wanted is not None:
-                    wanted[0].batch.completing = True
-                if self._closed and not self._commands:
-                    return
+                if not self._changed_within(self._wait_s(released)):
+                    self._drop_late()
                 commands, self._commands = self._commands, deque()
                 busy = bool(self._busy())
-            if quiet and wanted is not None:
-                self._complete(*wanted)
-                continue
+                if self._closed and not commands:
+                    return
             for command in commands:
                 with self._timed():
                     command()
-            if not busy:
-                continue
-            worked = self._turn()
-            self._turned()
-            if not worked:  # all wait for memory that another thread holds
-                time.sleep(IDLE_S)
+            if busy:
+                released = False
+                worked = self._turn()
+                self._turned()
+                if not worked:  # all wait for memory that another thread or sequence holds
+                    time.sleep(IDLE_S)
+            elif not commands and not released and not self._active:
+                released = True
+                self._idle()
 
-    def _unfinished(self) -> tuple[Model, Prefix] | None:
-        """What can be completed now."""
-        found = self._prefixes.unfinished()
-        models = {m.batch: m for m in self._models.values() if m.can_step} if found else {}
-        return next(((models[p.owner], p) for p in found if p.owner in models), None)
+    def _wait_s(self, released: bool) -> float | None:
+        """How long to wait for work: until a sequence that cannot be computed yet is too late."""
+        deadline = next_deadline([model.batch for model in self._active])
+        if deadline is not None:
+            return max(0.0, deadline - time.monotonic())
+        return None if released else IDLE_BEFORE_RELEASE_S
 
-    def _complete(self, model: Model, prefix: Prefix) -> None:
-        try:
-            with self._timed():
-                model.batch.complete(prefix)
-        except OutOfMemory:
-            pass  # it is kept no longer
-        except Exception as error:
-            self._fault(model, error)
-            self._lost(model)
-        finally:
-            model.batch.completing = False
-        self._turned()
+    def _changed_within(self, timeout_s: float | None) -> bool:
+        return self.changed.wait_for(
+            lambda: bool(self._closed or self._commands or self._busy()), timeout_s
+        )
+
+    def _drop_late(self) -> None:
+        """Ends waiting sequences whose models are not resident, where that took too long."""
+        for model in list(self._active):
+            if not model.can_step:
+                model.batch.drop()
 
     def _busy(self) -> list[Model]:
-        return [m for m in self._models.values() if m.batch.has_work and m.can_step]
+        for model in [m for m in self._active if not m.batch.has_work]:
+            del self._active[model]
+        return [model for model in self._active if model.can_step]
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -166,17 +161,17 @@ class Loop:
             self.longest_step_s = max(self.longest_step_s, time.monotonic() - began)
 
     def _turn(self) -> bool:
-        """A step of each that has work, and of those to whom it comes meanwhile. Says whether
-        there was anything to do."""
+        """A pass of each model that has work, and of those that get some meanwhile. Returns whether
+        there was anything to compute."""
         self._turns += 1
-        with self.changed:  # those that wait for memory are asked for their clients, too
-            for model in self._models.values():
-                if model.batch.waiting and not model.can_step:
-                    model.batch.drop()
-        worked, room = False, self._prefill_tokens
+        with self.changed:
+            self._drop_late()
+            decodes = any(s.state is State.DECODE for m in self._busy() for s in m.batch.running)
+        worked, prefill_tokens = False, PREFILL_TOKENS if decodes else PREFILL_TOKENS_ALONE
         stepped: set[Model] = set()
         while True:
-            with self.changed:  # who comes now waits for one step, not for all that are left
+            # a request that comes now waits for one pass, not for the whole turn
+            with self.changed:
                 left = [model for model in self._busy() if model not in stepped]
             if not left:
                 return worked
@@ -184,101 +179,100 @@ class Loop:
             stepped.add(model)
             try:
                 with self._timed():
-                    prefilled, decoded = self._step(model, room)
-            except Exception as error:  # not of one row: of the batch itself
+                    scheduled = self._step(model, prefill_tokens)
+            except Exception as error:  # not of one sequence: of the batch itself
                 self._fault(model, error)
                 self._lost(model)
                 continue
-            room -= prefilled
-            worked = worked or prefilled + decoded > 0
+            prefill_tokens -= sum(part.num_prompt_tokens for part in scheduled)
+            worked = worked or bool(scheduled)
 
-    def _step(self, model: Model, room: int) -> tuple[int, int]:
-        """Schedule, run, postprocess. Says how many tokens of prompts and how many rows it were."""
+    def _step(self, model: Model, prefill_tokens: int) -> list[Scheduled]:
+        """Schedule, run, postprocess."""
         batch = model.batch
         with self.changed:  # the queue is shared with `submit`
             compute = model.compute
             if not model.can_step or compute is None:  # it had no rows and was moved just now
-                return 0, 0
-            chunks = batch.schedule(room)
-        for chunk in chunks:
-            self._prefill(model, compute, chunk)
-        batch.collect()
-        running = batch.running()
-        if running:
-            self._decode(model, running)
-            if any(sequence.state is State.FINISHED for sequence in running):
-                time.sleep(ANSWER_FIRST_S)
+                return []
+            scheduled = batch.schedule(prefill_tokens)
+        for part in scheduled:
+            if not part.sequence.begun:
+                part.sequence.begun = True
+                waited_s = time.monotonic() - part.sequence.queued_at
+                model.statistics.queue_s.observe(waited_s)
+        if scheduled:
+            logits = self._compute(model, compute, scheduled)
+            if logits is not None:
+                self._postprocess(model, scheduled, logits)
             batch.collect()
-        return sum(chunk.cost for chunk in chunks), len(running)
+        return scheduled
 
-    def _prefill(self, model: Model, compute: BackendModel, chunk: Chunk) -> None:
-        batch, counters = model.batch, model.statistics
-        sequence, source = batch.rows[chunk.row], chunk.source
-        model.prefilled_at = self._turns
-        if compute.length(chunk.row) == 0:
-            counters.queue_s.observe(time.monotonic() - sequence.queued_at)
-            counters.cached_tokens += sequence.cached_tokens
-        with self._ending(model, sequence):
-            if source is None:
-                logits = compute.extend(chunk.row, np.array(chunk.ids))
-                if sequence.is_scored:
-                    sequence.score(logits)
-                if chunk.completes and sequence.parameters.num_return_sequences > 1:
-                    sequence.logits = logits
-            else:
-                batch.fill(chunk.row, source)
-                if chunk.completes and source.row is not None:
-                    logits = sequence.begin_like(batch.rows[source.row])
-            if chunk.completes:
+    def _compute(
+        self, model: Model, compute: BackendModel, scheduled: list[Scheduled]
+    ) -> Logits | None:
+        """The logits of a pass; none where it failed, and sequences with it."""
+        lengths = [part.piece.row.length for part in scheduled]
+        try:
+            return compute.run([part.piece for part in scheduled])
+        except Exception as error:
+            failure = self._fault(model, error)
+            unchanged = lengths == [part.piece.row.length for part in scheduled]
+            # Where only memory was short and nothing is half done, one less may go on.
+            fewer = unchanged and isinstance(error, OutOfMemory | MemoryError)
+            sequences = [part.sequence for part in scheduled]
+            for sequence in [max(sequences, key=_queued_at)] if fewer else sequences:
+                sequence.fail(failure)
+            return None
+
+    def _postprocess(self, model: Model, scheduled: list[Scheduled], logits: Logits) -> None:
+        """Chooses the next tokens from the logits (N, V) of a pass."""
+        counters, at = model.statistics, 0
+        ready: list[Sequence] = []  # whose tokens are to be sent
+        decoded = 0
+        for part in scheduled:
+            sequence, count = part.sequence, part.piece.num_logits
+            rows, at = logits[at : at + count], at + count
+            if part.num_prompt_tokens:
+                model.prefilled_at = self._turns
+            if sequence.state is State.FINISHED:
+                continue
+            with self._ending(model, sequence):
+                if sequence.scores_prompt:
+                    for row in rows:
+                        sequence.score(row)
+                if not part.completes:
+                    continue
+                decoded += sequence.state is State.DECODE
                 sequence.state = State.DECODE
-                if sequence.num_new == 0:
-                    self._begin(model, sequence, logits)
+                if not sequence.num_new:
+                    self._begin(model, sequence, rows[-1], ready)
+                elif sequence.advance(rows[-1]):
+                    ready.append(sequence)
+        if decoded:
+            counters.steps += 1
+            counters.rows += decoded
+        if ready:
+            model.texts.write(ready)
 
-    def _begin(self, model: Model, first: Sequence, logits: Logits) -> None:
-        """Chooses the first token, and that of all other answers to the prompt: they need its
-        logits (V,), and rows only for what follows."""
+    def _begin(self, model: Model, first: Sequence, logits: Logits, ready: list[Sequence]) -> None:
+        """Chooses the first token of a sequence and of the other answers to its prompt: these need
+        the same logits (V,), and rows only for what follows."""
         with self.changed:  # the queue is shared with `submit`
-            others = model.batch.others_to(first)
-        told = []
-        for sequence in (first, *others):
+            siblings = model.batch.siblings(first)
+        counters = model.statistics
+        now = time.monotonic()
+        counters.cached_tokens += first.cached_tokens
+        for sequence in (first, *siblings):
             with self._ending(model, sequence):
                 if sequence is not first:
                     sequence.begin_like(first)
-                waited_s = time.monotonic() - sequence.queued_at
-                model.statistics.time_to_first_token_s.observe(waited_s)
+                counters.time_to_first_token_s.observe(now - sequence.queued_at)
                 if sequence.advance(logits):
-                    told.append(sequence)
-        if told:
-            model.texts.write(told)
-
-    def _decode(self, model: Model, running: list[Sequence]) -> None:
-        compute = model.compute
-        assert compute is not None
-        ids = np.array([sequence.ids[-1] for sequence in running])
-        try:
-            rows = compute.decode(ids)
-        except Exception as error:
-            failure = self._fault(model, error)
-            whole = all(compute.length(i) == len(s.ids) - 1 for i, s in enumerate(running))
-            # Where only memory was short and nothing is half done, one less may go on.
-            fewer = whole and isinstance(error, OutOfMemory | MemoryError)
-            newest = max(running, key=lambda sequence: sequence.queued_at)
-            for sequence in [newest] if fewer else running:
-                sequence.fail(failure)
-            return
-        model.statistics.steps += 1
-        model.statistics.rows += len(running)
-        told = []
-        for sequence, logits in zip(running, rows, strict=True):
-            with self._ending(model, sequence):
-                if sequence.advance(logits):
-                    told.append(sequence)
-        if told:
-            model.texts.write(told)
+                    ready.append(sequence)
 
     @contextmanager
     def _ending(self, model: Model, sequence: Sequence) -> Iterator[None]:
-        """What goes wrong inside ends this one, and nothing else."""
+        """An error inside ends this sequence, and nothing else."""
         try:
             yield
         except Exception as error:
@@ -286,7 +280,7 @@ class Loop:
 
     @staticmethod
     def _fault(model: Model, error: Exception) -> EngineError:
-        """What to tell those whom an error ends."""
+        """Logs an error and returns the one that its sequences fail with."""
         logger.error("a step of %s failed", model.name, exc_info=error)
         if nvidia.is_fatal(str(error)):  # no later step can work: the supervisor starts anew
             os._exit(GPU_LOST)
@@ -297,6 +291,10 @@ class Loop:
 
 
 def _order(model: Model) -> tuple[bool, int]:
-    """Prompts go before what only goes on; whose last prompt is the longest ago goes first, so that
-    each gets its share of the room."""
+    """Models with prompts first; among them the one whose prompts have waited for the most turns,
+    so that each gets its share of the tokens."""
     return not model.batch.has_prompts, model.prefilled_at
+
+
+def _queued_at(sequence: Sequence) -> float:
+    return sequence.queued_at

@@ -179,7 +179,7 @@ wanted_stamp() {
 # operator_sources prints what is compiled of our own, by the installation of this folder.
 operator_sources() {
   local file
-  for file in "$ROOT"/engine/backends/onnx/int8/* "$ROOT"/engine/native/*.{c,h,cc} \
+  for file in "$ROOT"/engine/native/*.{c,h,cc} \
     "$ROOT"/scripts/lib/mxnet_operator; do
     echo "${file#"$ROOT"/}"
   done

@@ -148,7 +148,10 @@ class Settings:
         "the server gives up when it has not started after this time, models to preload aside",
     )
     backend: str = setting(
-        "ENGINE_BACKEND", "mxnet", "what computes: `mxnet` or `onnxruntime` (the fast one)"
+        "ENGINE_BACKEND",
+        "mxnet",
+        "what computes: on a CPU `mxnet`, whose operator runs the native library, or `native`, the"
+        " library without MXNet; on a GPU `mxnet` or `onnxruntime`",
     )
     device: str = setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
     show_examples: bool = setting("SHOW_EXAMPLES", False, "print what to type once it is ready")

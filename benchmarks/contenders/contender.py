@@ -42,12 +42,11 @@ PEER = {**THREADS, "HF_HUB_OFFLINE": "1"}
 
 CONTENDERS = (
     Contender("guides", "the guides' loop, fp32", "guides_loop", (), MXNET_DEFAULTS, (1,)),
-    Contender("mxnet", "ours, mxnet fp32", "ours", ("mxnet", "fp32")),
-    Contender("mxnet-int8", "ours, mxnet int8", "ours", ("mxnet", "int8")),
     Contender("transformers", "transformers fp32", "transformers", (), PEER),
-    Contender("onnxruntime-fp32", "ours, onnxruntime fp32", "ours", ("onnxruntime", "fp32")),
+    Contender("fp32", "ours, fp32", "ours", ("native", "fp32")),
     Contender("ctranslate2", "CTranslate2 int8", "ctranslate2", (), PEER),
     Contender("llama.cpp", "llama.cpp Q8_0", "llama_cpp", (), PEER),
     Contender("openvino", "OpenVINO int8", "openvino", (), PEER),
-    Contender("onnxruntime-int8", "ours, onnxruntime int8", "ours", ("onnxruntime", "int8")),
+    Contender("mxnet", "ours, int8, by MXNet's operator", "ours", ("mxnet", "int8")),
+    Contender("int8", "ours, int8", "ours", ("native", "int8")),
 )

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
-from importlib import metadata
-
-import numpy as np
 
 from benchmarks.worker import Channel, Clock, generation
 from engine import backends
-from engine.artifacts.artifact import POSITIONS
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import BackendModel
+from engine.backends.interface import BackendModel, Piece
+from engine.native.prepared import layout
 
 
 def generate(
-    model: BackendModel, prompts: list[list[int]], new_tokens: int, clock: Clock
+    model: BackendModel, prompts: Sequence[list[int]], new_tokens: int, clock: Clock
 ) -> list[list[int]]:
     """Greedy, all prompts in one batch. A clock's step for all prompts, and for each step."""
-    made = [[int(model.extend(model.add_row(), np.array(ids)).argmax())] for ids in prompts]
-    clock.step()
-    for _ in range(new_tokens - 1):
-        rows = model.decode(np.array([ids[-1] for ids in made]))
-        for ids, token in zip(made, rows.argmax(axis=1).tolist(), strict=True):
+    rows = [model.open_row() for _ in prompts]
+    made: list[list[int]] = [[] for _ in prompts]
+    pieces = [Piece(row, ids) for row, ids in zip(rows, prompts, strict=True)]
+    for _ in range(new_tokens):
+        logits = model.run(pieces)
+        for ids, token in zip(made, logits.argmax(axis=1).tolist(), strict=True):
             ids.append(token)
+        pieces = [Piece(row, ids[-1:]) for row, ids in zip(rows, made, strict=True)]
         clock.step()
-    for _ in prompts:
-        model.remove_last_row()
+    for row in rows:
+        model.close_row(row)
     return made
 
 
@@ -35,12 +35,12 @@ def main() -> None:
     folder, backend, precision = sys.argv[1:]
     artifact = open_artifact(folder)
     model = backends.load(artifact, backend, precision)
-    # Of its positions, which are of onnxruntime's no weights, mxnet reads a row.
-    unread = 4 * artifact.weights[POSITIONS].size if backend == "mxnet" else 0
+    # Of the positions a step reads one row.
+    unread = [e.num_bytes for e in layout(artifact.config, precision) if e.name == "positions"]
     about = {
-        "version": f"{backend} {metadata.version(backend)}",
+        "version": f"{backend} {precision}",
         "weight_bytes": model.weight_bytes,
-        "step_bytes": model.weight_bytes - unread,
+        "step_bytes": model.weight_bytes - sum(unread),
     }
     Channel().serve(about, {"generate": generation(partial(generate, model))})
 

@@ -14,7 +14,7 @@ from benchmarks.engine.uses import KEPT, PARTS
 from benchmarks.process import Worker
 from engine.artifacts.config import GPT2Config
 
-INT8 = ("onnxruntime", "int8")
+INT8 = ("mxnet", "int8")
 
 
 @dataclass(frozen=True)

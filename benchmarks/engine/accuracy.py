@@ -1,5 +1,4 @@
-"""Measured: how far int8 is from fp32, on logits and on greedy text; with keys and values in fp32,
-and in int8, too; and with MXNet's products.
+"""Measured: how far int8 is from fp32, on logits and on greedy text.
 
 In shapes: T tokens of one text, V vocabulary.
 """
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from benchmarks.worker import Channel
 from engine import backends
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import BackendModel
+from engine.backends.interface import BackendModel, Piece
 from engine.text.sentencepiece import SentencePieceTokenizer
 
 Logits = NDArray[np.float32]
@@ -23,19 +22,20 @@ Logits = NDArray[np.float32]
 
 def greedy(model: BackendModel, prompt: list[int], new_tokens: int, eos: int | None) -> list[int]:
     """New ids, up to the end of the text."""
-    logits = model.extend(model.add_row(), np.array(prompt))
-    made = [int(logits.argmax())]
-    while len(made) < new_tokens and made[-1] != eos:
-        made.append(int(model.decode(np.array(made[-1:]))[0].argmax()))
-    model.remove_last_row()
+    row, made = model.open_row(), list[int]()
+    while len(made) < new_tokens and made[-1:] != [eos]:
+        made.append(int(model.run([Piece(row, made[-1:] or prompt)])[0].argmax()))
+    model.close_row(row)
     return made
 
 
 def forced(model: BackendModel, prompt: list[int], ids: list[int]) -> Logits:
     """Logits (T, V) for each of `ids` when those before it are given."""
-    found = [model.extend(model.add_row(), np.array(prompt)).copy()]
-    found += [model.decode(np.array([token]))[0].copy() for token in ids[:-1]]
-    model.remove_last_row()
+    row = model.open_row()
+    found = [
+        model.run([Piece(row, given)])[0].copy() for given in (prompt, *([i] for i in ids[:-1]))
+    ]
+    model.close_row(row)
     return np.stack(found)
 
 
@@ -51,14 +51,13 @@ def compare(
     prompts: list[list[int]] | list[str],
     new_tokens: int,
 ) -> dict[str, Any]:
-    """A backend's `precision` against onnxruntime's fp32. `prompts` are ids or texts."""
+    """A backend's `precision` against fp32. `prompts` are ids or texts."""
     artifact = open_artifact(folder)
     tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
-    exact = backends.load(artifact, "onnxruntime", "fp32")
+    exact = backends.load(artifact, "native", "fp32")
     fast = backends.load(artifact, backend, precision)
     try:
-        found = compare_models(exact, fast, tokenizer, prompts, new_tokens)
-        return {**found, "kv_bytes_per_token": fast.kv_bytes_per_token}
+        return compare_models(exact, fast, tokenizer, prompts, new_tokens)
     finally:
         exact.close()
         fast.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -28,8 +26,6 @@ from engine.artifacts.open import open_artifact
 from scripts.lib.documents import read_documents
 
 DEMO = ("sowol", "dongju")
-# With fp32, and how that is told.
-COMPARED = {"": INT8, ", int8-kv8": ("onnxruntime", "int8-kv8"), ", mxnet": ("mxnet", "int8")}
 BATCH = 8  # the rows of B=8
 SETTLE_S = 0.2  # until the thread pools of who was measured before have stopped spinning
 
@@ -55,7 +51,7 @@ class Plan:
 
 
 PARTS = (
-    "bandwidth", "products", "turns", "uses", "serving", "loading", "memory", "accuracy", "profile"
+    "bandwidth", "turns", "uses", "serving", "loading", "memory", "accuracy", "profile"
 )  # fmt: skip
 
 
@@ -105,7 +101,7 @@ class EngineRun(Run):
             ),
             "memory": lambda: process.measure_memory(self.models, text, log("memory")),
             "accuracy": self._accuracy,
-            "profile": lambda: profile.measured(open_artifact(self.models[0]), "int8", (1, BATCH)),
+            "profile": self._profile,
         }
         self.measure_parts(alone, save)
         self.judge()
@@ -165,8 +161,6 @@ class EngineRun(Run):
         if "bandwidth" in self.wanted:
             with self.skipping("bandwidth"):
                 self._bandwidth = worker("bandwidth", str(self.plan.bandwidth_floats))
-        config = json.dumps(dataclasses.asdict(self.plan.config))
-        start("products", lambda: worker("products", config))
         for one in tqdm(CONTENDERS, desc="starting contenders", disable=None):
             start(one.name, partial(contender, one))
         start("serving", lambda: self._serving(stack))
@@ -202,6 +196,13 @@ class EngineRun(Run):
             )
             found.setdefault("ids", answer["ids"][0])
 
+    def _profile(self) -> Results:
+        artifact = open_artifact(self.models[0])
+        return {
+            "steps": profile.measured(artifact, "int8", (1, BATCH)),
+            "read_bytes": profile.weight_bytes(artifact, "int8"),
+        }
+
     def _read_rate(self) -> float:
         """What the cores read now; 0 if nobody wants to know."""
         if self._bandwidth is None:
@@ -232,15 +233,14 @@ class EngineRun(Run):
     def _accuracy(self) -> Results:
         with Worker(sys.executable, "engine.accuracy", [], self.log("accuracy")) as worker:
             return {
-                f"{name}{label}": worker.call(
+                name: worker.call(
                     "compare",
                     folder=str(folder),
-                    backend=backend,
-                    precision=precision,
+                    backend="native",
+                    precision="int8",
                     prompts=prompts,
                     new_tokens=self.plan.new_tokens,
                 )
-                for label, (backend, precision) in COMPARED.items()
                 for name, folder, prompts in self._accuracy_cases()
             }
 

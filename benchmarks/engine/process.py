@@ -18,12 +18,12 @@ TOUCH_TOKENS = 16  # enough for every page of the weights to have been used
 
 
 class Engine(Program):
-    """An engine of its own, with onnxruntime and int8."""
+    """An engine of its own, with the default settings."""
 
     def __init__(self, log: Path, cache_dir: Path | None = None, root: Path = ROOT) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="engine-")
         socket = str(Path(self._folder.name) / "engine.sock")
-        settings = {"ENGINE_BACKEND": "onnxruntime", "ENGINE_PRECISION": "int8"}
+        settings = {"ENGINE_BACKEND": "mxnet", "ENGINE_PRECISION": "int8"}
         settings |= {"ENGINE_SOCKET": socket, "ENGINE_CACHE_DIR": str(cache_dir or "")}
         self._client = EngineClient(socket)
         super().__init__([sys.executable, "-m", "engine"], log, settings, root)

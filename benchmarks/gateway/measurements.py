@@ -25,7 +25,7 @@ from benchmarks.server import Server, ask, call
 from engine.artifacts.config import GPT2Config
 from engine.http.client import UnixConnection
 
-BACKENDS = {"onnxruntime": ("onnxruntime", "int8"), "mxnet": ("mxnet", "fp32")}
+BACKENDS = {"mxnet": ("mxnet", "int8"), "native": ("native", "int8")}
 WARM_UP = 200  # calls until Java has compiled its part
 
 
@@ -62,7 +62,7 @@ def growth_percent(results: Results) -> list[float]:
 GOALS: tuple[Goal, ...] = (
     ("what the gateway adds to a call, median", "<=", 1, "ms", added_ms),
     *streams.GOALS,
-    ("start to ready, onnxruntime", "<=", 4, "s", lambda r: list(r["starts"]["onnxruntime"])),
+    ("start to ready, native", "<=", 4, "s", lambda r: list(r["starts"]["native"])),
     ("start to ready, mxnet", "<=", 4, "s", lambda r: list(r["starts"]["mxnet"])),
     ("first token of a full-size model on disk", "<=", 1, "s", lambda r: list(r["cold"]["full"])),
     ("first token of a tiny model on disk", "<=", 0.5, "s", lambda r: list(r["cold"]["tiny"])),

@@ -22,8 +22,7 @@ from benchmarks.worker import Channel, Clock, generation
 from common.errors import OutOfMemory
 from engine import backends
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import BackendModel
-from engine.backends.onnx import cpu
+from engine.backends.interface import BackendModel, Piece
 from engine.text.sentencepiece import SentencePieceTokenizer
 
 # The CPU stands in for a GPU of this much memory beside the weights.
@@ -43,9 +42,9 @@ class Checked:
             return backends.load(artifact, self.backend, precision, device="gpu")
         if self.backend == "mxnet":
             from common.mxnet_compat import mx
-            from engine.backends.mxnet.model import MXNetModel
+            from engine.backends.mxnet import model as mxnet_model
 
-            return MXNetModel(artifact, mx.cpu())
+            return mxnet_model.load(artifact, mx.cpu())
         from engine.backends.onnx import gpu
 
         return gpu.load(artifact, self._provider())
@@ -61,9 +60,10 @@ class Checked:
         model = self.open(folder)
         seconds = time.perf_counter() - began
         self.models.append(model)
-        model.extend(model.add_row(), np.arange(4))
+        row = model.open_row()
+        model.run([Piece(row, range(4))])
         first_token = time.perf_counter() - began
-        model.remove_last_row()
+        model.close_row(row)
         return {
             "seconds": seconds,
             "first_token_s": first_token,
@@ -92,7 +92,7 @@ class Checked:
         """Against fp32 on the CPU."""
         artifact = open_artifact(folder)
         tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
-        exact, ours = cpu.load(artifact, "fp32"), self.open(folder)
+        exact, ours = backends.load(artifact, "native", "fp32"), self.open(folder)
         try:
             return accuracy.compare_models(exact, ours, tokenizer, prompts, new_tokens)
         finally:
@@ -107,31 +107,34 @@ class Checked:
         """Logits of rows in one batch against the same rows alone: the largest difference, and the
         logits' standard deviation."""
         model = self.models[0]
-        tokens = np.random.default_rng(0).integers(4, model.config.vocab_size, steps)
-        for ids in prompts:
-            model.extend(model.add_row(), np.array(ids))
-        together = [model.decode(np.full(len(prompts), t)).copy() for t in tokens]
-        for _ in prompts:
-            model.remove_last_row()
-        worst = 0.0
-        for row, ids in enumerate(prompts):
-            model.extend(model.add_row(), np.array(ids))
-            for i, t in enumerate(tokens):
-                alone = model.decode(np.array([t]))[0]
-                worst = max(worst, float(np.abs(alone - together[i][row]).max()))
-            model.remove_last_row()
+        tokens = np.random.default_rng(0).integers(4, model.config.vocab_size, steps).tolist()
+
+        def steps_of(prompts: list[list[int]]) -> Any:
+            rows = [model.open_row() for _ in prompts]
+            for row, ids in zip(rows, prompts, strict=True):
+                model.run([Piece(row, ids)])
+            found = [model.run([Piece(row, [t]) for row in rows]).copy() for t in tokens]
+            for row in rows:
+                model.close_row(row)
+            return np.stack(found)  # (steps, rows, V)
+
+        together = steps_of(prompts)
+        alone = np.concatenate([steps_of([ids]) for ids in prompts], axis=1)
+        worst = float(np.abs(alone - together).max())
         return {"max_difference": worst, "logits_std": float(np.std(together[0]))}
 
     def turns(self, prompt: list[int], new_tokens: int) -> float:
         """Tokens per second of all models, a token of each in turn."""
-        last = [int(m.extend(m.add_row(), np.array(prompt)).argmax()) for m in self.models]
+        rows = [model.open_row() for model in self.models]
+        pairs = list(zip(self.models, rows, strict=True))
+        last = [int(model.run([Piece(row, prompt)])[0].argmax()) for model, row in pairs]
         began = time.perf_counter()
         for _ in range(new_tokens):
-            for i, model in enumerate(self.models):
-                last[i] = int(model.decode(np.array([last[i]]))[0].argmax())
+            for i, (model, row) in enumerate(pairs):
+                last[i] = int(model.run([Piece(row, [last[i]])])[0].argmax())
         seconds = time.perf_counter() - began
-        for model in self.models:
-            model.remove_last_row()
+        for model, row in pairs:
+            model.close_row(row)
         return new_tokens * len(self.models) / seconds
 
     def exhaust(self, folder: str, prompt: list[int], new_tokens: int) -> dict[str, bool]:

@@ -143,7 +143,6 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "headline.ko": _korean,
     "conditions": _conditions,
     "speeds": _lines(tables.speeds),
-    "products": _lines(tables.products),
     "uses": _lines(tables.uses),
     "others": _lines(lambda r: table(("", ""), [*tables.others(r)])),
     "far": _lines(tables.far),

@@ -30,7 +30,7 @@ from benchmarks.switching.trace import Kind, trace
 from common.memory import MIB
 from engine.artifacts.config import GPT2Config
 from engine.budget import budget_bytes
-from engine.prepared import cache as prepared
+from engine.native import prepared
 
 PEER = "llama.cpp"
 BEFORE_FIRST_S = 3.0

@@ -48,13 +48,11 @@ def read_in(spans: Iterable[Span]) -> int:
     return sum(length for _, length in missing)
 
 
-def let_go(spans: Iterable[Span]) -> None:
-    """Has the pages count as nobody's: they stay as long as the kernel has no other use for them,
-    and come back at a touch. They are the first to go: else the kernel took what another model has
-    just read, and which has not been touched so often."""
+def advise_cold(spans: Iterable[Span]) -> None:
+    """Has the kernel take these pages before others. Otherwise it took what another model has just
+    read, and which has not been touched so often."""
     for span in spans:
         _libc.madvise(*span, MADV_COLD)
-        _libc.madvise(*span, mmap.MADV_DONTNEED)
 
 
 def present(address: int, length: int) -> NDArray[np.uint8]:

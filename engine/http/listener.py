@@ -16,7 +16,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from common.one_write import join
-from engine import backends, sandbox
+from engine import sandbox
 from engine.http.server import EngineApp
 from engine.registry import Engine
 from engine.settings import Settings
@@ -64,7 +64,7 @@ class _Server(uvicorn.Server):
 
 def serve(settings: Settings) -> None:
     """Runs until SIGTERM or SIGINT; requests in flight are finished, at most for 25 s."""
-    sandbox.prepare(*backends.preloaded(settings.backend, settings.device))
+    sandbox.prepare(*(["engine.native.prepared"] if settings.device == "cpu" else []))
     engine = Engine(settings)
 
     async def main() -> None:
@@ -78,10 +78,8 @@ def serve(settings: Settings) -> None:
             lifespan="off",
             timeout_graceful_shutdown=25,
         )
-        warming = asyncio.create_task(asyncio.to_thread(engine.warm_up))
         await _Server(config, app).serve(sockets=[listener])
         await asyncio.to_thread(engine.close)  # its thread calls into the loop to the end
-        await warming
 
     listener = listen(settings.socket)
     logger.info("the engine listens on %s (%s)", settings.socket, settings.backend)

@@ -1,1 +1,1 @@
-"""Models prepared for onnxruntime, kept on the disk."""
+"""Models prepared for the native library, and what artifacts were found to hold, on the disk."""

@@ -1,34 +1,36 @@
-"""The folder that prepared models are kept in: where it is, whose it is, its JSON files."""
+"""The folder that prepared models are kept in: where it is, its files, its bound."""
 
 from __future__ import annotations
 
-import atexit
 import json
+import logging
 import os
 import stat
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from common.trees import remove
 
 NAME = ".prepared"
 BUILDING = ".building-"
 ABANDONED_AFTER_S = 3600
-SOURCE = ".source.json"
-FRAME = ".frame.json"
+SOURCE = ".source.json"  # what an artifact holds, see `engine.prepared.manifest`
+MODEL = ".safetensors"  # a prepared model, see `engine.native.prepared`
 
-_own: Path | None = None
+logger = logging.getLogger(__name__)
+
+_pruned: dict[Path, tuple[int, int]] = {}  # when a folder had changed, and the bound
 
 
 def cache_folder(artifact: Path, cache_dir: Path | None) -> Path | None:
-    """`cache_dir`, or `.prepared` in the artifact's folder; none where that is not to be trusted.
-
-    What is in it is opened without another look, so it must have been put there by this user or by
-    root, not by whoever made the artifact.
-    """
+    """`cache_dir`, or `.prepared` in the artifact's folder; none where another user could write
+    it."""
     if cache_dir is not None:
         return cache_dir
     folder = artifact / NAME
@@ -40,18 +42,22 @@ def cache_folder(artifact: Path, cache_dir: Path | None) -> Path | None:
     return folder if ours and stat.S_ISDIR(found.st_mode) else None
 
 
-def own_folder() -> Path | None:
-    """This process's, until it ends; none where no temporary files can be written."""
-    global _own
-    if _own is None:
-        with suppress(OSError):
-            _own = Path(tempfile.mkdtemp(prefix="frames-"))
-            atexit.register(remove, _own)
-    return _own
+def hash_of(data: str | Iterable[Any]) -> str:
+    """The hash of a text or of pieces of bytes."""
+    digest = blake3()
+    pieces: Iterable[Any] = [os.fsencode(data)] if isinstance(data, str) else data
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def is_older_than_boot(path: Path) -> bool:
+    booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return path.stat().st_mtime < booted_at
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Nothing where there is no such file, or no object in it."""
+    """A JSON object; empty where there is no such file, or no object in it."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -73,3 +79,31 @@ def remove_abandoned(folder: Path) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
                 remove(path)
+
+
+def prune(folder: Path, max_bytes: int) -> None:
+    """Removes the least recently loaded models until the others take at most `max_bytes`.
+
+    The most recent one stays in any case. Models that are open do not mind. Nothing is done where
+    no file has come or gone since the last time.
+    """
+    with suppress(OSError):
+        now = (folder.stat().st_mtime_ns, max_bytes)
+        if _pruned.get(folder) != now:
+            _prune(folder, max_bytes)
+            _pruned[folder] = (folder.stat().st_mtime_ns, max_bytes)
+
+
+def _prune(folder: Path, max_bytes: int) -> None:
+    models = [(path, path.stat()) for path in folder.glob("*" + MODEL)]
+    models.sort(key=lambda model: model[1].st_mtime, reverse=True)
+    total = 0
+    for i, (path, status) in enumerate(models):
+        total += 512 * status.st_blocks
+        if total > max_bytes and i:
+            logger.info("the prepared model %s is removed: not loaded for longest", path.stem)
+            path.unlink(missing_ok=True)
+    for source in folder.glob("*" + SOURCE):
+        artifact = read_object(source).get("path")
+        if not isinstance(artifact, str) or not os.path.exists(artifact):
+            source.unlink(missing_ok=True)

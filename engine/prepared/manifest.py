@@ -32,8 +32,7 @@ from engine.artifacts.files import why
 from engine.artifacts.generation_config import Generation
 from engine.artifacts.open import open_artifact
 from engine.artifacts.tensor_index import Tensor
-from engine.prepared.files import hash_of
-from engine.prepared.folder import SOURCE, cache_folder, read_object, write_object
+from engine.prepared.folder import SOURCE, cache_folder, hash_of, read_object, write_object
 from engine.sandbox import MIB, Limits
 
 FORMAT = 3

@@ -37,7 +37,7 @@ def measure(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
         for number in range(rounds):
             log = Path(folder) / "server.log"
             named = {path.name: path for path in models}
-            server = Server(models[0].parent, log, named, ("onnxruntime", "fp32"))
+            server = Server(models[0].parent, log, named, ("native", "fp32"))
             try:
                 names = [path.name for path in models]
                 _all_answer(server, names)

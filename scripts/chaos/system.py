@@ -67,7 +67,7 @@ class System(Server):
             super().__init__(
                 folder,
                 self.log,
-                backend=("onnxruntime", "fp32"),
+                backend=("native", "fp32"),
                 environment={
                     **environment,
                     **self.disks.environment,

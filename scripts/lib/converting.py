@@ -22,6 +22,7 @@ from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import FILE as GENERATION_FILE
 from engine.artifacts.generation_config import HUGGING_FACE_FILE
 from engine.artifacts.open import open_artifact
+from engine.backends.interface import Piece
 from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import Manifests
 from engine.text.chat_template import find_chat_template
@@ -176,18 +177,15 @@ def _copy_templates(source: Artifact, target: Path) -> list[str]:
 
 
 def check_prepared(backend: str, precision: str) -> None:
-    """Raises `Problem` where such a model has no form of its own."""
+    """Raises `Problem` for a backend or a precision that there is not on a CPU."""
     try:
         backends.check(backend, precision, "cpu")
     except EngineError as error:
         raise Problem(error.message) from None
-    if not backends.is_prepared(backend, precision, "cpu"):
-        raise Problem(f"{backend} reads {precision} from the artifact: there is nothing to prepare")
 
 
 def to_prepared(source: Artifact, target: Path, backend: str, precision: str) -> None:
-    """The same artifact with what the backend maps beside it: quantized, and for onnxruntime packed
-    for this machine's kind of processor."""
+    """The same artifact with its prepared file, which is the same on every processor."""
     for path in source.path.iterdir():
         if path.is_file() and belongs(path):
             shutil.copyfile(path, target / path.name)
@@ -228,16 +226,14 @@ def prompts(config: GPT2Config) -> Iterator[NDArray[np.int64]]:
         yield rng.integers(0, config.vocab_size, length)
 
 
-def logits(
-    artifact: Artifact, precision: str, cache_dir: Path, backend: str = "onnxruntime"
-) -> Logits:
+def logits(artifact: Artifact, precision: str, cache_dir: Path, backend: str = "native") -> Logits:
     """After each of the prompts (CHECKS, V)."""
     model = backends.load(artifact, backend, precision, cache_dir=cache_dir)
     found = []
     for ids in prompts(artifact.config):
-        row = model.add_row()
-        found.append(model.extend(row, ids))
-        model.remove_last_row()
+        row = model.open_row()
+        found.append(model.run([Piece(row, ids.tolist())])[0].copy())
+        model.close_row(row)
     model.close()
     return np.stack(found)
 

@@ -33,10 +33,10 @@ class ModelSettings:
     backend: str | None = _setting(
         "what computes it, in place of `ENGINE_BACKEND`",
         type="string",
-        enum=("mxnet", "onnxruntime"),
+        enum=("mxnet", "native", "onnxruntime"),
     )
     precision: str | None = _setting(
-        "in place of `ENGINE_PRECISION`", type="string", enum=("fp32", "fp16", "int8", "int8-kv8")
+        "in place of `ENGINE_PRECISION`", type="string", enum=("int8", "fp32", "fp16")
     )
     max_rows: int | None = _setting(
         "sequences that share a step, in place of `ENGINE_MAX_ROWS`",

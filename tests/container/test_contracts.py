@@ -31,12 +31,12 @@ def test_korean_names_work_on_both_ports(shared: Container) -> None:
     assert shared.unload("소월").ok
 
 
-def test_the_fast_backend_runs_hardened_on_a_store_that_cannot_be_written(
+def test_the_backend_without_mxnet_runs_hardened_on_a_store_that_cannot_be_written(
     start: Start, tmp_path: Path
 ) -> None:
     make_artifact(tmp_path / "store" / "봄", units=64)
     options = [*HARDENED, *CACHE, *mount(tmp_path / "store", "/models")]
-    container = start(*options, ENGINE_BACKEND="onnxruntime", MODEL_STORE="/models")
+    container = start(*options, ENGINE_BACKEND="native", MODEL_STORE="/models")
     assert text(container.predict("봄", SHORT))
 
 

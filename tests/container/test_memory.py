@@ -51,7 +51,7 @@ def full(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Contai
     else:
         model = random_model.make(tmp_path, random_model.FULL, 1, "float16")
         store = copies(model, tmp_path / "store", 40)
-        environment = {"ENGINE_BACKEND": "onnxruntime"}
+        environment = {"ENGINE_BACKEND": "native"}
     options = [*GIGABYTE, *HARDENED, *CACHE, *mount(store, "/models")]
     return start(*options, MODEL_STORE="/models", SAGEMAKER_MULTI_MODEL="true", **environment)
 

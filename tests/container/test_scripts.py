@@ -41,7 +41,7 @@ class Run:
         self.log = folder / "log"
         ports = ["--port", str(self.port), "--management-port", str(self.management_port)]
         options = [*ports, "--model-store", str(store), "--memory", "2g"]
-        options += ["--", "-e", "ENGINE_BACKEND=onnxruntime"]
+        options += ["--", "-e", "ENGINE_BACKEND=native"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 ["scripts/run", "cpu", "--image", IMAGE, "--name", self.name, *options],

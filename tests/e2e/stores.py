@@ -20,7 +20,7 @@ from engine.http.client import EngineClient
 from tests.e2e.server import Server, eventually
 from tests.engine.models import make_artifact
 
-FAST = {"ENGINE_BACKEND": "onnxruntime", "ENGINE_PRECISION": "fp32"}
+FAST = {"ENGINE_BACKEND": "native", "ENGINE_PRECISION": "fp32"}
 SMALL_BYTES = 1_734_656  # what the engine reserves for one: 2 fit into 4 MiB, 5 into 9
 SHORT = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 16}}
 # Some seconds of work for `slow`.

@@ -50,7 +50,7 @@ def test_a_models_own_settings_come_from_its_file_and_its_request(server: Server
         "pinned": True, "precision": "int8", "max_rows": 2, "timeout_s": 9, "idle_unload_s": 3600,
     }  # fmt: skip
     (held,) = statistics(server)["models"]
-    assert (held["backend"], held["precision"]) == ("onnxruntime", "int8")
+    assert (held["backend"], held["precision"]) == ("native", "int8")
     text(server.predict("봄", SHORT))
     server.unload("봄")
     with_query = server.management("/models?url=a&pinned=true&backend=mxnet&precision=fp32")
@@ -65,7 +65,7 @@ def test_a_models_own_settings_come_from_its_file_and_its_request(server: Server
         ({"고정": True}, "고정 is not known; known are backend, batch_size"),
         ({"pinned": "예"}, "pinned must be true or false"),
         ({"precision": "int4"}, "precision must be fp32 or fp16 or int8"),
-        ({"backend": "mxnet", "precision": "fp16"}, "must be one of fp32, int8 for backend mxnet"),
+        ({"backend": "mxnet", "precision": "fp16"}, "must be one of int8, fp32 for backend mxnet"),
     ],
 )
 def test_a_setting_that_cannot_be_is_400(

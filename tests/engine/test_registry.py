@@ -55,7 +55,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    made = Engine(Settings(memory_mib=64, max_rows=8))
+    made = Engine(Settings(memory_mib=64, max_rows=8, precision="fp32"))
     yield made
     made.close()
 
@@ -287,8 +287,7 @@ def test_a_busy_model_does_not_hold_up_another(
 
         return call
 
-    quick.compute.extend = noted(quick.compute.extend)  # type: ignore[method-assign]
-    quick.compute.decode = noted(quick.compute.decode)  # type: ignore[method-assign]
+    quick.compute.run = noted(quick.compute.run)  # type: ignore[method-assign]
 
     def on_long(request: Request) -> None:
         if model.statistics.steps >= 20 and not short:
@@ -391,7 +390,7 @@ def test_a_full_queue_says_when_to_come_back(model_dir: Path) -> None:
 
 def test_a_model_that_does_not_fit_is_refused_with_numbers(model_dir: Path, tmp_path: Path) -> None:
     big = make_artifact(tmp_path / "big", units=256, layers=4, heads=4)  # 13 MiB
-    engine = Engine(Settings(memory_mib=14, overcommit=1))
+    engine = Engine(Settings(memory_mib=14, overcommit=1, precision="fp32"))
     try:
         small = engine.load("small", str(model_dir))
         before = engine.budget.weight_bytes
@@ -409,7 +408,7 @@ def test_a_model_larger_than_the_whole_budget_is_told_from_one_that_has_to_wait(
     tmp_path: Path,
 ) -> None:
     big = make_artifact(tmp_path / "big", units=256, layers=4, heads=4)  # 13 MiB
-    engine = Engine(Settings(memory_mib=4))
+    engine = Engine(Settings(memory_mib=4, precision="fp32"))
     try:
         for try_it in (engine.check, engine.load):
             with pytest.raises(
@@ -422,7 +421,7 @@ def test_a_model_larger_than_the_whole_budget_is_told_from_one_that_has_to_wait(
 
 
 def test_a_model_that_is_unloaded_makes_room(model_dir: Path) -> None:
-    engine = Engine(Settings(memory_mib=1, overcommit=1))
+    engine = Engine(Settings(memory_mib=2, overcommit=1, precision="fp32"))
     engine.budget.total_bytes = 1_300_000  # for one of them
     try:
         engine.load("a", str(model_dir))
@@ -445,7 +444,7 @@ def test_weights_leave_room_for_one_request_of_the_whole_context(
     engine = Engine(Settings(memory_mib=64, overcommit=1))
     try:
         first = engine.load("m", str(model_dir))
-        row = CONTEXT * first.compute.kv_bytes_per_token
+        row = first.compute.kv_bytes_for([CONTEXT])
         size = first.reserved_bytes
         engine.budget.total_bytes = 2 * size + row - 1
         for try_it in (engine.check, engine.load):
@@ -475,7 +474,7 @@ def test_what_is_missing_for_a_model_is_told_in_bytes(model_dir: Path) -> None:
     engine = Engine(Settings(memory_mib=64, overcommit=1))
     try:
         model = engine.load("a", str(model_dir))
-        row = CONTEXT * model.compute.kv_bytes_per_token
+        row = model.compute.kv_bytes_for([CONTEXT])
         assert model.describe()["row_bytes"] == row
         engine.budget.total_bytes = 2 * model.reserved_bytes + row - 7
         for try_it in (engine.check, engine.load):
@@ -489,7 +488,7 @@ def test_what_is_missing_for_a_model_is_told_in_bytes(model_dir: Path) -> None:
 def test_memory_promised_to_a_load_is_its_own_before_the_load_has_taken_it(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(Settings(memory_mib=64, overcommit=1))
+    engine = Engine(Settings(memory_mib=64, overcommit=1, precision="fp32"))
     opening, opened = threading.Event(), threading.Event()
     manifests = engine._loader._manifests
     open_manifest = manifests.open
@@ -535,13 +534,13 @@ def test_memory_for_keys_and_values_is_given_back_after_each_request(
     engine: Engine, model: Model
 ) -> None:
     seen: list[int] = []
-    extend = model.compute.extend
+    run = model.compute.run
 
-    def noted(row: int, ids: Any) -> Any:
+    def noted(pieces: Any) -> Any:
         seen.append(engine.budget.kv_bytes)
-        return extend(row, ids)
+        return run(pieces)
 
-    model.compute.extend = noted  # type: ignore[method-assign]
+    model.compute.run = noted  # type: ignore[method-assign]
     for sentence in SENTENCES:
         request = Request(engine, "m", sentence, max_new_tokens=4).wait()
         assert seen[-1] == model.compute.kv_bytes_for([len(request.prompt) + 4]) > 0
@@ -567,7 +566,7 @@ def test_models_wait_for_memory_that_another_model_uses(
 ) -> None:
     other = engine.load("other", str(model_dir))
     per_token = model.compute.config.kv_bytes_per_token
-    engine.budget.total_bytes = engine.budget.weight_bytes + 128 * per_token
+    engine.budget.total_bytes = engine.budget.weight_bytes + 112 * per_token
     requests = [
         Request(engine, name, PROMPT, max_new_tokens=70) for name in ("m", "other") for _ in "12"
     ]
@@ -661,7 +660,7 @@ def test_a_name_stands_for_one_folder_and_backend(
     with pytest.raises(ModelAlreadyLoaded, match="unload it first"):
         engine.load("m", str(other))
     with pytest.raises(ModelAlreadyLoaded, match="mxnet, fp32"):
-        engine.load("m", str(model_dir), "onnxruntime")
+        engine.load("m", str(model_dir), "native")
     assert len(engine.models()) == 1
 
 
@@ -693,7 +692,7 @@ def test_a_model_says_what_it_is(engine: Engine, model: Model, model_dir: Path) 
     assert (found["name"], found["model_dir"]) == ("m", str(model_dir))
     assert (found["backend"], found["precision"]) == ("mxnet", "fp32")
     assert found["max_length"] == CONTEXT
-    assert found["weight_bytes"] == 4 * found["parameters"] == engine.budget.weight_bytes
+    assert 0 <= found["weight_bytes"] - engine.budget.weight_bytes < 32768  # the file's header
 
 
 def test_a_step_that_fails_ends_its_requests_and_not_the_engine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,6 @@ from common.memory import Memory
 from engine import residency
 from engine.artifacts.config import GPT2Config
 from engine.budget import Budget
-from engine.model import Place
 from engine.prefixes import Prefixes
 from engine.registry import Engine, Model
 from engine.residency import Residency
@@ -42,13 +42,12 @@ def make_engine(backend: str, **settings: Any) -> Engine:
 
 
 def fit(engine: Engine, count: int) -> None:
-    """From now on so many of the models that are loaded can be hot beside a row, and no more."""
+    """From now on so many of the loaded models can be resident beside a row, and no more."""
     model = next(iter(engine._models.values()))
     engine.budget.total_bytes = count * model.reserved_bytes + model.row_bytes
-    engine.budget.total_bytes += COUNT * model.reserved_bytes // residency.WARM_SHARE
 
 
-@pytest.fixture(params=["mxnet", "onnxruntime"])
+@pytest.fixture(params=["mxnet", "native"])
 def engine(request: pytest.FixtureRequest, folders: list[Path]) -> Iterator[Engine]:
     """Two of its six models fit."""
     made = make_engine(request.param)
@@ -63,7 +62,7 @@ def engine(request: pytest.FixtureRequest, folders: list[Path]) -> Iterator[Engi
 def alone(folders: list[Path]) -> dict[str, dict[str, list[int]]]:
     """What each model says when it has the engine to itself, by backend."""
     found: dict[str, dict[str, list[int]]] = {}
-    for backend in ("mxnet", "onnxruntime"):
+    for backend in ("mxnet", "native"):
         found[backend] = {}
         for folder in folders:
             made = make_engine(backend)
@@ -95,12 +94,16 @@ def places(engine: Engine) -> dict[str, str]:
     return {said["name"]: said["residency"] for said in engine.models()}
 
 
+def resident(engine: Engine) -> list[str]:
+    return sorted(name for name, place in places(engine).items() if place == "hot")
+
+
 def backend_of(engine: Engine) -> str:
     return next(iter(engine._models.values())).backend
 
 
 @pytest.mark.slow
-def test_all_answer_right_and_never_more_are_hot_than_fit(
+def test_all_answer_right_and_never_more_are_resident_than_fit(
     engine: Engine, alone: dict[str, dict[str, list[int]]]
 ) -> None:
     right = alone[backend_of(engine)]
@@ -122,27 +125,22 @@ def test_all_answer_right_and_never_more_are_hot_than_fit(
     until(lambda: engine.budget.kv_bytes == 0)
     held = [said["held_bytes"] for said in engine.models()]
     assert sum(held) == engine.budget.weight_bytes
-    assert engine.statistics()["heated"] > 10
+    assert engine.statistics()["opened"] > 10
 
 
-def test_the_coolest_gives_up_its_place(engine: Engine) -> None:
-    idle = "warm" if backend_of(engine) == "onnxruntime" else "parked"
+def test_the_least_recently_used_model_makes_space(engine: Engine) -> None:
     for name in ("m0", "m0", "m0", "m1"):
         ask(engine, name)
-    assert [name for name, place in places(engine).items() if place == "hot"] == ["m0", "m1"]
+    assert resident(engine) == ["m0", "m1"]
     ask(engine, "m2")
-    assert places(engine) == {
-        **dict.fromkeys(["m1", "m3", "m4", "m5"], idle),
-        **dict.fromkeys(["m0", "m2"], "hot"),
-    }
+    assert resident(engine) == ["m0", "m2"]
+    assert engine._models["m1"].compute is None
 
 
 @pytest.mark.slow
-def test_mxnet_in_int8_keeps_its_models_warm_and_needs_their_artifacts_no_more(
-    folders: list[Path], tmp_path: Path
-) -> None:
+def test_a_prepared_model_needs_its_artifact_no_more(folders: list[Path], tmp_path: Path) -> None:
     changing = make_talkative(tmp_path / "바뀌는", seed=9, max_length=CONTEXT)
-    engine = make_engine("mxnet", precision="int8", cache_dir=str(tmp_path / "cache"))
+    engine = make_engine("native", cache_dir=str(tmp_path / "cache"))
     try:
         for folder in (changing, folders[0]):
             engine.load(folder.name, str(folder))
@@ -151,24 +149,7 @@ def test_mxnet_in_int8_keeps_its_models_warm_and_needs_their_artifacts_no_more(
         make_talkative(changing, seed=2, max_length=CONTEXT)
         for name in ("m0", "바뀌는", "m0", "바뀌는"):
             assert ask(engine, name) == before[name]
-            assert sorted(places(engine).values()) == ["hot", "warm"]
-    finally:
-        engine.close()
-
-
-def test_a_warm_model_is_parked_where_that_does_not_do(folders: list[Path]) -> None:
-    engine = make_engine("onnxruntime")
-    try:
-        for folder in folders[:3]:
-            engine.load(folder.name, str(folder))
-        first = engine._models["m0"]
-        engine.budget.total_bytes = first.reserved_bytes + first.row_bytes
-        before = ask(engine, "m0", CONTEXT)
-        assert places(engine) == {"m0": "hot", "m1": "parked", "m2": "parked"}
-        assert first.reserved_bytes == engine.budget.weight_bytes
-        assert engine._models["m1"].compute is None
-        ask(engine, "m1")
-        assert ask(engine, "m0", CONTEXT) == before
+            assert resident(engine) == [name]
     finally:
         engine.close()
 
@@ -209,7 +190,7 @@ def test_keys_and_values_take_the_place_of_weights_that_nobody_uses(engine: Engi
         long = [Request(engine, "m0", PROMPT, max_new_tokens=CONTEXT) for _ in range(rows)]
     for request in long:
         assert request.wait().finish_reason() == "length"
-    assert places(engine)["m1"] != "hot"
+    assert places(engine)["m1"] == "parked"
 
 
 def test_a_model_is_unloaded_wherever_it_is(engine: Engine) -> None:
@@ -221,15 +202,17 @@ def test_a_model_is_unloaded_wherever_it_is(engine: Engine) -> None:
     assert engine.models() == []
 
 
-def test_what_is_parked_comes_back_only_as_it_was(folders: list[Path], tmp_path: Path) -> None:
-    """MXNet's weights are read again from the artifact, which somebody may have changed."""
-    engine = make_engine("mxnet")
+def test_a_model_whose_prepared_file_is_gone_comes_back_only_as_it_was(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    engine = make_engine("native")
     changing = make_talkative(tmp_path / "changing", seed=1, max_length=CONTEXT)
     try:
         for folder in (changing, folders[0]):
             engine.load(folder.name, str(folder))
         fit(engine, 1)
         ask(engine, "m0")
+        shutil.rmtree(changing / ".prepared")
         make_talkative(changing, seed=2, max_length=CONTEXT)
         refused = Request(engine, "changing", PROMPT, max_new_tokens=2).wait()
         assert isinstance(refused.error, ArtifactError)
@@ -243,7 +226,7 @@ def test_what_is_parked_comes_back_only_as_it_was(folders: list[Path], tmp_path:
 
 
 def test_no_more_are_loaded_than_the_setting_allows(folders: list[Path]) -> None:
-    engine = make_engine("onnxruntime", overcommit=2)
+    engine = make_engine("native", overcommit=2)
     try:
         model = engine.load("m0", str(folders[0]))
         # With a row beside them, three in twice the memory of two.
@@ -306,8 +289,8 @@ class House:
             config=GPT2Config(1, 1, 1, 1, 1, 1),
             open=open_it,
             texts=cast(Any, Quiet()),
-            batch=Batch(8, self.budget, 64, Prefixes(0)),
-            reserved_bytes=100 * residency.WARM_SHARE,
+            batch=Batch(8, self.budget, Prefixes(0)),
+            reserved_bytes=100,
         )
         self.residency.enter(model, Reading())
         self.models[name] = model
@@ -316,15 +299,15 @@ class House:
     def touch(self, model: Model) -> None:
         """A request that is answered at once."""
         self.now += 1
-        self.residency.use(model)
+        self.residency.acquire(model)
         with self.changed:
             assert self.changed.wait_for(lambda: model.can_step, WAIT_S)
-        self.residency.unuse(model)
+        self.residency.release(model)
 
 
 @pytest.fixture
 def house() -> Iterator[House]:
-    made = House(memory=4 * 100 * residency.WARM_SHARE, mapped=True)
+    made = House(memory=400, mapped=True)
     yield made
     made.residency.close()
 
@@ -336,24 +319,24 @@ def test_a_scan_does_not_push_out_what_is_asked_often(house: House) -> None:
         house.touch(model)
     for model in rare:
         house.touch(model)
-        assert {m.place for m in often} == {Place.HOT}
+        assert all(m.resident for m in often)
 
 
-def test_no_more_are_hot_than_the_container_has_memory_for(
+def test_no_more_are_resident_than_the_container_has_memory_for(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What all other processes take is not in the budget."""
     for model in [house.add(name) for name in "abc"]:
         house.touch(model)
-    assert sum(m.place is Place.HOT for m in house.models.values()) == 3
-    share, two = residency.KEPT_SHARE, (2 * 100 + 20) * residency.WARM_SHARE
+    assert sum(m.resident for m in house.models.values()) == 3
+    share, two = residency.KEPT_SHARE, 2 * 100 + 20
     free = -(-two * share // (share - 1))  # with the share that is kept for others
     monkeypatch.setattr(residency, "container_memory", lambda: Memory(free, 0))
     house.touch(house.add("d"))
-    assert sum(m.place is Place.HOT for m in house.models.values()) == 2
+    assert sum(m.resident for m in house.models.values()) == 2
     monkeypatch.setattr(residency, "container_memory", lambda: Memory(0, 0))
-    house.touch(house.add("e"))  # one is always hot
-    assert [m.name for m in house.models.values() if m.place is Place.HOT] == ["e"]
+    house.touch(house.add("e"))  # one is always resident
+    assert [m.name for m in house.models.values() if m.resident] == ["e"]
 
 
 def test_what_was_asked_often_once_cools(house: House) -> None:
@@ -363,12 +346,12 @@ def test_what_was_asked_often_once_cools(house: House) -> None:
     others = [house.add(name) for name in "cde"]
     for model in others * 20:
         house.touch(model)
-    assert before.place is Place.WARM
+    assert not before.resident
 
 
 def test_what_cannot_be_opened_again_fails_its_requests_and_holds_nothing(house: House) -> None:
     model = house.add("m")
-    house.residency.release(model)
+    house.residency.free(model)
     assert house.budget.weight_bytes == 0
     house.faults["m"] = OSError("the disk")
     failed = threading.Event()
@@ -380,19 +363,19 @@ def test_what_cannot_be_opened_again_fails_its_requests_and_holds_nothing(house:
             failed.set()
 
     model.batch.clear = lambda: [Waiting()]  # type: ignore[method-assign,assignment,return-value,list-item]
-    house.residency.use(model)
+    house.residency.acquire(model)
     assert failed.wait(WAIT_S)
-    house.residency.unuse(model)
+    house.residency.release(model)
     assert isinstance(found[0], EngineError)
-    assert (house.budget.weight_bytes, model.moving) == (0, None)
+    assert (house.budget.weight_bytes, model.moving) == (0, False)
     house.touch(model)  # the next one opens it
-    assert model.place is Place.HOT
+    assert model.resident
 
 
 def test_a_load_that_is_given_up_waits_no_longer(house: House) -> None:
     for name in "abc":
         model = house.add(name)
-        house.residency.use(model)  # for ever
+        house.residency.acquire(model)  # for ever
     reading = Reading()
     reading.give_up()
     fourth = house.models.pop("c")
@@ -407,7 +390,7 @@ def test_a_load_that_is_given_up_waits_no_longer(house: House) -> None:
                 config=fourth.config,
                 open=fourth.open,
                 texts=fourth.texts,
-                batch=Batch(8, house.budget, 64, Prefixes(0)),
+                batch=Batch(8, house.budget, Prefixes(0)),
                 reserved_bytes=fourth.reserved_bytes,
             ),
             reading,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -12,86 +14,71 @@ import pytest
 from numpy.typing import NDArray
 
 import engine.step_loop
-from common.errors import EngineError, EngineUnavailable, ModelNotFound, OutOfMemory
+from common.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineUnavailable,
+    ModelNotFound,
+    OutOfMemory,
+)
 from common.memory import MIB
 from common.parameters import Parameters
 from engine.artifacts.config import GPT2Config
-from engine.backends.interface import Kept
+from engine.backends.interface import Piece
 from engine.backends.page_cache import Span
 from engine.budget import Budget
-from engine.model import Model, Place
+from engine.model import Model
 from engine.prefixes import Prefixes
 from engine.registry import Engine
 from engine.scheduler import Batch
 from engine.sequence import Sequence, Token
 from engine.settings import Settings
-from engine.step_loop import Loop
+from engine.step_loop import PREFILL_TOKENS, Loop
 from engine.text.sentencepiece import SentencePieceTokenizer
 from tests.engine.engines import WAIT_S, Request, make_talkative, prompt_of, until
 
-CHUNK = 64
 VOCAB = 40
 
 
+@dataclass(eq=False)
+class FakeRow:
+    length: int = 0
+    num_bytes: int = 0
+
+
 class Fake:
-    """A backend that notes what it is asked for. After token i it finds i + 1 the likeliest."""
+    """A backend that notes what it computes. After token i it finds i + 1 the likeliest."""
 
     config = GPT2Config(VOCAB, 8, 1, 1, 32, 1024)
-    weight_bytes, kv_bytes_per_token, max_rows, kv_bytes = 0, 1, 32, 0
+    weight_bytes, max_rows, kv_bytes = 0, 32, 0
     mapped: ClassVar[list[Span]] = []
-    piece, keeps = CHUNK, False
+    keeps = False
 
-    def __init__(self, name: str, done: list[tuple[str, str, int]]) -> None:
+    def __init__(self, name: str, done: list[tuple[str, list[int]]]) -> None:
         self.name, self.done = name, done
-        self.lengths: list[int] = []
         self.faults: dict[str, Exception] = {}  # by method: raised once
 
-    def _do(self, what: str, tokens: int = 0) -> None:
+    def _do(self, what: str) -> None:
         if what in self.faults:
             raise self.faults.pop(what)
-        if tokens:
-            self.done.append((self.name, what, tokens))
 
-    def _after(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        return np.eye(VOCAB, dtype=np.float32)[(ids + 1) % VOCAB]
+    def open_row(self, source: FakeRow | None = None, length: int = 0) -> FakeRow:
+        self._do("open_row")
+        return FakeRow(length)
 
-    def add_row(self) -> int:
-        self._do("add_row")
-        self.lengths.append(0)
-        return len(self.lengths) - 1
+    def close_row(self, row: FakeRow) -> None:
+        self._do("close_row")
 
-    def extend(self, row: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        self._do("extend", len(ids))
-        self.lengths[row] += len(ids)
-        found: NDArray[np.float32] = self._after(ids)[-1]
-        return found
-
-    def decode(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        self._do("decode", len(ids))
-        for row in range(len(ids)):
-            self.lengths[row] += 1
-        return self._after(ids)
-
-    def move_row(self, source: int, target: int) -> None:
-        self._do("move_row")
-        self.lengths[target] = self.lengths[source]
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        self._do("copy_row", length)
-        self.lengths[target] = length
-
-    def keep_row(self, row: int, length: int) -> Kept:
-        raise NotImplementedError
-
-    def fill_row(self, row: int, kept: Kept, length: int, last: bool) -> None:
-        raise NotImplementedError
-
-    def remove_last_row(self) -> None:
-        self._do("remove_last_row")
-        self.lengths.pop()
-
-    def length(self, row: int) -> int:
-        return self.lengths[row]
+    def run(self, pieces: list[Piece]) -> NDArray[np.float32]:
+        if any(len(piece.ids) > 1 for piece in pieces):
+            self._do("prompt")
+        self._do("run")
+        self.done.append((self.name, [len(piece.ids) for piece in pieces]))
+        wanted: list[int] = []
+        for piece in pieces:
+            cast(FakeRow, piece.row).length += len(piece.ids)
+            wanted += piece.ids[len(piece.ids) - piece.num_logits :]
+        return np.eye(VOCAB, dtype=np.float32)[(np.array(wanted, int) + 1) % VOCAB]
 
     def kv_bytes_for(self, lengths: Any) -> int:
         return sum(lengths)
@@ -112,7 +99,7 @@ class Untold:
 class Asked:
     """A sequence in a model's queue, and what became of it."""
 
-    def __init__(self, model: Model, length: int, new: int) -> None:
+    def __init__(self, loop: Loop, model: Model, length: int, new: int) -> None:
         self.ids: list[int] = []
         self.error: EngineError | None = None
         self.done = threading.Event()
@@ -123,7 +110,9 @@ class Asked:
             stop_ids=frozenset(),
             emit=self._emit,
         )
-        model.batch.waiting.append(self.sequence)
+        with loop.changed:
+            model.batch.waiting.append(self.sequence)
+            loop.add(model)
 
     def _emit(self, item: Token | EngineError) -> None:
         if isinstance(item, EngineError):
@@ -143,11 +132,11 @@ class House:
     """A loop over models on fake backends."""
 
     def __init__(self) -> None:
-        self.done: list[tuple[str, str, int]] = []
+        self.done: list[tuple[str, list[int]]] = []
         self.models: dict[str, Model] = {}
         self.lost: list[str] = []
         self.budget = Budget(MIB)
-        self.loop = Loop(threading.Condition(), self.models, CHUNK, self._lose)
+        self.loop = Loop(threading.Condition(), self._lose)
 
     def _lose(self, model: Model) -> None:
         del self.models[model.name]
@@ -163,21 +152,21 @@ class House:
             backend="fake",
             precision="",
             config=compute.config,
-            open=lambda run: compute,
+            open=lambda run: cast(Any, compute),
             texts=cast(Any, Untold()),
-            batch=Batch(max_rows, self.budget, CHUNK, Prefixes(0)),
+            batch=Batch(max_rows, self.budget, Prefixes(0)),
             reserved_bytes=0,
-            compute=compute,
-            place=Place.HOT,
+            compute=compute,  # type: ignore[arg-type]
+            resident=True,
         )
-        model.batch.open(compute, 0)
+        model.batch.open(cast(Any, compute), 0)
         self.models[name] = model
         return model
 
     def ask(self, *asked: tuple[Model, int, int]) -> list[Asked]:
         """All at once, between two turns."""
         made: list[Asked] = []
-        self.loop.call(lambda: made.extend(Asked(*one) for one in asked))
+        self.loop.call(lambda: made.extend(Asked(self.loop, *one) for one in asked))
         return made
 
 
@@ -189,8 +178,7 @@ def house() -> Iterator[House]:
 
 
 def fake(model: Model) -> Fake:
-    assert isinstance(model.compute, Fake)
-    return model.compute
+    return cast(Fake, model.compute)
 
 
 def right(length: int) -> list[int]:
@@ -207,51 +195,61 @@ def test_seven_long_prompts_hold_a_running_row_for_no_longer_than_one(house: Hou
     assert [one.wait().error for one in asked] == [None] * 8
 
     turns: list[dict[str, int]] = [{}]  # tokens of prompts by model, between two steps of `quick`
-    for name, what, tokens in house.done[1:]:
+    begun = house.done.index(("quick", [1]))
+    for name, counts in house.done[begun:]:
         if name == "quick":
             turns.append({})
-        elif what == "extend":
-            turns[-1][name] = turns[-1].get(name, 0) + tokens
-    assert sum(sum(turn.values()) for turn in turns) == 7 * 512
-    assert max(sum(turn.values()) for turn in turns) <= CHUNK
+        elif counts != [1]:
+            turns[-1][name] = turns[-1].get(name, 0) + sum(counts)
+    assert max(sum(turn.values()) for turn in turns) <= PREFILL_TOKENS
     # And the seven get on together.
     progress = dict.fromkeys((model.name for model in long), 0)
     for turn in turns:
         for name, tokens in turn.items():
             progress[name] += tokens
-        assert max(progress.values()) - min(progress.values()) <= CHUNK
+    assert max(progress.values()) - min(progress.values()) <= 256 + PREFILL_TOKENS
 
 
 def test_short_prompts_of_several_models_share_a_turn(house: House) -> None:
     models = [house.add(str(i)) for i in range(4)]
     asked = house.ask(*((model, 16, 3) for model in models))
     assert [one.wait().ids for one in asked] == [right(3)] * 4
-    first = [what for _, what, _ in house.done[:8]]
-    assert first.count("extend") == 4
+    assert [counts for _, counts in house.done[:4]] == [[16]] * 4
 
 
 def test_a_prompt_goes_before_answers_that_only_go_on(house: House) -> None:
-    """Also one that comes in the middle of a turn: it waits for one step."""
+    """Also one that comes in the middle of a turn: it waits for one pass."""
     busy, late = [house.add(str(i)) for i in range(3)], house.add("late")
     house.ask((late, 3, 1))[0].wait()  # its last prompt is the newest of all from now on
     came: list[Asked] = []
-    decode = fake(busy[0]).decode
+    run = fake(busy[0]).run
 
-    def decode_and_ask(ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        if not came and all((name, "extend", 3) in house.done for name in "012"):
-            came.append(Asked(late, 3, 1))
-        return decode(ids)
+    def run_and_ask(pieces: list[Piece]) -> NDArray[np.float32]:
+        if not came and all((name, [3]) in house.done for name in "012"):
+            came.append(Asked(house.loop, late, 3, 1))
+        return run(pieces)
 
-    fake(busy[0]).decode = decode_and_ask  # type: ignore[method-assign]
+    fake(busy[0]).run = run_and_ask  # type: ignore[method-assign]
     asked = house.ask(*((model, 3, 20) for model in busy))
     assert [one.wait().ids for one in asked] == [right(20)] * 3
     assert came[0].wait().ids == right(1)
-    steps = [name for name, _, _ in house.done]
+    steps = [name for name, _ in house.done]
     at = len(steps) - 1 - steps[::-1].index("late")
     assert steps[at - 1] == "0"
 
 
-@pytest.mark.parametrize("backend", ["mxnet", "onnxruntime"])
+def test_a_model_that_cannot_compute_yet_still_ends_late_requests(house: House) -> None:
+    model = house.add("m")
+    model.resident = False
+    (asked,) = house.ask((model, 3, 5))
+    with house.loop.changed:
+        asked.sequence.deadline = time.monotonic() + 0.01
+        house.loop.changed.notify_all()
+    assert isinstance(asked.wait().error, DeadlineExceeded)
+    assert not house.done
+
+
+@pytest.mark.parametrize("backend", ["mxnet", "native"])
 def test_what_a_prompt_gives_does_not_depend_on_who_computes_beside_it(
     tmp_path: Path, backend: str
 ) -> None:
@@ -300,7 +298,7 @@ def test_a_row_that_cannot_go_on_ends_alone(house: House, after: int) -> None:
     made: list[Asked] = []
 
     def ask() -> None:
-        made.extend(Asked(model, 5, 8) for _ in range(5))
+        made.extend(Asked(house.loop, model, 5, 8) for _ in range(5))
         break_sampling(made[1], after)
 
     house.loop.call(ask)
@@ -313,10 +311,10 @@ def test_a_row_that_cannot_go_on_ends_alone(house: House, after: int) -> None:
 
 def test_a_prompt_without_memory_ends_alone(house: House) -> None:
     model = house.add("m", max_rows=2)
-    fake(model).faults["extend"] = OutOfMemory("no room for 5 more tokens")
-    first, *others = house.ask(*[(model, 5, 8)] * 4)
-    assert isinstance(first.wait().error, OutOfMemory)
-    assert [one.wait().ids for one in others] == [right(8)] * 3
+    fake(model).faults["prompt"] = OutOfMemory("there is no memory for 5 more tokens")
+    first, second, *others = house.ask(*[(model, 5, 8)] * 4)
+    assert isinstance(second.wait().error, OutOfMemory)  # the newest of the pass
+    assert [one.wait().ids for one in (first, *others)] == [right(8)] * 3
 
 
 def ask_for_several(house: House, model: Model, count: int, new: int = 8) -> list[Asked]:
@@ -324,7 +322,7 @@ def ask_for_several(house: House, model: Model, count: int, new: int = 8) -> lis
     made: list[Asked] = []
 
     def ask() -> None:
-        made.extend(Asked(model, 5, new) for _ in range(count))
+        made.extend(Asked(house.loop, model, 5, new) for _ in range(count))
         for one in made:
             one.sequence.prompt = made[0].sequence.prompt
             one.sequence.parameters = Parameters(max_new_tokens=new, num_return_sequences=count)
@@ -333,80 +331,94 @@ def ask_for_several(house: House, model: Model, count: int, new: int = 8) -> lis
     return made
 
 
-def test_a_prompt_of_several_answers_that_fails_ends_those_that_have_rows(house: House) -> None:
+def test_a_prompt_of_several_answers_that_fails_is_computed_for_the_next(house: House) -> None:
     model = house.add("m", max_rows=3)
-    fake(model).faults["extend"] = OutOfMemory("no room for 5 more tokens")
+    fake(model).faults["prompt"] = OutOfMemory("there is no memory for 5 more tokens")
     asked = ask_for_several(house, model, 4)
     errors = [type(one.wait().error) for one in asked]
-    assert errors == [OutOfMemory] * 3 + [type(None)]
-    assert asked[3].ids == right(8)
+    assert errors == [OutOfMemory] + [type(None)] * 3
+    assert [one.ids for one in asked[1:]] == [right(8)] * 3
     assert not house.lost
-
-
-@pytest.mark.parametrize(
-    ("piece", "length", "chunks"),
-    [(16, 64, [64]), (16, 65, [48, 17]), (16, 130, [64, 64, 2]), (64, 65, [64, 1])],
-)
-def test_no_token_is_left_alone_where_a_chunk_may_end_anywhere(
-    house: House, piece: int, length: int, chunks: list[int]
-) -> None:
-    model = house.add("m")
-    fake(model).piece = piece
-    [one] = house.ask((model, length, 1))
-    one.wait()
-    assert [tokens for _, what, tokens in house.done if what == "extend"] == chunks
 
 
 def test_all_answers_begin_when_their_prompt_is_computed(house: House) -> None:
     """Also those for which there is no row yet."""
     model = house.add("m", max_rows=2)
-    decode, begun = fake(model).decode, list[list[int]]()
+    run, begun = fake(model).run, list[list[int]]()
 
-    def decode_and_look(ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        begun.append([one.num_new for one in (*model.batch.rows, *model.batch.waiting)])
-        return decode(ids)
+    def run_and_look(pieces: list[Piece]) -> NDArray[np.float32]:
+        begun.append([one.num_new for one in (*model.batch.running, *model.batch.waiting)])
+        return run(pieces)
 
-    fake(model).decode = decode_and_look  # type: ignore[method-assign]
+    fake(model).run = run_and_look  # type: ignore[method-assign]
     asked = ask_for_several(house, model, 4)
     assert [one.wait().ids for one in asked] == [right(8)] * 4
-    assert begun[0] == [1] * 4
-    assert [what for _, what, _ in house.done].count("extend") == 2  # the first two had gone
+    assert begun[:2] == [[0] * 4, [1] * 4]
 
 
 def test_answers_of_one_token_need_one_row(house: House) -> None:
     model = house.add("m", max_rows=1)
     asked = ask_for_several(house, model, 3, new=1)
     assert [one.wait().ids for one in asked] == [right(1)] * 3
-    assert [what for _, what, _ in house.done] == ["extend"]
+    assert house.done == [("m", [5])]
 
 
-def test_an_answer_whose_row_cannot_be_copied_ends_alone(house: House) -> None:
+def test_a_finished_answer_of_several_stays_finished(house: House) -> None:
+    """One that failed during the pass that computes its prompt gets no token of it."""
     model = house.add("m")
-    fake(model).faults["copy_row"] = OutOfMemory("no room for copying a row")
-    asked = ask_for_several(house, model, 3)
-    assert [type(one.wait().error) for one in asked] == [type(None), OutOfMemory, type(None)]
-    assert [one.ids for one in asked if one.error is None] == [right(8)] * 2
-    assert [(what, n) for _, what, n in house.done if what == "copy_row"] == [("copy_row", 5)]
+    run, made = fake(model).run, list[Asked]()
+
+    def run_and_fail(pieces: list[Piece]) -> NDArray[np.float32]:
+        if not house.done:
+            made[0].sequence.fail(EngineError("the client's own"))
+        return run(pieces)
+
+    fake(model).run = run_and_fail  # type: ignore[method-assign]
+
+    def ask() -> None:
+        made.extend(Asked(house.loop, model, 5, 3) for _ in range(2))
+
+    house.loop.call(ask)
+    assert made[1].wait().ids == right(3)
+    assert (made[0].wait().ids, made[0].sequence.num_new) == ([], 0)
+
+
+def test_a_row_that_cannot_be_opened_ends_its_sequence_alone(house: House) -> None:
+    model = house.add("m")
+    fake(model).faults["open_row"] = OutOfMemory("all pages are in use")
+    asked = house.ask(*[(model, 5, 8)] * 3)
+    assert [type(one.wait().error) for one in asked] == [OutOfMemory, type(None), type(None)]
+    assert [one.ids for one in asked[1:]] == [right(8)] * 2
+    assert house.budget.kv_bytes == 0
 
 
 def test_a_step_without_memory_goes_on_with_one_row_less(house: House) -> None:
     model = house.add("m", max_rows=3)
-    fake(model).faults["decode"] = OutOfMemory("no room for a step of 3 rows")
-    asked = house.ask(*[(model, 5, 8)] * 4)
-    errors = [one.wait().error for one in asked]
-    assert [type(error) for error in errors] == [type(None)] * 2 + [OutOfMemory, type(None)]
-    assert [one.ids for one in asked if one.error is None] == [right(8)] * 3
+    made: list[Asked] = []
+
+    def fail_later(pieces: list[Piece]) -> NDArray[np.float32]:
+        if len(pieces) == 3 and len(made[0].ids) == 2:
+            fake(model).run = run  # type: ignore[method-assign]
+            raise OutOfMemory("there is no memory for a step of 3 rows")
+        return run(pieces)
+
+    run = fake(model).run
+    fake(model).run = fail_later  # type: ignore[method-assign]
+    house.loop.call(lambda: made.extend(Asked(house.loop, model, 5, 8) for _ in range(4)))
+    errors = [type(one.wait().error) for one in made]
+    assert errors == [type(None)] * 2 + [OutOfMemory, type(None)]
+    assert [one.ids for one in made if one.error is None] == [right(8)] * 3
 
 
 def test_a_step_that_fails_ends_its_rows_and_not_the_queue(house: House) -> None:
     model = house.add("m", max_rows=2)
-    fake(model).faults["decode"] = RuntimeError("a fault")
+    fake(model).faults["run"] = RuntimeError("a fault")
     asked = house.ask(*[(model, 5, 8)] * 4)
     assert [one.wait().error is None for one in asked] == [False, False, True, True]
     assert not house.lost
 
 
-@pytest.mark.parametrize("fault", ["add_row", "move_row", "remove_last_row"])
+@pytest.mark.parametrize("fault", ["open_row", "close_row"])
 def test_a_batch_that_is_broken_loses_its_model_and_no_other(house: House, fault: str) -> None:
     model, other = house.add("m"), house.add("other")
     fake(model).faults[fault] = RuntimeError("a fault")
@@ -426,7 +438,7 @@ def test_a_model_that_was_lost_is_loaded_anew(tmp_path: Path) -> None:
         def broken() -> None:
             raise RuntimeError("a fault")
 
-        model.compute.remove_last_row = broken  # type: ignore[method-assign]
+        model.batch.collect = broken  # type: ignore[method-assign]
         Request(engine, "m", "가", max_new_tokens=2).wait()
         until(lambda: not engine.models())
         with pytest.raises(ModelNotFound):
@@ -447,7 +459,7 @@ def test_one_that_cannot_be_told_keeps_no_other_from_going_on(house: House) -> N
     made: list[Asked] = []
 
     def ask() -> None:
-        made.extend(Asked(model, 5, 8) for _ in range(2))
+        made.extend(Asked(house.loop, model, 5, 8) for _ in range(2))
         made[0].sequence.emit = closed
         made[0].sequence.deadline = 0
 
@@ -476,7 +488,7 @@ def test_a_step_that_never_ends_is_told_and_a_long_one_is_none(
 
         return held
 
-    monkeypatch.setattr(model.compute, "extend", hold(model.compute.extend))
+    monkeypatch.setattr(model.compute, "run", hold(fake(model).run))
     (asked,) = house.ask((model, 5, 3))
     assert reached.wait(WAIT_S)
     assert house.loop.health()["status"] == "ok"
@@ -493,7 +505,7 @@ def test_a_step_that_never_ends_is_told_and_a_long_one_is_none(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_has_ended_is_told_and_keeps_nobody_waiting(house: House) -> None:
     model = house.add("m")
-    fake(model).faults["extend"] = cast(Exception, SystemExit("a fault that is no Exception"))
+    fake(model).faults["run"] = cast(Exception, SystemExit("a fault that is no Exception"))
     house.ask((model, 5, 3))
     until(lambda: not house.loop.health()["thread_alive"])
     assert house.loop.health()["status"] == "failed"

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from common.parameters import Parameters
 from engine import backends
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import BackendModel
+from engine.backends.interface import BackendModel, Piece
 from engine.sampling import Sampler
 from tests.engine.models import write_params
 from tests.oracle.weights import Case
 
+BACKENDS = ("mxnet", "native")
 TOLERANCE = 1e-4
 REPETITION_PENALTY = 1.5
 
@@ -47,19 +48,11 @@ def agrees_with_oracle(model: BackendModel, golden: Golden) -> None:
     ids, expected = golden["ids"], golden["logits"]
     for cuts in ([], [1], [len(ids) // 2], [len(ids) - 1], list(range(1, len(ids)))):
         edges = sorted({0, *cuts, len(ids)})
-        row = model.add_row()
+        row = model.open_row()
         for begin, end in itertools.pairwise(edges):
-            logits = model.extend(row, ids[begin:end])
-            np.testing.assert_allclose(logits, expected[end - 1], rtol=0, atol=TOLERANCE)
-        model.remove_last_row()
-
-    row = model.add_row()
-    logits = model.extend(row, ids[:1])
-    for i, token in enumerate(ids[1:], start=1):
-        np.testing.assert_allclose(logits, expected[i - 1], rtol=0, atol=TOLERANCE)
-        logits = model.decode(np.array([token]))[0]
-    np.testing.assert_allclose(logits, expected[-1], rtol=0, atol=TOLERANCE)
-    model.remove_last_row()
+            logits = model.run([Piece(row, ids[begin:end].tolist(), end - begin)])
+            np.testing.assert_allclose(logits, expected[begin:end], rtol=0, atol=TOLERANCE)
+        model.close_row(row)
 
     plain, penalized = Parameters(), Parameters(repetition_penalty=REPETITION_PENALTY)
     same_ids(continuation(model, golden, "greedy", plain), golden, "greedy", "margins")
@@ -70,16 +63,12 @@ def agrees_with_oracle(model: BackendModel, golden: Golden) -> None:
 def continuation(model: BackendModel, golden: Golden, name: str, parameters: Parameters) -> Any:
     """As many new ids as the oracle made, by prefill and cached decode steps."""
     sampler, ids = Sampler(parameters), list(golden["ids"])
-    row = model.add_row()
-    logits = model.extend(row, golden["ids"])
-    made: list[int] = []
-    while True:
+    row, made = model.open_row(), list[int]()
+    while len(made) < len(golden[name]):
+        [logits] = model.run([Piece(row, made[-1:] or golden["ids"].tolist())])
         token, _ = sampler.choose(logits, [*ids, *made])
         made.append(token)
-        if len(made) == len(golden[name]):
-            break
-        logits = model.decode(np.array([token]))[0]
-    model.remove_last_row()
+    model.close_row(row)
     return np.array(made)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import numpy as np
 import pytest
 
 from common.mxnet_compat import mx
-from engine.backends import BACKENDS
+from engine.backends.interface import Piece
 from engine.backends.mxnet.gpt2 import GPT2
-from tests.oracle.comparison import TOLERANCE, Golden, agrees_with_oracle, load
+from tests.oracle.comparison import BACKENDS, TOLERANCE, Golden, agrees_with_oracle, load
 from tests.oracle.weights import CASES, Case
 
 HERE = Path(__file__).parent
@@ -42,8 +41,6 @@ def test_the_uncached_model_gives_the_logits_of_the_oracle(case: Case, golden: G
 def test_a_backend_gives_the_logits_and_the_continuation_of_the_oracle(
     case: Case, golden: Golden, backend: str, tmp_path: Path
 ) -> None:
-    if backend == "onnxruntime" and not importlib.util.find_spec("engine.backends.onnx.cpu"):
-        pytest.skip("the onnxruntime backend is not there")
     model = load(case, tmp_path, backend)
     try:
         agrees_with_oracle(model, golden)
@@ -51,10 +48,9 @@ def test_a_backend_gives_the_logits_and_the_continuation_of_the_oracle(
         model.close()
 
 
-def test_mxnet_in_int8_is_close_to_the_oracle(case: Case, golden: Golden, tmp_path: Path) -> None:
-    model = load(case, tmp_path, "mxnet", "int8")
-    model.add_row()
-    found = np.stack([model.extend(0, golden["ids"][i : i + 1]) for i in range(len(golden["ids"]))])
+def test_int8_is_close_to_the_oracle(case: Case, golden: Golden, tmp_path: Path) -> None:
+    model, ids = load(case, tmp_path, "native", "int8"), golden["ids"].tolist()
+    found = model.run([Piece(model.open_row(), ids, len(ids))]).copy()
     model.close()
     error = np.square(found - golden["logits"]).mean()
     assert error < 0.1**2 * np.square(golden["logits"]).mean()

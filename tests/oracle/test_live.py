@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from engine.artifacts.config import GPT2Config
-from engine.backends import BACKENDS
-from tests.oracle.comparison import agrees_with_oracle, load
+from tests.oracle.comparison import BACKENDS, agrees_with_oracle, load
 from tests.oracle.weights import Case, write_cases
 
 pytestmark = pytest.mark.oracle

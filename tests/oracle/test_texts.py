@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 
 from common.parameters import Parameters
-from engine.backends import BACKENDS
 from engine.registry import Engine
 from engine.settings import Settings
 from tests.engine.engines import Request, make_talkative
 from tests.engine.hugging_face import KINDS
-from tests.oracle.comparison import TOLERANCE
+from tests.oracle.comparison import BACKENDS, TOLERANCE
 from tests.oracle.directories import DIRECTORIES, PROMPTS, Directory
 
 pytestmark = pytest.mark.slow
@@ -156,7 +155,7 @@ def test_what_torch_saves_of_a_model_of_transformers_is_read(tmp_path: Path) -> 
     subprocess.run(command, check=True, timeout=ORACLE_TIMEOUT_S, capture_output=True)
     answers = ask_oracle(folder, list(PROMPTS), tmp_path)
     (folder / "model.safetensors").unlink()
-    engine = Engine(Settings(backend="mxnet", memory_mib=512))
+    engine = Engine(Settings(backend="mxnet", precision="fp32", memory_mib=512))
     try:
         agrees(engine, folder, answers)
     finally:

@@ -32,7 +32,7 @@ def publish(s3: S3Server, folder: Path, count: int) -> dict[str, str]:
 
     The texts come from the engine in this process, one model at a time.
     """
-    engine = Engine(Settings(backend="onnxruntime", precision="fp32", memory_mib=64))
+    engine = Engine(Settings(backend="native", precision="fp32", memory_mib=64))
     texts = {}
     try:
         for seed in range(count):

@@ -51,7 +51,7 @@ esac
 """
 
 
-OPERATOR = "engine/backends/onnx/int8"
+NATIVE = "engine/native"
 
 
 class Machine:
@@ -66,7 +66,7 @@ class Machine:
         self.bin.mkdir()
         for name in ["setup.sh", "serve", "test"]:
             shutil.copy(ROOT / "scripts" / name, self.root / "scripts")
-        for name in ("requirements", OPERATOR, "engine/native"):
+        for name in ("requirements", NATIVE):
             shutil.copytree(ROOT / name, self.root / name)
         (self.root / "scripts/lib").mkdir()
         operator = self.root / "scripts/lib/mxnet_operator"
@@ -301,7 +301,7 @@ def test_the_first_setup_installs_and_the_second_does_nothing(ready: Machine) ->
     ("name", "line"),
     [
         ("requirements/run.txt", "one-more==1.0"),
-        (f"{OPERATOR}/tile.h", "//"),
+        (f"{NATIVE}/product.h", "//"),
         ("engine/native/operator.cc", "//"),
     ],
 )

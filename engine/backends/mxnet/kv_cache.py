@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,23 +18,20 @@ from engine.backends.kv_capacity import grown
 nd = mx.nd
 
 
-class ShardedKVCache:
+class MXNetKVCache:
     """Keys and values of the rows of one batch, each row with its own length.
 
-    Per layer and shard two arrays (rows, heads, capacity, hs), that grow as
+    Per layer two arrays (rows, heads, capacity, hs), that grow as
     `engine.backends.kv_capacity` says. What lies beyond a row's length is masked, not cleared.
     """
 
-    def __init__(self, config: GPT2Config, ctx: Any, num_shards: int = 1):
+    def __init__(self, config: GPT2Config, ctx: Any):
         self.config, self._ctx = config, ctx
         self.lengths: list[int] = []
-        self._heads = config.num_heads // num_shards
         self._rows = self._capacity = 0
-        places = itertools.product(range(config.num_layers), range(num_shards))
-        self._places: list[tuple[int, int]] = list(places)
-        self._arrays: dict[tuple[int, int], list[Any]] = {}
+        self._arrays: dict[int, list[Any]] = {}  # by layer
         self._selected = slice(0, 0)
-        self._views: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}  # while they hold
+        self._views: dict[int, tuple[list[Any], list[Any]]] = {}  # while they hold
         self._write: Any = None
 
     @property
@@ -57,9 +53,6 @@ class ShardedKVCache:
         self.lengths.append(0)
         return len(self.lengths) - 1
 
-    def move_row(self, source: int, target: int) -> None:
-        self.copy_row(source, target, self.lengths[source])
-
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Waits for it: a failure is raised here."""
         self.lengths[target] = length
@@ -70,24 +63,8 @@ class ShardedKVCache:
                     array[target, :, :length] = array[source, :, :length]
                 _wait(self._all())
 
-    def keep_row(self, row: int, length: int) -> KeptRow:
-        """A copy. Waits as `copy_row`."""
-        with out_of_memory(self._ctx, "keeping a row"):
-            arrays = [array[row, :, :length].copy() for array in self._all()]
-            _wait(arrays)
-        return KeptRow(arrays, length * self.config.kv_bytes_per_token)
-
-    def fill_row(self, row: int, kept: KeptRow, length: int, last: bool) -> None:
-        """Copies. Waits as `copy_row`."""
-        self.lengths[row] = length
-        with out_of_memory(self._ctx, "copying a row"):
-            self._grow(len(self.lengths), length)
-            for array, old in zip(self._all(), kept.arrays, strict=True):
-                array[row, :, :length] = old[:, :length]
-            _wait(self._all())
-
     def _all(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(self._arrays[place] for place in self._places)
+        return itertools.chain.from_iterable(self._arrays.values())
 
     def remove_last_row(self) -> None:
         self.lengths.pop()
@@ -103,18 +80,18 @@ class ShardedKVCache:
         """Makes room for T tokens in each selected row; returns their positions (B, T)."""
         lengths = np.array(self.lengths[self._selected], dtype=np.int64)
         self._grow(len(self.lengths), int(lengths.max()) + T)
-        nh = self._heads
+        nh = self.config.num_heads
         positions: np.ndarray[Any, Any] = lengths[:, None] + np.arange(T)  # (B, T)
         rows = np.arange(self._selected.start * nh, self._selected.stop * nh)
         at = np.stack([np.repeat(rows, T), np.repeat(positions, nh, axis=0).ravel()])
         self._write = nd.array(at, ctx=self._ctx, dtype="int32")  # (2, B * nh * T)
         return positions
 
-    def update(self, place: tuple[int, int], k: Any, v: Any) -> tuple[Any, Any]:
-        """Stores k and v (B * nh, T, hs) of a layer's shard; returns all keys and values."""
-        if place not in self._views:
-            self._views[place] = self._make_views(place)
-        flat, selected = self._views[place]
+    def update(self, layer: int, k: Any, v: Any) -> tuple[Any, Any]:
+        """Stores k and v (B * nh, T, hs) of a layer; returns all keys and values."""
+        if layer not in self._views:
+            self._views[layer] = self._make_views(layer)
+        flat, selected = self._views[layer]
         for array, new in zip(flat, (k, v), strict=True):
             new = new.reshape((-1, self.config.head_size))
             nd._internal._scatter_set_nd(
@@ -122,11 +99,11 @@ class ShardedKVCache:
             )
         return selected[0], selected[1]
 
-    def _make_views(self, place: tuple[int, int]) -> tuple[list[Any], list[Any]]:
-        """A layer's shard with rows and heads as one axis: all rows, and the selected ones."""
-        nh, rows = self._heads, self._selected
+    def _make_views(self, layer: int) -> tuple[list[Any], list[Any]]:
+        """A layer with rows and heads as one axis: all rows, and the selected ones."""
+        nh, rows = self.config.num_heads, self._selected
         shape = (self._rows * nh, self._capacity, self.config.head_size)
-        flat = [array.reshape(shape) for array in self._arrays[place]]
+        flat = [array.reshape(shape) for array in self._arrays[layer]]
         return flat, [array[rows.start * nh : rows.stop * nh] for array in flat]
 
     def end(self, T: int) -> None:
@@ -137,22 +114,14 @@ class ShardedKVCache:
         if rows <= self._rows and length <= self._capacity:
             return
         rows, capacity = self._shape_for(rows, length)
-        shape = (rows, self._heads, capacity, self.config.head_size)
-        for place in self._places:
-            old = self._arrays.get(place)
+        shape = (rows, self.config.num_heads, capacity, self.config.head_size)
+        for layer in range(self.config.num_layers):
+            old = self._arrays.get(layer)
             new = [nd.zeros(shape, ctx=self._ctx) for _ in range(2)]
             for target, source in zip(new, old or (), strict=False):
                 target[: self._rows, :, : self._capacity] = source
-            self._arrays[place] = new
+            self._arrays[layer] = new
         self._rows, self._capacity, self._views = rows, capacity, {}
-
-
-@dataclass
-class KeptRow:
-    """Keys and values of a row that is done: of each layer's shard two arrays (heads, T, hs)."""
-
-    arrays: list[Any]
-    num_bytes: int
 
 
 def _wait(arrays: Iterable[Any]) -> None:

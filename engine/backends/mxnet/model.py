@@ -1,35 +1,33 @@
-"""Runs a model with MXNet on a CPU or a GPU."""
+"""Runs a model with MXNet on a GPU."""
 
 from __future__ import annotations
 
 from common.errors import InvalidRequest
-from common.mxnet_compat import CPU_WORKERS, mx
+from common.mxnet_compat import mx
 from engine.artifacts.artifact import Artifact
 from engine.backends import nvidia
-from engine.backends.interface import CHUNK, BackendModel, Ids, Logits
+from engine.backends.dense import DenseModel, Ids
+from engine.backends.interface import Logits
 from engine.backends.mxnet.gpt2 import GPT2
-from engine.backends.mxnet.kv_cache import ShardedKVCache, out_of_memory
-from engine.backends.mxnet.rows import row_counts
+from engine.backends.mxnet.kv_cache import MXNetKVCache, out_of_memory
 
-MAX_ROWS = 32  # on a GPU
+MAX_ROWS = 32
 
 
-class MXNetModel(BackendModel):
+class MXNetModel(DenseModel):
     """On `engine.backends.mxnet.gpt2`."""
 
-    _cache: ShardedKVCache
+    max_rows = MAX_ROWS - 1  # and a spare one
+    _cache: MXNetKVCache
 
-    def __init__(self, artifact: Artifact, ctx: mx.Context, shards: int = 0) -> None:
-        """`shards` side by side, see `GPT2`; 0: the weights as they are, as a GPU wants."""
+    def __init__(self, artifact: Artifact, ctx: mx.Context) -> None:
+        super().__init__()
         self.config = artifact.config
-        self.piece, self.keeps = CHUNK[ctx.device_type], True
         self.weight_bytes = artifact.fp32_bytes
-        self.kv_bytes_per_token = artifact.config.kv_bytes_per_token
-        self.max_rows = row_counts()[-1] if ctx.device_type == "cpu" else MAX_ROWS
         self._ctx = ctx
-        self._model = GPT2(artifact.config, artifact.weights, ctx, shards)
+        self._model = GPT2(artifact.config, artifact.weights, ctx)
         self._model.wait()  # now, not at the first request, it fails if it does
-        self._cache = ShardedKVCache(artifact.config, ctx, self._model.num_shards)
+        self._cache = MXNetKVCache(artifact.config, ctx)
 
     def extend(self, row: int, ids: Ids) -> Logits:
         logits: Logits = self._run(row, row + 1, ids[None, :])[0]
@@ -50,11 +48,6 @@ class MXNetModel(BackendModel):
         self._ctx.empty_cache()  # MXNet keeps a GPU's freed memory, for itself
 
 
-def _shards(heads: int, cores: int) -> int:
-    """As many as there are cores, but so that each has the same number of heads."""
-    return max(n for n in range(1, min(heads, cores) + 1) if heads % n == 0)
-
-
 def _first_gpu() -> mx.Context:
     """Raises `InvalidRequest` that says what is missing."""
     if not mx.runtime.Features().is_enabled("CUDA"):
@@ -66,13 +59,11 @@ def _first_gpu() -> mx.Context:
     return mx.gpu(0)
 
 
-def load(artifact: Artifact, *, device: str = "cpu") -> MXNetModel:
-    """Loads the weights onto `device`, `cpu` or `gpu`.
+def load(artifact: Artifact, ctx: mx.Context | None = None) -> MXNetModel:
+    """Loads the weights onto the first GPU, or another `ctx`.
 
     Raises `OutOfMemory`, and `InvalidRequest` where there is no GPU or no MXNet that can use it.
     """
-    on_cpu = device == "cpu"
-    ctx = mx.cpu() if on_cpu else _first_gpu()
-    shards = _shards(artifact.config.num_heads, CPU_WORKERS) if on_cpu else 0
+    ctx = ctx or _first_gpu()
     with out_of_memory(ctx, f"{artifact.fp32_bytes} bytes of weights"):
-        return MXNetModel(artifact, ctx, shards)
+        return MXNetModel(artifact, ctx)

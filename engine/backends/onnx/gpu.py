@@ -11,32 +11,35 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnxruntime
 
 from common import onnx_session
 from common.errors import OutOfMemory
 from common.memory import return_freed_memory
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
-from engine.backends.interface import CHUNK, BackendModel, Ids, Logits, check_ids
+from engine.backends.dense import DenseModel, Ids
+from engine.backends.interface import Logits
 from engine.backends.kv_capacity import grown
-from engine.backends.mapped_kv_cache import MAX_ROWS
-from engine.backends.onnx.cpu import to_ort
 from engine.backends.onnx.device import CUDA, Buffers, Provider, buffers, open_session
 from engine.backends.onnx.graph import GPT2Graph, kv_names, padded_head_size
 
 ITEM_BYTES = 2  # fp16
+MAX_ROWS = 32
+
+to_ort = onnxruntime.OrtValue.ortvalue_from_numpy  # no copy, as long as the array is contiguous
 
 
-class OnnxGpuModel(BackendModel):
+class OnnxGpuModel(DenseModel):
     """On the fp16 graph of `engine.backends.onnx.graph`."""
 
-    max_rows = MAX_ROWS
-    piece, keeps = CHUNK["gpu"], False
+    max_rows = MAX_ROWS - 1  # and a spare one
     _cache: DeviceKVCache
 
     def __init__(self, artifact: Artifact, provider: Provider = CUDA) -> None:
+        super().__init__()
         self.config = artifact.config
-        graph = GPT2Graph(artifact.config, artifact.weights, "fp16")
+        graph = GPT2Graph(artifact.config, artifact.weights)
         self.weight_bytes = sum(part.num_bytes for part in graph.parts)
         weights = {name: to_ort(tensor) for name, tensor in graph.external.items()}
         self._session = open_session(graph.model.SerializeToString(), provider, weights)
@@ -44,7 +47,6 @@ class OnnxGpuModel(BackendModel):
         self._device = provider.device
         self._kv_names = list(kv_names(artifact.config, ""))
         self._cache = DeviceKVCache(artifact.config, buffers(provider, len(self._kv_names)))
-        self.kv_bytes_per_token = self._cache.token_bytes
         # Where a step's logits go, always the same place, on the CPU.
         self._logits = np.zeros((MAX_ROWS, artifact.config.vocab_size), dtype=np.float32)
 
@@ -52,7 +54,6 @@ class OnnxGpuModel(BackendModel):
         """Any number of ids after any number of cached ones: exact, since the row is alone."""
         begin = self._cache.lengths[row]
         end = begin + len(ids)
-        check_ids(self.config, ids, end)
         self._cache.hold(end)
         logits = np.empty((1, self.config.vocab_size), dtype=np.float32)
         binding = self._bind(row, row + 1, logits)
@@ -65,7 +66,6 @@ class OnnxGpuModel(BackendModel):
         rows = len(ids)
         lengths = np.array(self._cache.lengths[:rows])
         end = int(lengths.max()) + 1
-        check_ids(self.config, ids, end)
         self._cache.hold(end)
         bindings = self._cache.bindings
         if rows not in bindings:
@@ -187,9 +187,6 @@ class DeviceKVCache:
             if buffer.shape != shape:
                 self.buffers[i] = Buffer(self.moved.grow(buffer.value, as_floats), shape)
 
-    def move_row(self, source: int, target: int) -> None:
-        self.copy_row(source, target, self.lengths[source])
-
     def copy_row(self, source: int, target: int, length: int) -> None:
         if source == target:
             return
@@ -198,12 +195,6 @@ class DeviceKVCache:
             sources, targets = ([b.address(row) for b in self.buffers] for row in (source, target))
             self.moved.copy(sources, targets, self.buffers[0].row_items // 2)
         self.lengths[target] = length
-
-    def keep_row(self, row: int, length: int) -> None:
-        raise NotImplementedError
-
-    def fill_row(self, row: int, kept: None, length: int, last: bool) -> None:
-        raise NotImplementedError
 
     def remove_last_row(self) -> None:
         self.lengths.pop()

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from common.errors import MAX_MESSAGE, ArtifactError
+from engine import backends
 from engine.artifacts import read_torch as torch_file
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_torch import index_torch
-from engine.backends.mxnet import model as mxnet_model
+from engine.backends.interface import Piece
 from tests.engine.artifacts.reading import read_torch
 from tests.engine.artifacts.torch_files import Saved, state_dict, write
 from tests.engine.hugging_face import make_hugging_face
@@ -189,10 +190,9 @@ def test_a_layer_of_five_thousand_digits(tmp_path: Path) -> None:
     assert "the name of a tensor has 5026 characters" in refused(folder)
 
 
-def test_a_hidden_layer_narrower_than_the_shards(tmp_path: Path) -> None:
-    """It is a model, if an odd one: cutting its one unit in two left an empty shard."""
+def test_a_hidden_layer_of_one_unit(tmp_path: Path) -> None:
+    """It is a model, if an odd one."""
     folder = make_hugging_face(tmp_path / "m", hidden=1)
-    model = mxnet_model.load(open_artifact(folder))
-    model.add_row()
-    assert np.isfinite(model.extend(0, np.array([1, 2]))).all()
+    model = backends.load(open_artifact(folder), "native", "int8")
+    assert np.isfinite(model.run([Piece(model.open_row(), [1, 2])])).all()
     model.close()

@@ -101,13 +101,13 @@ from engine.registry import Engine
 from common.parameters import Parameters
 from engine.settings import Settings
 
-engine = Engine(Settings(backend="onnxruntime", memory_mib=64))
+engine = Engine(Settings(backend="native", memory_mib=64))
 compute = engine.load("model", sys.argv[1]).compute
 
-def broken(ids):
+def broken(pieces):
     raise RuntimeError(sys.argv[2])
 
-compute.decode = broken
+compute.run = broken
 told = threading.Event()
 emit = lambda item: hasattr(item, "status") and told.set()
 engine.submit("model", "안녕하세요", Parameters(), emit)

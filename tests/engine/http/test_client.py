@@ -35,7 +35,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """Of the backend that starts soon, as tests end it."""
-    fast = {"ENGINE_BACKEND": "onnxruntime", "ENGINE_PRECISION": "fp32"}
+    fast = {"ENGINE_BACKEND": "native", "ENGINE_PRECISION": "fp32"}
     with engine_process(tmp_path_factory.mktemp("client"), **fast) as found:
         yield found
 

@@ -48,9 +48,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    with engine_process(
-        tmp_path_factory.mktemp("server"), ENGINE_MEMORY_MIB="32", ENGINE_OVERCOMMIT="1"
-    ) as found:
+    settings = {"ENGINE_MEMORY_MIB": "32", "ENGINE_OVERCOMMIT": "1", "ENGINE_PRECISION": "fp32"}
+    with engine_process(tmp_path_factory.mktemp("server"), **settings) as found:
         yield found
 
 
@@ -264,7 +263,7 @@ def test_requests_at_once_share_steps_and_are_exact(
             {"name": "a", "model_dir": "/", "backend": "torch"},
             400,
             "InvalidRequest",
-            "mxnet, onnxruntime",
+            "mxnet, native",
         ),
         (
             "POST",
@@ -272,7 +271,7 @@ def test_requests_at_once_share_steps_and_are_exact(
             {"name": "a", "model_dir": "/", "backend": ["mxnet"]},
             400,
             "InvalidRequest",
-            "mxnet, onnxruntime",
+            "mxnet, native",
         ),
         *(
             (
@@ -581,7 +580,8 @@ def test_a_file_in_place_of_the_socket_is_left_alone(tmp_path: Path) -> None:
     ("variable", "value"),
     [
         ("ENGINE_BACKEND", "torch"),
-        ("ENGINE_PRECISION", "int8-kv8"),
+        ("ENGINE_BACKEND", "onnxruntime"),  # for GPUs
+        ("ENGINE_PRECISION", "int4"),
         ("ENGINE_DEVICE", "tpu"),
         ("ENGINE_MAX_ROWS", "0"),
         ("ENGINE_MEMORY_MIB", "1e3"),

@@ -24,7 +24,7 @@ from tests.engine.models import make_artifact
 from tests.engine.sandbox import targets
 
 LOAD_S = 300.0  # a wide net: a reader lets everyone else go first
-BACKENDS = ("mxnet", "onnxruntime")
+BACKENDS = ("mxnet", "native")
 
 
 @pytest.fixture
@@ -50,15 +50,14 @@ def artifact(tmp_path: Path) -> Path:
 def test_a_model_that_is_prepared_is_loaded_without_a_process(
     artifact: Path, started: list[str], backend: str
 ) -> None:
-    first = ["read", "build"] if backend == "onnxruntime" else ["read"]
-    for expected in (first, first):  # also in an engine that has just started
+    for _ in range(2):  # also in an engine that has just started
         engine = Engine(Settings(backend=backend))
         needed = engine.check("m", str(artifact))
         engine.load("m", str(artifact))
         assert engine.budget.weight_bytes == needed
         assert Request(engine, "m", "나 보기가", max_new_tokens=3).wait().error is None
         engine.close()
-        assert started == expected
+        assert started == ["read", "build"]
 
 
 def _given_up(engine: Engine, artifact: Path, reading: Reading) -> type[BaseException]:
@@ -70,7 +69,7 @@ def _given_up(engine: Engine, artifact: Path, reading: Reading) -> type[BaseExce
 def test_a_load_that_is_given_up_ends_and_another_takes_over(
     artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(Settings(backend="onnxruntime"))
+    engine = Engine(Settings(backend="native"))
     (artifact / "fault").write_text("wait")
     real = manifest.read
     monkeypatch.setattr(manifest, "read", targets.read)
@@ -95,9 +94,7 @@ def test_a_load_that_is_given_up_ends_and_another_takes_over(
 @pytest.fixture
 def faulty(tmp_path: Path) -> Iterator[EngineProcess]:
     """A real engine, with a seam that makes the reader of some artifacts fail."""
-    with engine_process(
-        tmp_path, "tests.engine.faulty_engine", ENGINE_BACKEND="onnxruntime"
-    ) as process:
+    with engine_process(tmp_path, "tests.engine.faulty_engine", ENGINE_BACKEND="native") as process:
         yield process
 
 

@@ -14,7 +14,7 @@ from serving.models.model_settings import ModelSettings
 
 ALL: dict[str, Any] = {
     "pinned": True,
-    "backend": "onnxruntime",
+    "backend": "native",
     "precision": "int8",
     "max_rows": 4,
     "queue": 0,

@@ -1,7 +1,7 @@
 """The onnxruntime backend for GPUs, all of it on the CPU provider.
 
-`test_cpu` compares its rows, chunks and moves; here are memory, real text, the engine on
-it, and what is said without a GPU.
+`test_contract` compares its rows; here are memory, real text, the engine on it, and what is said
+without a GPU.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from common.errors import ArtifactError, InvalidRequest, OutOfMemory, PromptTooLong
+from common.errors import ArtifactError, InvalidRequest, OutOfMemory
 from common.memory import MIB
 from engine import backends
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, Artifact
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_params import read_params
-from engine.backends.onnx import cpu, gpu
+from engine.backends.interface import BackendModel, Piece
+from engine.backends.onnx import gpu
 from engine.backends.onnx.device import CPU, buffers
 from engine.backends.onnx.gpu import OnnxGpuModel
 from engine.registry import Engine
 from engine.settings import Settings
 from engine.text.sentencepiece import SentencePieceTokenizer
 from tests.engine.backends.onnx import fp16
-from tests.engine.backends.onnx.test_cpu import greedy, single, some_ids, status_bytes
+from tests.engine.backends.running import append, greedy, single, some_ids
 from tests.engine.engines import Request
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact, write_params
@@ -44,6 +45,10 @@ LINES = ("나 보기가 역겨워", "산에는 꽃 피네", "죽는 날까지 �
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return open_artifact(make_artifact(tmp_path_factory.mktemp("model")))
+
+
+def fp32_model(artifact: Artifact) -> BackendModel:
+    return backends.load(artifact, "native", "fp32")
 
 
 @pytest.fixture
@@ -67,8 +72,8 @@ def test_fp16_is_close_to_fp32(tmp_path: Path, sizes: dict[str, Any]) -> None:
     """Within 0.5% of the logits' spread: a rounding to fp16 is off by 2^-12 at most on average, and
     a logit sees some ten of them in a row, of weights and of products."""
     artifact = open_artifact(make_artifact(tmp_path / "model", **sizes))
-    half, fp32 = gpu.load(artifact, CPU), cpu.load(artifact, "fp32")
-    calls = [some_ids(70).tolist(), [7], [8]]
+    half, fp32 = gpu.load(artifact, CPU), fp32_model(artifact)
+    calls = [some_ids(70), [7], [8]]
     for ours, theirs in zip(single(half, calls), single(fp32, calls), strict=True):
         assert 0 < (ours - theirs).std() < 0.005 * theirs.std()
     assert half.weight_bytes < 0.6 * 4 * artifact.config.num_parameters  # padding, LayerNorms
@@ -81,8 +86,8 @@ def test_a_hugging_face_model_in_bfloat16_is_close_to_fp32(tmp_path: Path, tied:
     config = {"tie_word_embeddings": tied}
     artifact = open_artifact(make_hugging_face(tmp_path, dtype="bfloat16", config=config))
     assert artifact.config.tie_word_embeddings is tied
-    half, fp32 = gpu.load(artifact, CPU), cpu.load(artifact, "fp32")
-    calls = [some_ids(70).tolist(), [7], [8]]
+    half, fp32 = gpu.load(artifact, CPU), fp32_model(artifact)
+    calls = [some_ids(70), [7], [8]]
     for ours, theirs in zip(single(half, calls), single(fp32, calls), strict=True):
         assert 0 < (ours - theirs).std() < 0.005 * theirs.std()
     half.close()
@@ -99,9 +104,9 @@ def demo_model(folder: Path, name: str) -> Path:
 def test_on_real_text_it_writes_what_fp32_writes(tmp_path: Path, name: str) -> None:
     artifact = open_artifact(demo_model(tmp_path, name))
     tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
-    half, fp32 = gpu.load(artifact, CPU), cpu.load(artifact, "fp32")
+    half, fp32 = gpu.load(artifact, CPU), fp32_model(artifact)
     for line in LINES:
-        ids = np.array(tokenizer.encode(line))
+        ids = tokenizer.encode(line)
         assert greedy(half, ids, 64) == greedy(fp32, ids, 64)
     half.close()
     fp32.close()
@@ -112,10 +117,10 @@ def test_every_rounding_of_a_gpu_leaves_real_text_as_it_is(tmp_path: Path, name:
     """Logits off by 0.08% of their spread, docs/gpu.md says; twice that fails here."""
     artifact = open_artifact(demo_model(tmp_path, name))
     tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
-    fp32 = cpu.load(artifact, "fp32")
+    fp32 = fp32_model(artifact)
     for line in LINES:
         prompt = tokenizer.encode(line)
-        made = greedy(fp32, np.array(prompt), 60)
+        made = greedy(fp32, prompt, 60)
         exact = np.stack(single(fp32, [prompt, *([token] for token in made[:-1])]))
         ours = fp16.logits(artifact, [*prompt, *made[:-1]])[len(prompt) - 1 :]
         assert ours.argmax(axis=1).tolist() == made
@@ -126,41 +131,34 @@ def test_every_rounding_of_a_gpu_leaves_real_text_as_it_is(tmp_path: Path, name:
 def test_rows_keep_their_content_while_the_buffers_grow(
     artifact: Artifact, model: OnnxGpuModel
 ) -> None:
-    """From one row of 64 to eight of 128, with a move over rows that have none yet."""
-    prompts = [some_ids(n, seed=n).tolist() for n in (60, 5, 64, 90, 1)]
+    """From one row of 64 to eight of 128."""
+    prompts = [some_ids(n, seed=n) for n in (60, 5, 64, 90, 1)]
     steps = some_ids(8, seed=7)
-    alone = [single(model, [prompt, *([int(t)] for t in steps)]) for prompt in prompts]
-    sizes = []
-    for row, prompt in enumerate(prompts):
-        assert model.add_row() == row
-        model.extend(row, np.array(prompt))
-        sizes.append(model.kv_bytes // model.kv_bytes_per_token)
+    alone = [single(model, [prompt, *([t] for t in steps)]) for prompt in prompts]
+    sizes, rows = [], []
+    for prompt in prompts:
+        rows.append(model.open_row())
+        append(model, rows[-1], prompt)
+        sizes.append(model.kv_bytes // model._cache.token_bytes)
     assert sizes == [64, 2 * 64, 4 * 64, 4 * 128, 8 * 128]
     for i, token in enumerate(steps):
-        together = model.decode(np.full(len(prompts), token))
-        for row in range(len(prompts)):
-            np.testing.assert_allclose(together[row], alone[row][i + 1], atol=5e-3, rtol=0)
-    for _ in range(4):
-        assert model.add_row() < 9  # the ninth has no buffer yet
-    model.move_row(3, 8)
-    last = model.extend(8, np.array([steps[0]]))
-    fresh = gpu.load(artifact, CPU)
-    expected = single(fresh, [[*prompts[3], *map(int, steps)], [int(steps[0])]])
-    fresh.close()
-    np.testing.assert_allclose(last, expected[1], atol=5e-3, rtol=0)
-    for _ in range(9):
-        model.remove_last_row()
+        together = model.run([Piece(row, [token]) for row in rows])
+        for row, logits in enumerate(together):
+            np.testing.assert_allclose(logits, alone[row][i + 1], atol=5e-3, rtol=0)
+    for row in rows:
+        model.close_row(row)
     assert model.kv_bytes == 0
 
 
 def test_the_cache_takes_what_admission_counted(model: OnnxGpuModel) -> None:
     for lengths in ([1], [64], [65], [128, 3], [1] * 5, [100, 2, 128]):
         needed = model.kv_bytes_for(lengths)
-        for length in lengths:
-            model.extend(model.add_row(), some_ids(length))
+        rows = [model.open_row() for _ in lengths]
+        for row, length in zip(rows, lengths, strict=True):
+            append(model, row, some_ids(length))
         assert model.kv_bytes == needed == model.kv_bytes_for(lengths)
-        for _ in lengths:
-            model.remove_last_row()
+        for row in rows:
+            model.close_row(row)
         assert model.kv_bytes == model.kv_bytes_for([]) == 0
 
 
@@ -175,28 +173,6 @@ def test_buffers_grow_from_the_corner_and_are_zero_elsewhere() -> None:
     assert not new[:, :, 4:].any()
 
 
-def test_loading_and_closing_again_and_again_leaves_memory_where_it_was(tmp_path: Path) -> None:
-    path = make_artifact(tmp_path / "model", units=256, heads=4, vocab=20_000)
-    artifact = open_artifact(path)
-
-    def cycle() -> None:
-        model = gpu.load(artifact, CPU)
-        for row in range(4):
-            model.add_row()
-            model.extend(row, some_ids(16))
-        model.decode(np.array([1] * 4))
-        model.close()
-
-    for _ in range(3):
-        cycle()
-    before = status_bytes("RssAnon")
-    for _ in range(12):
-        cycle()
-    # A model has 15 MB of weights and 10 MB more of them as fp32, while it computes: a cycle that
-    # kept either would show twelve times. What the heap holds on to differs by a model or two.
-    assert status_bytes("RssAnon") < before + (60 << 20)
-
-
 # In a process of its own: the arena that it bounds is one for a whole process.
 SHORT_OF_MEMORY = """
 import sys
@@ -206,39 +182,40 @@ from engine.artifacts.open import open_artifact
 from engine.backends.onnx import gpu
 from engine.backends.onnx.device import CPU
 from common.errors import OutOfMemory
+from tests.engine.backends.running import append
 
 provider = replace(CPU, limit_bytes=52 << 20)
 first, second = (gpu.load(open_artifact(sys.argv[1]), provider) for _ in range(2))
-expected = first.extend(first.add_row(), np.arange(100))
-other = second.extend(second.add_row(), np.arange(50))
+rows = [first.open_row(), second.open_row()]
+expected = append(first, rows[0], list(range(100)))
+append(second, rows[1], list(range(50)))
 
-rows = 0
+more = []
 try:
     while True:
-        second.extend(second.add_row(), np.arange(300))
-        rows += 1
+        more.append(second.open_row())
+        append(second, more[-1], list(range(300)))
 except OutOfMemory as error:
     print(error.message)
-print("rows", 0 < rows < 32, "within", second.kv_bytes <= provider.limit_bytes)
+print("rows", 0 < len(more) < 32, "within", second.kv_bytes <= provider.limit_bytes)
 
-# Its rows are closed, as the engine does, and everybody goes on.
-for _ in range(rows + 2):
-    second.remove_last_row()
-step = first.decode(np.array([1]))[0].copy()
-again = second.extend(second.add_row(), np.arange(100))
-same = np.array_equal(second.decode(np.array([1]))[0], step)
-print("same", np.array_equal(expected, again), same)
+# Its rows are closed, as the engine does, and both go on.
+for row in [*more, rows[1]]:
+    second.close_row(row)
+step = append(first, rows[0], [1])
+row = second.open_row()
+same = np.array_equal(append(second, row, list(range(100))), expected)
+print("same", same, np.array_equal(append(second, row, [1]), step))
 
 # Pieces of many sizes lie free in the arena now. One of nearly all of it needs them joined.
-for model in (first, second):
-    model.remove_last_row()
-model = first
-for _ in range(16):
-    model.add_row()
-    model.extend(len(model._cache.lengths) - 1, np.arange(3))
+first.close_row(rows[0])
+second.close_row(row)
+rows = [first.open_row() for _ in range(16)]
+for row in rows:
+    append(first, row, [0, 1, 2])
 for _ in range(10):
-    model.extend(0, np.arange(50))
-print("large", model.kv_bytes > 0.6 * provider.limit_bytes)
+    append(first, rows[0], list(range(50)))
+print("large", first.kv_bytes > 0.6 * provider.limit_bytes)
 """
 
 
@@ -259,21 +236,6 @@ def test_weights_beyond_fp16_are_refused(tmp_path: Path) -> None:
     write_params(path / "kogpt2.params", weights)
     with pytest.raises(ArtifactError, match=r"_embed\.weight.* 65504, .* use the mxnet backend"):
         gpu.load(open_artifact(path), CPU)
-
-
-def test_what_cannot_be_computed_is_refused(model: OnnxGpuModel) -> None:
-    model.add_row()
-    with pytest.raises(InvalidRequest, match="from 0 to 499"):
-        model.extend(0, np.array([1, -1]))
-    model.extend(0, some_ids(128))
-    with pytest.raises(PromptTooLong, match="129"):
-        model.decode(np.array([1]))
-    for _ in range(model.max_rows - 1):
-        model.add_row()
-    with pytest.raises(OutOfMemory, match="32 rows"):
-        model.add_row()
-    for _ in range(model.max_rows):
-        model.remove_last_row()
 
 
 # The engine on it
@@ -301,11 +263,11 @@ def test_the_engine_batches_requests_in_fp16(engine: Engine, tmp_path: Path) -> 
     requests = [
         Request(engine, "model", p, max_new_tokens=8 + 4 * i) for i, p in enumerate(prompts)
     ]
-    fp32 = cpu.load(open_artifact(path), "fp32")
+    fp32 = fp32_model(open_artifact(path))
     for request in requests:
         request.wait()
         assert request.error is None
-        assert request.ids() == greedy(fp32, np.array(request.prompt), len(request.ids()))
+        assert request.ids() == greedy(fp32, request.prompt, len(request.ids()))
     assert engine.models()[0]["steps"] < sum(len(r.ids()) for r in requests) / 2
     assert engine.statistics()["kv_bytes"] == 0
     fp32.close()
@@ -335,12 +297,11 @@ def test_an_onnxruntime_without_cuda_says_what_to_install(artifact: Artifact) ->
         backends.load(artifact, "onnxruntime", "fp16", device="gpu")
 
 
-@pytest.mark.parametrize(
-    ("precision", "device", "known"),
-    [("int8", "gpu", "fp16"), ("fp16", "cpu", "int8, int8-kv8, fp32")],
-)
-def test_a_precision_belongs_to_a_device(
-    artifact: Artifact, precision: str, device: str, known: str
-) -> None:
-    with pytest.raises(InvalidRequest, match=f"must be one of {known} for backend onnxruntime"):
-        backends.load(artifact, "onnxruntime", precision, device=device)
+def test_on_a_gpu_onnxruntime_has_fp16_only(artifact: Artifact) -> None:
+    with pytest.raises(InvalidRequest, match="must be one of fp16 for backend onnxruntime"):
+        backends.load(artifact, "onnxruntime", "int8", device="gpu")
+
+
+def test_on_a_cpu_onnxruntime_is_no_backend_for_texts(artifact: Artifact) -> None:
+    with pytest.raises(InvalidRequest, match="must be one of mxnet, native on the cpu"):
+        backends.load(artifact, "onnxruntime", "fp32")

@@ -1,0 +1,136 @@
+"""Models whose rows lie beside each other in one cache, as a GPU's graphs want them.
+
+Such a graph computes the next token of rows 0..B-1 at once, or several tokens of one row.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.interface import BackendModel, Logits, Piece, Row, check_ids
+
+Ids = NDArray[np.int64]
+
+
+class DenseCache(Protocol):
+    """Keys and values of rows 0..len(lengths)-1, and of one free row behind them."""
+
+    lengths: list[int]  # of each row, in tokens
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def num_bytes_for(self, lengths: Sequence[int]) -> int: ...
+
+    def add_row(self) -> int: ...
+
+    def copy_row(self, source: int, target: int, length: int) -> None: ...
+
+    def remove_last_row(self) -> None: ...
+
+
+@dataclass(eq=False)
+class DenseRow:
+    cache: DenseCache
+    index: int
+
+    @property
+    def length(self) -> int:
+        return self.cache.lengths[self.index]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache.num_bytes // max(len(self.cache.lengths), 1)
+
+
+class DenseModel(BackendModel):
+    """Runs pieces through `extend` and `decode`."""
+
+    keeps = False
+    _cache: DenseCache
+
+    def __init__(self) -> None:
+        self._rows: list[DenseRow] = []
+
+    @abstractmethod
+    def extend(self, row: int, ids: Ids) -> Logits:
+        """Appends `ids` (T,) to one row; returns the logits (V,) after the last."""
+
+    @abstractmethod
+    def decode(self, ids: Ids) -> Logits:
+        """Appends ids[i] to row i for the first len(ids) rows; returns their logits (B, V)."""
+
+    def open_row(self, source: Row | None = None, length: int = 0) -> DenseRow:
+        row = DenseRow(self._cache, self._cache.add_row())
+        self._rows.append(row)
+        if isinstance(source, DenseRow) and length:
+            try:
+                self._cache.copy_row(source.index, row.index, length)
+            except BaseException:
+                self.close_row(row)
+                raise
+        return row
+
+    def truncate(self, row: Row, length: int) -> None:
+        assert isinstance(row, DenseRow)
+        self._cache.lengths[row.index] = length
+
+    def close_row(self, row: Row) -> None:
+        assert isinstance(row, DenseRow)
+        last = self._rows.pop()
+        if last is not row:
+            self._cache.copy_row(last.index, row.index, last.length)
+            self._rows[row.index], last.index = last, row.index
+        self._cache.remove_last_row()
+
+    def run(self, pieces: Sequence[Piece]) -> Logits:
+        for piece in pieces:
+            check_ids(self.config, piece.ids, piece.row.length + len(piece.ids))
+        found: dict[int, Logits] = {}
+        steps = [i for i, piece in enumerate(pieces) if len(piece.ids) == 1 and piece.num_logits]
+        if len(steps) > 1:
+            self._bring_to_front([pieces[i].row for i in steps])
+            logits = self.decode(np.array([pieces[i].ids[0] for i in steps]))
+            found = {i: logits[j : j + 1].copy() for j, i in enumerate(steps)}
+        for i, piece in enumerate(pieces):
+            if i not in found:
+                found[i] = self._extend(piece)
+        empty = np.empty((0, self.config.vocab_size), np.float32)
+        return np.concatenate([empty, *(found[i] for i in range(len(pieces)))])
+
+    def _extend(self, piece: Piece) -> Logits:
+        """The logits (num_logits, V) of one piece."""
+        assert isinstance(piece.row, DenseRow)
+        row, ids = piece.row.index, np.array(piece.ids)
+        first = len(ids) - max(piece.num_logits - 1, 0)  # those behind it come one by one
+        parts = [ids[:first], *(ids[i : i + 1] for i in range(first, len(ids)))]
+        logits = [self.extend(row, part) for part in parts]
+        return np.stack(logits) if piece.num_logits else np.empty((0, len(logits[0])), np.float32)
+
+    def _bring_to_front(self, rows: Sequence[Row]) -> None:
+        """Has the rows lie at 0, 1, ... in this order."""
+        for index, row in enumerate(rows):
+            assert isinstance(row, DenseRow)
+            if row.index != index:
+                other, spare = self._rows[index], self._cache.add_row()
+                try:
+                    self._cache.copy_row(index, spare, other.length)
+                    self._cache.copy_row(row.index, index, row.length)
+                    self._cache.copy_row(spare, row.index, self._cache.lengths[spare])
+                finally:
+                    self._cache.remove_last_row()
+                self._rows[row.index], other.index = other, row.index
+                self._rows[index], row.index = row, index
+
+    def kv_bytes_for(self, lengths: Sequence[int]) -> int:
+        return self._cache.num_bytes_for(lengths)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._cache.num_bytes

@@ -1,0 +1,181 @@
+"""Runs a model with the native library."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from common.cpus import cpu_count
+from engine.artifacts.config import GPT2Config
+from engine.backends.interface import BackendModel, Logits, Piece, Row, check_ids
+from engine.native import library
+from engine.native.arena import Arena, NativeRow
+from engine.native.prepared import PLANES, Prepared
+
+RunPass = Callable[[library.Model, int, "ctypes.Array[library.Piece]", int, int], None]
+
+_lock = threading.Lock()
+_arenas: dict[int, tuple[Arena, int]] = {}  # by the bytes of a page, with the number of models
+_started = False
+
+
+def _open_arena(page_bytes: int) -> Arena:
+    global _started
+    with _lock:
+        if not _started:
+            library.use_kernels()
+            library.use_threads(cpu_count())
+            _started = True
+        arena, models = _arenas.get(page_bytes) or (Arena(page_bytes), 0)
+        _arenas[page_bytes] = arena, models + 1
+        return arena
+
+
+def _close_arena(page_bytes: int) -> None:
+    with _lock:
+        arena, models = _arenas.pop(page_bytes)
+        if models > 1:
+            _arenas[page_bytes] = arena, models - 1
+        arena.trim()
+
+
+def release_memory() -> None:
+    """Gives back what passes and rows that are over have left: between two passes."""
+    with _lock:
+        for arena, _ in _arenas.values():
+            arena.trim()
+    library.release_scratch()
+    _logits.release()
+
+
+class _LogitsBuffer:
+    """Rows of logits, the same memory for the passes of all models."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def rows(self, count: int, width: int) -> Logits:
+        size = max(count * width * 4, 1)
+        if self._memory is None or len(self._memory) < size:
+            self._memory = mmap.mmap(-1, size)
+        return np.frombuffer(self._memory, np.float32, count * width).reshape(count, width)
+
+    def release(self) -> None:
+        self._memory = None  # unmapped with the last array on it
+
+
+_logits = _LogitsBuffer()
+
+
+class NativeModel(BackendModel):
+    """A prepared file, its struct of pointers, and the rows in the arena of its shape."""
+
+    max_rows = 1 << 16
+    keeps = True
+
+    def __init__(self, prepared: Prepared, run_pass: RunPass = library.run_pass) -> None:
+        config = prepared.config
+        self.config, self._prepared, self._run_pass = config, prepared, run_pass
+        self.weight_bytes, self.mapped = prepared.num_bytes, [prepared.span]
+        self._model, self._layers = _struct(config, prepared)
+        self._page_bytes = library.page_bytes(self._model)
+        self._arena = _open_arena(self._page_bytes)
+        self._rows: set[NativeRow] = set()
+        self._width = -(-config.vocab_size // library.LINE) * library.LINE
+
+    def open_row(self, source: Row | None = None, length: int = 0) -> NativeRow:
+        row = NativeRow(self._arena, self.config.max_length)
+        if isinstance(source, NativeRow) and length:
+            row.begin_with(source, length)
+        self._rows.add(row)
+        return row
+
+    def truncate(self, row: Row, length: int) -> None:
+        assert isinstance(row, NativeRow)
+        row.truncate(length)
+
+    def close_row(self, row: Row) -> None:
+        assert isinstance(row, NativeRow)
+        self._rows.discard(row)
+        row.truncate(0)
+
+    def run(self, pieces: Sequence[Piece]) -> Logits:
+        for piece in pieces:
+            check_ids(self.config, piece.ids, piece.row.length + len(piece.ids))
+        array = (library.Piece * len(pieces))()
+        ids = np.array([token for piece in pieces for token in piece.ids], np.int32)
+        at, wanted = ids.ctypes.data, 0
+        for entry, piece in zip(array, pieces, strict=True):
+            row, count = piece.row, len(piece.ids)
+            assert isinstance(row, NativeRow)
+            row.reserve(row.length + count)
+            entry.ids, entry.pages = at, row.address
+            entry.count, entry.position, entry.num_logits = count, row.length, piece.num_logits
+            at += 4 * count
+            wanted += piece.num_logits
+        logits = _logits.rows(wanted, self._width)
+        self._run_pass(self._model, self._arena.address, array, len(array), logits.ctypes.data)
+        for piece in pieces:
+            assert isinstance(piece.row, NativeRow)
+            piece.row.length += len(piece.ids)
+        return logits[:, : self.config.vocab_size]
+
+    def kv_bytes_for(self, lengths: Sequence[int]) -> int:
+        return self._page_bytes * sum(-(-n // library.PAGE_TOKENS) for n in lengths)
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(row.num_bytes for row in tuple(self._rows))
+
+    def close(self) -> None:
+        for row in tuple(self._rows):
+            self.close_row(row)
+        self.mapped = ()
+        self._prepared.close()
+        _close_arena(self._page_bytes)
+
+
+def _struct(
+    config: GPT2Config, prepared: Prepared
+) -> tuple[library.Model, ctypes.Array[library.Layer]]:
+    """What the library reads, pointing into the prepared file; the layers live as long as it."""
+
+    def norm(name: str) -> library.Norm:
+        return library.Norm(prepared.address(f"{name}.gamma"), prepared.address(f"{name}.beta"))
+
+    def matrix(name: str, planes: int) -> library.Matrix:
+        bias = f"{name}.bias"
+        return library.Matrix(
+            prepared.address(f"{name}.weight"),
+            prepared.address(bias) if bias in prepared else None,
+            planes,
+        )
+
+    layers = (library.Layer * config.num_layers)()
+    for i, layer in enumerate(layers):
+        layer.attention_norm = norm(f"layers.{i}.attention_norm")
+        layer.ffn_norm = norm(f"layers.{i}.ffn_norm")
+        for name in ("qkv", "attention_out", "ffn_hidden", "ffn_out"):
+            setattr(layer, name, matrix(f"layers.{i}.{name}", PLANES[name]))
+        layer.attention_scale = config.attention_scale(i)
+    model = library.Model(
+        num_layers=config.num_layers,
+        units=config.units,
+        heads=config.num_heads,
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        max_length=config.max_length,
+        block=prepared.block,
+        gelu_tanh=config.activation == "gelu_new",
+        epsilon=config.layer_norm_eps,
+        layers=layers,
+        final_norm=norm("final_norm"),
+        embedding=prepared.address("embedding.weight"),
+        positions=prepared.address("positions"),
+        head=matrix("embedding" if config.tie_word_embeddings else "head", PLANES["head"]),
+    )
+    return model, layers

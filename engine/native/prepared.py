@@ -1,0 +1,325 @@
+"""Prepared models: one file a model, as the native library reads it, which is mapped and used as
+it is.
+
+The file is in the safetensors format, its tensors at multiples of 64 bytes from a page on. It is
+the same on every processor. Its metadata have the hash of the weights that it was made of, and of
+its own bytes: a file that is older than the machine's start is compared with that once, because a
+crash may have cut off what was not on the disk yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from common.cpus import cpu_count
+from common.errors import ArtifactError, OutOfMemory
+from common.memory import MIB
+from engine.artifacts import artifact as names
+from engine.artifacts.artifact import Artifact
+from engine.artifacts.config import GPT2Config
+from engine.artifacts.read_safetensors import index_safetensors
+from engine.backends.page_cache import Span
+from engine.native import library
+from engine.prepared.folder import (
+    BUILDING,
+    MODEL,
+    cache_folder,
+    hash_of,
+    is_older_than_boot,
+    remove_abandoned,
+)
+from engine.prepared.manifest import NICENESS, Run, content_of, directly, from_manifest, to_manifest
+from engine.sandbox import Limits
+
+FORMAT = 1  # raise it when the layout or the quantization changes
+BLOCKS = {"int8": 64, "fp32": 0}  # numbers that share a scale
+# Planes of int8 numbers that x has in each product: one is 8 bits, two are 15.
+PLANES = {"qkv": 1, "attention_out": 1, "ffn_hidden": 1, "ffn_out": 1, "head": 1}
+SOURCE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # pass.h, SourceType
+DTYPES = {"float32": "F32", "uint8": "U8"}
+GROUPS_AT_ONCE = 256  # of columns, packed by one thread
+ALIGNMENT = 4096
+# To build: libraries, the weights as given, and the file, which is mapped while it is written.
+BUILD_MIB, BUILD_TIMES_FP32 = 512, 3
+BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the file: a packed matrix of n columns of k numbers, or n rows of k floats."""
+
+    name: str
+    source: str  # its name in an artifact
+    n: int
+    k: int
+    block: int | None = None  # of a matrix
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        groups, line = -(-self.n // library.LINE), library.LINE
+        if self.block is None:
+            return (self.n, -(-self.k // line) * line)
+        if not self.block:
+            return (groups, self.k, line)
+        return (groups, library.packed_bytes(self.n, self.k, self.block) // groups)
+
+    @property
+    def dtype(self) -> str:
+        return "U8" if self.block else "F32"
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * (1 if self.block else 4)
+
+
+def layout(config: GPT2Config, precision: str) -> Iterator[Entry]:
+    """The tensors of a file, in order."""
+    block, c = BLOCKS[precision], config
+
+    def norm(name: str, source: str) -> Iterator[Entry]:
+        for part in ("gamma", "beta"):
+            yield Entry(f"{name}.{part}", f"{source}.{part}", 1, c.units)
+
+    def matrix(name: str, source: str, n: int, k: int) -> Iterator[Entry]:
+        yield Entry(f"{name}.weight", f"{source}.weight", n, k, block)
+        yield Entry(f"{name}.bias", f"{source}.bias", 1, n)
+
+    yield Entry("embedding.weight", names.EMBEDDING, c.vocab_size, c.units, block)
+    if not c.tie_word_embeddings:
+        yield Entry("head.weight", names.OUTPUT, c.vocab_size, c.units, block)
+    yield Entry("positions", names.POSITIONS, c.max_length, c.units)
+    for i in range(c.num_layers):
+        at = f"layers.{i}"
+        yield from norm(f"{at}.attention_norm", names.ATTENTION_NORM.format(i))
+        yield from matrix(f"{at}.qkv", names.QKV.format(i), 3 * c.units, c.units)
+        yield from matrix(f"{at}.attention_out", names.ATTENTION_OUT.format(i), c.units, c.units)
+        yield from norm(f"{at}.ffn_norm", names.FFN_NORM.format(i))
+        yield from matrix(f"{at}.ffn_hidden", names.FFN_HIDDEN.format(i), c.hidden_size, c.units)
+        yield from matrix(f"{at}.ffn_out", names.FFN_OUT.format(i), c.units, c.hidden_size)
+    yield from norm("final_norm", names.FINAL_NORM)
+
+
+def num_bytes(config: GPT2Config, precision: str) -> int:
+    """Bytes of a model's weights."""
+    return sum(entry.num_bytes for entry in layout(config, precision))
+
+
+class Prepared:
+    """A mapped file. `name in` it says whether it has the tensor."""
+
+    def __init__(self, path: Path, config: GPT2Config, precision: str, content: str) -> None:
+        """Raises `ArtifactError` and `OSError` where the file is not there, not whole, or not of
+        this model."""
+        self.config, self.block = config, BLOCKS[precision]
+        index = index_safetensors(path)
+        with path.open("rb") as file:
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        data = np.frombuffer(self._memory, np.uint8)
+        self.num_bytes = len(data)
+        self.span: Span = (data.ctypes.data, len(data))
+        expected = {entry.name: entry for entry in layout(config, precision)}
+        for name, tensor in index.items():
+            entry = expected.pop(name, None)
+            place = None if entry is None else (entry.dtype, entry.shape)
+            if (DTYPES.get(tensor.dtype), tensor.shape) != place or tensor.offset % 64:
+                raise ArtifactError(f"{path.name}: {name} is not of this model")
+        metadata = _metadata(data)
+        if expected or metadata.get("source") != content:
+            raise ArtifactError(f"{path.name} is not of this model")
+        if is_older_than_boot(path):
+            if metadata.get("blake3") != _digest(data[_data_begin(data) :]):
+                raise ArtifactError(f"{path.name} is damaged")
+            with suppress(OSError):  # not this user's: it is compared again after the next start
+                os.utime(path)
+        self._addresses = {name: self.span[0] + tensor.offset for name, tensor in index.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._addresses
+
+    def address(self, name: str) -> int:
+        return self._addresses[name]
+
+    def close(self) -> None:
+        """Nothing may point into it any more."""
+        self._addresses = {}
+        self._memory.close()
+
+
+def _data_begin(data: NDArray[np.uint8]) -> int:
+    return 8 + int.from_bytes(data[:8].tobytes(), "little")
+
+
+def _metadata(data: NDArray[np.uint8]) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(data[8 : _data_begin(data)].tobytes())
+    metadata = header.get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _digest(data: NDArray[np.uint8]) -> str:
+    return blake3(data.data, max_threads=blake3.AUTO).hexdigest()
+
+
+def prepared(
+    artifact: Artifact, precision: str, cache_dir: Path | None, run: Run = directly
+) -> Prepared:
+    """The artifact's prepared model, which `run` builds where it is not there yet.
+
+    The folder is `cache_dir`, or `.prepared` in the artifact's. Where it cannot be written, the
+    file is made in a temporary one and is gone once it is closed. Raises `ArtifactError`, and
+    `OutOfMemory`, also where no disk has space.
+    """
+    content = artifact.content or content_of(artifact)
+    name = file_name(artifact.config, precision, content)
+    folder = cache_folder(artifact.path, cache_dir)
+    if folder is None:
+        logger.warning("%s: its prepared models are another user's", artifact.path)
+    else:
+        with suppress(ArtifactError, OSError):
+            found = Prepared(folder / name, artifact.config, precision, content)
+            with suppress(OSError):
+                os.utime(folder / name)  # when it was used last, see prune
+            return found
+        try:
+            return _build_in(folder, name, artifact, precision, content, run)
+        except OSError as error:
+            logger.warning("cannot keep a prepared model in %s: %s", folder, error)
+    try:
+        with tempfile.TemporaryDirectory(prefix="prepared-") as temporary:
+            return _build_in(Path(temporary), name, artifact, precision, content, run)
+    except OSError as error:
+        raise OutOfMemory(f"no disk has space to prepare {artifact.path.name}") from error
+
+
+def file_name(config: GPT2Config, precision: str, content: str) -> str:
+    key = hash_of(json.dumps([FORMAT, content, precision, dataclasses.asdict(config)]))
+    return f"{key}{MODEL}"
+
+
+def _build_in(
+    folder: Path, name: str, artifact: Artifact, precision: str, content: str, run: Run
+) -> Prepared:
+    """Raises `OSError` where the folder cannot hold the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(folder)
+    began = time.monotonic()
+    fp32 = artifact.fp32_bytes
+    problem = run(
+        build,
+        str(artifact.path),
+        to_manifest(dataclasses.replace(artifact, content=content)),
+        str(folder / name),
+        precision,
+        what=artifact.path.name,
+        limits=Limits(
+            memory_mib=BUILD_MIB + BUILD_TIMES_FP32 * fp32 // MIB,
+            cpu_s=BUILD_CPU_S + fp32 // BUILD_BYTES_PER_CPU_S,
+            write_mib=64 + BUILD_TIMES_FP32 * fp32 // MIB,
+            niceness=NICENESS,
+        ),
+    )
+    if problem is not None:
+        raise OSError(problem)
+    logger.info("prepared %s in %.2f s", artifact.path.name, time.monotonic() - began)
+    try:
+        return Prepared(folder / name, artifact.config, precision, content)
+    except ArtifactError as error:
+        raise OSError(f"{folder} does not keep what is written: {error.message}") from error
+
+
+# In the sandbox
+
+
+def build(path: str, manifest: dict[str, Any], file: str, precision: str) -> str | None:
+    """Writes the prepared file of an artifact.
+
+    Returns what is wrong with its folder, if anything.
+    """
+    artifact, target = from_manifest(Path(path), manifest), Path(file)
+    try:
+        with tempfile.TemporaryDirectory(prefix=BUILDING, dir=target.parent) as building:
+            write(artifact, Path(building) / target.name, precision)
+            (Path(building) / target.name).replace(target)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def write(artifact: Artifact, file: Path, precision: str) -> None:
+    """Quantizes or packs an artifact's weights into a new file, on all cores. Raises `OSError`."""
+    entries = list(layout(artifact.config, precision))
+    header: dict[str, Any] = {"__metadata__": {"source": artifact.content, "blake3": "0" * 64}}
+    at = 0
+    for entry in entries:
+        offsets = [at, at + entry.num_bytes]
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
+        at += entry.num_bytes
+    length = len(json.dumps(header))
+    begin = -(-(8 + length) // ALIGNMENT) * ALIGNMENT
+    with file.open("w+b") as opened:
+        # a full disk is an error here, no signal
+        os.posix_fallocate(opened.fileno(), 0, begin + at)
+        with mmap.mmap(opened.fileno(), begin + at) as memory:
+            data = np.frombuffer(memory, np.uint8)
+            _fill(artifact, entries, data[begin:])
+            header["__metadata__"]["blake3"] = _digest(data[begin:])
+            text = json.dumps(header).encode().ljust(begin - 8)
+            data[:begin] = np.frombuffer((begin - 8).to_bytes(8, "little") + text, np.uint8)
+            del data
+    file.chmod(0o644)
+
+
+def _fill(artifact: Artifact, entries: list[Entry], data: NDArray[np.uint8]) -> None:
+    at = 0
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        futures = []
+        for entry in entries:
+            weight = artifact.weights[entry.source]
+            place = data[at : at + entry.num_bytes]
+            at += entry.num_bytes
+            if entry.block is None:
+                rows = place.view(np.float32).reshape(entry.shape)
+                rows[:, : entry.k] = weight
+                continue
+            groups = entry.shape[0]
+            for first in range(0, groups, GROUPS_AT_ONCE):
+                last = min(first + GROUPS_AT_ONCE, groups)
+                futures.append(pool.submit(_pack, entry, weight, place, first, last))
+        for future in futures:
+            future.result()
+
+
+def _pack(
+    entry: Entry, weight: NDArray[Any], place: NDArray[np.uint8], first: int, last: int
+) -> None:
+    column, step = (stride // weight.itemsize for stride in weight.strides)
+    library.pack(
+        weight.ctypes.data,
+        SOURCE_TYPES[weight.dtype.name],
+        column,
+        step,
+        entry.n,
+        entry.k,
+        entry.block,
+        first,
+        last,
+        place.ctypes.data,
+    )

@@ -1,0 +1,43 @@
+"""What tests of backends share: small models, and rows that are run by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.backends.interface import BackendModel, Piece
+
+VOCAB = 500
+
+
+def some_ids(count: int, seed: int = 0) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+    return ids
+
+
+def append(model: BackendModel, row: Any, ids: list[int]) -> Any:
+    """The logits (V,) after tokens that are appended to a row alone."""
+    return model.run([Piece(row, ids)])[0].copy()
+
+
+def single(model: BackendModel, calls: list[list[int]]) -> list[Any]:
+    """The logits after each call, of a row that is alone."""
+    row = model.open_row()
+    logits = [append(model, row, ids) for ids in calls]
+    model.close_row(row)
+    return logits
+
+
+def greedy(model: BackendModel, ids: list[int], steps: int) -> list[int]:
+    row, tokens = model.open_row(), list[int]()
+    while len(tokens) < steps:
+        tokens.append(int(append(model, row, tokens[-1:] or ids).argmax()))
+    model.close_row(row)
+    return tokens
+
+
+def status_bytes(field: str) -> int:
+    """A size of this process from /proc/self/status."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(f"{field}:"))

@@ -1,0 +1,94 @@
+"""Pages of keys and values: shared, copied where rows part, and given back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from common.errors import OutOfMemory
+from engine.native.arena import Arena, NativeRow
+from engine.native.library import PAGE_TOKENS
+from tests.engine.backends.running import status_bytes
+
+PAGE = 1 << 16
+
+
+def row_of(arena: Arena, length: int) -> NativeRow:
+    row = NativeRow(arena, 64 * PAGE_TOKENS)
+    row.reserve(length)
+    row.length = length
+    return row
+
+
+def content(arena: Arena, page: int) -> np.ndarray:
+    return np.frombuffer(arena._memory, np.uint8, PAGE, page * PAGE)
+
+
+def used(arena: Arena) -> int:
+    return int(np.count_nonzero(arena._references))
+
+
+def test_a_row_takes_a_page_for_sixteen_tokens() -> None:
+    arena = Arena(PAGE)
+    row = row_of(arena, PAGE_TOKENS)
+    assert (len(row.pages), row.num_bytes) == (1, PAGE)
+    row.reserve(PAGE_TOKENS + 1)
+    assert len(row.pages) == 2
+    row.truncate(0)
+    assert used(arena) == 0
+
+
+def test_rows_that_begin_alike_share_whole_pages_and_copy_the_last() -> None:
+    arena = Arena(PAGE)
+    source = row_of(arena, 40)
+    content(arena, source.pages[2])[:] = 7
+    row = NativeRow(arena, 1024)
+    row.begin_with(source, 35)
+    assert (row.length, row.pages[:2]) == (35, source.pages[:2])
+    assert row.pages[2] not in source.pages
+    assert (content(arena, row.pages[2]) == 7).all()
+    content(arena, row.pages[2])[:] = 8
+    assert (content(arena, source.pages[2]) == 7).all()
+    source.truncate(0)
+    assert used(arena) == 3  # the other row still has its pages
+    row.truncate(0)
+    assert used(arena) == 0
+
+
+def test_a_shortened_row_gives_back_the_pages_behind_it() -> None:
+    arena = Arena(PAGE)
+    row = row_of(arena, 100)
+    row.truncate(33)
+    assert (row.length, len(row.pages), used(arena)) == (33, 3, 3)
+
+
+def test_free_pages_are_taken_again_before_new_ones() -> None:
+    arena = Arena(PAGE)
+    first = row_of(arena, 64)
+    pages = first.pages
+    first.truncate(0)
+    assert sorted(row_of(arena, 64).pages) == sorted(pages)
+
+
+def test_memory_of_free_pages_goes_back_to_the_system() -> None:
+    arena = Arena(PAGE)
+    rows = [row_of(arena, 64 * PAGE_TOKENS) for _ in range(8)]
+    for row in rows:
+        for page in row.pages:
+            content(arena, page)[:] = 1
+    before = status_bytes("RssAnon")
+    rows[3].truncate(0)  # a hole
+    rows[7].truncate(0)  # the end
+    arena.trim()
+    assert before - status_bytes("RssAnon") > 1.9 * 64 * PAGE
+    assert (content(arena, rows[0].pages[5]) == 1).all()
+    again = row_of(arena, 64 * PAGE_TOKENS)
+    assert max(again.pages) < 8 * 64
+    assert not content(arena, again.pages[0]).any()
+
+
+def test_more_pages_than_there_are_addresses_for_are_refused() -> None:
+    arena = Arena(1 << 30)
+    with pytest.raises(OutOfMemory, match="pages of keys and values are in use"):
+        arena.take(1 << 20)
+    assert used(arena) == 0
