@@ -26,7 +26,7 @@ try:
 except ModuleNotFoundError:
     raise InvalidRequest(
         "there is no MXNet in this image: take the one that `scripts/build cpu` makes,"
-        " or ENGINE_BACKEND=native, which computes the same texts without it"
+        " or ENGINE_BACKEND=native and a model that it can run"
     ) from None
 
 mx: Any = _mxnet

@@ -61,7 +61,7 @@ def run(options: Deploy) -> None:
     Examples:
     kogpt2 deploy poems --models s3://my-bucket/fine-tunes/ --budget 0.50
     kogpt2 deploy poems --models s3://my-bucket/fine-tunes/ --instance-type ml.m5.xlarge \\
-        --max-instances 4 --invocations 200 --env ENGINE_BACKEND=onnxruntime
+        --max-instances 4 --invocations 200 --env ENGINE_BACKEND=native
     kogpt2 deploy one --model s3://my-bucket/fine-tunes/poems.tar.gz --serverless-memory 4096
     kogpt2 deploy llm --image URI --env HF_MODEL_ID=... --instance-type ml.g5.xlarge
     """

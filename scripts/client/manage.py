@@ -59,7 +59,7 @@ def load(options: Load) -> None:
 
     Examples:
     kogpt2 load sowol
-    kogpt2 load spring poems/2026/spring --setting precision=fp32
+    kogpt2 load spring poems/2026/spring --setting backend=native --setting precision=int8
     """
     given = {"model_name": options.name, "url": options.artifact or options.name}
     print(call(options, "POST", "/models", **given, **dict(options.setting))["status"])

@@ -184,7 +184,7 @@ class _EngineStatistics(Collector):
         yield GaugeMetricFamily("kogpt2_models", "Models that the engine holds", len(models))
         where: Any = GaugeMetricFamily(
             "kogpt2_model_residency",
-            "1 for where a model's weights are: hot, warm or parked",
+            "1 for where a model's weights are: hot or parked",
             labels=["model", "residency"],
         )
         for model in models:

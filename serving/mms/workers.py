@@ -211,7 +211,7 @@ class Workers:
         return bool(await self._mms.describe(id))
 
     async def held_by_engine(self) -> dict[str, str]:
-        """By the engine's names of the models that it holds: whether each is hot, warm or parked.
+        """By the engine's names of the models that it holds: whether each is hot or parked.
 
         Raises `EngineError`.
         """

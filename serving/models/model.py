@@ -57,7 +57,7 @@ class Model:
     starts: int = 0  # of its worker, so far: tells what was seen before the last one
     load_s: float = LOAD_S  # what its last load took, once it was fetched
     in_engine: bool = True  # else its own worker holds it
-    residency: str = ""  # hot, warm or parked, as the engine said last
+    residency: str = ""  # hot or parked, as the engine said last
     socket: str = ""  # where its worker listens for MMS
     connections: int = 1  # of MMS's to that worker, for a model of the engine's
     error: Exception | None = None

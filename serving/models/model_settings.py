@@ -36,7 +36,7 @@ class ModelSettings:
         enum=("mxnet", "native", "onnxruntime"),
     )
     precision: str | None = _setting(
-        "in place of `ENGINE_PRECISION`", type="string", enum=("int8", "fp32", "fp16")
+        "in place of `ENGINE_PRECISION`", type="string", enum=("fp32", "fp16", "int8")
     )
     max_rows: int | None = _setting(
         "sequences that share a step, in place of `ENGINE_MAX_ROWS`",

@@ -75,7 +75,6 @@ const ENGLISH = {
   draining: "unloading",
   failed: "failed",
   hot: "hot",
-  warm: "warm",
   parked: "parked",
 
   engine: "Engine",
@@ -180,7 +179,6 @@ const KOREAN = {
   draining: "언로드하는 중",
   failed: "실패",
   hot: "hot",
-  warm: "warm",
   parked: "parked",
 
   engine: "엔진",

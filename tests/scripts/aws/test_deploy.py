@@ -35,12 +35,12 @@ def parameters(aws: Cloud) -> dict[str, str]:
 
 
 def test_first_run_makes_a_multi_model_endpoint(ready: Cloud) -> None:
-    out = ready.run("deploy", *BASIC, "--env", "ENGINE_BACKEND=onnxruntime", "--tag", "팀=시인")
+    out = ready.run("deploy", *BASIC, "--env", "ENGINE_BACKEND=native", "--tag", "팀=시인")
     endpoint = ready.endpoint("poems")
     container = endpoint["model"]["PrimaryContainer"]
     assert container["Mode"] == "MultiModel"
     assert container["ModelDataUrl"] == MODELS
-    assert container["Environment"] == {"ENGINE_BACKEND": "onnxruntime"}
+    assert container["Environment"] == {"ENGINE_BACKEND": "native"}
     assert re.search(r"/kogpt2-serving@sha256:[0-9a-f]{64}$", container["Image"])
     assert endpoint["variant"]["InstanceType"] == "ml.m5.large"
     assert ready.stack("poems").tags == {"kogpt2-serving": "poems", "팀": "시인"}
@@ -57,7 +57,7 @@ def test_second_run_changes_nothing_and_another_updates(ready: Cloud) -> None:
     ready.changes()
     assert "nothing to change" in ready.run("deploy", *BASIC)
     assert "ExecuteChangeSet" not in ready.changes()
-    out = ready.run("deploy", *BASIC, "--env", "ENGINE_BACKEND=onnxruntime")
+    out = ready.run("deploy", *BASIC, "--env", "ENGINE_BACKEND=native")
     assert "modify  ServedModel, SageMaker::Model" in out
     assert "UPDATE_COMPLETE" in out
     out = ready.run("deploy", *BASIC, *LIMITS)

@@ -49,7 +49,7 @@ def asked(line: str) -> dict[str, str]:
 @pytest.mark.slow
 def test_the_template_fits_the_schemas_of_aws() -> None:
     config = ManualArgs(regions=[REGION])
-    text = body({"ENGINE_BACKEND": "onnxruntime", "시인": "김소월"})
+    text = body({"ENGINE_BACKEND": "native", "시인": "김소월"})
     assert lint(text, config=config) == []
     group = {"Type": "AWS::Logs::LogGroup", "Properties": {"RetentionInDays": 31}}
     found = lint(json.dumps({"Resources": {"Logs": group}}), config=config)

@@ -26,7 +26,7 @@ class CountingEngine:
         self.asked += 1
         made = {
             "tokens": round(30 * asyncio.get_running_loop().time()),
-            "residency": "warm",
+            "residency": "parked",
             "held_bytes": 100,
             "running": 2,
             "waiting": 1,
@@ -92,7 +92,7 @@ def test_who_watches_gets_everything_first_and_then_what_has_changed(tmp_path: P
             "stored", "fetching", "loading", "ready", "draining", "stored",
         ]  # fmt: skip
         ready = [row for name, row in changes if name == "봄" and row["state"] == "ready"][-1]
-        assert (ready["residency"], ready["tokens_s"], ready["first_token_s"]) == ("warm", 30, 0.25)
+        assert (ready["residency"], ready["tokens_s"], ready["first_token_s"]) == ("parked", 30, 0.25)
         assert changes[-1] == ("여름", None)  # no longer in the store
         told = [(e["event"], e["model"]) for m in kept[0] for e in m["journal"]]
         assert told == [("loaded", "봄"), ("unloaded", "봄")]
