@@ -150,8 +150,7 @@ class Settings:
     backend: str = setting(
         "ENGINE_BACKEND",
         "mxnet",
-        "what computes: on a CPU `mxnet`, whose operator runs the native library, or `native`, the"
-        " library without MXNet; on a GPU `mxnet` or `onnxruntime`",
+        "what computes: `mxnet` or `native`; on a GPU `mxnet` or `onnxruntime`",
     )
     device: str = setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
     show_examples: bool = setting("SHOW_EXAMPLES", False, "print what to type once it is ready")

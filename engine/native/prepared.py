@@ -183,8 +183,9 @@ def prepared(
 ) -> Prepared:
     """The artifact's prepared model, which `run` builds where it is not there yet.
 
-    The folder is `cache_dir`, or `.prepared` in the artifact's. Where it cannot be written, the
-    file is made in a temporary one and is gone once it is closed. Raises `ArtifactError`, and
+    It is made in `cache_dir`, or in `.prepared` in the artifact's folder; one that came with the
+    artifact is used there. Where neither can be written, the file is made in a temporary folder
+    and is gone once it is closed. Raises `ArtifactError`, and
     `OutOfMemory`, also where no disk has space.
     """
     content = artifact.content or content_of(artifact)
@@ -192,12 +193,15 @@ def prepared(
     folder = cache_folder(artifact.path, cache_dir)
     if folder is None:
         logger.warning("%s: its prepared models are another user's", artifact.path)
-    else:
+    for place in dict.fromkeys((folder, cache_folder(artifact.path, None))):
+        if place is None:
+            continue
         with suppress(ArtifactError, OSError):
-            found = Prepared(folder / name, artifact.config, precision, content)
+            found = Prepared(place / name, artifact.config, precision, content)
             with suppress(OSError):
-                os.utime(folder / name)  # when it was used last, see prune
+                os.utime(place / name)  # when it was used last, see prune
             return found
+    if folder is not None:
         try:
             return _build_in(folder, name, artifact, precision, content, run)
         except OSError as error:

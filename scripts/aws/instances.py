@@ -102,9 +102,7 @@ def prices(account: Account) -> Prices:
 
 def model_bytes(sizes: Sequence[int], wanted: int, environment: Mapping[str, str]) -> int:
     """Memory for one of the `wanted` largest artifacts, on average, with this engine."""
-    engine = environment.get("ENGINE_BACKEND", "mxnet")
-    default = "int8" if engine == "onnxruntime" else "fp32"
-    int8 = environment.get("ENGINE_PRECISION", default).startswith("int8")
+    int8 = environment.get("ENGINE_PRECISION", "int8") == "int8"
     largest = sorted(sizes, reverse=True)[:wanted]
     return int(sum(largest) / len(largest) * (INT8 if int8 else FP32)) + WORKER_BYTES
 

@@ -20,8 +20,7 @@ class Convert:
     source: Path = argument("the model's folder or archive, v1 or Hugging Face")
     target: Path = argument("the folder to make; it must not be there")
     to: Literal["hf", "v1", "prepared", "onnx"] = option(..., "what to make")
-    backend: Literal["onnxruntime", "mxnet"] = option("onnxruntime", "that prepared is for")
-    precision: Literal["int8", "int8-kv8", "fp32"] = option("int8", "of prepared")
+    precision: Literal["int8", "fp32"] = option("int8", "of prepared")
     past: bool = option(False, "of onnx: with keys and values of earlier tokens")
     spiece: Path | None = option(None, "of v1: the sentencepiece model, where the source has none")
     text: Path | None = option(
@@ -37,8 +36,8 @@ def run(options: Convert) -> None:
 
     v1: *.params and *.spiece, as KoGPT2 v1 has them.
 
-    prepared: the same model with its quantized and packed form beside it, so that its first load is
-    as fast as any later one, on processors of the same kind; --backend mxnet's int8 fits all kinds.
+    prepared: the same model with its prepared file beside it, so that its first load is as fast as
+    any later one, on all processors and with both backends of a CPU.
 
     onnx: NAME/1/model.onnx of standard operators, for Triton and others: input_ids and
     attention_mask in, logits out; --past adds keys and values.
@@ -54,11 +53,8 @@ def run(options: Convert) -> None:
     from scripts.lib import converting
     from scripts.lib.folders import model_folder
 
-    backend: str = "onnxruntime"
-    precision: str = "fp32"
-    if options.to == "prepared":
-        backend, precision = options.backend, options.precision
-        converting.check_prepared(backend, precision)
+    backend = "native"
+    precision = options.precision if options.to == "prepared" else "fp32"
     with model_folder(options.source) as given:
         said = _convert(options, converting.open_source(given), backend, precision)
     for line in [f"{options.source} -> {options.target}", *said]:

@@ -176,14 +176,6 @@ def _copy_templates(source: Artifact, target: Path) -> list[str]:
     return [f"{GENERATION_FILE} is left out: the other tokenizer cuts its template otherwise"]
 
 
-def check_prepared(backend: str, precision: str) -> None:
-    """Raises `Problem` for a backend or a precision that there is not on a CPU."""
-    try:
-        backends.check(backend, precision, "cpu")
-    except EngineError as error:
-        raise Problem(error.message) from None
-
-
 def to_prepared(source: Artifact, target: Path, backend: str, precision: str) -> None:
     """The same artifact with its prepared file, which is the same on every processor."""
     for path in source.path.iterdir():
@@ -243,7 +235,6 @@ def onnx_logits(config: GPT2Config, path: Path, with_past: bool) -> Logits:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.use_per_session_threads = False  # the engine's sessions share a pool, so all must
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     found = []
     for ids in prompts(config):

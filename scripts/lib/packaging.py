@@ -14,6 +14,8 @@ from typing import IO, Any
 
 from common.errors import EngineError
 from engine.artifacts.open import open_artifact
+from engine.prepared.folder import MODEL
+from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import content_of
 from engine.text.prompts import Prompts
 from handlers.dispatch import handler_for
@@ -94,6 +96,10 @@ def _files(folder: Path) -> Iterator[Path]:
             raise Problem(
                 f"{folder} holds a file whose name is not UTF-8: {entry.name!a}"
             ) from None
+        if entry.name == PREPARED and entry.is_dir() and not entry.is_symlink():
+            models = sorted(entry.glob("*" + MODEL))
+            yield from (file for file in models if file.is_file() and not file.is_symlink())
+            continue
         if not belongs(entry):
             continue
         if entry.is_dir() and not entry.is_symlink():

@@ -76,6 +76,14 @@ def test_what_tools_leave_behind_is_left_out(folder: Path, tmp_path: Path) -> No
     assert names == {"config.json", "kogpt2.params", "kogpt2.spiece"}
 
 
+def test_a_prepared_model_is_packed(folder: Path) -> None:
+    (folder / ".prepared").mkdir()
+    for name in ("봄.safetensors", "봄.source.json"):
+        (folder / ".prepared" / name).write_text("x")
+    assert folder / ".prepared" / "봄.safetensors" in check(folder).files
+    assert "봄.source.json" not in {path.name for path in check(folder).files}
+
+
 def test_progress_counts_every_byte(folder: Path, tmp_path: Path) -> None:
     seen: list[int] = []
     checked = check(folder)

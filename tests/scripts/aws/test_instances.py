@@ -10,12 +10,11 @@ from scripts.aws.instances import MIB, WORKER_BYTES, model_bytes
 @pytest.mark.parametrize(
     ("backend", "precision", "mib"),
     [
-        ("mxnet", None, 1.1 * 300),
-        ("mxnet", "int8", 0.33 * 300),
-        ("onnxruntime", None, 0.33 * 300),
-        ("onnxruntime", "int8", 0.33 * 300),
-        ("onnxruntime", "int8-kv8", 0.33 * 300),
-        ("onnxruntime", "fp32", 1.1 * 300),
+        ("mxnet", None, 0.33 * 300),
+        ("mxnet", "fp32", 1.1 * 300),
+        ("native", None, 0.33 * 300),
+        ("native", "int8", 0.33 * 300),
+        ("native", "fp32", 1.1 * 300),
     ],
 )
 def test_the_largest_count_by_the_precision_of_their_weights(
