@@ -13,23 +13,19 @@ def profile(*arguments: str) -> subprocess.CompletedProcess[str]:
     return command.run("profile", *arguments)
 
 
-@pytest.mark.parametrize(
-    ("precision", "product"), [("int8", "Int8MatMul 160x64"), ("fp32", "FusedMatMul 160x64")]
-)
-def test_each_operator_has_its_time_and_each_product_its_speed(
-    tmp_path: Path, precision: str, product: str
-) -> None:
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_each_part_has_its_time_and_products_their_speed(tmp_path: Path, precision: str) -> None:
     model = make_artifact(tmp_path / "모델", vocab=160, units=64, layers=2)
     done = profile("--model", str(model), "--precision", precision, "--rows", "1,3")
     assert done.returncode == 0, done.stderr
     head, _, *rows = done.stdout.strip().splitlines()
-    assert [*map(str.strip, head.split("|"))][2:6] == ["1 row: ms", "GB/s", "GMAC/s", "3 rows: ms"]
+    assert [*map(str.strip, head.split("|"))][2:6] == ["1 row: ms", "GB/s", "3 rows: ms", "GB/s"]
     cells = {r.split("|")[1].strip(): [c.strip() for c in r.split("|")[2:-1]] for r in rows}
-    assert float(cells[product][0]) > 0
-    assert len([cell for cell in cells[product] if cell]) == 6
-    assert cells["LayerNormalization"][1:3] == ["", ""]
-    parts = sum(float(cell[0]) for name, cell in cells.items() if name != "all")
-    assert float(cells["all"][0]) == pytest.approx(parts, rel=0.5)
+    for product in ("products", "head"):
+        assert float(cells[product][2]) > 0
+        assert all(cells[product])
+    assert cells["attention"][1] == ""
+    assert {"embedding", "rest", "all"} < cells.keys()
 
 
 def test_what_is_no_model_or_no_number_is_one_line(tmp_path: Path) -> None:

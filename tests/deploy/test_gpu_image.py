@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from engine.backends import BACKENDS, precisions
+from engine.backends import precisions
 from serving.process.device import BUILDS
 from tests.e2e.server import REPOSITORY
 
@@ -56,7 +56,7 @@ def test_cuda_builds_stand_in_the_place_of_those_for_cpus(choice: str) -> None:
     assert {name: installed[name] for name in shared} == {name: cpu[name] for name in shared}
     cuda_13 = any(name.endswith("-cu13") for name in installed)
     cuda_11 = any(name.endswith("-cu11") for name in installed)
-    assert (cuda_11, cuda_13) == tuple(backend in CHOICES[choice] for backend in BACKENDS)
+    assert (cuda_11, cuda_13) == tuple(backend in CHOICES[choice] for backend in CUDA_BUILDS)
 
 
 def test_a_choice_that_is_none_is_told() -> None:
@@ -84,7 +84,7 @@ def test_what_computes_by_default_is_in_the_image_and_on_the_gpu(choice: str) ->
     set_here = environment(f"default-{choice}")
     assert set_here["ENGINE_DEVICE"] == "gpu"
     assert set_here["ENGINE_BACKEND"] in CHOICES[choice] & BUILDS.keys()
-    assert set_here["ENGINE_BACKEND"] in BACKENDS
+    assert set_here["ENGINE_BACKEND"] in CUDA_BUILDS
     # The backend's own for the device it is given: fp16 fits no CPU, int8 no GPU.
     assert "ENGINE_PRECISION" not in set_here
     expected = {"mxnet": "fp32", "onnxruntime": "fp16"}[set_here["ENGINE_BACKEND"]]

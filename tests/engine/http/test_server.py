@@ -361,7 +361,7 @@ def test_a_model_that_does_not_fit_is_507(engine: EngineProcess, tmp_path: Path)
 
 
 def test_a_deadline_is_504_and_in_a_stream_the_last_line(engine: EngineProcess, url: str) -> None:
-    body = {**LONG, "timeout_s": 1.0}
+    body = {**LONG, "timeout_s": 0.1}
     status, error = engine.call("POST", f"{url}/generate", body)
     assert (status, error["type"]) == (504, "DeadlineExceeded")
     lines = [json.loads(x) for x in engine.open("POST", f"{url}/generate", body | {"stream": True})]

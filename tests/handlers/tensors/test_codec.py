@@ -232,7 +232,10 @@ def test_data_may_be_flat_or_nested(data: Any) -> None:
         ([], "the body must be"),
         ({"inputs": [1]}, "the body must be"),
         ({"inputs": {}}, "the body must be"),
-        ({**request(), "모름": 1}, "모름 is not known; known are id, parameters, inputs, outputs"),
+        (
+            {**request(), "모름": 1},
+            "모름 is not known; known are id, model_name, parameters, inputs, outputs",
+        ),
         ({**request(), "id": 5}, "id must be a string"),
         ({**request(), "parameters": [1]}, "parameters must be a JSON object"),
         ({"inputs": request()["inputs"] * 2}, "input_ids is there twice"),
