@@ -104,7 +104,7 @@ class Settings:
     max_rows: int = setting(
         "ENGINE_MAX_ROWS",
         16,
-        "sequences of one model that share a step; mxnet in fp32 on a CPU takes 15 at most",
+        "sequences of one model that share a step",
     )
     max_waiting: int = setting(
         "MAX_WAITING", 256, "requests of one model that wait for a place; one more gets 429"
