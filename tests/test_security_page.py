@@ -34,8 +34,9 @@ TESTS = {
     "`ALLOW_MODEL_REQUIREMENTS` is off": "test_requirements_are_refused_unless_they_are_allowed",
     "It stands on the port for requests": "test_a_page_of_another_site_loads_no_model",
     "Models know nothing of each other's prompts": (
-        "test_the_longest_match_is_found_and_only_of_the_same_owner"
+        "test_a_row_begins_with_the_longest_match_of_the_same_owner"
     ),
+    "`requests` and what it brings": "test_a_process_that_reads_clients_bytes_has_no_other_package",
     "Passed are `PATH`": "test_what_it_says_is_passed_is_passed",
     "Of these, a name with `TOKEN`": "test_secrets_of_any_name_are_not",
     **dict.fromkeys(
