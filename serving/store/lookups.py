@@ -17,7 +17,7 @@ from serving.store.stopping import Stop
 # A name that the store does not have is not looked up again for so long.
 MISSING_S = 1.0
 MAX_MISSING = 4096
-# A listing is as old at most; those who ask meanwhile share one.
+# A listing of a remote store is as old at most; those who ask meanwhile share one.
 LISTED_S = 1.0
 ANSWER_S, LISTING_S = 15.0, 60.0
 # Threads of its own: a store that hangs holds up nothing else, and nothing of this machine.
@@ -72,7 +72,8 @@ class Lookups:
 
     def _listed(self, listing: asyncio.Future[list[StoredModel]]) -> None:
         failed = listing.cancelled() or listing.exception() is not None
-        self._listed_until = 0.0 if failed else self._now() + LISTED_S
+        fresh = failed or is_here("", self._store)  # a folder of this machine is read each time
+        self._listed_until = 0.0 if fresh else self._now() + LISTED_S
 
     def close(self) -> None:
         """What is being asked may go on for a while; nobody waits for it."""

@@ -47,7 +47,7 @@ def full(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Contai
     """Not full yet."""
     if request.param == "many small models":
         store = copies(small(tmp_path / "model"), tmp_path / "store", MOST)
-        environment = {"ENGINE_BACKEND": "mxnet"}
+        environment = {"ENGINE_BACKEND": "mxnet", "ENGINE_MEMORY_MIB": "8"}
     else:
         model = random_model.make(tmp_path, random_model.FULL, 1, "float16")
         store = copies(model, tmp_path / "store", 40)

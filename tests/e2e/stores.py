@@ -26,7 +26,7 @@ SHORT = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 16}}
 # Some seconds of work for `slow`.
 LONG = {
     "inputs": "나는 오늘",
-    "parameters": {"max_new_tokens": 1000, "num_return_sequences": 2, "temperature": 0.01},
+    "parameters": {"max_new_tokens": 3000, "num_return_sequences": 2, "temperature": 0.01},
 }
 # More than `endless` does before its client has left or its time is up, however late those are.
 ENDLESS_TOKENS = 8000
@@ -43,7 +43,7 @@ def small(path: Path, seed: int = 0) -> Path:
 
 def slow(path: Path) -> Path:
     """A model that takes some seconds for `LONG`."""
-    return make_artifact(path, layers=4, units=256, heads=4, vocab=160, max_length=1024)
+    return make_artifact(path, layers=4, units=256, heads=4, vocab=160, max_length=4096)
 
 
 def endless(path: Path) -> Path:

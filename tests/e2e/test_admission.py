@@ -93,7 +93,7 @@ def test_those_that_are_answered_are_answered_in_time(server: Server) -> None:
 def test_sixteen_clients_of_a_default_server_share_a_step(server: Server) -> None:
     # Steps that take longer than a client of this process needs to ask again.
     assert server.load("열여섯", "느린").status_code == 200
-    body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 60, "temperature": 0.01}}
+    body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 400, "temperature": 0.01}}
     assert text(server.predict("열여섯", body))
     before = of(server, "열여섯")
     with ThreadPoolExecutor(16) as pool:
