@@ -233,8 +233,8 @@ def test_no_worker_is_started_before_there_is_room(fresh: Server) -> None:
 def test_a_model_with_requests_in_flight_stays_while_an_idle_one_goes(
     store: Path, tmp_path: Path
 ) -> None:
-    # `slow`, `m0` and what LONG needs take 30.6 MiB; `m1` needs 1.7.
-    with serving(tmp_path, store, ENGINE_MEMORY_MIB="31", ENGINE_OVERCOMMIT="1") as server:
+    # `slow`, `m0` and what LONG needs take 65.2 MiB; `m1` needs 1.7.
+    with serving(tmp_path, store, ENGINE_MEMORY_MIB="66", ENGINE_OVERCOMMIT="1") as server:
         text(server.predict("slow", SHORT))
         text(server.predict("m0", SHORT))
         with in_flight(server, "slow", 1) as busy:
