@@ -17,7 +17,7 @@ from tests.e2e.stores import FAST, SHORT, slow
 pytestmark = pytest.mark.container
 
 # One or two seconds of work for `slow`, on cores that are free.
-LONG = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 4000, "temperature": 0.01}}
+LONG = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 1500, "temperature": 0.01}}
 WATCHED = ["--health-interval", "1s", "--health-retries", "2", "--health-start-period", "0s"]
 
 

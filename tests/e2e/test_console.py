@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for name in (SLOW, *LARGE):
         slow(store / name)
     environment = {"INFERENCE_TOKEN": CALL, "MANAGEMENT_TOKEN": MANAGE}
-    environment |= {"ENGINE_MEMORY_MIB": "40", "ENGINE_OVERCOMMIT": "1"}
+    environment |= {"ENGINE_MEMORY_MIB": "72", "ENGINE_OVERCOMMIT": "1"}
     with serving(folder / "run", store, **environment) as server:
         yield server
 
@@ -226,7 +226,7 @@ def test_what_others_do_is_seen_as_it_happens(
     name = evicted.first.inner_text().split()[1]
     expect(row(page, name)).to_have_attribute("data-state", "stored")
     expect(row(page, LARGE[-1]).locator("[data-column=requests]")).not_to_have_text("0")
-    expect(page.locator(".bar")).to_have_attribute("aria-label", re.compile("budget 40 MiB"))
+    expect(page.locator(".bar")).to_have_attribute("aria-label", re.compile("budget 72 MiB"))
 
 
 # Answers
@@ -267,7 +267,7 @@ def test_a_stopped_answer_frees_its_place(server: Server, open_page: Callable[..
     page = open_page()
     choose(page, SLOW)
     page.locator("summary").click()
-    page.fill("#parameter-max_new_tokens", "1000")
+    page.fill("#parameter-max_new_tokens", "1800")
     page.fill("#parameter-num_return_sequences", "2")
     page.fill("#parameter-temperature", "0.01")
     page.press("#prompt", "Control+Enter")
