@@ -282,7 +282,9 @@ class Cache:
         extract(stream, fresh, name, self._settings.model_max_bytes, reservation.grow)
         if all(path.is_dir() for path in fresh.iterdir()):
             paths = [entry.path.removeprefix(f"{fresh}/") for entry in walk(fresh)]
-            if not is_model(paths) and (folders := model_folders(paths)):
+            # MMS's model archiver puts all of a .tgz one folder down, which its models may have.
+            of_mms = any(path.endswith("/MAR-INF/MANIFEST.json") for path in paths)
+            if not (of_mms or is_model(paths)) and (folders := model_folders(paths)):
                 raise ArchiveError(
                     f"{name} holds its model in a folder, {min(folders)}/: pack what is in the"
                     f" folder (tar -czf {name} -C {min(folders)} .), or use kogpt2 package"

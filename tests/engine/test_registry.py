@@ -441,7 +441,7 @@ def test_weights_leave_room_for_one_request_of_the_whole_context(
     model_dir: Path, tmp_path: Path
 ) -> None:
     long = make_talkative(tmp_path / "long", max_length=2 * CONTEXT)
-    engine = Engine(Settings(memory_mib=64, overcommit=1))
+    engine = Engine(Settings(memory_mib=64, overcommit=1, precision="fp32"))
     try:
         first = engine.load("m", str(model_dir))
         row = first.compute.kv_bytes_for([CONTEXT])
