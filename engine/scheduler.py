@@ -180,17 +180,18 @@ class Batch:
 
     def collect(self) -> None:
         """Closes the rows of finished sequences, or leaves them to the prefix cache."""
-        finished = [s for s in self.running if s.state is State.FINISHED]
-        if not finished:
+        left = [s for s in self.running if s.state is not State.FINISHED]
+        if len(left) == len(self.running):
             return
-        self.running = [s for s in self.running if s.state is not State.FINISHED]
-        for sequence in finished:
-            row = self._rows.pop(sequence, None)
-            if row is not None and not self._keep(sequence, row):
-                self.model.close_row(row)
-        freed = self._reserved_bytes - self._kv_bytes()
+        for sequence in self.running:
+            if sequence.state is State.FINISHED:
+                row = self._rows.pop(sequence, None)
+                if row is not None and not self._keep(sequence, row):
+                    self.model.close_row(row)
+        freed = self._reserved_bytes - self.model.kv_bytes_for([s.max_tokens for s in left])
         self._budget.release_kv(freed)
         self._reserved_bytes -= freed
+        self.running = left  # last: another thread may close the model of a batch without work
 
     def _keep(self, sequence: Sequence, row: Row) -> bool:
         if sequence.failed or not self.model.keeps or not self._prefixes.limit_bytes:

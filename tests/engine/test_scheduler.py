@@ -364,3 +364,26 @@ def test_each_sequence_is_as_if_it_were_alone(path: Path, kept_tokens: int) -> N
         assert new == expected(length, seed, len(new))
     assert 5 < cancelled < 40
     assert bench.budget.kv_bytes == 0
+
+
+def test_a_batch_has_work_until_it_needs_its_model_no_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread closes the model of a batch without work."""
+    bench.queue(5, new=1)
+    seen: list[bool] = []
+    for name in ("close_row", "kv_bytes_for"):
+        real = getattr(bench.model, name)
+
+        def noted(*arguments: Any, real: Any = real) -> Any:
+            seen.append(bench.batch.has_work)
+            return real(*arguments)
+
+        monkeypatch.setattr(bench.model, name, noted)
+    bench.batch.schedule(TURN)
+    [sequence] = bench.batch.running
+    sequence.state = State.FINISHED
+    seen.clear()
+    bench.batch.collect()
+    assert seen == [True, True]
+    assert not bench.batch.has_work
