@@ -24,7 +24,7 @@ from tests.serving.store.s3 import S3Server
 pytestmark = pytest.mark.slow
 
 SLOW = ("slow-1.tar.gz", "slow-2.tar.gz")
-BUSY_MIB = "59"  # two slow models (13.2 each) with two rows of `LONG` each (7.9 a row), no more
+BUSY_MIB = "127"  # two slow models (16.2 each) with two rows of `LONG` each (23.6 a row), no more
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,13 @@ import sys
 import tarfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import sentencepiece
 
+from engine import backends
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import BackendModel
-from engine.backends.mxnet import model as mxnet_model
+from engine.backends.interface import BackendModel, Piece
 from scripts.lib.documents import read_documents
 from scripts.lib.fine_tune import FineTune
 from scripts.lib.fine_tuning import fine_tune, train_tokenizer
@@ -187,20 +186,20 @@ class Demo:
 
     def __init__(self, name: str, folder: Path) -> None:
         artifact = unpack(STORE / f"{name}.tar.gz", folder / name)
-        self.model: BackendModel = mxnet_model.load(artifact)
+        self.model: BackendModel = backends.load(artifact, "native", "fp32")
         self.tokenizer = sentencepiece.SentencePieceProcessor(
             model_file=str(artifact.tokenizer_file)
         )
 
     def continuation(self, prompt: str) -> str:
         """The text that greedy decoding adds, up to `</s>`."""
-        row = self.model.add_row()
+        row = self.model.open_row()
         ids = [self.tokenizer.bos_id(), *self.tokenizer.encode(prompt)]
         room = self.model.config.max_length - len(ids)
-        found = [int(self.model.extend(row, np.array(ids)).argmax())]
-        while found[-1] != self.tokenizer.eos_id() and len(found) < room:
-            found.append(int(self.model.decode(np.array(found[-1:]))[0].argmax()))
-        self.model.remove_last_row()
+        found: list[int] = []
+        while found[-1:] != [self.tokenizer.eos_id()] and len(found) < room:
+            found.append(int(self.model.run([Piece(row, found[-1:] or ids)])[0].argmax()))
+        self.model.close_row(row)
         text: str = self.tokenizer.decode(found)
         return text
 
