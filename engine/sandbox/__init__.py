@@ -28,7 +28,7 @@ from engine.sandbox.messages import receive, send
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 # How long the helper may take to fork, and to say how a child ended.
-HELPER_S = 10.0
+HELPER_S = 30.0
 STATUS_S = 5.0
 Target = Callable[..., Any]
 T = TypeVar("T")
