@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from common.cpus import cpu_count
 from engine.artifacts.config import GPT2Config
 from engine.backends.interface import BackendModel, Logits, Piece, Row, check_ids
 from engine.native import library
@@ -27,8 +26,7 @@ def _open_arena(page_bytes: int) -> Arena:
     global _started
     with _lock:
         if not _started:
-            library.use_kernels()
-            library.use_threads(cpu_count())
+            library.start()
             _started = True
         arena, models = _arenas.get(page_bytes) or (Arena(page_bytes), 0)
         _arenas[page_bytes] = arena, models + 1

@@ -313,7 +313,7 @@ static void compute_layer(const Layer *layer, double *time) {
   count_time(PRODUCTS, time);
 }
 
-/* The logits of the tokens that want them. `hidden` is free for their rows. */
+/* The logits of the tokens that want them, whose rows go to the front of `x` and `h`. */
 static void compute_logits(float *logits, double *time) {
   const Model *m = pass.model;
   size_t token = 0, wanted = 0;
