@@ -232,10 +232,9 @@ def logits(artifact: Artifact, precision: str, cache_dir: Path, backend: str = "
 
 def onnx_logits(config: GPT2Config, path: Path, with_past: bool) -> Logits:
     """The same of a portable graph, run by onnxruntime: with a past, token after token."""
-    import onnxruntime
+    from common.onnx_session import open_graph
 
-    options = onnxruntime.SessionOptions()
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = open_graph(path)
     found = []
     for ids in prompts(config):
         pieces = [ids[i : i + 1] for i in range(len(ids))] if with_past else [ids]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import requests
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import ENDLESS, SHORT, endless, error, running, small, statistics, text
+from tests.e2e.stores import ENDLESS, LONG, SHORT, endless, error, running, small, statistics, text
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +32,10 @@ def server(clean: Server) -> Server:
 def of(server: Server, name: str) -> dict[str, Any]:
     (found,) = (m for m in statistics(server)["models"] if m["name"].startswith(f"{name}#"))
     return dict(found)
+
+
+def metrics(server: Server) -> str:
+    return requests.get(server.url("/metrics"), timeout=60).text
 
 
 def logged(server: Server) -> dict[str, dict[str, Any]]:
@@ -106,13 +109,16 @@ def test_sixteen_clients_of_a_default_server_share_a_step(server: Server) -> Non
 
 def test_a_full_line_is_told_and_the_other_model_answers(server: Server) -> None:
     assert server.load("좁은", "느린", initial_workers=1, queue=2).status_code == 200
-    body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 300}}
-    with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(server.predict, "좁은", body) for _ in range(8)]
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(server.predict, "좁은", LONG)]
+        eventually(lambda: running(server) == 2)
+        answers += [pool.submit(server.predict, "좁은", SHORT) for _ in range(2)]
+        eventually(lambda: 'kogpt2_model_waiting{model="좁은"} 2.0' in metrics(server))
         assert text(server.predict("빠른", SHORT))
-        done = [answer.result() for answer in answers]
-    assert Counter(a.status_code for a in done) == {200: 3, 429: 5}
-    refused = next(a for a in done if a.status_code == 429)
-    assert error(refused)[1] == "TooManyRequestsException"
-    assert "2 requests to this model are waiting" in refused.json()["message"]
+        refused = [server.predict("좁은", SHORT) for _ in range(3)]
+        assert [answer.result().status_code for answer in answers] == [200] * 3
+    for answer in refused:
+        assert answer.status_code == 429
+        assert error(answer)[1] == "TooManyRequestsException"
+        assert "2 requests to this model are waiting" in answer.json()["message"]
     assert of(server, "좁은")["requests"] == 3

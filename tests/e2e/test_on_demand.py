@@ -269,7 +269,6 @@ def test_unloading_under_load_fails_nobody(many: Server) -> None:
     text(many.predict("slow", SHORT))
     with in_flight(many, "slow", 1) as answers:
         assert many.unload("slow").status_code == 200
-        assert all(answer.done() for answer in answers)
         assert {answer.result().status_code for answer in answers} == {200}
     assert text(many.predict("slow", SHORT))  # and comes back when it is wanted
 

@@ -47,8 +47,9 @@ class Runtime:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def client(self, connections: int = 16) -> Any:
-        """Tries nothing twice, so that each error is seen."""
+    def client(self, connections: int = 16, timeout_s: float = 70) -> Any:
+        """Tries nothing twice, so that each error is seen. `timeout_s` is 70 as AWS advises: longer
+        than the platform's 60 s."""
         return boto3.client(
             "sagemaker-runtime",
             endpoint_url=self.url,
@@ -58,7 +59,7 @@ class Runtime:
             config=Config(
                 retries={"total_max_attempts": 1},
                 max_pool_connections=connections,
-                read_timeout=70,  # as AWS advises: longer than the platform's 60 s
+                read_timeout=timeout_s,
             ),
         )
 
@@ -79,10 +80,10 @@ def runtime(*endpoints: Endpoint | Components) -> Iterator[Runtime]:
 
 
 @contextlib.contextmanager
-def client_of(endpoint: Endpoint | Components) -> Iterator[Any]:
+def client_of(endpoint: Endpoint | Components, timeout_s: float = 70) -> Iterator[Any]:
     """boto3's client of an account with one endpoint."""
     with runtime(endpoint) as api:
-        client = api.client()
+        client = api.client(timeout_s=timeout_s)
         try:
             yield client
         finally:

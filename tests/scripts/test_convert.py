@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
+from common.onnx_session import open_graph
 from engine.artifacts.artifact import EMBEDDING, OUTPUT
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_params import read_params
@@ -161,7 +161,7 @@ def test_a_portable_graph_gives_the_logits_of_every_token(
     graph = onnx.load(path)
     assert {node.domain for node in graph.graph.node} == {""}
     assert (graph.ir_version, graph.opset_import[0].version) == (9, 17)
-    session = session_of(path)
+    session = open_graph(path)
     ids = np.random.default_rng(1).integers(0, 700, (2, 12))
     whole = uncached_model(source)(mx.nd.array(ids)).asnumpy()  # (B, T, V)
 
@@ -185,7 +185,7 @@ def test_a_portable_graph_goes_on_from_its_past(tmp_path: Path) -> None:
 
     source = make_hugging_face(tmp_path / "m")
     convert(source, tmp_path / "out", "--to", "onnx", "--past")
-    session = session_of(tmp_path / "out" / "1" / "model.onnx")
+    session = open_graph(tmp_path / "out" / "1" / "model.onnx")
     ids = np.random.default_rng(2).integers(0, 700, (3, 10))
     whole = uncached_model(source)(mx.nd.array(ids)).asnumpy()
     cache = empty_cache(session, rows=3)
@@ -197,15 +197,6 @@ def test_a_portable_graph_goes_on_from_its_past(tmp_path: Path) -> None:
         ]
         cache = dict(zip(names[1:], answers[1:], strict=True))
         np.testing.assert_allclose(answers[0], whole[:, begin:end], rtol=0, atol=1e-4)
-
-
-def session_of(path: Path) -> Any:
-    options = onnxruntime.SessionOptions()
-    options.use_per_session_threads = False  # whether or not the engine's pool is there already
-    try:
-        return onnxruntime.InferenceSession(str(path), options)
-    except RuntimeError:
-        return onnxruntime.InferenceSession(str(path))
 
 
 def empty_cache(session: Any, rows: int) -> dict[str, Any]:
