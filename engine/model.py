@@ -1,15 +1,16 @@
-"""A loaded model."""
+"""A loaded model, and the weights and steps that it may share with others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.backends import row_bytes
-from engine.backends.interface import BackendModel
+from engine.backends.interface import Adapter, BackendModel
 from engine.prepared.manifest import Run
 from engine.scheduler import Batch
 from engine.statistics import Statistics
@@ -17,24 +18,25 @@ from engine.text.texts import Texts
 
 
 @dataclass(eq=False)
-class Model:
-    """Its weights on a backend, its texts, its batch.
+class Core:
+    """An artifact's weights on a backend, and its batch: of one model, or of a base and all its
+    adapters.
 
     It is resident, which is that it can compute, or it waits on the disk: `engine.residency`
     decides.
     """
 
     name: str
+    key: Hashable  # the same for the same weights
     path: Path
     backend: str
     precision: str
-    config: GPT2Config
+    artifact: Artifact
     open: Callable[[Run], BackendModel]  # raises `EngineError`
-    texts: Texts
     batch: Batch
     reserved_bytes: int  # of its weights, in memory
-    statistics: Statistics = field(default_factory=Statistics)
-    load_s: float = 0.0
+    models: set[Model] = field(default_factory=set)  # that it computes
+    lost: bool = False  # after a fault in its batch
     prefilled_at: int = 0  # the engine's turn in which it last computed a part of a prompt
     compute: BackendModel | None = None  # while it is open
     resident: bool = False
@@ -44,6 +46,14 @@ class Model:
     submitting: int = 0  # requests whose prompts are being cut
     resident_since: float = 0.0
     opening_s: float = 0.0  # what it last took to make it resident
+
+    @property
+    def config(self) -> GPT2Config:
+        return self.artifact.config
+
+    @property
+    def has_adapters(self) -> bool:
+        return any(model.adapter is not None for model in self.models)
 
     @property
     def row_bytes(self) -> int:
@@ -67,37 +77,67 @@ class Model:
     def idle(self) -> bool:
         return not self.submitting and not self.batch.has_work
 
+
+@dataclass(eq=False)
+class Model:
+    """What requests name: texts, counters, and where it is one of several fine-tunes of a base, its
+    adapter."""
+
+    name: str
+    path: Path
+    core: Core
+    texts: Texts
+    adapter: Adapter | None = None
+    statistics: Statistics = field(default_factory=Statistics)
+    load_s: float = 0.0
+    submitting: int = 0  # requests whose prompts are being cut
+
+    @property
+    def config(self) -> GPT2Config:
+        return self.core.config
+
+    @property
+    def batch(self) -> Batch:
+        return self.core.batch
+
+    @property
+    def adapter_bytes(self) -> int:
+        return 0 if self.adapter is None else self.adapter.num_bytes
+
     @property
     def answered(self) -> bool:
         """Whether everybody who asked has the whole answer."""
-        return self.idle and self.texts.idle
+        return not self.submitting and not self.batch.unfinished(self) and self.texts.idle
 
     def held(self) -> dict[str, Any]:
-        """Where it is and what it takes of the budget, for whoever asks often."""
+        """Where it is and what it takes of the budget, for whoever asks often: of what it shares
+        its part."""
+        core = self.core
         return {
             "name": self.name,
-            "residency": "hot" if self.resident else "parked",
+            "residency": "hot" if core.resident else "parked",
             # What goes with it at most: the other models may need a shorter row.
-            "reserved_bytes": self.reserved_bytes,
-            "row_bytes": self.row_bytes,
-            "kv_bytes": self.batch.kv_bytes,
+            "reserved_bytes": self.adapter_bytes + core.reserved_bytes // max(len(core.models), 1),
+            "row_bytes": core.row_bytes,
+            "kv_bytes": self.batch.kv_bytes(self),
         }
 
     def describe(self) -> dict[str, Any]:
-        compute, counters = self.compute, self.statistics
+        core, compute, counters = self.core, self.core.compute, self.statistics
         return {
             **self.held(),
             "model_dir": str(self.path),
-            "backend": self.backend,
-            "precision": self.precision,
+            **({} if self.adapter is None else {"base": str(core.path)}),
+            "backend": core.backend,
+            "precision": core.precision,
             "parameters": self.config.num_parameters,
             "max_length": self.config.max_length,
-            "weight_bytes": 0 if compute is None else compute.weight_bytes,
-            "held_bytes": self.held_bytes,
+            "weight_bytes": self.adapter_bytes + (0 if compute is None else compute.weight_bytes),
+            "held_bytes": self.adapter_bytes + core.held_bytes,
             "load_seconds": round(self.load_s, 3),
-            "running": len(self.batch.running),
-            "waiting": len(self.batch.waiting),
-            "prefix_bytes": self.batch.prefix_bytes,
+            "running": self.batch.num_running(self),
+            "waiting": self.batch.num_waiting(self),
+            "prefix_bytes": self.batch.prefix_bytes(self),
             **vars(counters),
             "queue_s": counters.queue_s.describe(),
             "time_to_first_token_s": counters.time_to_first_token_s.describe(),

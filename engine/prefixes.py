@@ -32,7 +32,7 @@ def shared_length(one: Ids, other: Ids) -> int:
 
 @dataclass(eq=False)
 class Prefix:
-    owner: object  # the batch whose model computed the row
+    owner: object  # whose prompts may begin with the row: a batch, or one of its models
     ids: Ids  # of the row's tokens
     row: Row
     model: BackendModel
@@ -112,6 +112,12 @@ class Prefixes:
         """Evicts all rows of one owner."""
         with self._lock:
             for prefix in self._of(owner):
+                self._remove(prefix)
+
+    def drop_rows_of(self, model: BackendModel) -> None:
+        """Evicts all rows that a model has computed."""
+        with self._lock:
+            for prefix in [prefix for prefix in self._kept if prefix.model is model]:
                 self._remove(prefix)
 
     def _of(self, owner: object) -> list[Prefix]:

@@ -20,11 +20,12 @@ from common.errors import (
     ModelNotFound,
     Overloaded,
 )
-from common.memory import MIB, container_memory, return_freed_memory
+from common.memory import MIB, container_memory
 from common.parameters import Parameters
 from engine.budget import Budget
-from engine.loader import Loader
-from engine.model import Model
+from engine.cores import Cores
+from engine.loader import Loader, Request
+from engine.model import Core, Model
 from engine.native.model import release_memory
 from engine.prefixes import Prefixes
 from engine.residency import Residency
@@ -54,8 +55,11 @@ class Engine:
         limit = self.settings.prefix_cache_mib * MIB
         self._prefixes = Prefixes(limit, self._unwanted_bytes, _short_bytes)
         self.budget.given = self._prefixes.shrink
-        self._residency = Residency(self._changed, self._models, self.budget, self._prefixes)
-        self._loader = Loader(self.settings, self.budget, self._prefixes, self._residency)
+        self._cores = Cores(self._changed)
+        self._residency = Residency(self._changed, self._cores.by_name, self.budget, self._prefixes)
+        self._loader = Loader(
+            self.settings, self.budget, self._prefixes, self._residency, self._cores
+        )
         idle = release_memory if self.settings.device == "cpu" else lambda: None
         self._loop = Loop(self._changed, self._lose, self._residency.advance, idle)
         self._closed = False
@@ -70,16 +74,18 @@ class Engine:
         precision: str | None = None,
         max_rows: int | None = None,
         reading: Reading | None = None,
+        base: str | None = None,
     ) -> Model:
-        """Loads the model in `model_dir`. Of several loads of one name at once, one does the work.
+        """Loads the model in `model_dir`, or the adapter there for the model in the folder `base`.
+        Of several loads of one name at once, one does the work.
 
+        A base and its adapters share its weights and their steps.
         At most `max_rows` sequences share a step, ENGINE_MAX_ROWS where it is not given. Whoever
         gives up `reading` ends it, with `Cancelled`; another load then takes over. Raises
         `ArtifactError`, `OutOfMemory`, `InvalidRequest`; `ModelAlreadyLoaded` if the name stands
         for another folder, backend or precision. A failed load leaves nothing behind.
         """
-        backend, precision = self._loader.resolve(backend, precision)
-        wanted = (Path(model_dir).resolve(), backend, precision)
+        wanted = self._request(name, model_dir, backend, precision, max_rows, base)
         reading = reading or Reading()
         while True:
             reading.check()
@@ -95,15 +101,22 @@ class Engine:
             except Cancelled:
                 continue  # it was given up by whoever did the work
         try:
-            model = self._loader.load(name, *wanted, max_rows or self.settings.max_rows, reading)
+            model = self._loader.load(wanted, reading)
         except BaseException as error:
             with self._changed:
                 del self._loading[name]
             future.set_exception(error)
             raise
         with self._changed:
-            self._models[name] = model
             del self._loading[name]
+            lost = model.core.lost
+            if not lost:
+                self._models[name] = model
+        if lost:
+            fault = EngineError(f"a step failed while {name} was loaded")
+            self._loader.free(model, self._cores.remove(model), fault)
+            future.set_exception(fault)
+            raise fault
         future.set_result(model)
         logger.info("loaded %s from %s in %.2f s", name, model.path, model.load_s)
         return model
@@ -116,6 +129,7 @@ class Engine:
         precision: str | None = None,
         reading: Reading | None = None,
         promised: Mapping[str, int] | None = None,
+        base: str | None = None,
     ) -> int:
         """What the weights of the model in `model_dir` will take, in bytes, if they may come now
         beside those that are `promised`: bytes, by the names of models whose loads are to come.
@@ -123,17 +137,38 @@ class Engine:
         What it reads, a load need not read again. Raises what `load` would for want of room or for
         an artifact that is none.
         """
-        backend, precision = self._loader.resolve(backend, precision)
-        needed, row = self._loader.needs(Path(model_dir), precision, reading or Reading())
+        wanted = self._request(name, model_dir, backend, precision, None, base)
+        needed, row = self._loader.needs(wanted, reading or Reading())
         self.budget.check(needed, row, name, promised)
         return needed
 
+    def _request(
+        self,
+        name: str,
+        model_dir: str,
+        backend: str | None,
+        precision: str | None,
+        max_rows: int | None,
+        base: str | None,
+    ) -> Request:
+        backend, precision = self._loader.resolve(backend, precision)
+        return Request(
+            name,
+            Path(model_dir).resolve(),
+            backend,
+            precision,
+            max_rows or self.settings.max_rows,
+            None if base is None else Path(base).resolve(),
+        )
+
     @staticmethod
-    def _same(model: Model, wanted: tuple[Path, str, str]) -> Model:
-        if (model.path, model.backend, model.precision) != wanted:
+    def _same(model: Model, wanted: Request) -> Model:
+        core = model.core
+        found = (model.path, core.path, core.backend, core.precision)
+        if found != (wanted.path, wanted.core_path, wanted.backend, wanted.precision):
             raise ModelAlreadyLoaded(
                 f"{model.name} is loaded already, from {model.path}"
-                f" ({model.backend}, {model.precision}); unload it first"
+                f" ({core.backend}, {core.precision}); unload it first"
             )
         return model
 
@@ -148,31 +183,32 @@ class Engine:
             if unless(model):
                 return False
             del self._models[name]
-        self._residency.leave(model)
-        self._loop.call(lambda: self._free(model, ModelNotFound(f"{name} was unloaded")))
+            last = self._cores.remove(model)
+        if last:
+            self._residency.leave(model.core)
+        self._loop.call(lambda: self._free(model, last, ModelNotFound(f"{name} was unloaded")))
         logger.info("unloaded %s", name)
         return True
 
-    def _lose(self, model: Model) -> None:
-        """After a fault in its batch: whoever asks next loads it anew."""
+    def _lose(self, core: Core) -> None:
+        """After a fault in its batch: whoever asks next loads its models anew."""
         with self._changed:
-            if self._models.get(model.name) is not model:
-                return  # it is being unloaded, which frees it
-            del self._models[model.name]
-        try:
-            self._free(model, EngineError(f"a step of {model.name} failed"))
-        except Exception:
-            logger.exception("%s could not be freed", model.name)
+            core.lost = True
+            self._cores.forget(core)
+            # What is being loaded or unloaded meanwhile frees itself.
+            lost = [model for model in core.models if self._models.pop(model.name, None) is model]
+            last = {model: self._cores.remove(model) for model in lost}
+        for model in lost:
+            try:
+                self._free(model, last[model], EngineError(f"a step of {model.name} failed"))
+            except Exception:
+                logger.exception("%s could not be freed", model.name)
 
-    def _free(self, model: Model, reason: EngineError) -> None:
-        for sequence in model.batch.clear():
+    def _free(self, model: Model, last: bool, reason: EngineError) -> None:
+        batch = model.batch
+        for sequence in batch.clear() if last else batch.remove(model):
             sequence.fail(reason)
-        model.texts.close(reason)
-        try:
-            self._residency.free(model)
-        finally:
-            self.budget.withdraw(model.reserved_bytes, model.row_bytes, model.name)
-            return_freed_memory()
+        self._loader.free(model, last, reason)
 
     def _unwanted_bytes(self) -> int:
         """Bytes of the budget that neither requests nor models hold."""
@@ -265,27 +301,39 @@ class Engine:
                     index=i,
                     eager=stream,
                     deadline=deadline,
+                    model=model,
+                    adapter=model.adapter,
                 )
                 for i in range(parameters.num_return_sequences)
             ]
             self._queue(model, sequences)
             return sequences
 
-        self._residency.acquire(model)
+        self._acquire(model)
         try:
             future = model.texts.soon(submit)
         except BaseException:
-            self._residency.release(model)
+            self._release(model)
             raise
-        future.add_done_callback(lambda _: self._residency.release(model))
+        future.add_done_callback(lambda _: self._release(model))
         return future
+
+    def _acquire(self, model: Model) -> None:
+        with self._changed:
+            model.submitting += 1
+            self._residency.acquire(model.core)
+
+    def _release(self, model: Model) -> None:
+        with self._changed:
+            model.submitting -= 1
+            self._residency.release(model.core)
 
     def _queue(self, model: Model, sequences: list[Sequence]) -> None:
         with self._changed:
             self._loop.check()
             if self._closed or self._models.get(model.name) is not model:
                 raise ModelNotFound(f"model {model.name} is not loaded")
-            waiting = len(model.batch.waiting)
+            waiting = model.batch.num_waiting(model)
             if len(sequences) > self.settings.max_queue:
                 raise InvalidRequest(
                     "parameters.num_return_sequences is above the queue's length,"
@@ -300,8 +348,8 @@ class Engine:
             model.statistics.requests += 1
             model.statistics.prompt_tokens += len(sequences[0].prompt)
             model.batch.waiting.extend(sequences)
-            self._residency.want(model)
-            self._loop.add(model)
+            self._residency.want(model.core)
+            self._loop.add(model.core)
 
     def cancel(self, sequences: list[Sequence]) -> None:
         """Frees the places of a request whose client has gone, at the next step."""

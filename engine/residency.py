@@ -25,7 +25,7 @@ from common.eviction import Held, Victims
 from common.memory import container_memory
 from engine.backends.page_cache import advise_cold, read_in
 from engine.budget import Budget
-from engine.model import Model
+from engine.model import Core
 from engine.prefixes import Prefixes
 from engine.sandbox.reading import Reading
 
@@ -46,21 +46,21 @@ class Residency:
     def __init__(
         self,
         changed: threading.Condition,
-        models: Mapping[str, Model],
+        models: Mapping[str, Core],
         budget: Budget,
         prefixes: Prefixes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._changed, self._models, self._budget, self._clock = changed, models, budget, clock
         self._prefixes = prefixes
-        self._queue: deque[tuple[Model, Callable[[list[Model]], object], float]] = deque()
+        self._queue: deque[tuple[Core, Callable[[list[Core]], object], float]] = deque()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="residency")
         self._victims = Victims[str]()
-        self._draining: list[Model] = []  # that admit no sequences
+        self._draining: list[Core] = []  # that admit no sequences
         self.opened = 0  # how often a model became resident again
         budget.spare = self._spare
 
-    def acquire(self, model: Model) -> None:
+    def acquire(self, model: Core) -> None:
         """Counts a request that is about to be queued, and makes its model resident. `release` ends
         that."""
         with self._changed:
@@ -68,25 +68,25 @@ class Residency:
             model.submitting += 1
             self.want(model)
 
-    def release(self, model: Model) -> None:
+    def release(self, model: Core) -> None:
         with self._changed:
             model.submitting -= 1
             self.advance()
 
-    def want(self, model: Model) -> None:
+    def want(self, model: Core) -> None:
         """Makes `model` resident as soon as there is space, on a thread."""
         with self._changed:
             self._queue_up(model)
             self.advance()
 
-    def enter(self, model: Model, reading: Reading) -> None:
+    def enter(self, model: Core, reading: Reading) -> None:
         """Makes a new model resident, on this thread, which waits for space.
 
         Raises `Cancelled` once the reading is given up, and what opening the model does.
         """
-        granted: list[list[Model]] = []
+        granted: list[list[Core]] = []
 
-        def grant(victims: list[Model]) -> None:
+        def grant(victims: list[Core]) -> None:
             granted.append(victims)
             self._changed.notify_all()
 
@@ -105,13 +105,13 @@ class Residency:
                 raise
         self._open(model, granted[0], reading)
 
-    def leave(self, model: Model) -> None:
+    def leave(self, model: Core) -> None:
         """Takes an unloaded model out of the queue, once no thread moves it."""
         with self._changed:
             self._dequeue(model)
             self._changed.wait_for(lambda: not model.moving)
 
-    def free(self, model: Model) -> None:
+    def free(self, model: Core) -> None:
         """Closes an unloaded model, whatever is still going on in it."""
         with self._changed:
             compute, model.compute, model.resident = model.compute, None, False
@@ -149,23 +149,23 @@ class Residency:
 
     # With the lock
 
-    def _queue_up(self, model: Model) -> None:
+    def _queue_up(self, model: Core) -> None:
         known = self._models.get(model.name) is model
         queued = any(queued is model for queued, _, _ in self._queue)
         if known and not (model.can_step or model.opening or queued):
             self._enqueue(model, lambda victims: self._pool.submit(self._reopen, model, victims))
 
-    def _enqueue(self, model: Model, start: Callable[[list[Model]], object]) -> None:
+    def _enqueue(self, model: Core, start: Callable[[list[Core]], object]) -> None:
         self._queue.append((model, start, self._clock()))
 
-    def _dequeue(self, model: Model) -> None:
+    def _dequeue(self, model: Core) -> None:
         self._queue = deque(entry for entry in self._queue if entry[0] is not model)
 
-    def _hold(self, model: Model, size: int) -> None:
+    def _hold(self, model: Core, size: int) -> None:
         self._budget.take(size - model.held_bytes)
         model.held_bytes = size
 
-    def _lacks(self, model: Model) -> int:
+    def _lacks(self, model: Core) -> int:
         """Bytes of other models' weights that have to go before `model` becomes resident."""
         resident = [m for m in self._models.values() if m.resident]
         row = max(m.row_bytes for m in (model, *resident))
@@ -182,7 +182,7 @@ class Residency:
             missing = max(missing, min(short, sum(m.held_bytes for m in resident)))
         return missing
 
-    def _make_space(self, missing: int) -> list[Model] | None:
+    def _make_space(self, missing: int) -> list[Core] | None:
         """Chooses idle models with so many bytes of weights, the least recently used first; None if
         all of them would not do. The caller closes them: until then the memory is not there."""
         held = {
@@ -221,7 +221,7 @@ class Residency:
 
     # On a thread, without the lock
 
-    def _reopen(self, model: Model, victims: list[Model]) -> None:
+    def _reopen(self, model: Core, victims: list[Core]) -> None:
         try:
             self._open(model, victims, Reading())
         except Exception as error:
@@ -233,7 +233,7 @@ class Residency:
         else:
             self.opened += 1
 
-    def _open(self, model: Model, victims: list[Model], reading: Reading) -> None:
+    def _open(self, model: Core, victims: list[Core], reading: Reading) -> None:
         """Makes a model resident that has its space, once the victims are closed."""
         began, done = self._clock(), False
         try:
@@ -258,7 +258,7 @@ class Residency:
                 self._changed.notify_all()
                 self.advance()
 
-    def _close(self, model: Model) -> None:
+    def _close(self, model: Core) -> None:
         """Closes a victim."""
         with self._changed:
             compute, model.compute = model.compute, None
@@ -277,6 +277,6 @@ class Residency:
             self.advance()
 
 
-def _has_drained(model: Model) -> bool:
+def _has_drained(model: Core) -> bool:
     """Whether a model that admits no sequences has finished the last."""
     return not (model.batch.admits or model.batch.running)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from common.errors import DeadlineExceeded, EngineError, OutOfMemory
 from engine.backends.interface import BackendModel, Piece, Row
@@ -30,7 +31,7 @@ class Scheduled:
 
 
 class Batch:
-    """The sequences of one model: those with a row, and a queue.
+    """The sequences of one model, or of a base and its adapters: those with a row, and a queue.
 
     A sequence's row holds the first `row.length` of its ids; the others are computed next, as many
     as a pass has space for. A closed batch has no rows, only a queue.
@@ -52,9 +53,13 @@ class Batch:
 
     def close(self) -> None:
         """Drops the model; its last row has been answered."""
-        self._prefixes.drop(self)
+        self._prefixes.drop_rows_of(self.model)
         self._budget.withdraw_claim(self)
         del self.model
+
+    @property
+    def is_open(self) -> bool:
+        return hasattr(self, "model")
 
     @property
     def has_work(self) -> bool:
@@ -65,14 +70,22 @@ class Batch:
         """Whether a prompt waits or is being computed."""
         return bool(self.waiting) or any(s.state is State.PREFILL for s in self.running)
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values of the running sequences."""
-        return sum(row.num_bytes for row in tuple(self._rows.values()))
+    def kv_bytes(self, model: object = None) -> int:
+        """Bytes of keys and values of the running sequences, or of those of one model."""
+        return sum(
+            row.num_bytes
+            for sequence, row in tuple(self._rows.items())
+            if model is None or sequence.model is model
+        )
 
-    @property
-    def prefix_bytes(self) -> int:
-        return self._prefixes.bytes_of(self)
+    def prefix_bytes(self, model: object) -> int:
+        return self._prefixes.bytes_of(model)
+
+    def num_waiting(self, model: object) -> int:
+        return sum(sequence.model is model for sequence in self.waiting)
+
+    def num_running(self, model: object) -> int:
+        return sum(sequence.model is model for sequence in self.running)
 
     def siblings(self, first: Sequence) -> list[Sequence]:
         """The other answers to the same prompt, for the same request, that have no token yet."""
@@ -96,6 +109,8 @@ class Batch:
                 break
             scheduled.append(self._next(sequence, prefill_tokens))
             prefill_tokens -= len(scheduled[-1].piece.ids)
+        # Rows of one adapter beside each other share the products with its matrices.
+        scheduled.sort(key=lambda part: part.piece.adapter.address if part.piece.adapter else 0)
         return scheduled
 
     def _next(self, sequence: Sequence, count: int) -> Scheduled:
@@ -104,7 +119,8 @@ class Batch:
         begin, end = row.length, min(row.length + count, len(sequence.ids))
         completes = end == len(sequence.ids)
         wanted = end - begin if sequence.scores_prompt else int(completes)
-        return Scheduled(sequence, Piece(row, sequence.ids[begin:end], wanted), completes)
+        piece = Piece(row, sequence.ids[begin:end], wanted, sequence.adapter)
+        return Scheduled(sequence, piece, completes)
 
     def _admit(self) -> Sequence | None:
         """Gives the first in the queue a row, and memory for its keys and values at its longest: a
@@ -146,13 +162,15 @@ class Batch:
         sharing = self.model.keeps and self._prefixes.limit_bytes > 0
         if not sequence.scores_prompt:
             for other, row in self._rows.items():
-                if sharing or other.prompt is sequence.prompt:
+                shares = sharing and other.model is sequence.model
+                if shares or other.prompt is sequence.prompt:
                     common = shared_length(to_ids(other.ids[: row.length]), ids)
                     if common > length:
                         nearest, length = row, common
         kept = None
-        if not sequence.scores_prompt and self._prefixes.longest(self, ids) > length:
-            kept = self._prefixes.open_row(self, ids)
+        owner = self._owner(sequence)
+        if not sequence.scores_prompt and self._prefixes.longest(owner, ids) > length:
+            kept = self._prefixes.open_row(owner, ids)
         row = kept or self.model.open_row(nearest, length)
         if not sequence.num_new:
             sequence.cached_tokens = row.length
@@ -196,14 +214,37 @@ class Batch:
     def _keep(self, sequence: Sequence, row: Row) -> bool:
         if sequence.failed or not self.model.keeps or not self._prefixes.limit_bytes:
             return False
-        return self._prefixes.add(prefix_of(self, self.model, row, sequence.ids))
+        return self._prefixes.add(prefix_of(self._owner(sequence), self.model, row, sequence.ids))
+
+    def _owner(self, sequence: Sequence) -> Any:
+        """Whose prefixes a sequence may begin with: those of its model, with its adapter."""
+        return self if sequence.model is None else sequence.model
+
+    def unfinished(self, model: object = None) -> list[Sequence]:
+        """All sequences, or those of one model, that are to go on."""
+        return [
+            s
+            for s in (*self.running, *self.waiting)
+            if s.state is not State.FINISHED and (model is None or s.model is model)
+        ]
+
+    def remove(self, model: object) -> list[Sequence]:
+        """Ends the sequences of one of several models; returns the unfinished ones."""
+        left = self.unfinished(model)
+        for sequence in left:
+            sequence.state = State.FINISHED
+        self.waiting = deque(s for s in self.waiting if s.state is not State.FINISHED)
+        self.collect()
+        self._prefixes.drop(model)
+        return left
 
     def clear(self) -> list[Sequence]:
         """Forgets everything, ahead of the model's end; returns the unfinished sequences."""
-        left = [s for s in (*self.running, *self.waiting) if s.state is not State.FINISHED]
+        left = self.unfinished()
         self.running, self._rows = [], {}
         self.waiting.clear()
-        self._prefixes.drop(self)
+        if self.is_open:
+            self._prefixes.drop_rows_of(self.model)
         self._budget.withdraw_claim(self)
         self._budget.release_kv(self._reserved_bytes)
         self._reserved_bytes = 0

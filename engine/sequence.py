@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from common.errors import EngineError
 from common.parameters import Parameters
+from engine.backends.interface import Adapter
 from engine.sampling import Logits, Sampler, TokenLogprobs, logprobs_of
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ class Sequence:
     index: int = 0
     eager: bool = True
     deadline: float | None = None  # on time.monotonic()
+    model: Any = None  # an `engine.model.Model`, whose answer it is
+    adapter: Adapter | None = None
     state: State = State.WAITING
     cancelled: bool = False
     ids: list[int] = field(init=False)

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from typing import Any
 from common.errors import EngineError, EngineUnavailable, OutOfMemory
 from engine.backends import nvidia
 from engine.backends.interface import BackendModel, Logits
-from engine.model import Model
+from engine.model import Core, Model
 from engine.scheduler import Scheduled, next_deadline
 from engine.sequence import Sequence, State
 
@@ -39,7 +39,7 @@ class Loop:
     def __init__(
         self,
         changed: threading.Condition,
-        lost: Callable[[Model], None],
+        lost: Callable[[Core], None],
         turned: Callable[[], None] = lambda: None,
         idle: Callable[[], None] = lambda: None,
     ) -> None:
@@ -50,7 +50,7 @@ class Loop:
         """
         self.changed = changed
         self._lost, self._turned, self._idle = lost, turned, idle
-        self._active: dict[Model, None] = {}  # those that may have work
+        self._active: dict[Core, None] = {}  # those that may have work
         self._commands: deque[Callable[[], None]] = deque()
         self._closed = False
         self._turns = 0
@@ -59,7 +59,7 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def add(self, model: Model) -> None:
+    def add(self, model: Core) -> None:
         """Has a model take part until it has no work. Called with `changed`."""
         self._active[model] = None
         self.changed.notify_all()
@@ -146,7 +146,7 @@ class Loop:
             if not model.can_step:
                 model.batch.drop()
 
-    def _busy(self) -> list[Model]:
+    def _busy(self) -> list[Core]:
         for model in [m for m in self._active if not m.batch.has_work]:
             del self._active[model]
         return [model for model in self._active if model.can_step]
@@ -168,7 +168,7 @@ class Loop:
             self._drop_late()
             decodes = any(s.state is State.DECODE for m in self._busy() for s in m.batch.running)
         worked, prefill_tokens = False, PREFILL_TOKENS if decodes else PREFILL_TOKENS_ALONE
-        stepped: set[Model] = set()
+        stepped: set[Core] = set()
         while True:
             # a request that comes now waits for one pass, not for the whole turn
             with self.changed:
@@ -187,7 +187,7 @@ class Loop:
             prefill_tokens -= sum(part.num_prompt_tokens for part in scheduled)
             worked = worked or bool(scheduled)
 
-    def _step(self, model: Model, prefill_tokens: int) -> list[Scheduled]:
+    def _step(self, model: Core, prefill_tokens: int) -> list[Scheduled]:
         """Schedule, run, postprocess."""
         batch = model.batch
         with self.changed:  # the queue is shared with `submit`
@@ -199,7 +199,7 @@ class Loop:
             if not part.sequence.begun:
                 part.sequence.begun = True
                 waited_s = time.monotonic() - part.sequence.queued_at
-                model.statistics.queue_s.observe(waited_s)
+                _model(part.sequence).statistics.queue_s.observe(waited_s)
         if scheduled:
             logits = self._compute(model, compute, scheduled)
             if logits is not None:
@@ -208,7 +208,7 @@ class Loop:
         return scheduled
 
     def _compute(
-        self, model: Model, compute: BackendModel, scheduled: list[Scheduled]
+        self, model: Core, compute: BackendModel, scheduled: list[Scheduled]
     ) -> Logits | None:
         """The logits of a pass; none where it failed, and sequences with it."""
         lengths = [part.piece.row.length for part in scheduled]
@@ -224,11 +224,11 @@ class Loop:
                 sequence.fail(failure)
             return None
 
-    def _postprocess(self, model: Model, scheduled: list[Scheduled], logits: Logits) -> None:
+    def _postprocess(self, model: Core, scheduled: list[Scheduled], logits: Logits) -> None:
         """Chooses the next tokens from the logits (N, V) of a pass."""
-        counters, at = model.statistics, 0
+        at = 0
         ready: list[Sequence] = []  # whose tokens are to be sent
-        decoded = 0
+        decoded: Counter[Model] = Counter()  # rows
         for part in scheduled:
             sequence, count = part.sequence, part.piece.num_logits
             rows, at = logits[at : at + count], at + count
@@ -242,24 +242,25 @@ class Loop:
                         sequence.score(row)
                 if not part.completes:
                     continue
-                decoded += sequence.state is State.DECODE
+                if sequence.state is State.DECODE:
+                    decoded[_model(sequence)] += 1
                 sequence.state = State.DECODE
                 if not sequence.num_new:
                     self._begin(model, sequence, rows[-1], ready)
                 elif sequence.advance(rows[-1]):
                     ready.append(sequence)
-        if decoded:
-            counters.steps += 1
-            counters.rows += decoded
-        if ready:
-            model.texts.write(ready)
+        for owner, count in decoded.items():
+            owner.statistics.steps += 1
+            owner.statistics.rows += count
+        for owner in dict.fromkeys(map(_model, ready)):
+            owner.texts.write([s for s in ready if s.model is owner])
 
-    def _begin(self, model: Model, first: Sequence, logits: Logits, ready: list[Sequence]) -> None:
+    def _begin(self, model: Core, first: Sequence, logits: Logits, ready: list[Sequence]) -> None:
         """Chooses the first token of a sequence and of the other answers to its prompt: these need
         the same logits (V,), and rows only for what follows."""
         with self.changed:  # the queue is shared with `submit`
             siblings = model.batch.siblings(first)
-        counters = model.statistics
+        counters = _model(first).statistics
         now = time.monotonic()
         counters.cached_tokens += first.cached_tokens
         for sequence in (first, *siblings):
@@ -271,7 +272,7 @@ class Loop:
                     ready.append(sequence)
 
     @contextmanager
-    def _ending(self, model: Model, sequence: Sequence) -> Iterator[None]:
+    def _ending(self, model: Core, sequence: Sequence) -> Iterator[None]:
         """An error inside ends this sequence, and nothing else."""
         try:
             yield
@@ -279,7 +280,7 @@ class Loop:
             sequence.fail(self._fault(model, error))
 
     @staticmethod
-    def _fault(model: Model, error: Exception) -> EngineError:
+    def _fault(model: Core, error: Exception) -> EngineError:
         """Logs an error and returns the one that its sequences fail with."""
         logger.error("a step of %s failed", model.name, exc_info=error)
         if nvidia.is_fatal(str(error)):  # no later step can work: the supervisor starts anew
@@ -290,10 +291,15 @@ class Loop:
         return failure
 
 
-def _order(model: Model) -> tuple[bool, int]:
+def _order(model: Core) -> tuple[bool, int]:
     """Models with prompts first; among them the one whose prompts have waited for the most turns,
     so that each gets its share of the tokens."""
     return not model.batch.has_prompts, model.prefilled_at
+
+
+def _model(sequence: Sequence) -> Model:
+    model: Model = sequence.model
+    return model
 
 
 def _queued_at(sequence: Sequence) -> float:

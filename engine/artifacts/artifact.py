@@ -35,8 +35,24 @@ CONFIG_FILE = "config.json"
 MIN_EPSILON = 1e-12
 
 
+class MappedWeights:
+    """A folder's tensors, found by an index of its files."""
+
+    path: Path
+    index: Index
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        """Mapped from disk, not read. Raises `ArtifactError` if the files have changed."""
+        return map_index(self.path, self.index)
+
+    @property
+    def weight_files(self) -> tuple[Path, ...]:
+        return tuple(self.path / name for name in sorted({t.file for t in self.index.values()}))
+
+
 @dataclass(frozen=True)
-class Artifact:
+class Artifact(MappedWeights):
     """A checked model folder: where its weights lie, and what it says of itself.
 
     content: the hash of the weights, once they have been read through (`engine.prepared.manifest`)
@@ -48,15 +64,6 @@ class Artifact:
     tokenizer_file: Path  # `*.spiece` or `tokenizer.json`
     generation: Generation = field(default_factory=Generation)
     content: str = ""
-
-    @functools.cached_property
-    def weights(self) -> Weights:
-        """Mapped from disk, not read. Raises `ArtifactError` if the files have changed."""
-        return map_index(self.path, self.index)
-
-    @property
-    def weight_files(self) -> tuple[Path, ...]:
-        return tuple(self.path / name for name in sorted({t.file for t in self.index.values()}))
 
     @property
     def fp32_bytes(self) -> int:

@@ -31,13 +31,26 @@ class Row(Protocol):
     def num_bytes(self) -> int: ...
 
 
+class Adapter(Protocol):
+    """The weights that distinguish a fine-tune from its base, where the library reads them."""
+
+    address: int
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
 @dataclass
 class Piece:
-    """Tokens that a pass appends to a row; the last `num_logits` of them want logits."""
+    """Tokens that a pass appends to a row; the last `num_logits` of them want logits.
+
+    All tokens of a row are computed with the same adapter, or with none.
+    """
 
     row: Row
     ids: Sequence[int]
     num_logits: int = 1
+    adapter: Adapter | None = None
 
 
 class BackendModel(ABC):

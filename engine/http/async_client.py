@@ -34,6 +34,7 @@ class AsyncEngineClient:
         backend: str | None = None,
         precision: str | None = None,
         promised: Mapping[str, int] | None = None,
+        base: str | None = None,
     ) -> int:
         """What the weights will take, in bytes, if they fit beside what is `promised`: bytes, by
         the names of models that will be loaded.
@@ -41,7 +42,7 @@ class AsyncEngineClient:
         Raises what `load` would for want of room, or for an artifact that is none.
         """
         body = {"name": name, "model_dir": model_dir, "backend": backend, "precision": precision}
-        asked = {**body, "promised": dict(promised or {})}
+        asked = {**body, "base": base, "promised": dict(promised or {})}
         room = await self._call("POST", "/room", asked, CHECK_TIMEOUT_S)
         needed = int(room["weight_bytes"])
         if "missing_bytes" in room:

@@ -135,12 +135,13 @@ class EngineClient:
         backend: str | None = None,
         precision: str | None = None,
         max_rows: int | None = None,
+        base: str | None = None,
         timeout_s: float = LOAD_TIMEOUT_S,
     ) -> Lease:
         """Loads a model that stays loaded while the lease is open (or this process lives)."""
         connection = UnixConnection(self._path, timeout_s)
         body = {"name": name, "model_dir": model_dir, "lease": True}
-        body |= {"backend": backend, "precision": precision, "max_rows": max_rows}
+        body |= {"backend": backend, "precision": precision, "max_rows": max_rows, "base": base}
         try:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", "/models", json.dumps(body).encode(), headers)

@@ -1,7 +1,8 @@
 """The engine's face: HTTP on a unix socket.
 
-    POST   /models                  {"name", "model_dir", "backend"?, "precision"?, "max_rows"?,
-                                     "lease"?}
+    POST   /models                  {"name", "model_dir", "base"?, "backend"?, "precision"?,
+                                     "max_rows"?, "lease"?}; base is the folder of the model that
+                                     the one in model_dir is an adapter of
     GET    /models                  their names and what each holds of the budget
     DELETE /models/{name}
     POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?,
@@ -13,7 +14,8 @@
                                      "max_length"}`
     POST   /models/{name}/detokenize {"tokens"}: `{"text"}`
     DELETE /requests/{request_id}   for one who knows that nobody waits any more
-    POST   /room                    {"name", "model_dir", "backend"?, "precision"?, "promised"?}:
+    POST   /room                    {"name", "model_dir", "base"?, "backend"?, "precision"?,
+                                     "promised"?}:
                                     whether a load would find room now beside those that are
                                     promised, bytes by name: `weight_bytes`, and if it would not,
                                     `missing_bytes` and a `message`
@@ -102,7 +104,7 @@ class EngineApp:
     async def _load(self, request: Request) -> Response:
         body = await json_object(request)
         name, model_dir = text_of(body, "name"), text_of(body, "model_dir")
-        backend, precision = body.get("backend"), body.get("precision")
+        backend, precision, base = body.get("backend"), body.get("precision"), _base_of(body)
         max_rows = body.get("max_rows")
         if max_rows is not None and (type(max_rows) is not int or max_rows < 1):
             raise InvalidRequest("max_rows must be an integer of at least 1")
@@ -113,7 +115,7 @@ class EngineApp:
             model = await self._unless_gone(
                 request,
                 lambda reading: self._engine.load(
-                    name, model_dir, backend, precision, max_rows, reading
+                    name, model_dir, backend, precision, max_rows, reading, base
                 ),
             )
             loaded = self._engine.describe(model)
@@ -150,7 +152,7 @@ class EngineApp:
     async def _room(self, request: Request) -> Response:
         body = await json_object(request)
         name, model_dir = text_of(body, "name"), text_of(body, "model_dir")
-        backend, precision = body.get("backend"), body.get("precision")
+        backend, precision, base = body.get("backend"), body.get("precision"), _base_of(body)
         promised = body.get("promised") or {}
         if not isinstance(promised, dict) or not all(type(n) is int for n in promised.values()):
             raise InvalidRequest("promised must be an object of integers")
@@ -158,7 +160,7 @@ class EngineApp:
             needed = await self._unless_gone(
                 request,
                 lambda reading: self._engine.check(
-                    name, model_dir, backend, precision, reading, promised
+                    name, model_dir, backend, precision, reading, promised, base
                 ),
             )
         except NeverFits:
@@ -313,6 +315,11 @@ class EngineApp:
                 yield json_line(body)
 
         return NdjsonStream(lines(), lambda: self._engine.cancel(sequences))
+
+
+def _base_of(body: dict[str, Any]) -> str | None:
+    """The folder of an adapter's base; None where the model is no adapter."""
+    return None if body.get("base") is None else text_of(body, "base")
 
 
 def _sequences(submitted: Future[list[Sequence]]) -> list[Sequence] | None:

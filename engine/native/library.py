@@ -16,6 +16,7 @@ from common.errors import InvalidRequest, OutOfMemory
 
 LINE = 16  # numbers that rows and vectors are padded to
 PAGE_TOKENS = 16  # of keys and values
+PRODUCTS = ("qkv", "attention_out", "ffn_hidden", "ffn_out")  # of a layer, which adapters change
 # A compiled extension is named like this; it is opened as the plain library that it is.
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 LIBRARY = Path(__file__).with_name("_pass" + SUFFIX)
@@ -60,6 +61,14 @@ class Model(Structure):
     )
 
 
+class LowRank(Structure):
+    _fields_ = (("down", Pointer), ("up", Pointer), ("bias", Pointer), ("rank", c_int32))
+
+
+class AdapterLayer(Structure):
+    _fields_ = tuple((name, LowRank) for name in PRODUCTS)
+
+
 class Piece(Structure):
     _fields_ = (
         ("ids", Pointer),
@@ -67,6 +76,7 @@ class Piece(Structure):
         ("count", c_int32),
         ("position", c_int32),
         ("num_logits", c_int32),
+        ("adapter", Pointer),
     )
 
 

@@ -113,6 +113,7 @@ class NativeModel(BackendModel):
             row.reserve(row.length + count)
             entry.ids, entry.pages = at, row.address
             entry.count, entry.position, entry.num_logits = count, row.length, piece.num_logits
+            entry.adapter = None if piece.adapter is None else piece.adapter.address
             at += 4 * count
             wanted += piece.num_logits
         logits = _logits.rows(wanted, self._width)
@@ -157,7 +158,7 @@ def _struct(
     for i, layer in enumerate(layers):
         layer.attention_norm = norm(f"layers.{i}.attention_norm")
         layer.ffn_norm = norm(f"layers.{i}.ffn_norm")
-        for name in ("qkv", "attention_out", "ffn_hidden", "ffn_out"):
+        for name in library.PRODUCTS:
             setattr(layer, name, matrix(f"layers.{i}.{name}", PLANES[name]))
         layer.attention_scale = config.attention_scale(i)
     model = library.Model(

@@ -3,7 +3,7 @@
    Tokens are rows of matrices here: T of them, in the order of their pieces. Everything but attention
    treats each token by itself, and attention looks only at the pages of the token's own row. So a
    token's result is the same, bit for bit, alone or beside others, in a prompt cut anywhere, and on
-   any number of threads.
+   any number of threads. Rows of one pass may have different adapters, or none.
 
    In shapes: C units, H heads of size S, F hidden units, V vocabulary; rows are padded (pass.h). */
 
@@ -18,7 +18,8 @@ enum {
   GROUPS = 6,      /* of columns that a thread takes at once: 70 KB of a matrix of KoGPT2's */
   HEAD_GROUPS = 24,
   FEW = 8,         /* tokens that are not worth the other threads between two products */
-  RUN = 48         /* queries of one row and head that a thread takes at once */
+  RUN = 48,        /* queries of one row and head that a thread takes at once */
+  MAX_RANK = 1 << 16 /* of an adapter */
 };
 
 /* Tokens of a piece that one thread attends for. */
@@ -26,6 +27,12 @@ typedef struct {
   const Piece *piece;
   size_t token, position, count; /* token: the first of them among the pass's */
 } Run;
+
+/* Tokens beside each other that have the same adapter. */
+typedef struct {
+  const AdapterLayer *adapter;
+  size_t token, count;
+} Span;
 
 /* The state of the pass under way. */
 static struct {
@@ -49,6 +56,11 @@ static struct {
   void *quantized;    /* (T, max(C, F)) */
   Run *runs;
   size_t num_runs;
+  Span *spans; /* of the tokens that have adapters */
+  size_t num_spans;
+  const AdapterLayer **adapters; /* (T,) */
+  float *down;                   /* (T, R): what an adapter's first matrix makes of a product's x */
+  size_t down_row;               /* R, the padded largest rank */
   int is_stored; /* the layer's new keys and values are on their pages */
 } pass;
 
@@ -90,12 +102,22 @@ size_t packed_bytes(size_t n, size_t k, size_t block) {
   return ceil_div(n, LINE) * group_bytes(k, block);
 }
 
+/* Where an AdapterLayer has its part of a product; NOT_ADAPTED: nowhere. */
+typedef enum {
+  QKV = offsetof(AdapterLayer, qkv),
+  ATTENTION_OUT = offsetof(AdapterLayer, attention_out),
+  FFN_HIDDEN = offsetof(AdapterLayer, ffn_hidden),
+  FFN_OUT = offsetof(AdapterLayer, ffn_out),
+  NOT_ADAPTED = sizeof(AdapterLayer)
+} Adapted;
+
 typedef struct {
   const Matrix *matrix;
   const float *x, *residual;
   float *y;
   size_t count, stride, k, n, groups_at_once;
   int gelu;
+  Adapted adapted;
   Quantized quantized;
 } Product;
 
@@ -132,11 +154,59 @@ static void quantize_part(void *data, size_t part, int thread) {
     quantize_row(product, row);
 }
 
+static const float no_bias[LINE];
+
+static const LowRank *low_rank(const AdapterLayer *layers, Adapted part) {
+  return (const LowRank *)((const char *)(layers + pass.layer) + part);
+}
+
+/* Bytes of a group of columns of an adapter's matrix. */
+static size_t float_group_bytes(size_t k) {
+  return k * LINE * (pass.model->block ? sizeof(uint16_t) : sizeof(float));
+}
+
+/* Part: a span's rows of x, through their adapter's first matrix. */
+static void down_part(void *data, size_t part, int thread) {
+  const Product *p = data;
+  const Span *span = &pass.spans[part];
+  const LowRank *low = low_rank(span->adapter, p->adapted);
+  (void)thread;
+  for (size_t column = 0; column < (size_t)low->rank; column += LINE) {
+    const uint8_t *packed = (const uint8_t *)low->down + column / LINE * float_group_bytes(p->k);
+    const float *bias = low->bias ? low->bias + column : no_bias;
+    for (size_t i = 0, done; i < span->count; i += done) {
+      const size_t row = span->token + i;
+      float out[MAX_ROWS][LINE];
+      done = kernels->float_tile(pass.model->block != 0, p->x + row * p->stride, span->count - i,
+                                 p->stride, p->k, packed, bias, out);
+      for (size_t r = 0; r < done; r++)
+        memcpy(pass.down + (row + r) * pass.down_row + column, out[r], sizeof *out);
+    }
+  }
+}
+
+/* Adds what adapters make of rows [row, row + count) to a group of columns. */
+static void add_adapters(const Product *p, size_t row, size_t count, size_t group,
+                         float out[][LINE]) {
+  for (size_t done; count; row += done, count -= done, out += done) {
+    const AdapterLayer *const *adapter = &pass.adapters[row];
+    for (done = 1; done < count && adapter[done] == *adapter;) done++;
+    const LowRank *low = *adapter ? low_rank(*adapter, p->adapted) : NULL;
+    if (!low || !low->rank) continue;
+    float more[MAX_ROWS][LINE];
+    done = kernels->float_tile(pass.model->block != 0, pass.down + row * pass.down_row, done,
+                               pass.down_row, low->rank,
+                               (const uint8_t *)low->up + group * float_group_bytes(low->rank),
+                               no_bias, more);
+    for (size_t r = 0; r < done; r++)
+      for (size_t c = 0; c < LINE; c++) out[r][c] += more[r][c];
+  }
+}
+
 static void multiply_part(void *data, size_t part, int thread) {
   const Product *p = data;
   const size_t groups = ceil_div(p->n, LINE), stride = groups * LINE;
   const size_t bytes = group_bytes(p->k, pass.model->block);
-  static const float no_bias[LINE];
   (void)thread;
   for (size_t group = part * p->groups_at_once;
        group < groups && group < (part + 1) * p->groups_at_once; group++) {
@@ -147,8 +217,9 @@ static void multiply_part(void *data, size_t part, int thread) {
       if (pass.model->block)
         done = kernels->int8_tile(&p->quantized, row, packed, bias, out);
       else
-        done = kernels->float_tile(p->x + row * p->stride, p->count - row, p->stride, p->k,
-                                   (const float *)packed, bias, out);
+        done = kernels->float_tile(0, p->x + row * p->stride, p->count - row, p->stride, p->k,
+                                   packed, bias, out);
+      if (p->adapted != NOT_ADAPTED && pass.num_spans) add_adapters(p, row, done, group, out);
       if (p->gelu) kernels->gelu(out[0], done * LINE, pass.model->gelu_tanh);
       for (size_t r = 0; r < done; r++) {
         const size_t at = (row + r) * stride + group * LINE;
@@ -160,11 +231,13 @@ static void multiply_part(void *data, size_t part, int thread) {
   }
 }
 
-/* y (count, padded n) = x (count, k) W^T + bias, with `residual` added, or through GELU. */
-static void multiply(const Matrix *matrix, const float *x, const float *residual, float *y,
-                     size_t count, size_t stride, size_t k, size_t n, int gelu) {
+/* y (count, padded n) = x (count, k) W^T + bias and what adapters add, with `residual` added, or
+   through GELU. */
+static void multiply(const Matrix *matrix, Adapted adapted, const float *x, const float *residual,
+                     float *y, size_t count, size_t stride, size_t k, size_t n, int gelu) {
   const size_t block = pass.model->block;
-  Product product = {matrix, x, residual, y, count, stride, k, n, GROUPS, gelu, {0}};
+  Product product = {matrix, x, residual, y, count, stride, k, n, GROUPS, gelu, adapted, {0}};
+  if (adapted != NOT_ADAPTED) in_parallel(down_part, &product, pass.num_spans);
   if (block) {
     const size_t blocks = ceil_div(product.k, block);
     const size_t planes = product.matrix->planes;
@@ -300,16 +373,16 @@ static void compute_layer(const Layer *layer, double *time) {
   const size_t T = pass.tokens, C = m->units, F = m->hidden, row = pass.row;
   normalize(pass.x, pass.h, T, layer->attention_norm);
   count_time(REST, time);
-  multiply(&layer->qkv, pass.h, NULL, pass.qkv, T, row, C, 3 * C, 0);
+  multiply(&layer->qkv, QKV, pass.h, NULL, pass.qkv, T, row, C, 3 * C, 0);
   count_time(PRODUCTS, time);
   attend();
   count_time(ATTENTION, time);
-  multiply(&layer->attention_out, pass.attended, pass.x, pass.x, T, row, C, C, 0);
+  multiply(&layer->attention_out, ATTENTION_OUT, pass.attended, pass.x, pass.x, T, row, C, C, 0);
   count_time(PRODUCTS, time);
   normalize(pass.x, pass.h, T, layer->ffn_norm);
   count_time(REST, time);
-  multiply(&layer->ffn_hidden, pass.h, NULL, pass.hidden, T, row, C, F, 1);
-  multiply(&layer->ffn_out, pass.hidden, pass.x, pass.x, T, padded(F), F, C, 0);
+  multiply(&layer->ffn_hidden, FFN_HIDDEN, pass.h, NULL, pass.hidden, T, row, C, F, 1);
+  multiply(&layer->ffn_out, FFN_OUT, pass.hidden, pass.x, pass.x, T, padded(F), F, C, 0);
   count_time(PRODUCTS, time);
 }
 
@@ -327,7 +400,7 @@ static void compute_logits(float *logits, double *time) {
   }
   if (wanted) {
     normalize(pass.x, pass.h, wanted, m->final_norm);
-    multiply(&m->head, pass.h, NULL, logits, wanted, pass.row, m->units, m->vocab, 0);
+    multiply(&m->head, NOT_ADAPTED, pass.h, NULL, logits, wanted, pass.row, m->units, m->vocab, 0);
   }
   count_time(HEAD, time);
 }
@@ -350,6 +423,19 @@ static int is_model(const Model *m) {
   return 1;
 }
 
+/* The largest rank of an adapter's products; -1 for an adapter of none that can be. */
+static int32_t largest_rank(const Model *m, const AdapterLayer *layers) {
+  int32_t most = 0;
+  for (const AdapterLayer *layer = layers; layers && layer < layers + m->num_layers; layer++) {
+    const LowRank *low[] = {&layer->qkv, &layer->attention_out, &layer->ffn_hidden, &layer->ffn_out};
+    for (size_t i = 0; i < sizeof low / sizeof *low; i++) {
+      if (low[i]->rank < 0 || low[i]->rank > MAX_RANK) return -1;
+      most = low[i]->rank > most ? low[i]->rank : most;
+    }
+  }
+  return most;
+}
+
 static int is_piece(const Model *m, const Piece *piece) {
   if (piece->count < 1 || piece->position < 0 || piece->num_logits < 0 ||
       piece->num_logits > piece->count || piece->count > m->max_length - piece->position)
@@ -365,7 +451,8 @@ size_t page_bytes(const Model *m) {
 }
 
 /* Places the pass's arrays one behind the other in `memory`; returns their bytes. */
-static size_t place(const Model *m, size_t count, size_t wanted, size_t length, uint8_t *memory) {
+static size_t place(const Model *m, size_t count, size_t wanted, size_t length, size_t rank,
+                    uint8_t *memory) {
   const size_t row = padded(m->units), threads = num_threads();
   const size_t widest = m->hidden > m->units ? m->hidden : m->units, block = m->block;
   const size_t more = count > wanted ? count : wanted;
@@ -376,6 +463,7 @@ static size_t place(const Model *m, size_t count, size_t wanted, size_t length, 
   pass.row = row;
   pass.max_pages = ceil_div(length, PAGE_TOKENS);
   pass.scores_size = MAX_QUERIES * (pass.max_pages + 1) * PAGE_TOKENS;
+  pass.down_row = padded(rank);
   PLACE(x, count * row);
   PLACE(h, more * row);
   PLACE(qkv, count * padded(3 * m->units) + LINE);
@@ -385,12 +473,15 @@ static size_t place(const Model *m, size_t count, size_t wanted, size_t length, 
   PLACE(pages, threads * (pass.max_pages + 1) * 2);
   PLACE(quantized, block ? quantized_bytes(more, 2, widest, block) / sizeof(float) : 0);
   PLACE(runs, (count + 1) * sizeof(Run) / sizeof(float));
+  PLACE(spans, rank ? (count + 1) * sizeof(Span) / sizeof(float) : 0);
+  PLACE(adapters, rank ? (count + 1) * 2 : 0);
+  PLACE(down, count * padded(rank));
 #undef PLACE
   return bytes;
 }
 
-size_t scratch_bytes(const Model *m, size_t count, size_t wanted, size_t length) {
-  return place(m, count, wanted, length, NULL);
+size_t scratch_bytes(const Model *m, size_t count, size_t wanted, size_t length, size_t rank) {
+  return place(m, count, wanted, length, rank, NULL);
 }
 
 void release_scratch(void) {
@@ -411,28 +502,46 @@ static int reserve(size_t bytes) {
   return 1;
 }
 
+/* Runs beside each other share a span where they have the same adapter. */
+static void find_spans(void) {
+  for (const Run *run = pass.runs; run < pass.runs + pass.num_runs; run++) {
+    const AdapterLayer *adapter = run->piece->adapter;
+    Span *last = pass.num_spans ? &pass.spans[pass.num_spans - 1] : NULL;
+    for (size_t i = 0; i < run->count; i++) pass.adapters[run->token + i] = adapter;
+    if (!adapter) continue;
+    if (last && last->adapter == adapter && last->token + last->count == run->token &&
+        last->count + run->count <= RUN)
+      last->count += run->count;
+    else
+      pass.spans[pass.num_spans++] = (Span){adapter, run->token, run->count};
+  }
+}
+
 PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, size_t num_pieces,
                     float *logits) {
   double time = now();
   size_t count = 0, wanted = 0, length = 0;
+  int32_t rank = 0;
   if (!is_model(model)) return PASS_BAD_MODEL;
   for (size_t i = 0; i < num_pieces; i++) {
-    if (!is_piece(model, &pieces[i])) return PASS_BAD_PIECE;
+    const int32_t of_piece = largest_rank(model, pieces[i].adapter);
+    if (!is_piece(model, &pieces[i]) || of_piece < 0) return PASS_BAD_PIECE;
+    rank = of_piece > rank ? of_piece : rank;
     const size_t end = (size_t)pieces[i].position + pieces[i].count;
     count += pieces[i].count;
     wanted += pieces[i].num_logits;
     length = end > length ? end : length;
   }
-  if (!reserve(scratch_bytes(model, count, wanted, length))) return PASS_NO_MEMORY;
+  if (!reserve(scratch_bytes(model, count, wanted, length, rank))) return PASS_NO_MEMORY;
   begin_parallel();
-  place(model, count, wanted, length, scratch.memory);
+  place(model, count, wanted, length, rank, scratch.memory);
   pass.model = model;
   pass.arena = arena;
   pass.pieces = pieces;
   pass.num_pieces = num_pieces;
   pass.tokens = count;
   pass.head_bytes = page_bytes(model) / model->num_layers / model->heads;
-  pass.num_runs = 0;
+  pass.num_runs = pass.num_spans = 0;
   size_t token = 0;
   for (size_t i = 0; i < num_pieces; i++) {
     size_t position = pieces[i].position, left = pieces[i].count;
@@ -441,6 +550,7 @@ PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, siz
       pass.runs[pass.num_runs++] = (Run){&pieces[i], token, position, taken};
     }
   }
+  if (rank) find_spans();
   in_parallel(embed_part, NULL, pass.num_runs);
   count_time(EMBEDDING, &time);
   for (pass.layer = 0; pass.layer < model->num_layers; pass.layer++)

@@ -48,6 +48,20 @@ typedef struct {
   Matrix head;
 } Model;
 
+/* What an adapter (LoRA) adds to a product: up(down(x) + bias), two matrices of floats, packed as those
+   of a model in fp32, or with halves in the place of the floats where the model is in int8. */
+typedef struct {
+  const void *down;  /* (rank, k) */
+  const void *up;    /* (n, rank) */
+  const float *bias; /* (padded rank,) or NULL */
+  int32_t rank;      /* 0: nothing is added */
+} LowRank;
+
+/* One layer of an adapter, which has as many as its model. */
+typedef struct {
+  LowRank qkv, attention_out, ffn_hidden, ffn_out;
+} AdapterLayer;
+
 /* Tokens of one row that follow each other. The row's keys and values up to `position` are in its
    pages; those of the new tokens are written there. */
 typedef struct {
@@ -55,6 +69,7 @@ typedef struct {
   const int32_t *pages; /* numbers of the row's pages, the first of its tokens first */
   int32_t count, position;
   int32_t num_logits; /* how many of its last tokens want logits */
+  const AdapterLayer *adapter; /* NULL: none */
 } Piece;
 
 typedef enum { PASS_OK, PASS_BAD_MODEL, PASS_BAD_PIECE, PASS_NO_MEMORY } PassStatus;
@@ -67,8 +82,8 @@ PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, siz
 /* Bytes of a page: PAGE_TOKENS tokens of all layers. */
 size_t page_bytes(const Model *model);
 /* Bytes that run_pass needs for `count` tokens, `wanted` of them with logits, of rows of at most
-   `length` tokens. It keeps them from pass to pass; release_scratch gives them back. */
-size_t scratch_bytes(const Model *model, size_t count, size_t wanted, size_t length);
+   `length` tokens, with adapters of at most `rank`. It keeps them from pass to pass; release_scratch gives them back. */
+size_t scratch_bytes(const Model *model, size_t count, size_t wanted, size_t length, size_t rank);
 void release_scratch(void);
 
 /* Uses `count` threads from the next pass on, the calling one among them. Returns how many there are:

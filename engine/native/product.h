@@ -101,32 +101,40 @@ TARGET static size_t NAME(int8_tile)(const Quantized *x, size_t row, const uint8
   return 0;
 }
 
-/* R rows, a constant. */
-TARGET INLINE void NAME(float_rows)(int R, const float *x, size_t stride, size_t k,
-                                    const float *packed, const float *bias, float out[][LINE]) {
+/* R rows, and whether the matrix has halves: both constants. */
+TARGET INLINE void NAME(float_rows)(int R, int half, const float *x, size_t stride, size_t k,
+                                    const uint8_t *packed, const float *bias, float out[][LINE]) {
+  const size_t bytes = LANES * (half ? sizeof(uint16_t) : sizeof(float));
   floats y[MAX_ROWS][PARTS];
   EACH(r, R) EACH(p, PARTS) y[r][p] = NAME(load)(bias + p * LANES);
-  for (size_t i = 0; i < k; i++, packed += LINE) {
-    __builtin_prefetch((const uint8_t *)packed + TILE_PREFETCH);
+  for (size_t i = 0; i < k; i++) {
+    __builtin_prefetch(packed + TILE_PREFETCH);
     EACH(p, PARTS) {
-      const floats w = NAME(load)(packed + p * LANES);
+      const floats w = half ? LOAD_HALVES(packed) : NAME(load)((const float *)packed);
+      packed += bytes;
       EACH(r, R) y[r][p] = FMA(NAME(all)(x[r * stride + i]), w, y[r][p]);
     }
   }
   EACH(r, R) memcpy(out[r], y[r], sizeof *out);
 }
 
-TARGET static size_t NAME(float_tile)(const float *x, size_t count, size_t stride, size_t k,
-                                      const float *packed, const float *bias, float out[][LINE]) {
-#define USE(R) \
-  if (count >= R) return NAME(float_rows)(R, x, stride, k, packed, bias, out), R
+TARGET static size_t NAME(float_tile)(int half, const float *x, size_t count, size_t stride, size_t k,
+                                      const void *packed, const float *bias, float out[][LINE]) {
+#define USE(R)                                                             \
+  if (count >= R) {                                                        \
+    if (half)                                                              \
+      NAME(float_rows)(R, 1, x, stride, k, packed, bias, out);             \
+    else                                                                   \
+      NAME(float_rows)(R, 0, x, stride, k, packed, bias, out);             \
+    return R;                                                              \
+  }
 #if LANES == LINE
-  USE(12);
-  USE(8);
+  USE(12)
+  USE(8)
 #endif
-  USE(4);
-  USE(2);
-  USE(1);
+  USE(4)
+  USE(2)
+  USE(1)
 #undef USE
   return 0;
 }

@@ -16,17 +16,19 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, get_type_hints
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ArtifactError
-from engine.artifacts.artifact import Artifact, check_weights
+from engine.artifacts import adapter as adapters
+from engine.artifacts.adapter import Adapter
+from engine.artifacts.artifact import Artifact, MappedWeights, check_weights
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import why
 from engine.artifacts.generation_config import Generation
@@ -49,6 +51,7 @@ NICENESS = 5
 logger = logging.getLogger(__name__)
 
 Stamps = list[list[Any]]
+Opened = TypeVar("Opened", Artifact, Adapter)
 
 
 class Run(Protocol):
@@ -67,20 +70,36 @@ class Manifests:
 
     def __init__(self, cache_dir: Path | None = None) -> None:
         self._cache_dir = cache_dir
-        self._known: OrderedDict[Path, tuple[Stamps, Artifact]] = OrderedDict()
+        self._known: OrderedDict[Path, tuple[Stamps, Artifact | Adapter]] = OrderedDict()
         self._lock = threading.Lock()
 
     def open(self, path: Path, run: Run = directly) -> Artifact:
         """As `open_artifact`, and its weights are known to be finite. Raises `ArtifactError`."""
+        return self._open(path, run, Artifact, read, from_manifest)
+
+    def open_adapter(self, path: Path, run: Run = directly) -> Adapter:
+        """As `engine.artifacts.adapter.read`, and its weights are known to be finite. Raises
+        `ArtifactError`."""
+        return self._open(path, run, Adapter, read_adapter, adapter_from_manifest)
+
+    def _open(
+        self,
+        path: Path,
+        run: Run,
+        kind: type[Opened],
+        target: Callable[[str], dict[str, Any]],
+        decode: Callable[[Path, Any], Opened],
+    ) -> Opened:
+        """`target` makes a manifest in the sandbox, and `decode` what it stands for."""
         path = path.resolve()
         stamps = stamps_of(path)
         with self._lock:
             known = self._known.get(path)
-        if known is not None and known[0] == stamps:
+        if known is not None and known[0] == stamps and isinstance(known[1], kind):
             artifact = known[1]
         else:
-            kept = self._kept(path, stamps)
-            artifact = kept or from_manifest(path, self._read(path, stamps, run))
+            kept = self._kept(path, stamps, decode)
+            artifact = kept or decode(path, self._read(path, stamps, run, target))
         with self._lock:
             self._known[path] = (stamps, artifact)
             self._known.move_to_end(path)
@@ -92,25 +111,29 @@ class Manifests:
         folder = cache_folder(path, self._cache_dir)
         return folder and folder / (hash_of(str(path)) + SOURCE)
 
-    def _kept(self, path: Path, stamps: Stamps) -> Artifact | None:
+    def _kept(
+        self, path: Path, stamps: Stamps, decode: Callable[[Path, Any], Opened]
+    ) -> Opened | None:
         """From an earlier process, if it is about these files and not damaged."""
         file = self._file(path)
         kept = {} if file is None else read_object(file)
         if kept.get("format") != FORMAT or kept.get("files") != stamps:
             return None
         try:
-            return from_manifest(path, kept.get("artifact"))
+            return decode(path, kept.get("artifact"))
         except ArtifactError:
             return None
 
-    def _read(self, path: Path, stamps: Stamps, run: Run) -> dict[str, Any]:
+    def _read(
+        self, path: Path, stamps: Stamps, run: Run, target: Callable[[str], dict[str, Any]]
+    ) -> dict[str, Any]:
         limits = Limits(
             memory_mib=READ_MIB,
             cpu_s=READ_CPU_S + sum(size for _, size, *_ in stamps) // READ_BYTES_PER_CPU_S,
             niceness=NICENESS,
         )
         began = time.monotonic()
-        manifest: dict[str, Any] = run(read, str(path), what=path.name, limits=limits)
+        manifest: dict[str, Any] = run(target, str(path), what=path.name, limits=limits)
         logger.info("read %s in %.2f s", path.name, time.monotonic() - began)
         file = self._file(path)
         if file is not None and stamps_of(path) == stamps:
@@ -148,7 +171,19 @@ def read(path: str) -> dict[str, Any]:
     return to_manifest(dataclasses.replace(artifact, content=content_of(artifact)))
 
 
-def content_of(artifact: Artifact) -> str:
+def read_adapter(path: str) -> dict[str, Any]:
+    """The manifest of the adapter in `path`. Raises `ArtifactError`."""
+    adapter = adapters.read(path)
+    return {
+        "base": adapter.base,
+        "index": {name: list(tensor) for name, tensor in adapter.index.items()},
+        "scales": dict(adapter.scales),
+        "generation": adapter.generation.to_json(),
+        "content": content_of(adapter),
+    }
+
+
+def content_of(artifact: MappedWeights) -> str:
     """The hash of the weights, which are all read. Raises `ArtifactError` for one that is NaN or
     infinite, with which a model makes no text."""
     file_bytes = sum(file.stat().st_size for file in artifact.weight_files)
@@ -208,19 +243,44 @@ def from_manifest(path: Path, said: Any) -> Artifact:
                 raise ValueError(name)
         if config.units % config.num_heads:
             raise ValueError("num_heads")
-        index = {
-            str(name): Tensor(_plain(file), offset, dtype, tuple(shape), tuple(strides))
-            for name, (file, offset, dtype, shape, strides) in said["index"].items()
-        }
-        sizes = {file: (path / file).stat().st_size for file in {t.file for t in index.values()}}
+        index = _index(path, said["index"])
         check_weights(index, config, path.name)
-        for name, tensor in index.items():
-            tensor.check(name, sizes[tensor.file])
         tokenizer_file = path / _plain(said["tokenizer"])
         generation = Generation.from_json(said["generation"])
         return Artifact(path, config, index, tokenizer_file, generation, str(said["content"]))
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
         raise ArtifactError(f"{path.name} changed while it was read") from None
+
+
+def adapter_from_manifest(path: Path, said: Any) -> Adapter:
+    """As `from_manifest`, of an adapter."""
+    try:
+        index = _index(path, said["index"])
+        scales = {str(module): float(scale) for module, scale in said["scales"].items()}
+        for module, product in (module.split(".") for module in scales):
+            if not module.isdecimal() or product not in adapters.BASE_NAMES:
+                raise ValueError(product)
+        parts = {name.rpartition(".")[0] for name in index}
+        if parts != set(scales) or not all(map(np.isfinite, scales.values())):
+            raise ValueError("scales")
+        for module in scales:
+            if index[f"{module}.down"].ndim != 2:
+                raise ValueError(module)
+        generation = Generation.from_json(said["generation"])
+        return Adapter(path, str(said["base"]), index, scales, generation, str(said["content"]))
+    except (KeyError, TypeError, ValueError, AttributeError, OSError):
+        raise ArtifactError(f"{path.name} changed while it was read") from None
+
+
+def _index(path: Path, said: Any) -> dict[str, Tensor]:
+    index = {
+        str(name): Tensor(_plain(file), offset, dtype, tuple(shape), tuple(strides))
+        for name, (file, offset, dtype, shape, strides) in said.items()
+    }
+    sizes = {file: (path / file).stat().st_size for file in {t.file for t in index.values()}}
+    for name, tensor in index.items():
+        tensor.check(name, sizes[tensor.file])
+    return index
 
 
 def _plain(name: Any) -> str:

@@ -30,7 +30,7 @@ def _client() -> EngineClient:
 def model_fn(model_dir: str, name: str | None = None, **options: Any) -> ModelHandle:
     """Has the engine load the artifact in `model_dir`, under `name` or else under its path.
 
-    `options` are the engine's: `backend`, `precision`, `max_rows`.
+    `options` are the engine's: `backend`, `precision`, `max_rows`, `base`.
 
     Raises `common.errors.EngineError`: `ArtifactError`, `OutOfMemory`, `EngineUnavailable`.
     """

@@ -288,12 +288,12 @@ def test_another_models_load_has_the_memory_first(engine: Engine, model_dir: Pat
     Request(engine, "m", " ".join(SENTENCES), max_new_tokens=2).wait()
     settle(engine)
     (model,) = engine._models.values()
-    row = model.row_bytes
-    engine.budget.total_bytes = 2 * model.reserved_bytes + row
+    row = model.core.row_bytes
+    engine.budget.total_bytes = 2 * model.core.reserved_bytes + row
     engine.load("other", str(model_dir))
     assert engine.statistics()["prefix_bytes"] <= row
     assert Request(engine, "other", SENTENCES[0], max_new_tokens=2).wait().error is None
     assert {said["residency"] for said in engine.models()} == {"hot"}
-    engine.budget.total_bytes = 2 * model.reserved_bytes + 1
+    engine.budget.total_bytes = 2 * model.core.reserved_bytes + 1
     engine._prefixes.shrink()
     assert engine.statistics()["prefix_bytes"] == 0

@@ -287,7 +287,7 @@ def test_a_busy_model_does_not_hold_up_another(
 
         return call
 
-    quick.compute.run = noted(quick.compute.run)  # type: ignore[method-assign]
+    quick.core.compute.run = noted(quick.core.compute.run)  # type: ignore[method-assign]
 
     def on_long(request: Request) -> None:
         if model.statistics.steps >= 20 and not short:
@@ -397,7 +397,7 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers(model_dir: Path, tmp_
         for try_it in (engine.check, engine.load):
             with pytest.raises(OutOfMemory, match=r"big needs \d+ MiB, but of the engine's 14 MiB"):
                 try_it("big", str(big))
-        assert engine.budget.weight_bytes == before == small.reserved_bytes
+        assert engine.budget.weight_bytes == before == small.core.reserved_bytes
         assert [m["name"] for m in engine.models()] == ["small"]
         Request(engine, "small", PROMPT, max_new_tokens=3).wait()
     finally:
@@ -430,7 +430,7 @@ def test_a_model_that_is_unloaded_makes_room(model_dir: Path) -> None:
         engine.unload("a")
         assert engine.budget.weight_bytes == 0
         needed = engine.check("b", str(model_dir))
-        assert engine.load("b", str(model_dir)).reserved_bytes == needed
+        assert engine.load("b", str(model_dir)).core.reserved_bytes == needed
     finally:
         engine.close()
     assert engine.budget.weight_bytes == 0
@@ -444,8 +444,8 @@ def test_weights_leave_room_for_one_request_of_the_whole_context(
     engine = Engine(Settings(memory_mib=64, overcommit=1, precision="fp32"))
     try:
         first = engine.load("m", str(model_dir))
-        row = first.compute.kv_bytes_for([CONTEXT])
-        size = first.reserved_bytes
+        row = first.core.compute.kv_bytes_for([CONTEXT])
+        size = first.core.reserved_bytes
         engine.budget.total_bytes = 2 * size + row - 1
         for try_it in (engine.check, engine.load):
             with pytest.raises(OutOfMemory, match="other needs 1 MiB"):
@@ -474,9 +474,9 @@ def test_what_is_missing_for_a_model_is_told_in_bytes(model_dir: Path) -> None:
     engine = Engine(Settings(memory_mib=64, overcommit=1))
     try:
         model = engine.load("a", str(model_dir))
-        row = model.compute.kv_bytes_for([CONTEXT])
+        row = model.core.compute.kv_bytes_for([CONTEXT])
         assert model.describe()["row_bytes"] == row
-        engine.budget.total_bytes = 2 * model.reserved_bytes + row - 7
+        engine.budget.total_bytes = 2 * model.core.reserved_bytes + row - 7
         for try_it in (engine.check, engine.load):
             with pytest.raises(OutOfMemory) as refused:
                 try_it("b", str(model_dir))
@@ -511,7 +511,7 @@ def test_memory_promised_to_a_load_is_its_own_before_the_load_has_taken_it(
                     engine.check("여름", str(model_dir), promised=promised)
             finally:
                 opened.set()
-            assert load.result(WAIT_S).reserved_bytes == promised["봄"]
+            assert load.result(WAIT_S).core.reserved_bytes == promised["봄"]
         engine.budget.total_bytes += promised["봄"]  # no more is taken twice
         engine.check("여름", str(model_dir), promised=promised)
     finally:
@@ -534,16 +534,16 @@ def test_memory_for_keys_and_values_is_given_back_after_each_request(
     engine: Engine, model: Model
 ) -> None:
     seen: list[int] = []
-    run = model.compute.run
+    run = model.core.compute.run
 
     def noted(pieces: Any) -> Any:
         seen.append(engine.budget.kv_bytes)
         return run(pieces)
 
-    model.compute.run = noted  # type: ignore[method-assign]
+    model.core.compute.run = noted  # type: ignore[method-assign]
     for sentence in SENTENCES:
         request = Request(engine, "m", sentence, max_new_tokens=4).wait()
-        assert seen[-1] == model.compute.kv_bytes_for([len(request.prompt) + 4]) > 0
+        assert seen[-1] == model.core.compute.kv_bytes_for([len(request.prompt) + 4]) > 0
         settle(engine)
         assert engine.budget.kv_bytes == 0
 
@@ -551,7 +551,7 @@ def test_memory_for_keys_and_values_is_given_back_after_each_request(
 def test_a_request_that_can_never_have_memory_is_refused_at_once(
     engine: Engine, model: Model
 ) -> None:
-    per_token = model.compute.config.kv_bytes_per_token
+    per_token = model.core.compute.config.kv_bytes_per_token
     engine.budget.total_bytes = engine.budget.weight_bytes + 64 * per_token
     refused = Request(engine, "m", PROMPT, max_new_tokens=400).wait()
     assert isinstance(refused.error, OutOfMemory)
@@ -565,7 +565,7 @@ def test_models_wait_for_memory_that_another_model_uses(
     engine: Engine, model: Model, model_dir: Path
 ) -> None:
     other = engine.load("other", str(model_dir))
-    per_token = model.compute.config.kv_bytes_per_token
+    per_token = model.core.compute.config.kv_bytes_per_token
     engine.budget.total_bytes = engine.budget.weight_bytes + 112 * per_token
     requests = [
         Request(engine, name, PROMPT, max_new_tokens=70) for name in ("m", "other") for _ in "12"
@@ -595,7 +595,7 @@ def test_unloading_ends_the_requests_of_a_model_with_not_found(
         assert isinstance(request.wait().error, ModelNotFound)
     assert len(elsewhere.wait().ids()) == 20
     assert [m["name"] for m in engine.models()] == ["other"]
-    assert engine.budget.weight_bytes == engine._models["other"].reserved_bytes
+    assert engine.budget.weight_bytes == engine._models["other"].core.reserved_bytes
     with pytest.raises(ModelNotFound):
         Request(engine, "m", PROMPT)
     with pytest.raises(ModelNotFound):
@@ -626,7 +626,7 @@ def test_loads_of_one_name_at_once_do_the_work_once(
         models = list(pool.map(load, range(8)))
 
     assert len({id(model) for model in models}) == 1
-    assert engine.budget.weight_bytes == models[0].reserved_bytes
+    assert engine.budget.weight_bytes == models[0].core.reserved_bytes
     assert sum("loaded m from" in message for message in caplog.messages) == 1
 
 

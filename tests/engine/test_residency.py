@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,8 +19,9 @@ from common.memory import Memory
 from engine import residency
 from engine.artifacts.config import GPT2Config
 from engine.budget import Budget
+from engine.model import Core
 from engine.prefixes import Prefixes
-from engine.registry import Engine, Model
+from engine.registry import Engine
 from engine.residency import Residency
 from engine.sandbox.reading import Reading
 from engine.scheduler import Batch
@@ -43,7 +45,7 @@ def make_engine(backend: str, **settings: Any) -> Engine:
 
 def fit(engine: Engine, count: int) -> None:
     """From now on so many of the loaded models can be resident beside a row, and no more."""
-    model = next(iter(engine._models.values()))
+    model = next(iter(engine._models.values())).core
     engine.budget.total_bytes = count * model.reserved_bytes + model.row_bytes
 
 
@@ -99,7 +101,7 @@ def resident(engine: Engine) -> list[str]:
 
 
 def backend_of(engine: Engine) -> str:
-    return next(iter(engine._models.values())).backend
+    return next(iter(engine._models.values())).core.backend
 
 
 @pytest.mark.slow
@@ -134,7 +136,7 @@ def test_the_least_recently_used_model_makes_space(engine: Engine) -> None:
     assert resident(engine) == ["m0", "m1"]
     ask(engine, "m2")
     assert resident(engine) == ["m0", "m2"]
-    assert engine._models["m1"].compute is None
+    assert engine._models["m1"].core.compute is None
 
 
 @pytest.mark.slow
@@ -181,7 +183,7 @@ def test_who_waits_gets_the_place_of_a_model_that_is_always_busy(
 
 
 def test_keys_and_values_take_the_place_of_weights_that_nobody_uses(engine: Engine) -> None:
-    model = engine._models["m0"]
+    model = engine._models["m0"].core
     fit(engine, 2)
     for name in ("m0", "m1"):
         ask(engine, name)
@@ -228,7 +230,7 @@ def test_a_model_whose_prepared_file_is_gone_comes_back_only_as_it_was(
 def test_no_more_are_loaded_than_the_setting_allows(folders: list[Path]) -> None:
     engine = make_engine("native", overcommit=2)
     try:
-        model = engine.load("m0", str(folders[0]))
+        model = engine.load("m0", str(folders[0])).core
         # With a row beside them, three in twice the memory of two.
         engine.budget.total_bytes = 2 * model.reserved_bytes
         for folder in folders[1:3]:
@@ -255,17 +257,13 @@ class Disk:
         self._log.append(f"close {self._name}")
 
 
-class Quiet:
-    pid = None
-
-
 class House:
     """Models of 100 bytes, with rows of 10, where `memory` bytes are."""
 
     def __init__(self, memory: int, mapped: bool) -> None:
         self.now = 0.0
         self.log: list[str] = []
-        self.models: dict[str, Model] = {}
+        self.models: dict[str, Core] = {}
         self.budget = Budget(memory, overcommit=100)
         self.changed = threading.Condition()
         self.residency = Residency(
@@ -274,21 +272,21 @@ class House:
         self.mapped = mapped
         self.faults: dict[str, Exception] = {}
 
-    def add(self, name: str) -> Model:
+    def add(self, name: str) -> Core:
         def open_it(run: Any) -> Any:
             self.log.append(f"open {name}")
             if name in self.faults:
                 raise self.faults.pop(name)
             return Disk(name, self.log, self.mapped)
 
-        model = Model(
+        model = Core(
             name=name,
+            key=name,
             path=Path(),
             backend="fake",
             precision="",
-            config=GPT2Config(1, 1, 1, 1, 1, 1),
+            artifact=cast(Any, SimpleNamespace(config=GPT2Config(1, 1, 1, 1, 1, 1))),
             open=open_it,
-            texts=cast(Any, Quiet()),
             batch=Batch(8, self.budget, Prefixes(0)),
             reserved_bytes=100,
         )
@@ -296,7 +294,7 @@ class House:
         self.models[name] = model
         return model
 
-    def touch(self, model: Model) -> None:
+    def touch(self, model: Core) -> None:
         """A request that is answered at once."""
         self.now += 1
         self.residency.acquire(model)
@@ -382,14 +380,14 @@ def test_a_load_that_is_given_up_waits_no_longer(house: House) -> None:
     house.models["c"] = fourth
     with pytest.raises(Cancelled):
         house.residency.enter(
-            Model(
+            Core(
                 name="d",
+                key="d",
                 path=Path(),
                 backend="fake",
                 precision="",
-                config=fourth.config,
+                artifact=fourth.artifact,
                 open=fourth.open,
-                texts=fourth.texts,
                 batch=Batch(8, house.budget, Prefixes(0)),
                 reserved_bytes=fourth.reserved_bytes,
             ),

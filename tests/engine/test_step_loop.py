@@ -27,7 +27,7 @@ from engine.artifacts.config import GPT2Config
 from engine.backends.interface import Piece
 from engine.backends.page_cache import Span
 from engine.budget import Budget
-from engine.model import Model
+from engine.model import Core, Model
 from engine.prefixes import Prefixes
 from engine.registry import Engine
 from engine.scheduler import Batch
@@ -109,10 +109,11 @@ class Asked:
             max_length=1024,
             stop_ids=frozenset(),
             emit=self._emit,
+            model=model,
         )
         with loop.changed:
             model.batch.waiting.append(self.sequence)
-            loop.add(model)
+            loop.add(model.core)
 
     def _emit(self, item: Token | EngineError) -> None:
         if isinstance(item, EngineError):
@@ -138,30 +139,30 @@ class House:
         self.budget = Budget(MIB)
         self.loop = Loop(threading.Condition(), self._lose)
 
-    def _lose(self, model: Model) -> None:
-        del self.models[model.name]
-        self.lost.append(model.name)
-        for sequence in model.batch.clear():
+    def _lose(self, core: Core) -> None:
+        del self.models[core.name]
+        self.lost.append(core.name)
+        for sequence in core.batch.clear():
             sequence.fail(EngineError("lost"))
 
     def add(self, name: str, max_rows: int = 8) -> Model:
         compute = Fake(name, self.done)
-        model = Model(
+        core = Core(
             name=name,
+            key=name,
             path=Path(),
             backend="fake",
             precision="",
-            config=compute.config,
+            artifact=cast(Any, compute),  # for its configuration
             open=lambda run: cast(Any, compute),
-            texts=cast(Any, Untold()),
             batch=Batch(max_rows, self.budget, Prefixes(0)),
             reserved_bytes=0,
             compute=compute,  # type: ignore[arg-type]
             resident=True,
         )
-        model.batch.open(cast(Any, compute), 0)
-        self.models[name] = model
-        return model
+        core.batch.open(cast(Any, compute), 0)
+        self.models[name] = Model(name, Path(), core, cast(Any, Untold()))
+        return self.models[name]
 
     def ask(self, *asked: tuple[Model, int, int]) -> list[Asked]:
         """All at once, between two turns."""
@@ -178,7 +179,7 @@ def house() -> Iterator[House]:
 
 
 def fake(model: Model) -> Fake:
-    return cast(Fake, model.compute)
+    return cast(Fake, model.core.compute)
 
 
 def right(length: int) -> list[int]:
@@ -240,7 +241,7 @@ def test_a_prompt_goes_before_answers_that_only_go_on(house: House) -> None:
 
 def test_a_model_that_cannot_compute_yet_still_ends_late_requests(house: House) -> None:
     model = house.add("m")
-    model.resident = False
+    model.core.resident = False
     (asked,) = house.ask((model, 3, 5))
     with house.loop.changed:
         asked.sequence.deadline = time.monotonic() + 0.01
@@ -488,7 +489,7 @@ def test_a_step_that_never_ends_is_told_and_a_long_one_is_none(
 
         return held
 
-    monkeypatch.setattr(model.compute, "run", hold(fake(model).run))
+    monkeypatch.setattr(model.core.compute, "run", hold(fake(model).run))
     (asked,) = house.ask((model, 5, 3))
     assert reached.wait(WAIT_S)
     assert house.loop.health()["status"] == "ok"

@@ -102,7 +102,7 @@ from common.parameters import Parameters
 from engine.settings import Settings
 
 engine = Engine(Settings(backend="native", memory_mib=64))
-compute = engine.load("model", sys.argv[1]).compute
+compute = engine.load("model", sys.argv[1]).core.compute
 
 def broken(pieces):
     raise RuntimeError(sys.argv[2])

@@ -154,12 +154,12 @@ def test_statistics_describe_no_model_that_is_being_freed(
     model = engine.load(NAME, model_dir)
     free_to_go: list[bool] = []
 
-    def kv_bytes(batch: Any) -> int:
+    def kv_bytes(batch: Any, of: Any = None) -> int:
         with ThreadPoolExecutor(1) as pool:
             free_to_go.append(pool.submit(engine._changed.acquire, blocking=False).result(WAIT_S))
         return 0
 
-    monkeypatch.setattr(type(model.batch), "kv_bytes", property(kv_bytes))
+    monkeypatch.setattr(type(model.batch), "kv_bytes", kv_bytes)
     engine.statistics()
     engine.describe(model)
     assert free_to_go == [False, False]

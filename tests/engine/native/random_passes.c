@@ -34,11 +34,11 @@ static void *allocate(size_t bytes) {
   return memory;
 }
 
-static void *allocated[200];
+static void *allocated[300];
 static int num_allocated;
 
 static void *keep(size_t bytes) {
-  CHECK(num_allocated < 200);
+  CHECK(num_allocated < 300);
   return allocated[num_allocated++] = allocate(bytes);
 }
 
@@ -109,7 +109,37 @@ static Model random_model(void) {
   return m;
 }
 
+/* A packed matrix of an adapter: of fp16 numbers where the model is in int8, else of floats. */
+static const void *random_thin(const Model *m, size_t n, size_t k) {
+  if (!m->block) return random_matrix(n, k, 0);
+  const size_t groups = (n + 15) / 16;
+  uint16_t *halves = keep(groups * k * LINE * sizeof *halves);
+  for (size_t i = 0; i < groups * k * LINE; i++) {
+    const size_t column = i / (k * LINE) * LINE + i % LINE;
+    const uint16_t half = (uint16_t)((random_bits() & 0x83ff) | between(10, 13) << 10);
+    halves[i] = column < n ? half : 0;
+  }
+  return halves;
+}
+
+static LowRank random_low_rank(const Model *m, size_t n, size_t k) {
+  const int rank = between(0, 2) ? between(1, 20) : 0;
+  if (!rank) return (LowRank){0};
+  const float *bias = between(0, 1) ? random_floats(rank, 0, 0.3f) : NULL;
+  return (LowRank){random_thin(m, rank, k), random_thin(m, n, rank), bias, rank};
+}
+
+static const AdapterLayer *random_adapter(const Model *m) {
+  const size_t c = m->units, f = m->hidden;
+  AdapterLayer *layers = keep(m->num_layers * sizeof *layers);
+  for (int i = 0; i < m->num_layers; i++)
+    layers[i] = (AdapterLayer){random_low_rank(m, 3 * c, c), random_low_rank(m, c, c),
+                               random_low_rank(m, f, c), random_low_rank(m, c, f)};
+  return layers;
+}
+
 typedef struct {
+  const AdapterLayer *adapter;
   int32_t ids[MAX_LENGTH], pages[MAX_LENGTH];
   int32_t done; /* tokens that are computed */
   float *logits; /* (max_length, padded vocab), of the row alone */
@@ -134,7 +164,8 @@ static void run_and_compare(const Model *m, uint8_t *arena, Row *rows, const Pie
 
 static void check_law(const Model *m, uint8_t *arena, Row *rows) {
   for (int i = 0; i < ROWS; i++) {
-    const Piece whole = {rows[i].ids, rows[i].pages, m->max_length, 0, m->max_length};
+    const Piece whole = {rows[i].ids, rows[i].pages, m->max_length, 0, m->max_length,
+                         rows[i].adapter};
     use_threads(1);
     CHECK(run_pass(m, arena, &whole, 1, rows[i].logits) == PASS_OK);
     rows[i].done = 0;
@@ -150,7 +181,8 @@ static void check_law(const Model *m, uint8_t *arena, Row *rows) {
       if (!rest || between(0, 3) == 0) continue;
       const int few = between(0, 1) ? 3 : 60, n = between(1, rest < few ? rest : few);
       row_of[count] = i;
-      pieces[count++] = (Piece){row->ids + row->done, row->pages, n, row->done, between(0, n)};
+      pieces[count++] = (Piece){row->ids + row->done, row->pages,    n,
+                                row->done,            between(0, n), row->adapter};
     }
     if (between(0, 5) == 0) use_threads(between(1, 3));
     run_and_compare(m, arena, rows, pieces, row_of, count);
@@ -170,7 +202,8 @@ static void check_pieces(const Model *m, uint8_t *arena, const Row *rows) {
     memcpy(ids[i], rows[i].ids, sizeof *ids);
     if (between(0, 5) == 0)
       ids[i][between(0, 3)] = between(0, 1) ? m->vocab + (between(0, 1) ? top - m->vocab : 0) : -1;
-    pieces[i] = (Piece){ids[i], rows[i].pages, numbers[0], numbers[1], numbers[2]};
+    pieces[i] =
+        (Piece){ids[i], rows[i].pages, numbers[0], numbers[1], numbers[2], rows[i].adapter};
     const int64_t n = numbers[0], position = numbers[1], logits = numbers[2];
     right = right && n > 0 && position >= 0 && n + position <= m->max_length && logits >= 0 &&
             logits <= n;
@@ -185,7 +218,7 @@ static void check_pieces(const Model *m, uint8_t *arena, const Row *rows) {
 }
 
 static void check_models(const Model *model, uint8_t *arena, const Row *rows) {
-  const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1};
+  const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1, NULL};
   const int32_t wrong[] = {INT32_MIN, -1, 0, (1 << 24) + 1, INT32_MAX};
   for (int i = 0; i < 5; i++)
     for (int field = 0; field < 7; field++) {
@@ -204,6 +237,18 @@ static void check_models(const Model *model, uint8_t *arena, const Row *rows) {
   }
 }
 
+static void check_adapters(const Model *m, uint8_t *arena, const Row *rows) {
+  const int32_t wrong[] = {INT32_MIN, -1, (1 << 16) + 1, INT32_MAX};
+  for (int i = 0; i < 16; i++) {
+    AdapterLayer layers[2] = {0};
+    LowRank *products[] = {&layers->qkv, &layers->attention_out, &layers->ffn_hidden,
+                           &layers->ffn_out};
+    products[i / 4]->rank = wrong[i % 4];
+    const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1, layers};
+    CHECK(run_pass(m, arena, &piece, 1, NULL) == PASS_BAD_PIECE);
+  }
+}
+
 static void check_sampling(const float *logits, size_t count) {
   float *weights = allocate(count * sizeof *weights);
   double sum = 0;
@@ -218,7 +263,10 @@ static void check_model(void) {
   const size_t width = padded(m.vocab), pages = (m.max_length + PAGE_TOKENS - 1) / PAGE_TOKENS;
   uint8_t *arena = keep(ROWS * pages * page_bytes(&m));
   Row rows[ROWS];
+  /* None, one, and one that two rows may share. */
+  const AdapterLayer *adapters[] = {NULL, random_adapter(&m), random_adapter(&m)};
   for (int i = 0; i < ROWS; i++) {
+    rows[i].adapter = adapters[between(0, 2)];
     for (int t = 0; t < m.max_length; t++) rows[i].ids[t] = between(0, m.vocab - 1);
     for (size_t p = 0; p < pages; p++) rows[i].pages[p] = (int)((pages - 1 - p) * ROWS) + i;
     rows[i].logits = keep(m.max_length * width * sizeof(float));
@@ -230,6 +278,7 @@ static void check_model(void) {
     if (!use_kernels(*name)) continue;
     check_law(&m, arena, rows);
     for (int i = 0; i < 10; i++) check_pieces(&m, arena, rows);
+    check_adapters(&m, arena, rows);
     check_models(&m, arena, rows);
     check_sampling(rows[0].logits, m.vocab);
     const float *found = rows[ROWS - 1].logits;

@@ -1,0 +1,94 @@
+"""The weights that loaded models compute with: those of a base and its adapters are one core."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Hashable
+
+from engine.model import Core, Model
+
+
+class Cores:
+    """`changed` guards what is here. Thread-safe."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self.by_name: dict[str, Core] = {}
+        self._opening: set[Hashable] = set()  # keys
+        self._names: set[str] = set()
+
+    def has(self, key: Hashable) -> bool:
+        """Whether an adapter of this base would find it here."""
+        with self._changed:
+            return self._find(key, is_adapter=True) is not None
+
+    def _find(self, key: Hashable, is_adapter: bool) -> Core | None:
+        cores = (core for core in self.by_name.values() if core.key == key)
+        return next((core for core in cores if is_adapter or core.has_adapters), None)
+
+    def take_name(self, name: str) -> str:
+        """A name like this one that no other core has: until `forget`, or `free_name`."""
+        with self._changed:
+            numbered = (f"{name} ({number})" for number in itertools.count(2))
+            free = next(n for n in itertools.chain([name], numbered) if n not in self._names)
+            self._names.add(free)
+            return free
+
+    def free_name(self, name: str) -> None:
+        with self._changed:
+            self._names.discard(name)
+
+    def load(
+        self,
+        key: Hashable,
+        open: Callable[[], Core],
+        make: Callable[[Core], Model],
+        is_adapter: bool,
+    ) -> Model:
+        """Has `make` give a model the core of this key, which `open` opens where it is not here.
+
+        Of several loads of adapters at once, one opens their base. A whole model shares a core only
+        where that has adapters. Raises what `open` and `make` do.
+        """
+        with self._changed:
+            while is_adapter and key in self._opening:
+                self._changed.wait()
+            core = self._find(key, is_adapter)
+            if core is not None:
+                return self._add(core, make)
+            if is_adapter:
+                self._opening.add(key)
+        try:
+            core = open()
+            with self._changed:
+                self.by_name[core.name] = core
+                return self._add(core, make)
+        finally:
+            with self._changed:
+                if is_adapter:
+                    self._opening.discard(key)
+                self._changed.notify_all()
+
+    @staticmethod
+    def _add(core: Core, make: Callable[[Core], Model]) -> Model:
+        model = make(core)
+        core.models.add(model)
+        return model
+
+    def remove(self, model: Model) -> bool:
+        """Takes a model from its core. Returns whether it was the core's last, which is closed then
+        and given to no other."""
+        with self._changed:
+            core = model.core
+            core.models.remove(model)
+            if core.models:
+                return False
+            self.forget(core)
+            return True
+
+    def forget(self, core: Core) -> None:
+        """Gives a core to no further model."""
+        with self._changed:
+            self.by_name.pop(core.name, None)
+            self._names.discard(core.name)

@@ -1,0 +1,94 @@
+"""Adapters (LoRA) as PEFT writes them, and the whole models that they make of their bases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.artifacts.adapter import BASE_NAMES, PRODUCTS
+from engine.artifacts.open import open_artifact
+from engine.artifacts.read_params import read_params
+from scripts.lib.safetensors_writer import write_safetensors
+from tests.engine.hugging_face import write_json
+from tests.engine.models import write_params
+
+ALL = tuple(PRODUCTS)
+
+
+def make_adapter(
+    path: Path,
+    base: Path,
+    *,
+    rank: int = 4,
+    modules: Sequence[str] = ALL,
+    layers: Sequence[int] | None = None,
+    seed: int = 0,
+    scale: float = 2.0,
+    bias: bool = False,
+    dtype: str = "float32",
+    config: dict[str, Any] | None = None,
+    weights: dict[str, NDArray[Any]] | None = None,
+) -> Path:
+    """Writes an adapter of the model in `base` and returns its folder.
+
+    `config` holds further fields of `adapter_config.json`, `weights` further tensors. The matrices
+    are large enough to change greedy text.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    of_base = open_artifact(base).config
+    rng = np.random.default_rng(1000 + seed)
+    tensors: dict[str, NDArray[Any]] = {}
+    for layer in range(of_base.num_layers) if layers is None else layers:
+        for module in modules:
+            shape = {
+                "attn.c_attn": (3 * of_base.units, of_base.units),
+                "attn.c_proj": (of_base.units, of_base.units),
+                "mlp.c_fc": (of_base.hidden_size, of_base.units),
+                "mlp.c_proj": (of_base.units, of_base.hidden_size),
+            }[module]
+            at = f"base_model.model.transformer.h.{layer}.{module}"
+            down = rng.standard_normal((rank, shape[1])) / np.sqrt(shape[1])
+            up = rng.standard_normal((shape[0], rank)) / np.sqrt(rank)
+            tensors[f"{at}.lora_A.weight"] = down.astype(dtype)
+            tensors[f"{at}.lora_B.weight"] = up.astype(dtype)
+            if bias:
+                tensors[f"{at}.bias"] = rng.standard_normal(shape[0]).astype(dtype) * 0.3
+    said = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.name,
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "target_modules": list(modules),
+        "fan_in_fan_out": True,
+        "bias": "lora_only" if bias else "none",
+        **(config or {}),
+    }
+    write_json(path / "adapter_config.json", said)
+    all_tensors = {**tensors, **(weights or {})}
+    write_safetensors(path / "adapter_model.safetensors", list(all_tensors.items()))
+    return path
+
+
+def merged(path: Path, base: Path, adapter: Path, scale: float = 2.0) -> Path:
+    """A whole v1 model: `base`, itself a v1 model, with an adapter of `make_adapter` in it."""
+    from engine.artifacts.adapter import read
+
+    path.mkdir(parents=True, exist_ok=True)
+    weights = {name: np.array(w) for name, w in read_params(base / "kogpt2.params").items()}
+    found = read(adapter)
+    for module in found.scales:
+        layer, product = module.split(".")
+        name = BASE_NAMES[product].format(layer)
+        up, down = (found.weights[f"{module}.{part}"].astype(np.float64) for part in ("up", "down"))
+        weights[f"{name}.weight"] = (weights[f"{name}.weight"] + scale * up @ down).astype("f4")
+        if f"{module}.bias" in found.weights:
+            weights[f"{name}.bias"] = found.weights[f"{module}.bias"]
+    write_params(path / "kogpt2.params", weights)
+    for file in ("kogpt2.spiece", "config.json"):
+        (path / file).write_bytes((base / file).read_bytes())
+    return path
