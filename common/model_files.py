@@ -15,12 +15,13 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PARAMS = ".params"
 # Tensors in, tensors out: an MXNet symbol checkpoint, an ONNX graph, also in a version's folder.
 SYMBOL, GRAPH = "model-symbol.json", "model.onnx"
+ADAPTER = "adapter_config.json"  # of PEFT's, beside adapter_model.safetensors
 MANIFEST = "MAR-INF/MANIFEST.json"  # of Multi Model Server's archives
 DEFAULT_PROGRAM = "inference.py"  # of the SageMaker Inference Toolkit
 
 TENSORS = re.compile(rf"(model/)?{re.escape(SYMBOL)}|([0-9]+/)?{re.escape(GRAPH)}")
 WEIGHTS = re.compile(
-    rf"[^/]*({re.escape(PARAMS)}|({'|'.join(map(re.escape, WEIGHT_FILES))})(\.index\.json)?)"
+    rf"(?!adapter_)[^/]*({re.escape(PARAMS)}|({'|'.join(map(re.escape, WEIGHT_FILES))})(\.index\.json)?)"
 )
 
 
@@ -58,8 +59,15 @@ def is_model(
     named = (handler,) if handler else everywhere
     scripts = {path for name in named for path in script_paths(name, environment)} | {MANIFEST}
     return any(
-        path in scripts or WEIGHTS.fullmatch(path) or TENSORS.fullmatch(path) for path in paths
+        path in scripts or path == ADAPTER or WEIGHTS.fullmatch(path) or TENSORS.fullmatch(path)
+        for path in paths
     )
+
+
+def is_adapter(paths: Iterable[str]) -> bool:
+    """Whether these files are an adapter, which needs a base, and no whole model."""
+    found = set(paths)
+    return ADAPTER in found and not any(map(WEIGHTS.fullmatch, found))
 
 
 # What people put into a store beside what is served, by how its name ends, and what is right.
@@ -93,8 +101,8 @@ def why_no_model(paths: Iterable[str], links: int = 0) -> str:
         )
     if any(path.startswith("adapter_") for path in found):
         return (
-            "it holds an adapter, not a whole model: merge it into its base first (peft:"
-            " merge_and_unload, then save_pretrained)"
+            f"it holds weights of an adapter, but no {ADAPTER} beside them: peft's save_pretrained"
+            " writes both"
         )
     if folders:
         return f"its models are in it: {', '.join(folders[:5])}"

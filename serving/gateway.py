@@ -39,6 +39,7 @@ from serving.errors import StartError
 from serving.mms import launcher
 from serving.mms.client import MMSClient
 from serving.mms.workers import Workers
+from serving.models.bases import Bases
 from serving.models.model import Model
 from serving.models.on_demand import OnDemand
 from serving.models.recovery import Recovery
@@ -106,7 +107,10 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
     engine = AsyncEngineClient(launcher.engine_socket(run_dir))
     cache, lookups = Cache(stores), Lookups(store, stores)
     workers, snapshot = Workers(settings, run_dir, client, engine), Snapshot(run_dir)
-    registry = Registry(settings, workers, cache, observe, snapshot.write, journal.changed)
+    bases = Bases(lookups, settings.adapter_bases)
+    registry = Registry(
+        settings, workers, cache, observe, snapshot.write, journal.changed, bases.find
+    )
     gateway = Gateway(
         settings=settings,
         registry=registry,

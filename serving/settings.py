@@ -52,6 +52,12 @@ class Settings:
         "a folder, `s3://bucket/prefix/`, `abfs://` or `gs://` with a folder or `.tar.gz` a model",
         "--model-store",
     )
+    adapter_bases: str = setting(
+        "ADAPTER_BASES",
+        "",
+        "models of the store for the bases that adapters name: `skt/kogpt2-base-v2=kogpt2`,"
+        " separated by commas; `*` is any (docs/bring-your-own.md)",
+    )
     model_cache: str = setting(
         "MODEL_CACHE", "", "where models are fetched and unpacked to; empty: in `RUN_DIR`"
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ArtifactError
+from common.model_files import ADAPTER
 from engine.artifacts.artifact import (
     ATTENTION_OUT,
     DTYPES,
@@ -25,7 +26,6 @@ from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import Generation, read_generation
 from engine.artifacts.tensor_index import Index, Tensor
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # The linear layers of a GPT-2 block, as transformers names them, and our names of them.
 PRODUCTS = {
@@ -105,15 +105,10 @@ class Adapter(MappedWeights):
                 )
 
 
-def is_in(folder: Path) -> bool:
-    """Whether a folder holds an adapter."""
-    return (folder / CONFIG_FILE).is_file()
-
-
 def read(path: str | Path) -> Adapter:
     """Checks the adapter in a folder. Raises `ArtifactError` that says what is wrong with it."""
     folder = Path(path)
-    config = read_json(folder / CONFIG_FILE)
+    config = read_json(folder / ADAPTER)
     _check_kind(config)
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str):
@@ -135,28 +130,28 @@ def _check_kind(config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ArtifactError(
-            f"{CONFIG_FILE}: peft_type is {kind!r}, must be 'LORA'; where peft can, {MERGE}"
+            f"{ADAPTER}: peft_type is {kind!r}, must be 'LORA'; where peft can, {MERGE}"
         )
     task = config.get("task_type")
     if task not in (None, "CAUSAL_LM"):
-        raise ArtifactError(f"{CONFIG_FILE}: task_type is {task!r}, must be 'CAUSAL_LM'")
+        raise ArtifactError(f"{ADAPTER}: task_type is {task!r}, must be 'CAUSAL_LM'")
     for name, harmless in NOT_SHARED.items():
         value = config.get(name)
         if value is not None and value not in harmless:
             raise ArtifactError(
-                f"{CONFIG_FILE}: {name} is {value!r}, which cannot be served beside other adapters"
+                f"{ADAPTER}: {name} is {value!r}, which cannot be served beside other adapters"
                 f" of its base: {MERGE}"
             )
     begun = config.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(CHANGES_BASE):
         raise ArtifactError(
-            f"{CONFIG_FILE}: init_lora_weights is {begun!r}, which changes the base, too: save it"
+            f"{ADAPTER}: init_lora_weights is {begun!r}, which changes the base, too: save it"
             f" with path_initial_model_for_weight_conversion, or {MERGE}"
         )
     bias = config.get("bias", "none")
     if bias not in ("none", "lora_only"):
         raise ArtifactError(
-            f"{CONFIG_FILE}: bias is {bias!r}, must be 'none' or 'lora_only'; else {MERGE}"
+            f"{ADAPTER}: bias is {bias!r}, must be 'none' or 'lora_only'; else {MERGE}"
         )
 
 
@@ -168,7 +163,7 @@ def _read_weights(folder: Path) -> tuple[Index, str]:
         if (folder / name).exists():
             return index_file(folder / name), name
     raise ArtifactError(
-        f"{folder.name} holds {CONFIG_FILE}, but no {WEIGHT_FILES[0]} beside it"
+        f"{folder.name} holds {ADAPTER}, but no {WEIGHT_FILES[0]} beside it"
         f" (found: {list_files(folder)})"
     )
 
@@ -215,11 +210,11 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     said = _pattern(config, "rank_pattern", called, config.get("r", 8))
     if said != rank:
         raise ArtifactError(
-            f"{CONFIG_FILE} says rank {said!r} for {called}, but its matrices have {rank}"
+            f"{ADAPTER} says rank {said!r} for {called}, but its matrices have {rank}"
         )
     alpha = _pattern(config, "alpha_pattern", called, config.get("lora_alpha", 8))
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ArtifactError(f"{CONFIG_FILE}: lora_alpha is {alpha!r}, must be a number")
+        raise ArtifactError(f"{ADAPTER}: lora_alpha is {alpha!r}, must be a number")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -227,12 +222,12 @@ def _pattern(config: Mapping[str, Any], name: str, module: str, default: Any) ->
     """A module's entry in `rank_pattern` or `alpha_pattern`, whose keys are regular expressions."""
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
-        raise ArtifactError(f"{CONFIG_FILE}: {name} must be an object")
+        raise ArtifactError(f"{ADAPTER}: {name} must be an object")
     for key, value in patterns.items():
         try:
             found = re.match(rf"(.*\.)?({key})$", module)
         except (re.error, RecursionError, OverflowError):
-            raise ArtifactError(f"{CONFIG_FILE}: {name} has the key {key[:100]!r}") from None
+            raise ArtifactError(f"{ADAPTER}: {name} has the key {key[:100]!r}") from None
         if found:
             return value
     return default

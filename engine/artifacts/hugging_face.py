@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import ArtifactError
-from common.model_files import PARAMS, WEIGHT_FILES
+from common.model_files import ADAPTER, PARAMS, WEIGHT_FILES
 from engine.artifacts.artifact import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 ROWS = 4096  # of a matrix, compared at once
 TOKENIZER_FILE = "tokenizer.json"
-ADAPTER_FILE = "adapter_config.json"
 ACTIVATION_ALIASES = {
     "gelu_python": "gelu",
     "gelu_fast": "gelu_new",
@@ -87,16 +86,16 @@ def is_in(folder: Path) -> bool:
             f"{folder.name} holds both a v1 model (*.params) and one of Hugging Face's; it must"
             f" hold one (found: {list_files(folder)})"
         )
-    if ADAPTER_FILE in names and theirs:
+    if ADAPTER in names and theirs:
         raise ArtifactError(
-            f"{folder.name} holds a base model and an adapter ({ADAPTER_FILE}), which would not be"
+            f"{folder.name} holds a base model and an adapter ({ADAPTER}), which would not be"
             " applied: merge it (peft: merge_and_unload, then save_pretrained), or remove"
-            f" {ADAPTER_FILE} to serve the base alone"
+            f" {ADAPTER} to serve the base alone"
         )
-    if ADAPTER_FILE in names:
+    if ADAPTER in names:
         raise ArtifactError(
-            f"{folder.name} holds an adapter ({ADAPTER_FILE}), not a whole model: merge it into its"
-            " base first (peft: merge_and_unload, then save_pretrained)"
+            f"{folder.name} holds an adapter ({ADAPTER}), not a whole model: it is served beside"
+            " its base, or merged into it (peft: merge_and_unload, then save_pretrained)"
         )
     if not ours and not theirs and not any(name.endswith(".spiece") for name in names):
         raise ArtifactError(

@@ -81,11 +81,16 @@ def packed_bytes(adapter: Adapter, precision: str) -> int:
 def load_adapter(adapter: Adapter, base: Artifact, precision: str) -> NativeAdapter:
     """Packs an adapter for its base. Raises `ArtifactError` where it does not fit that."""
     adapter.check_fits(base.config)
+    return NativeAdapter(base.config, precision, low_ranks(adapter, base))
+
+
+def low_ranks(adapter: Adapter, base: Artifact) -> dict[tuple[int, str], LowRank]:
+    """An adapter's matrices by layer and product, its scales in `up`."""
     matrices = {}
     for module, scale in adapter.scales.items():
         layer, product = module.split(".")
         matrices[int(layer), product] = _low_rank(adapter, base, module, scale)
-    return NativeAdapter(base.config, precision, matrices)
+    return matrices
 
 
 def _low_rank(adapter: Adapter, base: Artifact, module: str, scale: float) -> LowRank:

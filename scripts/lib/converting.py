@@ -197,6 +197,20 @@ def to_onnx(source: Artifact, target: Path, with_past: bool, progress: Progress)
     write_onnx(source.config, source.weights, target / "1" / "model.onnx", with_past, progress)
 
 
+def to_whole(adapter: Path, base: Artifact, target: Path) -> list[str]:
+    """An adapter merged into its base, as `to_hugging_face` writes it."""
+    from scripts.lib import lora
+
+    try:
+        said = to_hugging_face(lora.merge(adapter, base), target, [], lambda _: None)
+    except EngineError as error:
+        raise Problem(f"{adapter} cannot be merged: {error.message}") from None
+    before = lora.last_logits(adapter, base, prompts(base.config))
+    with tempfile.TemporaryDirectory(prefix="convert-") as work:
+        after = logits(open_artifact(target), "fp32", Path(work))
+    return [*said, _distance(before, after)]
+
+
 def let_others_read(folder: Path) -> None:
     """The server runs as a user of its own. The package safetensors writes for the owner only."""
     for path in (folder, *folder.rglob("*")):
@@ -270,6 +284,12 @@ def verify(
             f"logits: {error:.3g} apart at most, of {float(before.std()):.3g} standard deviation;"
             f" the likeliest token is the same for {same} of {len(before)} prompts"
         )
+    return _distance(before, after)
+
+
+def _distance(before: Logits, after: Logits) -> str:
+    """Raises `Problem` where they are further apart than rounding explains."""
+    error = float(np.abs(after - before).max())
     scale = max(1.0, float(np.abs(before).max()))
     if not error <= TOLERANCE * scale:
         raise Problem(f"the result computes something else: logits are {error:.3g} apart")

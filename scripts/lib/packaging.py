@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.errors import EngineError
+from common.model_files import is_adapter
+from engine.artifacts import adapter as adapters
 from engine.artifacts.open import open_artifact
 from engine.prepared.folder import MODEL
 from engine.prepared.folder import NAME as PREPARED
@@ -62,6 +64,8 @@ def check(folder: Path) -> Checked:
 
 
 def _check_model(folder: Path) -> str:
+    if is_adapter(path.name for path in folder.iterdir()):
+        return _check_adapter(folder)
     artifact = open_artifact(folder)
     content_of(artifact)  # its weights are numbers
     prompts = Prompts(artifact)
@@ -72,6 +76,20 @@ def _check_model(folder: Path) -> str:
         f" vocabulary {c.vocab_size} ({artifact.tokenizer_file.name},"
         f" {prompts.tokenizer.vocab_size} pieces), {c.num_parameters:,} parameters in"
         f" {', '.join(file.name for file in artifact.weight_files)}{template}"
+    )
+
+
+def _check_adapter(folder: Path) -> str:
+    """What can be said without its base."""
+    adapter = adapters.read(folder)
+    content_of(adapter)
+    ranks = sorted({t.shape[0] for name, t in adapter.index.items() if name.endswith(".down")})
+    layers = {name.partition(".")[0] for name in adapter.scales}
+    products = sorted({name.partition(".")[2] for name in adapter.scales})
+    base = adapter.base or "a base that it does not name"
+    return (
+        f"an adapter of {base}: rank {', '.join(map(str, ranks))} on {', '.join(products)} of"
+        f" {len(layers)} layers"
     )
 
 

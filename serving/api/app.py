@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.errors import EngineError, ServiceError
 from common.worker_protocol import REQUEST_ID
 from serving.api import openapi
+from serving.api.adapters import Adapters
 from serving.api.http_protocol import HEALTH_PATHS
 from serving.api.inference import Inference
 from serving.api.management import Management
@@ -49,7 +50,7 @@ class App:
             Route("/health", self._ping, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
         ]
-        management = Management(gateway).routes()
+        management = [*Management(gateway).routes(), *Adapters(gateway).routes()]
         documents = [
             Route("/api-description", self._openapi, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),

@@ -1,7 +1,8 @@
 """Calling models: SageMaker's routes, Multi Model Server's, and the AWS client's.
 
 POST /models/{name}/invoke            SageMaker multi-model
-POST /invocations                     X-Amzn-SageMaker-Target-Model, ?model_name=, the one model of
+POST /invocations                     X-Amzn-SageMaker-Adapter-Identifier or -Target-Model,
+                                      ?model_name=, the one model of
                                       a single-model endpoint, model=NAME in the custom attributes,
                                       or `model` in a body of OpenAI's
 POST /predictions/{name}              Multi Model Server; OPTIONS describes it
@@ -41,6 +42,9 @@ from serving.names import normal_name
 # Name the model where AWS has no TargetModel: in calls for a stream.
 MODEL_ATTRIBUTE = re.compile(r"(?:^|[\s,;])model=([^\s,;]+)")
 INFERENCE_COMPONENT = "x-amzn-sagemaker-inference-component"
+ADAPTER = "x-amzn-sagemaker-adapter-identifier"
+# What may name the model of a call of /invocations, the first that does counts.
+NAMING = (ADAPTER, TARGET_MODEL, INFERENCE_COMPONENT)
 
 
 class Inference:
@@ -79,7 +83,7 @@ class Inference:
 
     def _target(self, request: Request) -> str | None:
         """None where nothing but the body can name the model."""
-        said = (request.headers.get(name) for name in (TARGET_MODEL, INFERENCE_COMPONENT))
+        said = (request.headers.get(name) for name in NAMING)
         target = next(filter(None, said), request.query_params.get("model_name"))
         if target:
             return normal_name(header_text(target)).lstrip("/")

@@ -185,8 +185,10 @@ class Management:
 
 
 def _listed(model: Model) -> dict[str, str]:
-    """What SageMaker's contract has, and where the engine has the model's weights."""
+    """What SageMaker's contract has, an adapter's base, and where the engine has the weights."""
     shown = {"modelName": model.name, "modelUrl": model.url}
+    if model.stored_base is not None:
+        shown["baseModel"] = model.stored_base.name
     return {**shown, "residency": model.residency} if model.residency else shown
 
 

@@ -26,6 +26,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "health": ("Error", {}, {}),
     "management": ("Error", {}, {}),
     "load": ("Error", {JSON: "Load"}, {}),
+    "adapter": ("Error", {JSON: "Adapter"}, {TEXT: "Text"}),
     "inference": (
         ("Error", "OpenAIError"),
         {JSON: ("Generate", "OpenAICompletion", "OpenAIChat", "Text"), TEXT: "Text"},
@@ -54,7 +55,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "generate": ("V2Error", {JSON: "V2Generate"}, {JSON: "Any", EVENTS: "Text"}),
 }
 TAGS = {
-    "load": "management", "description": "inference", "endpoint": "inference",
+    "load": "management", "adapter": "management",
+    "description": "inference", "endpoint": "inference",
     "completion": "OpenAI", "chat": "OpenAI", "response": "OpenAI", "tokens": "OpenAI",
     "infer": "V2", "generate": "V2",
 }  # fmt: skip
@@ -71,6 +73,9 @@ GET /models/{{name}} | management | 401 404 | Describe a model
 PUT /models/{{name}}?min_worker=integer&max_worker=integer&pinned=boolean | management | \
 400 401 404 503 | Change how many requests are passed on to a model at once, or pin it
 DELETE /models/{{name}} | management | 401 404 503 | Unload a model; answers once its memory is free
+POST /adapters | adapter | 400 401 403 404 408 409 413 415 500 503 504 507 | \
+Load an adapter beside the one model (SageMaker's adapter inference components)
+DELETE /adapters/{{name}} | management | 401 404 503 | Unload it
 POST /models/{{name}}/invoke | inference | {CALL} | Continue a prompt (SageMaker multi-model)
 POST /predictions/{{name}} | inference | {CALL} | Continue a prompt (Multi Model Server)
 GET /predictions/{{name}} | inference | {CALL} | The same

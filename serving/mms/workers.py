@@ -77,7 +77,7 @@ class Workers:
             before = self._promised_before(name)
             try:
                 needed = await self._engine.check(
-                    model.name, str(path), asked.backend, asked.precision, before
+                    model.name, str(path), asked.backend, asked.precision, before, _base(model)
                 )
             except OutOfMemory as error:
                 needed = error.needed_bytes
@@ -114,7 +114,10 @@ class Workers:
         described["path"] = str(path)
         if handler is not None:
             described["handler"] = handler
-        if engine := model.settings.of_engine():
+        engine = model.settings.of_engine()
+        if model.base is not None:
+            engine["base"] = _base(model)
+        if engine:
             described["engine"] = engine
         hosted = is_hosted(path, handler)
         await asyncio.to_thread(_describe, folder, described, hosted)
@@ -241,6 +244,11 @@ class Workers:
 
     def remove_leftovers(self) -> None:
         remove_leftovers(self._run_dir)
+
+
+def _base(model: Model) -> str | None:
+    """The folder of an adapter's base."""
+    return None if model.base is None else str(model.base.path)
 
 
 def _process_bytes(sockets: Set[str]) -> dict[str, int]:

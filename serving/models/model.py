@@ -49,6 +49,8 @@ class Model:
     settings: ModelSettings = field(default_factory=ModelSettings)  # its file's too, once fetched
     state: State = State.FETCHING
     fetched: Fetched | None = None
+    stored_base: StoredModel | None = None  # of an adapter
+    base: Fetched | None = None
     in_flight: int = 0
     last_used: float = field(default_factory=lambda: time.monotonic())
     last_shared: float = field(default_factory=lambda: time.monotonic())  # by requests at once

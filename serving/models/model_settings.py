@@ -27,6 +27,12 @@ def _setting(help_text: str, **schema: Any) -> Any:
 class ModelSettings:
     """None is the server's own default."""
 
+    base: str | None = _setting(
+        "of an adapter: its base, a name or `url` as for loading, in place of the one that it was"
+        " trained on",
+        type="string",
+        maxLength=1024,
+    )
     pinned: bool | None = _setting(
         "never unloaded to make room for another, nor for being idle", type="boolean"
     )
@@ -111,6 +117,10 @@ def checked(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
             raise BadRequest(f"{name} must be true or false, is {quoted(value)}")
         return value
     if kind == "string":
+        if "enum" not in schema:
+            if not isinstance(value, str) or not 0 < len(value) <= schema["maxLength"]:
+                raise BadRequest(f"{name} must be text of 1 to {schema['maxLength']} characters")
+            return value
         if value not in schema["enum"]:
             raise BadRequest(f"{name} must be {' or '.join(schema['enum'])}, is {quoted(value)}")
         return value

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import OutOfMemory, ServiceError
@@ -52,9 +53,17 @@ async def _once(model: Model, step: Step) -> None:
     await step()
 
 
+# Of a model's folder and settings: the base, where it is an adapter.
+FindBase = Callable[[Path, ModelSettings], Awaitable[StoredModel | None]]
+
+
+async def _no_base(folder: Path, settings: ModelSettings) -> StoredModel | None:
+    return None
+
+
 class Registry:
     """Owns the life of every model. `save` is called with those that are ready when they change,
-    `changed` with a model whose state has."""
+    `changed` with a model whose state has; `find_base` says what a model is an adapter of."""
 
     def __init__(
         self,
@@ -64,8 +73,10 @@ class Registry:
         observe: Callable[[str, Model, float], None] = lambda event, model, seconds: None,
         save: Callable[[Iterable[Model]], None] = lambda models: None,
         changed: Callable[[Model], None] = lambda model: None,
+        find_base: FindBase = _no_base,
     ) -> None:
         self._settings, self._workers, self._cache = settings, workers, cache
+        self._find_base = find_base
         self._observe, self._save, self._changed = observe, save, changed
         self._models: dict[str, Model] = {}
         # MMS may still know models of a gateway before this one.
@@ -212,15 +223,25 @@ class Registry:
         assert error is None or isinstance(error, Exception)
         if isinstance(error, ServiceError):  # the engine knows it by its folder in the cache
             error.message = error.message.replace(model.stored.key, model.name)
+            if (base := model.stored_base) is not None:
+                error.message = error.message.replace(base.key, base.name)
         return error
 
     async def _fetch_and_start(self, model: Model, attempt: Attempt) -> None:
-        async def fetch() -> None:
-            lane = await self._lane(model.stored)
+        async def fetched(stored: StoredModel) -> Fetched:
+            lane = await self._lane(stored)
             async with lane.turn:
                 started = time.monotonic()
-                model.fetched = await self._fetch(model.stored, lane)
+                found = await self._fetch(stored, lane)
                 self._observe("fetched", model, time.monotonic() - started)
+                return found
+
+        async def fetch() -> None:
+            model.fetched = await fetched(model.stored)
+
+        async def fetch_base() -> None:
+            assert model.stored_base is not None
+            model.base = await fetched(model.stored_base)
 
         async def start() -> None:
             async with self._workers.turn:
@@ -251,6 +272,9 @@ class Registry:
         model.settings = model.settings.over(of_file)
         if model.settings.queue is not None:
             model.line.max_waiting = model.settings.queue
+        model.stored_base = await self._find_base(model.fetched.path, model.settings)
+        if model.stored_base is not None:
+            await attempt(model, fetch_base)
         await attempt(model, start)
 
     async def _lane(self, stored: StoredModel) -> _Lane:
@@ -281,6 +305,8 @@ class Registry:
                 cancelled = isinstance(model.error, LoadCancelled)
                 refused = not cancelled and 400 <= getattr(model.error, "status", 500) < 500
                 await asyncio.to_thread(self._cache.release, model.fetched.path, discard=refused)
+            if model.base is not None:
+                await asyncio.to_thread(self._cache.release, model.base.path)
         except Exception:
             logger.exception("model %s was not cleaned up after", model.name)
         finally:
@@ -298,6 +324,8 @@ class Registry:
         model.changed = self._changed
         try:
             model.fetched = await self._fetch(model.stored)
+            if model.stored_base is not None:
+                model.base = await self._fetch(model.stored_base)
         except BaseException:
             del self._models[model.name]
             model.set()

@@ -79,11 +79,13 @@ def _parts(model: Model) -> tuple[Any, ...]:
 
 
 def _row(model: Model) -> dict[str, Any]:
+    base = model.stored_base
     return {
         "name": model.name,
         "url": model.url,
         "id": model.id,
         "stored": dataclasses.asdict(model.stored.without_secrets()),
+        "stored_base": base and dataclasses.asdict(base.without_secrets()),
         "options": dict(model.options),
         "settings": model.settings.said(),
         "in_engine": model.in_engine,
@@ -97,5 +99,7 @@ def _row(model: Model) -> dict[str, Any]:
 
 def _model(row: dict[str, Any]) -> Model:
     stored, settings = StoredModel(**row["stored"]), ModelSettings(**row["settings"])
+    base = row.get("stored_base") and StoredModel(**row["stored_base"])
     line = Line(**row["line"])
-    return Model(**{**row, "stored": stored, "settings": settings, "line": line})
+    parts = {"stored": stored, "stored_base": base, "settings": settings, "line": line}
+    return Model(**{**row, **parts})

@@ -98,8 +98,22 @@ def test_a_worker_is_told_what_the_engine_is_to_do(tmp_path: Path) -> None:
         assert told["engine"] == {"backend": "mxnet", "max_rows": 3}
         with pytest.raises(OutOfMemory):
             await parts.workers.check(parts.model)
-        ((*_, backend, precision, _),) = parts.engine.checked
-        assert (backend, precision) == ("mxnet", None)
+        ((*_, backend, precision, _, base),) = parts.engine.checked
+        assert (backend, precision, base) == ("mxnet", None, None)
+
+    run(test)
+
+
+def test_a_worker_of_an_adapter_is_told_its_base(tmp_path: Path) -> None:
+    async def test() -> None:
+        parts = Parts(tmp_path)
+        parts.model.base = Fetched(tmp_path / "바탕", hit=True)
+        await parts.workers.start(parts.model)
+        told = json.loads((parts.mms.folders["1"] / "model.json").read_text())
+        assert told["engine"] == {"base": str(tmp_path / "바탕")}
+        with pytest.raises(OutOfMemory):
+            await parts.workers.check(parts.model)
+        assert parts.engine.checked[0][-1] == str(tmp_path / "바탕")
 
     run(test)
 
@@ -114,7 +128,7 @@ def test_of_two_that_ask_for_room_at_the_same_time_one_counts_the_other(tmp_path
         await asyncio.sleep(1)
         parts.engine.together.set()
         await asyncio.gather(*checks)
-        assert [asked[-1] for asked in parts.engine.checked] == [{}, {}, {"a#1": 100}]
+        assert [asked[-2] for asked in parts.engine.checked] == [{}, {}, {"a#1": 100}]
 
     run(test)
 
@@ -128,7 +142,7 @@ def test_room_is_promised_in_the_order_in_which_it_was_asked_for(tmp_path: Path)
         async def promised(model: Model) -> dict[str, int]:
             with contextlib.suppress(OutOfMemory):
                 await parts.workers.check(model)
-            found: dict[str, int] = parts.engine.checked[-1][-1]
+            found: dict[str, int] = parts.engine.checked[-1][-2]
             return found
 
         assert await promised(first) == {}

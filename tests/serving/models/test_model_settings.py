@@ -50,7 +50,7 @@ def test_a_wrong_value_is_named_with_what_is_right(name: str, value: Any) -> Non
 
 def test_an_unknown_one_is_named_with_those_that_are_known() -> None:
     with pytest.raises(
-        BadRequest, match="고정 is not known; known are backend, idle_unload_s, max"
+        BadRequest, match="고정 is not known; known are backend, base, idle_unload_s, max"
     ):
         ModelSettings.parse({"고정": True})
 

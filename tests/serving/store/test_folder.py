@@ -123,7 +123,7 @@ def test_links_do_not_lead_out_of_a_store(tmp_path: Path) -> None:
 FOREIGN = [
     ("시/model-q4.gguf", "llama.cpp"),
     ("시.gguf", "llama.cpp"),
-    ("시/adapter_config.json 시/adapter_model.bin", "an adapter, not a whole model"),
+    ("시/adapter_model.bin", "weights of an adapter, but no adapter_config.json"),
     ("시/last.ckpt", "checkpoint of a training; a folder with config.json, model.safetensors"),
     ("시/model.pt", "neither what its weights are of"),
     ("시.pt", "neither what its weights are of"),

@@ -1,0 +1,82 @@
+"""SageMaker's adapter inference components: a base is the container's one model, and adapters come
+and go beside it.
+
+POST   /adapters             {"name", "src", "preload"?, "pin"?}
+DELETE /adapters/{name}
+POST   /invocations          X-Amzn-SageMaker-Adapter-Identifier names the adapter that answers
+
+As AWS publishes it in model-hosting-container-standards. An adapter is a model like any other, and
+every other route answers for it, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from serving.api.shared import Gateway, check_token, read_json_object
+from serving.errors import BadRequest, ModelNotFound
+from serving.models.model_settings import ModelSettings
+from serving.names import model_name
+from serving.store import public_url
+
+FIELDS = {"name": str, "src": str, "preload": bool, "pin": bool}
+
+
+class Adapters:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/adapters", self.register, methods=["POST"]),
+            Route("/adapters/{name:model}", self.unregister, methods=["DELETE"]),
+        ]
+
+    async def register(self, request: Request) -> Response:
+        """Loads an adapter; without `preload` the answer does not wait for that."""
+        gateway = self._gateway
+        check_token(request, gateway.settings.management_token)
+        gateway.check_ready()
+        body = _checked(await read_json_object(gateway, request))
+        name, src = model_name(body["name"]), body["src"]
+        request.state.model = name
+        stored = await gateway.lookups.locate(src)
+        settings = ModelSettings(base=self._base(), pinned=body.get("pin"))
+        load = gateway.registry.begin(name, public_url(src), stored, settings)
+        if body.get("preload", True):
+            await asyncio.shield(load)
+        return PlainTextResponse(f"Adapter {name} registered")
+
+    def _base(self) -> str | None:
+        """The folder of the one model; else the adapter itself names its base."""
+        settings = self._gateway.settings
+        return str(Path(settings.base_dir, "model")) if self._gateway.single_model else None
+
+    async def unregister(self, request: Request) -> Response:
+        gateway, name = self._gateway, request.path_params["name"]
+        check_token(request, gateway.settings.management_token)
+        gateway.check_ready()
+        model = gateway.registry.find(name)
+        if model is None or model.stored_base is None:
+            raise ModelNotFound(f"The adapter {name} was not found")
+        await gateway.registry.unload(name)
+        return PlainTextResponse(f"Adapter {name} unregistered")
+
+
+def _checked(body: dict[str, Any]) -> dict[str, Any]:
+    for field, value in body.items():
+        if field not in FIELDS:
+            raise BadRequest(f"{field[:100]} is not known; known are {', '.join(FIELDS)}")
+        if not isinstance(value, FIELDS[field]):
+            kind = "text" if FIELDS[field] is str else "true or false"
+            raise BadRequest(f"{field} must be {kind}")
+    for field in ("name", "src"):
+        if not body.get(field):
+            raise BadRequest(f"{field} must be text that is not empty")
+    return body

@@ -1,0 +1,207 @@
+"""Adapters (LoRA) are models of their own to every client, and share the base of the store."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import requests
+
+from tests.e2e.server import Server, eventually
+from tests.e2e.stores import SHORT, error, packed, serving, small, statistics, text
+from tests.engine.adapters import make_adapter, merged
+from tests.serving.store.s3 import BUCKET, s3_server
+
+pytestmark = pytest.mark.slow
+
+ADAPTERS = tuple(f"어댑터-{i}" for i in range(8))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, eight adapters of it, half of them packed, and what each is as a whole model."""
+    folder = tmp_path_factory.mktemp("adapters")
+    base = small(folder / "store" / "바탕", 3)
+    for seed, name in enumerate(ADAPTERS):
+        where = folder / "unpacked" / name if seed % 2 else folder / "store" / name
+        adapter = make_adapter(where, base, seed=seed, rank=1 + 2 * seed)
+        merged(folder / "store" / f"전체-{seed}", base, adapter)
+        if seed % 2:
+            packed(adapter, folder / "store" / f"{name}.tar.gz")
+    return folder / "store"
+
+
+@pytest.fixture(scope="module")
+def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), store) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def texts(server: Server) -> dict[str, str]:
+    """What each adapter says as a whole model."""
+    found = {}
+    for seed, name in enumerate(ADAPTERS):
+        found[name] = text(server.predict(f"전체-{seed}", SHORT))
+        assert server.unload(f"전체-{seed}").status_code == 200
+    assert len(set(found.values())) == len(ADAPTERS)
+    return found
+
+
+def listed(server: Server) -> dict[str, str | None]:
+    models = requests.get(server.url("/models"), timeout=60).json()["models"]
+    return {model["modelName"]: model.get("baseModel") for model in models}
+
+
+def test_eight_clients_of_eight_adapters_get_the_texts_of_whole_models(
+    server: Server, texts: dict[str, str]
+) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            answers = pool.map(lambda name: text(server.predict(name, SHORT)), ADAPTERS)
+            assert dict(zip(ADAPTERS, answers, strict=True)) == texts
+    assert listed(server) == dict.fromkeys(ADAPTERS, "바탕")
+    models = statistics(server)["models"]
+    assert len({model["base"] for model in models}) == 1
+
+
+def test_a_base_is_a_model_too_and_goes_with_its_last_adapter(
+    server: Server, texts: dict[str, str]
+) -> None:
+    alone = text(server.predict("바탕", SHORT))
+    assert alone not in texts.values()
+    assert listed(server)["바탕"] is None
+    weights = statistics(server)["weight_bytes"]
+    assert server.unload("바탕").status_code == 200
+    assert statistics(server)["weight_bytes"] == weights  # it was counted once
+    assert text(server.predict(ADAPTERS[0], SHORT)) == texts[ADAPTERS[0]]
+    for name in listed(server):
+        assert server.unload(name).status_code == 200
+    assert statistics(server)["weight_bytes"] == 0
+    assert statistics(server)["models"] == []
+
+
+def test_openais_routes_and_settings_are_those_of_any_model(
+    server: Server, texts: dict[str, str]
+) -> None:
+    name = ADAPTERS[2]
+    body = {"model": name, "prompt": SHORT["inputs"], "max_tokens": 16, "temperature": 0}
+    answer = requests.post(server.url("/v1/completions"), json=body, timeout=60).json()
+    assert answer["model"] == name
+    assert answer["choices"][0]["text"]
+    served = requests.get(server.url("/v1/models"), timeout=60).json()["data"]
+    assert set(ADAPTERS) <= {model["id"] for model in served}
+    metadata = requests.get(server.url(f"/v2/models/{name}"), timeout=60).json()
+    assert metadata["name"] == name
+    described = requests.get(server.url(f"/models/{name}"), timeout=60).json()
+    assert described["baseModel"] == "바탕"
+
+
+def test_an_adapter_is_loaded_for_the_base_that_a_request_names(server: Server) -> None:
+    answer = server.load("새", ADAPTERS[0], base="전체-0")
+    assert answer.status_code == 200, answer.text
+    assert listed(server)["새"] == "전체-0"
+    assert server.unload("새").status_code == 200
+    refused = server.load("새", "전체-0", base="바탕")
+    assert error(refused)[0] == 400
+    assert "no adapter" in refused.json()["message"]
+
+
+def test_a_wrong_base_or_none_is_told_and_leaves_nothing(
+    server: Server, store: Path, tmp_path: Path
+) -> None:
+    base = small(tmp_path / "skt" / "ko-gpt", 5)
+    orphan = make_adapter(store / "고아", base)
+    refused = server.predict("고아", SHORT)
+    assert refused.status_code == 400
+    assert "adapter of 'ko-gpt', which is not in the store" in refused.json()["message"]
+    (orphan / "serving.json").write_text(json.dumps({"base": ADAPTERS[0]}), encoding="utf-8")
+    refused = server.predict("고아", SHORT)
+    assert refused.status_code == 400
+    assert "adapter" in refused.json()["message"]
+    shutil.rmtree(orphan)
+    assert "고아" not in listed(server)
+    held = {model["name"].partition("#")[0] for model in statistics(server)["models"]}
+    assert "고아" not in held
+
+
+def test_adapters_outlive_the_gateway_and_the_engine(server: Server, texts: dict[str, str]) -> None:
+    name = ADAPTERS[1]
+    assert text(server.predict(name, SHORT)) == texts[name]
+    for process in ("-m serving.gateway ", "-m engine "):
+        [found] = server.descendants(process)
+        found.kill()
+        eventually(lambda: server.is_ready())
+        assert eventually(lambda: _text(server, name)) == texts[name]
+    assert listed(server)[name] == "바탕"
+
+
+def _text(server: Server, name: str) -> str | None:
+    try:
+        answer = server.predict(name, SHORT)
+    except requests.ConnectionError:
+        return None
+    return text(answer) if answer.status_code == 200 else None
+
+
+def test_adapters_come_from_s3_with_their_base(
+    store: Path, texts: dict[str, str], tmp_path: Path
+) -> None:
+    with s3_server() as s3:
+        base = packed(store / "바탕", tmp_path / "바탕.tar.gz").read_bytes()
+        s3.put("prefix/팀/바탕.tar.gz", base)
+        for name in ADAPTERS[1::2]:
+            s3.put(f"prefix/{name}.tar.gz", (store / f"{name}.tar.gz").read_bytes())
+        environment = {
+            **s3.environment,
+            "MODEL_STORE": f"s3://{BUCKET}/prefix/",
+            "ADAPTER_BASES": "바탕=팀/바탕",
+        }
+        with serving(tmp_path / "s3", None, **environment) as server:
+            for name in ADAPTERS[1::2]:
+                assert text(server.predict(name, SHORT)) == texts[name]
+            assert listed(server) == dict.fromkeys(ADAPTERS[1::2], "팀/바탕")
+
+
+def test_adapters_are_registered_beside_the_one_model_as_sagemaker_does(
+    store: Path, texts: dict[str, str], tmp_path: Path
+) -> None:
+    shutil.copytree(store / "바탕", tmp_path / "ml" / "model")
+    for name in ADAPTERS[::2]:
+        shutil.copytree(store / name, tmp_path / "ml" / "models" / name)
+    with serving(tmp_path / "server", None, SAGEMAKER_BASE_DIR=str(tmp_path / "ml")) as server:
+        adapters = server.url("/adapters")
+
+        def register(adapter: str, **fields: object) -> requests.Response:
+            src = str(tmp_path / "ml" / "models" / ADAPTERS[2])
+            body = {"name": adapter, "src": src, **fields}
+            return requests.post(adapters, json=body, timeout=60)
+
+        def invoke(name: str) -> requests.Response:
+            headers = {"X-Amzn-SageMaker-Adapter-Identifier": name}
+            return requests.post(
+                server.url("/invocations"), json=SHORT, headers=headers, timeout=60
+            )
+
+        answer = register("adapter-1", preload=True, pin=False)
+        assert (answer.status_code, answer.text) == (200, "Adapter adapter-1 registered")
+        assert text(invoke("adapter-1")) == texts[ADAPTERS[2]]
+        alone = text(requests.post(server.url("/invocations"), json=SHORT, timeout=60))
+        assert alone not in texts.values()
+        assert register("adapter-1").status_code == 409
+        assert register("adapter-2", preload=False).status_code == 200
+        eventually(lambda: invoke("adapter-2").status_code == 200)
+        for wrong in ({"name": ""}, {"src": 3}, {"pin": "yes"}, {"load": True}):
+            assert error(register("adapter-3", **wrong))[0] == 400
+        answer = requests.delete(f"{adapters}/adapter-1", timeout=60)
+        assert (answer.status_code, answer.text) == (200, "Adapter adapter-1 unregistered")
+        assert invoke("adapter-1").status_code == 404
+        for missing in ("adapter-1", "model"):
+            answer = requests.delete(f"{adapters}/{missing}", timeout=60)
+            assert answer.status_code == 404
+            assert answer.json()["message"] == f"The adapter {missing} was not found"
+        assert text(invoke("adapter-2")) == texts[ADAPTERS[2]]

@@ -1,0 +1,125 @@
+"""Which model of the store an adapter is served with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.errors import BadRequest, StartError
+from serving.models.bases import Bases
+from serving.models.model_settings import ModelSettings
+from serving.store import Lookups, open_store
+from serving.store.settings import StoreSettings
+
+STORE = ("kogpt2-base-v2", "팀/바탕", "other")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    for name in STORE:
+        folder = tmp_path / "store" / name
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").touch()
+    return tmp_path / "store"
+
+
+def adapter(store: Path, base: Any) -> Path:
+    folder = store / "감성"
+    folder.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "base_model_name_or_path": base}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "adapter_model.safetensors").touch()
+    return folder
+
+
+def find(store: Path, folder: Path, known: str = "", **settings: Any) -> str | None:
+    async def found() -> str | None:
+        settings_of_store = StoreSettings(
+            location=str(store),
+            cache_dir=store.parent / "cache",
+            cache_max_bytes=1 << 30,
+            model_max_bytes=1 << 30,
+            roots=(store,),
+            https_hosts=(),
+        )
+        lookups = Lookups(open_store(str(store)), settings_of_store)
+        try:
+            base = await Bases(lookups, known).find(folder, ModelSettings(**settings))
+            return base and base.name
+        finally:
+            lookups.close()
+
+    return asyncio.run(found())
+
+
+@pytest.mark.parametrize(
+    ("named", "known", "expected"),
+    [
+        ("kogpt2-base-v2", "", "kogpt2-base-v2"),
+        ("skt/kogpt2-base-v2", "", "kogpt2-base-v2"),
+        ("/home/me/models/kogpt2-base-v2/", "", "kogpt2-base-v2"),
+        ("../kogpt2-base-v2", "", "kogpt2-base-v2"),
+        ("C:\\models\\kogpt2-base-v2", "", "kogpt2-base-v2"),
+        ("팀/바탕", "", "팀/바탕"),
+        ("skt/kogpt2-base-v2", "skt/kogpt2-base-v2=팀/바탕", "팀/바탕"),
+        ("/opt/ml/input/model", "a=b, /opt/*=other,*=kogpt2-base-v2", "other"),
+        ("", "*=other", "other"),
+        (None, "*=other", "other"),
+        ("https://elsewhere/x", "https://*=other", "other"),
+    ],
+)
+def test_a_base_is_found_by_the_adapters_name_for_it(
+    store: Path, named: Any, known: str, expected: str
+) -> None:
+    assert find(store, adapter(store, named), known) == expected
+
+
+def test_the_models_own_setting_comes_first(store: Path) -> None:
+    folder = adapter(store, "kogpt2-base-v2")
+    assert find(store, folder, "*=팀/바탕", base="other") == "other"
+    assert find(store, folder, base=str(store / "other")) == "other"
+
+
+def test_a_whole_model_has_none(store: Path) -> None:
+    assert find(store, store / "other") is None
+    whole = adapter(store, "kogpt2-base-v2")
+    (whole / "model.safetensors").touch()  # merged, and its adapter's file left
+    assert find(store, whole) is None
+    with pytest.raises(BadRequest, match="the model is no adapter"):
+        find(store, store / "other", base="kogpt2-base-v2")
+
+
+@pytest.mark.parametrize(
+    ("named", "known", "message"),
+    [
+        ("skt/ko-gpt", "", "looked for: skt/ko-gpt, ko-gpt"),
+        ("/home/me/ko-gpt", "", "looked for: ko-gpt"),
+        ("", "", "gives no name"),
+        ("https://elsewhere/x", "", "gives no name"),
+        ("skt/ko-gpt", "skt/*=nichts", "looked for: nichts"),
+        ("/", "", "gives no name"),
+    ],
+)
+def test_what_was_looked_for_is_told(store: Path, named: str, known: str, message: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        find(store, adapter(store, named), known)
+    assert message in raised.value.message
+    assert "ADAPTER_BASES" in raised.value.message
+
+
+def test_a_config_that_cannot_be_read_is_refused(store: Path) -> None:
+    folder = adapter(store, "other")
+    for text in ("{", "[]", "[" * 100_000):
+        (folder / "adapter_config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(BadRequest, match=r"adapter_config\.json"):
+            find(store, folder)
+
+
+def test_adapter_bases_says_what_is_wrong_with_it(store: Path) -> None:
+    for wrong in ("kogpt2", "=b", "a="):
+        with pytest.raises(StartError, match="ADAPTER_BASES"):
+            find(store, store / "other", wrong)
