@@ -131,8 +131,8 @@ TARGET static inline int32x4_t dot_neon(int32x4_t sums, const uint8_t *packed, i
 
 #define KERNELS(set)                                                                          \
   {                                                                                           \
-    #set, quantize_##set, int8_tile_##set, float_tile_##set, gelu_##set, layer_norm_##set,    \
-        store_kv_##set, attend_##set, weigh_##set                                                \
+    #set, quantize_##set, int8_tile_##set, float_tile_##set, add_product_##set, gelu_##set,   \
+        layer_norm_##set, store_kv_##set, attend_##set, weigh_##set                              \
   }
 
 /* The best one first. */

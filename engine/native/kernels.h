@@ -39,9 +39,10 @@ typedef struct {
   /* Products of rows [row, row + the returned number) with a group of columns, plus its bias. */
   size_t (*int8_tile)(const Quantized *x, size_t row, const uint8_t *packed, const float *bias,
                       float out[][LINE]);
-  /* The same of at most `count` rows of floats; `half`: of a matrix of fp16. */
-  size_t (*float_tile)(int half, const float *x, size_t count, size_t stride, size_t k,
-                       const void *packed, const float *bias, float out[][LINE]);
+  size_t (*float_tile)(const float *x, size_t count, size_t stride, size_t k, const float *packed,
+                       const float *bias, float out[][LINE]);
+  /* Adds the product of one row (k,) with a group of columns, of fp16 if `half`, to y (LINE,). */
+  void (*add_product)(int half, const float *x, size_t k, const void *packed, float *y);
   void (*gelu)(float *x, size_t count, int tanh_form); /* in place */
   void (*layer_norm)(const float *x, size_t units, Norm norm, float epsilon, float *y);
   /* Writes one token's keys and values of one head to slot `slot` of a page, in fp16 or fp32. */

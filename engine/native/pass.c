@@ -91,6 +91,14 @@ void take_times(double taken[5]) {
 
 static size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 
+/* In parallel where that is worth waiting for other threads, else one part after the other. */
+static void in_parallel_if(int worth, Work work, void *data, size_t parts) {
+  if (worth)
+    in_parallel(work, data, parts);
+  else
+    for (size_t part = 0; part < parts; part++) work(data, part, 0);
+}
+
 /* --- Products ------------------------------------------------------------------------------------ */
 
 static size_t group_bytes(size_t k, size_t block) {
@@ -115,7 +123,7 @@ typedef struct {
   const Matrix *matrix;
   const float *x, *residual;
   float *y;
-  size_t count, stride, k, n, groups_at_once;
+  size_t count, stride, k, n, groups_at_once, quantize_parts;
   int gelu;
   Adapted adapted;
   Quantized quantized;
@@ -173,33 +181,44 @@ static void down_part(void *data, size_t part, int thread) {
   (void)thread;
   for (size_t column = 0; column < (size_t)low->rank; column += LINE) {
     const uint8_t *packed = (const uint8_t *)low->down + column / LINE * float_group_bytes(p->k);
-    const float *bias = low->bias ? low->bias + column : no_bias;
-    for (size_t i = 0, done; i < span->count; i += done) {
-      const size_t row = span->token + i;
-      float out[MAX_ROWS][LINE];
-      done = kernels->float_tile(pass.model->block != 0, p->x + row * p->stride, span->count - i,
-                                 p->stride, p->k, packed, bias, out);
-      for (size_t r = 0; r < done; r++)
-        memcpy(pass.down + (row + r) * pass.down_row + column, out[r], sizeof *out);
+    for (size_t row = span->token; row < span->token + span->count; row++) {
+      float *down = pass.down + row * pass.down_row + column;
+      memcpy(down, low->bias ? low->bias + column : no_bias, LINE * sizeof(float));
+      kernels->add_product(pass.model->block != 0, p->x + row * p->stride, p->k, packed, down);
     }
   }
+}
+
+/* What a product needs of x: parts that quantize it, then a part for each span. */
+static void prepare_part(void *data, size_t part, int thread) {
+  const Product *p = data;
+  if (part < p->quantize_parts)
+    quantize_part(data, part, thread);
+  else
+    down_part(data, part - p->quantize_parts, thread);
 }
 
 /* Adds what adapters make of rows [row, row + count) to a group of columns. */
 static void add_adapters(const Product *p, size_t row, size_t count, size_t group,
                          float out[][LINE]) {
-  for (size_t done; count; row += done, count -= done, out += done) {
-    const AdapterLayer *const *adapter = &pass.adapters[row];
-    for (done = 1; done < count && adapter[done] == *adapter;) done++;
-    const LowRank *low = *adapter ? low_rank(*adapter, p->adapted) : NULL;
-    if (!low || !low->rank) continue;
-    float more[MAX_ROWS][LINE];
-    done = kernels->float_tile(pass.model->block != 0, pass.down + row * pass.down_row, done,
-                               pass.down_row, low->rank,
-                               (const uint8_t *)low->up + group * float_group_bytes(low->rank),
-                               no_bias, more);
-    for (size_t r = 0; r < done; r++)
-      for (size_t c = 0; c < LINE; c++) out[r][c] += more[r][c];
+  for (size_t r = 0; r < count; r++) {
+    if (!pass.adapters[row + r]) continue;
+    const LowRank *low = low_rank(pass.adapters[row + r], p->adapted);
+    if (low->rank)
+      kernels->add_product(pass.model->block != 0, pass.down + (row + r) * pass.down_row, low->rank,
+                           (const uint8_t *)low->up + group * float_group_bytes(low->rank), out[r]);
+  }
+}
+
+/* Fetches what add_adapters will read of a group: each adapter has a stream of its own, too many for the
+   processor to foresee. */
+static void prefetch_adapters(const Product *p, size_t group) {
+  const size_t count = pass.num_spans < FEW ? pass.num_spans : FEW;
+  for (const Span *span = pass.spans; span < pass.spans + count; span++) {
+    const LowRank *low = low_rank(span->adapter, p->adapted);
+    const size_t bytes = float_group_bytes(low->rank);
+    const char *packed = (const char *)low->up + group * bytes;
+    for (size_t at = 0; at < bytes && at < 2048; at += 64) __builtin_prefetch(packed + at);
   }
 }
 
@@ -212,14 +231,16 @@ static void multiply_part(void *data, size_t part, int thread) {
        group < groups && group < (part + 1) * p->groups_at_once; group++) {
     const uint8_t *packed = (const uint8_t *)p->matrix->weight + group * bytes;
     const float *bias = p->matrix->bias ? p->matrix->bias + group * LINE : no_bias;
+    const int adapted = p->adapted != NOT_ADAPTED && pass.num_spans;
+    if (adapted) prefetch_adapters(p, group);
     for (size_t row = 0, done; row < p->count; row += done) {
       float out[MAX_ROWS][LINE];
       if (pass.model->block)
         done = kernels->int8_tile(&p->quantized, row, packed, bias, out);
       else
-        done = kernels->float_tile(0, p->x + row * p->stride, p->count - row, p->stride, p->k,
-                                   packed, bias, out);
-      if (p->adapted != NOT_ADAPTED && pass.num_spans) add_adapters(p, row, done, group, out);
+        done = kernels->float_tile(p->x + row * p->stride, p->count - row, p->stride, p->k,
+                                   (const float *)packed, bias, out);
+      if (adapted) add_adapters(p, row, done, group, out);
       if (p->gelu) kernels->gelu(out[0], done * LINE, pass.model->gelu_tanh);
       for (size_t r = 0; r < done; r++) {
         const size_t at = (row + r) * stride + group * LINE;
@@ -236,8 +257,8 @@ static void multiply_part(void *data, size_t part, int thread) {
 static void multiply(const Matrix *matrix, Adapted adapted, const float *x, const float *residual,
                      float *y, size_t count, size_t stride, size_t k, size_t n, int gelu) {
   const size_t block = pass.model->block;
-  Product product = {matrix, x, residual, y, count, stride, k, n, GROUPS, gelu, adapted, {0}};
-  if (adapted != NOT_ADAPTED) in_parallel(down_part, &product, pass.num_spans);
+  const size_t spans = adapted == NOT_ADAPTED ? 0 : pass.num_spans;
+  Product product = {matrix, x, residual, y, count, stride, k, n, GROUPS, 0, gelu, adapted, {0}};
   if (block) {
     const size_t blocks = ceil_div(product.k, block);
     const size_t planes = product.matrix->planes;
@@ -246,12 +267,9 @@ static void multiply(const Matrix *matrix, Adapted adapted, const float *x, cons
     int32_t *sums = (int32_t *)(scales + vectors * blocks);
     product.quantized = (Quantized){product.count,   planes, blocks * block,         blocks,
                                     block,           sums + vectors * blocks, scales, sums};
-    const size_t parts = ceil_div(product.count, BESIDE);
-    if (product.count <= FEW)
-      for (size_t part = 0; part < parts; part++) quantize_part(&product, part, 0);
-    else
-      in_parallel(quantize_part, &product, parts);
+    product.quantize_parts = ceil_div(product.count, BESIDE);
   }
+  in_parallel_if(spans || count > FEW, prepare_part, &product, product.quantize_parts + spans);
   if (n > 10000) product.groups_at_once = HEAD_GROUPS;
   in_parallel(multiply_part, &product,
               ceil_div(ceil_div(product.n, LINE), product.groups_at_once));
@@ -277,11 +295,7 @@ static void normalize_part(void *data, size_t part, int thread) {
 
 static void normalize(const float *x, float *y, size_t count, Norm norm) {
   Normalization work = {x, y, count, norm};
-  const size_t parts = ceil_div(count, BESIDE);
-  if (count <= FEW)
-    for (size_t part = 0; part < parts; part++) normalize_part(&work, part, 0);
-  else
-    in_parallel(normalize_part, &work, parts);
+  in_parallel_if(count > FEW, normalize_part, &work, ceil_div(count, BESIDE));
 }
 
 /* --- Attention ----------------------------------------------------------------------------------- */

@@ -101,40 +101,63 @@ TARGET static size_t NAME(int8_tile)(const Quantized *x, size_t row, const uint8
   return 0;
 }
 
-/* R rows, and whether the matrix has halves: both constants. */
-TARGET INLINE void NAME(float_rows)(int R, int half, const float *x, size_t stride, size_t k,
-                                    const uint8_t *packed, const float *bias, float out[][LINE]) {
-  const size_t bytes = LANES * (half ? sizeof(uint16_t) : sizeof(float));
+/* R rows, a constant. */
+TARGET INLINE void NAME(float_rows)(int R, const float *x, size_t stride, size_t k,
+                                    const float *packed, const float *bias, float out[][LINE]) {
   floats y[MAX_ROWS][PARTS];
   EACH(r, R) EACH(p, PARTS) y[r][p] = NAME(load)(bias + p * LANES);
-  for (size_t i = 0; i < k; i++) {
-    __builtin_prefetch(packed + TILE_PREFETCH);
+  for (size_t i = 0; i < k; i++, packed += LINE) {
+    __builtin_prefetch((const uint8_t *)packed + TILE_PREFETCH);
     EACH(p, PARTS) {
-      const floats w = half ? LOAD_HALVES(packed) : NAME(load)((const float *)packed);
-      packed += bytes;
+      const floats w = NAME(load)(packed + p * LANES);
       EACH(r, R) y[r][p] = FMA(NAME(all)(x[r * stride + i]), w, y[r][p]);
     }
   }
   EACH(r, R) memcpy(out[r], y[r], sizeof *out);
 }
 
-TARGET static size_t NAME(float_tile)(int half, const float *x, size_t count, size_t stride, size_t k,
-                                      const void *packed, const float *bias, float out[][LINE]) {
-#define USE(R)                                                             \
-  if (count >= R) {                                                        \
-    if (half)                                                              \
-      NAME(float_rows)(R, 1, x, stride, k, packed, bias, out);             \
-    else                                                                   \
-      NAME(float_rows)(R, 0, x, stride, k, packed, bias, out);             \
-    return R;                                                              \
-  }
+TARGET static size_t NAME(float_tile)(const float *x, size_t count, size_t stride, size_t k,
+                                      const float *packed, const float *bias, float out[][LINE]) {
+#define USE(R) \
+  if (count >= R) return NAME(float_rows)(R, x, stride, k, packed, bias, out), R
 #if LANES == LINE
-  USE(12)
-  USE(8)
+  USE(12);
+  USE(8);
 #endif
-  USE(4)
-  USE(2)
-  USE(1)
+  USE(4);
+  USE(2);
+  USE(1);
 #undef USE
   return 0;
+}
+
+/* Adds the product of one row with a group of columns of k numbers, floats or halves, to y (LINE,). Four
+   sums, because one would wait for itself: with few columns a row has nothing else to do. */
+TARGET INLINE void NAME(add_row)(int half, const float *x, size_t k, const uint8_t *packed, float *y) {
+  const size_t bytes = LANES * (half ? sizeof(uint16_t) : sizeof(float));
+  floats sums[4][PARTS] = {{{0}}};
+  EACH(p, PARTS) sums[0][p] = NAME(load)(y + p * LANES);
+  for (size_t i = 0; i < k; i += 4) {
+    const int count = k - i < 4 ? (int)(k - i) : 4;
+    for (size_t line = 0; line < 4 * PARTS * bytes; line += 64)
+      __builtin_prefetch(packed + TILE_PREFETCH + line);
+    EACH(j, 4) {
+      if (j >= count) break;
+      EACH(p, PARTS) {
+        const floats w = half ? LOAD_HALVES(packed) : NAME(load)((const float *)packed);
+        packed += bytes;
+        sums[j][p] = FMA(NAME(all)(x[i + j]), w, sums[j][p]);
+      }
+    }
+  }
+  EACH(p, PARTS)
+    NAME(store)(y + p * LANES, (sums[0][p] + sums[1][p]) + (sums[2][p] + sums[3][p]));
+}
+
+TARGET static void NAME(add_product)(int half, const float *x, size_t k, const void *packed,
+                                     float *y) {
+  if (half)
+    NAME(add_row)(1, x, k, packed, y);
+  else
+    NAME(add_row)(0, x, k, packed, y);
 }
