@@ -18,6 +18,9 @@ pytestmark = pytest.mark.slow
 PAGES_IN = REPOSITORY / "docs" / "bring-your-own"
 PAGES = ("artifacts.md", "artifacts.ko.md")
 ANYTHING = "…"
+# Of a model that is trained here: on another processor the last digits differ.
+TRAINED = ("kogpt2 fine-tune ", "--to adapter ")
+NUMBER = re.compile(r" *\b\d[\d.]*")
 
 
 @pytest.fixture
@@ -53,6 +56,8 @@ def test_the_commands_answer_as_they_are_shown(workplace: Path, clean: Server) -
             expected.pop("seconds", None)
             assert answer == expected, command
         else:
+            if any(words in command for words in TRAINED):
+                shown = NUMBER.sub(ANYTHING, shown)
             pattern = ".*".join(map(re.escape, shown.strip().split(ANYTHING)))
             assert re.fullmatch(pattern, done.stdout.strip()), (command, done.stdout)
 
