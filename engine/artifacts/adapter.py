@@ -52,6 +52,9 @@ NOT_SHARED: Mapping[str, tuple[Any, ...]] = {
     "layer_replication": ([],),
     "target_parameters": ([],),
     "alora_invocation_tokens": ([],),
+    "arrow_config": (),
+    "use_bdlora": (),
+    "kasa_config": (),
     "megatron_config": ({},),
 }
 # Ways to begin that change the base's own weights, too.
@@ -115,14 +118,19 @@ def read(path: str | Path) -> Adapter:
         base = ""
     weights, file = _read_weights(folder)
     index: Index = {}
+    called: dict[str, str] = {}  # what the modules are to PEFT
     for name, tensor in weights.items():
-        index[_our_name(name, file)] = _checked(name, tensor, file)
+        module, part, its_name = _place(name, file)
+        index[f"{module}.{part}"] = _checked(name, tensor, file)
+        called[module] = its_name
     if not index:
         raise ArtifactError(f"{file} holds no matrices of an adapter")
-    modules = sorted({name.rpartition(".")[0] for name in index})
-    for module in modules:
+    for module in sorted(called):
         _check_pair(index, module, file)
-    scales = {name: _scale(config, name, index[f"{name}.down"].shape[0]) for name in modules}
+    scales = {
+        module: _scale(config, called[module], index[f"{module}.down"].shape[0])
+        for module in sorted(called)
+    }
     return Adapter(folder, base, index, scales, read_generation(folder))
 
 
@@ -168,12 +176,16 @@ def _read_weights(folder: Path) -> tuple[Index, str]:
     )
 
 
-def _our_name(name: str, file: str) -> str:
-    """`base_model.model.transformer.h.3.attn.c_attn.lora_A.weight` -> `3.qkv.down`."""
+def _place(name: str, file: str) -> tuple[str, str, str]:
+    """The module, the part and PEFT's name of the module: of
+    `base_model.model.transformer.h.3.attn.c_attn.lora_A.weight`, for example, `3.qkv`, `down` and
+    `transformer.h.3.attn.c_attn`."""
     for part, ours in PARTS.items():
-        module = MODULE.fullmatch(name.removesuffix(f".{part}").removesuffix(".base_layer"))
+        where = name.removesuffix(f".{part}").removesuffix(".base_layer")
+        module = MODULE.fullmatch(where)
         if name.endswith(f".{part}") and module:
-            return f"{int(module[1])}.{PRODUCTS[module[2]]}.{ours}"
+            called = where.removeprefix("base_model.model.")
+            return f"{int(module[1])}.{PRODUCTS[module[2]]}", ours, called
     raise ArtifactError(
         f"{file} holds {name}, which is no LoRA matrix of {', '.join(PRODUCTS)}: {MERGE}"
     )
@@ -202,11 +214,11 @@ def _check_pair(index: Index, module: str, file: str) -> None:
         )
 
 
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """What an adapter's product is multiplied by, as PEFT's `LoraLayer.update_layer` has it."""
-    layer, product = module.split(".")
-    theirs = next(name for name, ours in PRODUCTS.items() if ours == product)
-    called = f"transformer.h.{layer}.{theirs}"
+def _scale(config: Mapping[str, Any], called: str, rank: int) -> float:
+    """What an adapter's product is multiplied by, as PEFT's `LoraLayer.update_layer` has it.
+
+    Patterns see a module's name in what was given to PEFT: not always with `transformer.`.
+    """
     said = _pattern(config, "rank_pattern", called, config.get("r", 8))
     if said != rank:
         raise ArtifactError(

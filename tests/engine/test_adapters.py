@@ -267,6 +267,7 @@ BAD_CONFIGS = {
     "modules_to_save": {"modules_to_save": ["lm_head"]},
     "trainable_token_indices": {"trainable_token_indices": [1, 2]},
     "bias is 'all'": {"bias": "all"},
+    "arrow_config": {"arrow_config": {"top_k": 1}},
     "'pissa_niter_4'": {"init_lora_weights": "pissa_niter_4"},
     "rank 9": {"r": 9},
     "rank 3": {"rank_pattern": {"c_attn": 3}},
@@ -305,6 +306,7 @@ BAD_WEIGHTS: dict[str, dict[str, Any]] = {
         "base_model.model.transformer.wte.weight": np.zeros((5, 64), np.float32)
     },
     "holds base_model.model.transformer.h.0.ln_1.bias": lora("0.ln_1.bias", (64,)),
+    "c_attn.lora_velora_embed, which is no LoRA": lora("0.attn.c_attn.lora_velora_embed", (1,)),
     "holds NaN or infinity": lora("0.attn.c_attn.lora_A.weight", (4, 64), np.nan),
     "has the shape (4,)": lora("0.attn.c_attn.lora_A.weight", (4,)),
     "is int32": {
@@ -360,6 +362,23 @@ def test_a_scale_has_rank_alpha_patterns_and_rslora(base: Path, tmp_path: Path) 
     assert scales["1.ffn_hidden"] == 1.5
     assert scales["0.ffn_hidden"] == 2.5
     assert scales["0.ffn_out"] == scales["1.attention_out"] == 3
+
+
+def test_patterns_see_the_names_that_peft_saw(base: Path, tmp_path: Path) -> None:
+    """Without `transformer.` where an adapter was trained on that part of a model alone."""
+    path = make_adapter(
+        tmp_path / "part",
+        base,
+        modules=[],
+        config={
+            "alpha_pattern": {"transformer.h.1.mlp.c_fc": 90, r"^h\.1\.mlp": 80, "^h.1.mlp.*": 3}
+        },
+        weights={
+            "base_model.model.h.1.mlp.c_fc.lora_A.weight": np.ones((4, 64), np.float32),
+            "base_model.model.h.1.mlp.c_fc.lora_B.weight": np.ones((256, 4), np.float32),
+        },
+    )
+    assert Manifests().open_adapter(path).scales == {"1.ffn_hidden": 0.75}
 
 
 def test_an_adapter_that_changes_is_read_again(base: Path, tmp_path: Path) -> None:

@@ -1,0 +1,230 @@
+"""Has PEFT train, make and save adapters, and answer with adapters on their base.
+
+In the oracle's environment (see make_golden):
+
+    .venv-oracle/bin/python -m tests.oracle.make_adapters PLAN.json
+
+The plan names the folder of the `base`, the `prompts` and a `text`, and by name what to `train`, to
+`fine_tune` and to `make`, which adapters to `route` to and to `merge`, and what to `ask`. Beside it
+come `answers.json`, with the `losses` of what was trained and, by name, a list of `new` ids and
+their `margins` for each prompt, and the `ids` of the text; and `logprobs.npz`, with the
+log-probabilities (T, V) after each token of the text.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2ForSequenceClassification
+
+NEW_TOKENS = 20
+STRENGTH = 0.12  # of what an adapter adds to a weight; a base's own are about 0.2
+
+
+def make(base: Path, path: Path, options: dict[str, Any]) -> None:
+    """Saves an adapter with random matrices.
+
+    config: what PEFT's class of configurations, `kind`, is given
+    dtype: what the matrices are saved as
+    name: of the adapter in the model
+    beside: by name, configurations of further adapters of the same model
+    sum: the sum of all of them is saved in their place
+    over: what PEFT is given: the model, "transformer", which is a part of it, or "classes", which
+        has another head; with "mixin" transformers' own model takes and saves the adapter
+    converted: one that began with a part of the base is saved as one of the base as it was
+    save: what `save_pretrained` is given
+    """
+    torch.manual_seed(options["seed"])
+    over = options.get("over")
+    dtype = getattr(torch, options.get("dtype", "float32"))
+    kind = GPT2ForSequenceClassification if over == "classes" else AutoModelForCausalLM
+    model = kind.from_pretrained(base, dtype=dtype)
+    config = getattr(peft, options.get("kind", "LoraConfig"))(**options["config"])
+    name = options.get("name", "default")
+    if over == "mixin":
+        model.add_adapter(config)
+        disturb(model)
+        model.save_pretrained(path)
+        return
+    adapted = peft.get_peft_model(
+        model.transformer if over == "transformer" else model,
+        config,
+        adapter_name=name,
+        autocast_adapter_dtype=False,
+    )
+    for other, its_config in options.get("beside", {}).items():
+        adapted.add_adapter(other, peft.LoraConfig(**its_config), autocast_adapter_dtype=False)
+    save = dict(options.get("save", {}))
+    if options.get("converted"):
+        begun, config.init_lora_weights = config.init_lora_weights, True
+        initial = path.parent / f"initial-{path.name}"
+        adapted.save_pretrained(initial)
+        config.init_lora_weights = begun
+        save["path_initial_model_for_weight_conversion"] = str(initial)
+    if config.peft_type == "LORA":
+        disturb(adapted)
+    if options.get("sum"):
+        names = [name, *options["beside"]]
+        adapted.add_weighted_adapter(names, [1.0] * len(names), "sum", combination_type="cat")
+        save["selected_adapters"] = ["sum"]
+    adapted.save_pretrained(path, **save)
+
+
+@torch.no_grad()
+def disturb(adapted: Any) -> None:
+    """Gives an adapter numbers that change the text, as if it had been trained."""
+    for module in adapted.modules():
+        for name in module.lora_A if isinstance(module, LoraLayer) else ():
+            down, up = module.lora_A[name].weight, module.lora_B[name].weight
+            free, other = (up, down) if down.any() else (down, up)
+            size = STRENGTH / (module.scaling[name] * module.r[name] ** 0.5 * other.float().std())
+            free += (torch.randn(free.shape) * size).to(free.dtype)
+            if module.lora_B[name].bias is not None:
+                bias = module.lora_B[name].bias
+                bias += (torch.randn(bias.shape) * 0.4 / module.scaling[name]).to(bias.dtype)
+    for name, weight in adapted.named_parameters():
+        if weight.requires_grad and name.endswith("base_layer.bias"):
+            weight += (torch.randn(weight.shape) * 0.4).to(weight.dtype)
+
+
+def route(base: Path, path: Path, adapters: list[str]) -> None:
+    """Saves a router (Arrow), which chooses among adapters by the token. PEFT gives it matrices,
+    too, which nothing uses."""
+    arrow = peft.ArrowConfig(top_k=1)
+    peft.create_arrow_model(load(base), adapters, arrow).save_pretrained(path)
+
+
+def train(base: Path, path: Path, options: dict[str, Any]) -> list[float]:
+    """Trains an adapter with this `config` on `sentences`, for so many `steps`: the losses."""
+    torch.manual_seed(options["seed"])
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**options["config"]))
+    losses = fit(adapted, base, options)
+    adapted.save_pretrained(path)
+    return losses
+
+
+def fine_tune(base: Path, path: Path, options: dict[str, Any]) -> list[float]:
+    """The same without PEFT: trains the matrices that adapters can add to."""
+    torch.manual_seed(options["seed"])
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        weight.requires_grad = ".c_" in name and weight.ndim == 2
+    losses = fit(model, base, options)
+    save_whole(model, base, path)
+    return losses
+
+
+def fit(model: Any, base: Path, options: dict[str, Any]) -> list[float]:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    batch = tokenizer(options["sentences"], return_tensors="pt", padding=True)
+    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=options["rate"])
+    losses = []
+    model.train()
+    for _ in range(options["steps"]):
+        loss = model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels
+        ).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def save_whole(model: Any, base: Path, path: Path) -> None:
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(base).save_pretrained(path)
+
+
+def load(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def with_adapter(model: Any, path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        return peft.PeftModel.from_pretrained(model, path)
+
+
+class Asked:
+    """The base, with each adapter in turn."""
+
+    def __init__(self, base: Path, prompts: list[str], text: str) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(base)
+        self._prompts, self._text = prompts, text
+        self._base = load(base)
+
+    def ask(self, path: Path, kind: str) -> tuple[dict[str, Any], Any]:
+        """An answer, and the log-probabilities: of a "whole" model, or of the base with an adapter
+        of it or of its "transformer"."""
+        if kind == "whole":
+            model = load(path)
+        elif kind == "transformer":
+            model = copy.deepcopy(self._base)
+            with_adapter(model.transformer, path)  # puts it there
+        else:
+            model = with_adapter(copy.deepcopy(self._base), path)
+        model.eval()
+        made = [self._continue(model, prompt) for prompt in self._prompts]
+        new, margins = zip(*made, strict=True)
+        ids = self._tokenizer(self._text, return_tensors="pt").input_ids
+        with torch.no_grad():
+            logprobs = model(input_ids=ids).logits[0].log_softmax(-1).numpy()
+        return {"ids": ids[0].tolist(), "new": new, "margins": margins}, logprobs
+
+    def _continue(self, model: Any, prompt: str) -> tuple[list[int], list[float]]:
+        inputs = self._tokenizer(prompt, return_tensors="pt")
+        made = model.generate(
+            input_ids=inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=3,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        best = torch.stack([scores[0].topk(2).values for scores in made.scores])  # (N, 2)
+        new = made.sequences[0, inputs.input_ids.shape[1] :].tolist()
+        return new, (best[:, 0] - best[:, 1]).tolist()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    file = Path(sys.argv[1])
+    plan = json.loads(file.read_text(encoding="utf-8"))
+    base = Path(plan["base"])
+    losses = {}
+    for does in (train, fine_tune):
+        for name, options in plan.get(does.__name__, {}).items():
+            losses[name] = does(base, Path(options["path"]), options)
+    for options in plan.get("make", {}).values():
+        make(base, Path(options["path"]), options)
+    for path, adapters in plan.get("route", {}).values():
+        route(base, Path(path), adapters)
+    for path, target in plan.get("merge", {}).values():
+        save_whole(with_adapter(load(base), Path(path)).merge_and_unload(), base, Path(target))
+    asked = Asked(base, plan["prompts"], plan["text"])
+    answers, logprobs = {}, {}
+    for name, (path, kind) in plan["ask"].items():
+        answers[name], logprobs[name] = asked.ask(Path(path), kind)
+    said = json.dumps({"answers": answers, "losses": losses}, ensure_ascii=False)
+    file.with_name("answers.json").write_text(said, encoding="utf-8")
+    np.savez(file.with_name("logprobs.npz"), **logprobs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,410 @@
+"""Adapters answer as PEFT answers with them in transformers: what it trains and saves, in all its
+ways, beside each other on one base.
+
+ORACLE_PYTHON names the interpreter of the oracle's environment (see test_live).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from common.errors import ArtifactError
+from engine.artifacts.adapter import read
+from engine.artifacts.open import open_artifact
+from engine.registry import Engine
+from engine.settings import Settings
+from tests.engine.engines import Pause, Request
+from tests.engine.hugging_face import make_hugging_face
+from tests.engine.sentences import SENTENCES
+from tests.scripts.command import run
+
+pytestmark = pytest.mark.oracle
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 300
+TOLERANCE = 1e-3  # of log-probabilities
+TIE = 2e-4  # of logits whose order is the toss of a coin
+NEW = 20
+TOP = 20
+SHAPE: dict[str, Any] = {"layers": 3, "units": 64, "heads": 4, "vocab": 500, "seed": 12}
+PROMPTS = ("안녕하세요. 오늘은", "고양이가 창가에", "The quick 갈색 여우")
+TEXT = " ".join(SENTENCES[:4])
+MODULES = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")
+SUBSETS = [s for size in range(1, 5) for s in itertools.combinations(MODULES, size)]
+RANKS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40)
+ALL = {"target_modules": [*MODULES]}
+
+
+def lora(r: int = 8, **config: Any) -> dict[str, Any]:
+    return {"task_type": "CAUSAL_LM", "r": r, "target_modules": [*MODULES], **config}
+
+
+# By name what `make_adapters.make` is given.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    **{
+        f"{r} {' '.join(modules)}": {
+            "config": lora(r, lora_alpha=1 + 5 * i, target_modules=list(modules))
+        }
+        for i, (r, modules) in enumerate(zip(RANKS, SUBSETS, strict=True))
+    },
+    "rslora": {"config": lora(9, lora_alpha=11, use_rslora=True)},
+    "fraction": {"config": lora(6, lora_alpha=0.75, fan_in_fan_out=True, lora_dropout=0.1)},
+    "one layer": {"config": lora(lora_alpha=32, layers_to_transform=1)},
+    "layers": {"config": lora(lora_alpha=4, layers_to_transform=[0, 2], layers_pattern="h")},
+    "all linear": {"config": lora(4, target_modules="all-linear", exclude_modules=["mlp.c_proj"])},
+    "expression": {"config": lora(5, target_modules=r".*\.h\.[01]\.mlp\.c_(fc|proj)")},
+    "no task": {"config": lora(task_type=None)},
+    "short patterns": {
+        "config": lora(
+            lora_alpha=12,
+            rank_pattern={"c_attn": 3, "mlp.c_proj": 20},
+            alpha_pattern={"c_fc": 40, "attn.c_proj": 1},
+        )
+    },
+    "long patterns": {
+        "config": lora(
+            lora_alpha=10,
+            use_rslora=True,
+            rank_pattern={r"h\.[02]\..*c_proj": 5, r".*\.1\.attn\.c_attn": 1, "0.mlp.c_fc": 33},
+            alpha_pattern={
+                r"^transformer\.h\.0\.attn\.c_attn": 90,
+                "transformer.h.(1|2).mlp.c_fc": 2,
+                "proj": 1000,  # no name's end
+                r"h\.2\.": 1000,
+            },
+        )
+    },
+    # Saved in the order of the alphabet, and read in that: `c_proj` is for both.
+    "patterns in order": {"config": lora(alpha_pattern={"mlp.c_proj": 64, "c_proj": 3})},
+    "biases": {"config": lora(3, bias="lora_only")},
+    "biases of a few": {
+        "config": lora(
+            5,
+            bias="lora_only",
+            target_modules=["c_attn", "c_fc"],
+            layers_to_transform=[1, 2],
+            use_rslora=True,
+        ),
+        "name": "polite",
+    },
+    "biases that are added": {"config": lora(4, lora_alpha=12, lora_bias=True)},
+    "float16": {"config": lora(7, bias="lora_only"), "dtype": "float16"},
+    "bfloat16": {"config": lora(7, bias="lora_only"), "dtype": "bfloat16"},
+    "bin": {"config": lora(6, bias="lora_only"), "save": {"safe_serialization": False}},
+    "bin in float16": {
+        "config": lora(12, lora_bias=True),
+        "dtype": "float16",
+        "save": {"safe_serialization": False},
+    },
+    "bin in bfloat16": {
+        "config": lora(12, lora_alpha=3),
+        "dtype": "bfloat16",
+        "save": {"safe_serialization": False},
+        "name": "bfloat",
+    },
+    "named": {"config": lora(2), "name": "lora_A"},
+    "two": {
+        "config": lora(2, bias="lora_only"),
+        "beside": {"other": lora(3, target_modules=["c_attn"])},
+    },
+    "sum": {
+        "config": lora(3, lora_alpha=7),
+        "beside": {"other": lora(4, use_rslora=True)},
+        "sum": True,
+        "name": "first",
+    },
+    "of the transformer": {
+        "config": lora(
+            task_type=None,
+            alpha_pattern={r"^h.0.attn.c_attn": 50, r"transformer.h.1.attn.c_attn": 900},
+            rank_pattern={r"^h\.\d\.mlp": 900, r"^h\.\d\.mlp.c_fc": 2},
+        ),
+        "over": "transformer",
+    },
+    "without peft's model": {
+        "config": lora(5, bias="lora_only", alpha_pattern={"^transformer.h.1.mlp.c_fc": 31}),
+        "over": "mixin",
+    },
+    "gaussian": {"config": lora(4, init_lora_weights="gaussian")},
+    "random": {"config": lora(4, init_lora_weights=False)},
+    "orthogonal": {"config": lora(4, init_lora_weights="orthogonal")},
+    "mica": {"config": lora(4, init_lora_weights="mica")},
+    "pissa, converted": {
+        "config": lora(
+            4,
+            init_lora_weights="pissa",
+            rank_pattern={"c_fc": 6},
+            alpha_pattern={r"h.[01].mlp.c_fc": 3},
+        ),
+        "converted": True,
+    },
+    "pissa with rslora, converted": {
+        "config": lora(4, init_lora_weights="pissa_niter_2", use_rslora=True),
+        "converted": True,
+    },
+}
+TRAINED, ROUTER = "trained", "router"
+BASE, WHOLE = "base", "whole"  # the base itself, and a fine-tune of it without adapters
+MERGED = (TRAINED, "long patterns", "biases that are added", "bfloat16")
+
+# By what the refusal says, what PEFT saves.
+REFUSED: dict[str, dict[str, Any]] = {
+    "use_dora is True": {"config": lora(use_dora=True)},
+    "modules_to_save is ['lm_head']": {"config": lora(modules_to_save=["lm_head"])},
+    "modules_to_save is ['ln_f']": {"config": lora(modules_to_save=["ln_f"])},
+    "bias is 'all'": {"config": lora(bias="all")},
+    "trainable_token_indices is [1, 2]": {"config": lora(trainable_token_indices=[1, 2])},
+    "holds base_model.model.lm_head.weight": {
+        "config": lora(),
+        "save": {"save_embedding_layers": True},
+    },
+    "holds base_model.model.transformer.wte.lora_embedding_A": {
+        "config": lora(target_modules=["c_attn", "wte"]),
+        "save": {"save_embedding_layers": False},
+    },
+    "holds base_model.model.lm_head.base_layer.weight": {
+        "config": lora(target_modules=["c_attn", "lm_head"])
+    },
+    "target_parameters is ['attn.c_attn.weight']": {
+        "config": lora(target_parameters=["attn.c_attn.weight"], target_modules=[])
+    },
+    "alora_invocation_tokens is [5, 6]": {"config": lora(alora_invocation_tokens=[5, 6])},
+    "init_lora_weights is 'pissa_niter_4'": {"config": lora(init_lora_weights="pissa_niter_4")},
+    "init_lora_weights is 'olora'": {"config": lora(init_lora_weights="olora")},
+    ".c_attn.lora_velora_embed, which is no LoRA matrix": {"config": lora(velora_config={})},
+    "lora_monteclora_sampler": {"config": lora(monteclora_config={})},
+    "rank 65 in layer 0, more than the 64 units": {"config": lora(65)},
+    "task_type is 'SEQ_CLS'": {"config": lora(task_type="SEQ_CLS"), "over": "classes"},
+    "task_type is 'FEATURE_EXTRACTION'": {
+        "config": lora(task_type="FEATURE_EXTRACTION"),
+        "over": "transformer",
+    },
+    **{
+        f"peft_type is '{kind}'": {"kind": config, "config": {"task_type": "CAUSAL_LM", **more}}
+        for kind, config, more in (
+            ("IA3", "IA3Config", {**ALL, "feedforward_modules": ["c_fc", "mlp.c_proj"]}),
+            ("PREFIX_TUNING", "PrefixTuningConfig", {"num_virtual_tokens": 4}),
+            ("PROMPT_TUNING", "PromptTuningConfig", {"num_virtual_tokens": 4}),
+            ("P_TUNING", "PromptEncoderConfig", {"num_virtual_tokens": 4}),
+            ("LN_TUNING", "LNTuningConfig", {"target_modules": ["ln_1", "ln_f"]}),
+            ("ADALORA", "AdaLoraConfig", {**ALL, "total_step": 10}),
+            ("LOHA", "LoHaConfig", {"target_modules": ["lm_head"]}),
+        )
+    },
+}
+
+
+def ask_peft(work: Path, plan: dict[str, Any]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """What `make_adapters` says of a plan, and its log-probabilities."""
+    interpreter = os.environ.get("ORACLE_PYTHON")
+    if not interpreter:
+        pytest.fail("ORACLE_PYTHON must name the Python of the oracle; .ci/run sets it")
+    work.mkdir()
+    said = {"prompts": PROMPTS, "text": TEXT, **plan}
+    (work / "plan.json").write_text(json.dumps(said, default=str), encoding="utf-8")
+    done = subprocess.run(
+        [str(Path(interpreter).absolute()), "-m", "tests.oracle.make_adapters", work / "plan.json"],
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    with np.load(work / "logprobs.npz") as file:
+        logprobs = dict(file)
+    return json.loads((work / "answers.json").read_text(encoding="utf-8")), logprobs
+
+
+@dataclass
+class Made:
+    """What PEFT made on a base, and answered with it."""
+
+    root: Path
+    base: Path
+    answers: dict[str, Any]
+    losses: dict[str, list[float]]
+    logprobs: dict[str, NDArray[Any]]
+
+    def folder(self, name: str) -> Path:
+        return folder_of(self.root, name)
+
+
+def folder_of(root: Path, name: str) -> Path:
+    """Of an adapter: PEFT saves one with a name of its own in a folder of that name."""
+    options = (ADAPTERS | REFUSED).get(name, {})
+    path = root / str([*ADAPTERS, *REFUSED].index(name)) if options else root / name
+    own = "sum" if options.get("sum") else options.get("name", "default")
+    return path if own == "default" else path / own
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    root = tmp_path_factory.mktemp("peft")
+    base = make_hugging_face(root / "바탕", **SHAPE)
+    training = {"sentences": SENTENCES[:6], "seed": 5, "steps": 12}
+    plan = {
+        "base": base,
+        "train": {
+            TRAINED: {
+                "path": root / TRAINED,
+                "config": lora(8, lora_alpha=16, lora_dropout=0.05, bias="lora_only"),
+                "rate": 1e-2,
+                **training,
+            }
+        },
+        "fine_tune": {WHOLE: {"path": root / WHOLE, "rate": 1e-3, **training}},
+        "make": {
+            name: {"path": root / str(i), "seed": i, **options}
+            for i, (name, options) in enumerate((ADAPTERS | REFUSED).items())
+        },
+        "route": {ROUTER: (root / ROUTER, [folder_of(root, "gaussian")])},
+        "merge": {
+            name: (folder_of(root, name), root / f"merged-{i}") for i, name in enumerate(MERGED)
+        },
+        "ask": {
+            BASE: (base, "whole"),
+            WHOLE: (root / WHOLE, "whole"),
+            **{
+                name: (folder_of(root, name), ADAPTERS.get(name, {}).get("over", ""))
+                for name in [TRAINED, *ADAPTERS]
+            },
+        },
+    }
+    said, logprobs = ask_peft(root / "work", plan)
+    return Made(root, base, said["answers"], said["losses"], logprobs)
+
+
+@pytest.fixture(scope="module")
+def found(made: Made) -> dict[str, list[Request]]:
+    """By name what the engine answers, all at once.
+
+    It is closed then: one in idleness gives the library's memory back, which another may be using.
+    """
+    engine = new_engine()
+    try:
+        engine.load(BASE, str(made.base))
+        for name in [TRAINED, *ADAPTERS]:
+            engine.load(name, str(made.folder(name)), base=str(made.base))
+        with Pause(engine):
+            requests = {name: ask(engine, name) for name in [BASE, TRAINED, *ADAPTERS]}
+        return {name: [r.wait() for r in each] for name, each in requests.items()}
+    finally:
+        engine.close()
+
+
+def new_engine() -> Engine:
+    return Engine(Settings(backend="native", precision="fp32", memory_mib=512))
+
+
+def ask(engine: Engine, name: str) -> list[Request]:
+    """For what follows each prompt, and for what is likely in the text."""
+    scored = {"max_new_tokens": 1, "logprobs": TOP, "decoder_input_details": True}
+    return [
+        *(Request(engine, name, prompt, max_new_tokens=NEW) for prompt in PROMPTS),
+        Request(engine, name, TEXT, **scored),
+    ]
+
+
+def agrees(found: list[Request], answer: dict[str, Any], logprobs: NDArray[Any]) -> None:
+    for request, new, margins in zip(found, answer["new"], answer["margins"], strict=False):
+        assert request.error is None
+        sure = next((i for i, margin in enumerate(margins) if margin < TIE), len(new))
+        assert request.ids()[:sure] == new[:sure]
+    assert_scores(found[-1], answer["ids"], logprobs)
+
+
+def assert_scores(request: Request, ids: list[int], logprobs: NDArray[Any]) -> None:
+    """The log-probability of each token of the text, and of the likeliest in its place."""
+    assert request.error is None
+    assert request.prompt == ids
+    [first] = request.tokens
+    scores = [scores for _, scores in first.prefill[1:]] + [first.logprobs]
+    for scored, token, wanted in zip(scores, [*ids[1:], first.id], logprobs, strict=True):
+        assert scored is not None
+        for i, logprob in [(token, scored.chosen), *scored.top]:
+            assert abs(logprob - wanted[i]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [BASE, TRAINED, *ADAPTERS])
+def test_an_adapter_answers_as_peft_does(
+    made: Made, found: dict[str, list[Request]], name: str
+) -> None:
+    agrees(found[name], made.answers[name], made.logprobs[name])
+
+
+def test_what_is_compared_is_of_many_adapters_that_change_the_text(made: Made) -> None:
+    assert made.losses[TRAINED][-1] < 0.7 * made.losses[TRAINED][0]
+    texts = {json.dumps(answer["new"]) for answer in made.answers.values()}
+    assert len(texts) == len(made.answers) == len(ADAPTERS) + 3
+    margins = [m for answer in made.answers.values() for each in answer["margins"] for m in each]
+    assert np.mean(np.array(margins) < TIE) < 0.01
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_served_is_refused_as_peft_saves_it(made: Made, reason: str) -> None:
+    engine = new_engine()
+    try:
+        with pytest.raises(ArtifactError) as caught:
+            engine.load("bad", str(made.folder(reason)), base=str(made.base))
+        assert reason in caught.value.message
+        assert not engine.models()
+    finally:
+        engine.close()
+
+
+def test_a_router_of_adapters_is_refused(made: Made) -> None:
+    """Its matrices have the names of any adapter's."""
+    with pytest.raises(ArtifactError, match="arrow_config is"):
+        read(made.root / ROUTER / "arrow_router")
+
+
+def test_peft_answers_with_a_converted_adapter_as_we_do(made: Made, tmp_path: Path) -> None:
+    """With one of all ranks as the fine-tune itself."""
+    ranks = {"8": tmp_path / "8", "64": tmp_path / "64"}
+    for rank, adapter in ranks.items():
+        convert(made.root / WHOLE, adapter, "adapter", "--base", made.base, "--rank", rank)
+    asked = {rank: (adapter, "") for rank, adapter in ranks.items()}
+    said, logprobs = ask_peft(tmp_path / "work", {"base": made.base, "ask": asked})
+    engine = new_engine()
+    try:
+        for rank, adapter in ranks.items():
+            engine.load(rank, str(adapter), base=str(made.base))
+            requests = [request.wait() for request in ask(engine, rank)]
+            agrees(requests, said["answers"][rank], logprobs[rank])
+        np.testing.assert_allclose(logprobs["64"], made.logprobs[WHOLE], rtol=0, atol=TOLERANCE)
+        assert np.abs(logprobs["8"] - made.logprobs[WHOLE]).max() > 10 * TOLERANCE
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_a_merged_adapter_is_what_peft_makes_of_it(made: Made, tmp_path: Path, name: str) -> None:
+    convert(made.folder(name), tmp_path / "whole", "whole", "--base", made.base)
+    ours = open_artifact(tmp_path / "whole")
+    theirs = open_artifact(made.root / f"merged-{MERGED.index(name)}")
+    before = open_artifact(made.base)
+    assert ours.config == theirs.config
+    changed = 0
+    for weight in theirs.weights:
+        np.testing.assert_allclose(
+            ours.weights[weight], theirs.weights[weight], rtol=0, atol=1e-6, err_msg=weight
+        )
+        changed += not np.array_equal(theirs.weights[weight], before.weights[weight])
+    assert changed >= 12
+
+
+def convert(source: Path, target: Path, to: str, *options: str | Path) -> None:
+    done = run("convert", source, target, "--to", to, *options)
+    assert done.returncode == 0, done.stderr
