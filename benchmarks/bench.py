@@ -27,6 +27,7 @@ class Bench:
     gateway: bool = option(False, "measure what stands in front of the engine")
     fleet: bool = option(False, "measure one, two and three servers behind HAProxy")
     cpus: float | None = option(None, "of each server of --fleet (a core), by root", metavar="N")
+    adapters: bool = option(False, "measure adapters (LoRA) of one base")
     only: str | None = option(None, "what to measure; a wrong name lists all", metavar="NAME,...")
     json: Path | None = option(None, "(benchmark.json in the working folder)", metavar="FILE")
     plot: Path | None = option(None, "(benchmark.png in the working folder)", metavar="FILE")
@@ -35,9 +36,9 @@ class Bench:
     pages: bool = option(False, "write docs/benchmark*.json into the pages, measure nothing")
     install_peers: bool = option(False, "make .venv-benchmark, then measure nothing")
     switching: bool = _switching(False, "measure many models that do not all fit")
-    models: int | None = _switching(None, "fine-tunes (8)", min=1, metavar="N")
-    clients: int | None = _switching(None, "that ask them (4)", min=1, metavar="N")
-    minutes: float = _switching(0.0, "for so long (300 requests)", metavar="M")
+    models: int | None = _switching(None, "fine-tunes (8), or adapters (1000)", min=1, metavar="N")
+    clients: int | None = _switching(None, "that ask them (4, or 8)", min=1, metavar="N")
+    minutes: float = _switching(0.0, "for so long (300 requests, or 2)", metavar="M")
     engine_mib: int | None = _switching(
         None, "ENGINE_MEMORY_MIB (720: five fit)", min=1, metavar="N"
     )
@@ -67,7 +68,9 @@ def run(options: Bench) -> int:
     kogpt2 bench --fleet --cpus 0.5   three on two cores
     kogpt2 bench --switching          eight models where five fit, and what a swap takes
     kogpt2 bench --switching --against 3e223a9 --sweep
+    kogpt2 bench --adapters --container-mib 2048 --minutes 10    a thousand adapters of one base
     """
+    from benchmarks.adapters import measurements as adapters
     from benchmarks.contenders import peers
     from benchmarks.engine import measurements as engine
     from benchmarks.fleet import measurements as fleet
@@ -83,11 +86,10 @@ def run(options: Bench) -> int:
         "gateway": (gateway.GatewayRun, gateway.Plan),
         "fleet": (fleet.FleetRun, fleet.Plan),
         "switching": (switching.SwitchingRun, switching.Plan),
+        "adapters": (adapters.AdaptersRun, adapters.Plan),
         "benchmark": (engine.EngineRun, engine.Plan),
     }
-    name = next(
-        (name for name in ("gateway", "fleet", "switching") if vars(options)[name]), "benchmark"
-    )
+    name = next((name for name in kinds if vars(options).get(name)), "benchmark")
     kind, plans = kinds[name]
     wanted = options.only.split(",") if options.only else [*kind.DEFAULT]
     if unknown := [part for part in wanted if part not in kind.PARTS]:

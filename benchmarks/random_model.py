@@ -88,6 +88,14 @@ def demo(name: str, workdir: Path) -> Path:
     return workdir / name
 
 
+def copy(folder: Path, target: Path) -> None:
+    """A model's folder under another path, without what was prepared of it."""
+    building = target.with_name(f".{target.name}")
+    shutil.rmtree(building, ignore_errors=True)
+    shutil.copytree(folder, building, ignore=shutil.ignore_patterns(".prepared"))
+    building.rename(target)
+
+
 def hollow(folder: Path) -> None:
     """Gives back the disk that an artifact's weights take; size and time stay.
 

@@ -21,7 +21,8 @@ DEFAULT_PROGRAM = "inference.py"  # of the SageMaker Inference Toolkit
 
 TENSORS = re.compile(rf"(model/)?{re.escape(SYMBOL)}|([0-9]+/)?{re.escape(GRAPH)}")
 WEIGHTS = re.compile(
-    rf"(?!adapter_)[^/]*({re.escape(PARAMS)}|({'|'.join(map(re.escape, WEIGHT_FILES))})(\.index\.json)?)"
+    rf"(?!adapter_)[^/]*({re.escape(PARAMS)}|"
+    rf"({'|'.join(map(re.escape, WEIGHT_FILES))})(\.index\.json)?)"
 )
 
 

@@ -17,10 +17,11 @@ from engine import backends
 from engine.artifacts import adapter as adapters
 from engine.artifacts.artifact import Artifact
 from engine.backends.interface import BackendModel
+from engine.backends.page_cache import read_in
 from engine.budget import Budget
 from engine.cores import Cores
 from engine.model import Core, Model
-from engine.native.adapter import NativeAdapter, load_adapter, packed_bytes
+from engine.native.adapter import NativeAdapter, load_adapter, num_bytes
 from engine.prefixes import Prefixes
 from engine.prepared.folder import prune
 from engine.prepared.manifest import Manifests, Run, Stamps, stamps_of
@@ -91,7 +92,7 @@ class Loader:
         adapter = self._adapter(request, artifact, reading)
         if self._cores.has(self._key(request, stamps)):
             needed = 0
-        return needed + packed_bytes(adapter, request.precision), row
+        return needed + num_bytes(adapter, request.precision), row
 
     @staticmethod
     def _key(request: Request, stamps: Stamps) -> Hashable:
@@ -124,7 +125,7 @@ class Loader:
             packed, generation = None, artifact.generation
             if request.base is not None:
                 adapter = self._adapter(request, artifact, reading)
-                packed = self._pack(request, adapter, artifact, undo)
+                packed = self._pack(request, adapter, artifact, undo, reading)
                 generation = adapter.generation.over(artifact.generation)
 
             @functools.cache
@@ -157,19 +158,23 @@ class Loader:
         return model
 
     def _pack(
-        self, request: Request, adapter: adapters.Adapter, base: Artifact, undo: ExitStack
+        self,
+        request: Request,
+        adapter: adapters.Adapter,
+        base: Artifact,
+        undo: ExitStack,
+        reading: Reading,
     ) -> NativeAdapter:
-        """Raises `ArtifactError`, `OutOfMemory`."""
-        size = packed_bytes(adapter, request.precision)
+        """Its matrices, which are page cache: they count among what is loaded, not among what is
+        resident. Raises `ArtifactError`, `OutOfMemory`."""
+        size = num_bytes(adapter, request.precision)
         row = backends.row_bytes(base.config, request.precision)
         self._budget.declare(size, row, request.name)
         undo.callback(self._budget.withdraw, size, row, request.name)
-        self._budget.take(size)
-        undo.callback(self._budget.take, -size)
-        # What they map goes with them.
-        return load_adapter(
-            dataclasses.replace(adapter), dataclasses.replace(base), request.precision
-        )
+        packed = load_adapter(adapter, base, request.precision, self._cache_dir, reading.run)
+        undo.callback(packed.close)
+        read_in(packed.mapped)
+        return packed
 
     def _open_core(
         self,
@@ -215,7 +220,7 @@ class Loader:
             if last:
                 self._budget.withdraw(core.reserved_bytes, core.row_bytes, core.name)
             if model.adapter is not None:
-                self._budget.take(-model.adapter.num_bytes)
+                model.adapter.close()
                 self._budget.withdraw(model.adapter.num_bytes, core.row_bytes, model.name)
             return_freed_memory()
 

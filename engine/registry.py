@@ -22,6 +22,7 @@ from common.errors import (
 )
 from common.memory import MIB, container_memory
 from common.parameters import Parameters
+from engine.backends.page_cache import read_in
 from engine.budget import Budget
 from engine.cores import Cores
 from engine.loader import Loader, Request
@@ -290,6 +291,8 @@ class Engine:
         def submit() -> list[Sequence]:
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"the prompt was not begun within {timeout_s:.1f} s")
+            if model.adapter is not None:  # no step waits for a disk
+                read_in(model.adapter.mapped)
             ids = model.texts.encode(inputs)
             sequences = [
                 Sequence(

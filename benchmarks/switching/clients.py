@@ -43,14 +43,20 @@ class Client:
     """One connection that stays open."""
 
     def __init__(
-        self, server: Ours | Router, prompts: Sequence[list[int]], new_tokens: int
+        self,
+        server: Ours | Router,
+        prompts: Sequence[list[int]],
+        new_tokens: int,
+        watches: bool = True,
     ) -> None:
+        """`watches`: asks before each call where all models are, which of hundreds takes long."""
+        self._watches = watches
         self._server, self._prompts, self._new_tokens = server, prompts, new_tokens
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
 
     def ask(self, model: str, prompt: int = 0, new_tokens: int | None = None) -> Asked:
         new_tokens = new_tokens or self._new_tokens
-        states = self._server.states()
+        states = self._server.states() if self._watches else {}
         state, hot = states.get(model, "cold"), sum(s == "hot" for s in states.values())
         path, body = self._server.stream(model, self._prompts[prompt], new_tokens)
         began = time.perf_counter()
@@ -95,6 +101,7 @@ def run(
     new_tokens: int,
     pause_s: float,
     limit_s: float | None = None,
+    watches: bool = True,
 ) -> tuple[list[Asked], float]:
     """The answers in the order of the trace (of as much of it as `limit_s` allows), and seconds.
 
@@ -105,7 +112,7 @@ def run(
     began = time.perf_counter()
 
     def client(number: int) -> None:
-        with closing(Client(server, prompts, new_tokens)) as asking:
+        with closing(Client(server, prompts, new_tokens, watches)) as asking:
             time.sleep(pause_s * number / clients)
             while (at := next(numbers)) < len(trace):
                 if limit_s is not None and time.perf_counter() - began > limit_s:

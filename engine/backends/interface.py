@@ -35,9 +35,10 @@ class Adapter(Protocol):
     """The weights that distinguish a fine-tune from its base, where the library reads them."""
 
     address: int
+    num_bytes: int
+    mapped: Sequence[Span]  # where they are mapped files
 
-    @property
-    def num_bytes(self) -> int: ...
+    def close(self) -> None: ...
 
 
 @dataclass

@@ -1,21 +1,39 @@
 """The low-rank matrices of an adapter (LoRA, https://arxiv.org/abs/2106.09685) as the library reads
-them."""
+them: packed into one prepared file, which is mapped."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ArtifactError
+from common.memory import MIB
 from engine.artifacts.adapter import BASE_NAMES, Adapter
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
+from engine.backends.page_cache import Span
 from engine.native import library
+from engine.native.prepared import PreparedFile, file_name, open_prepared, put, write_file
+from engine.prepared.manifest import (
+    NICENESS,
+    Run,
+    adapter_from_manifest,
+    adapter_to_manifest,
+    directly,
+    from_manifest,
+    to_manifest,
+)
+from engine.sandbox import Limits
+
+Module = tuple[int, str]  # a layer, and one of `library.PRODUCTS`
+BUILD_MIB, BUILD_CPU_S = 512, 60
 
 
 @dataclass(frozen=True)
@@ -27,64 +45,177 @@ class LowRank:
     bias: NDArray[np.float32] | None = None  # (rank,)
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a prepared adapter: matrices are in groups of columns, see product.h."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * (2 if self.dtype == "F16" else 4)
+
+
 class NativeAdapter:
-    """The matrices of all layers, packed: fp16 for a model in int8, fp32 for one in fp32."""
+    """The matrices of all layers: fp16 for a model in int8, fp32 for one in fp32."""
 
     def __init__(
         self,
         config: GPT2Config,
-        precision: str,
-        matrices: Mapping[tuple[int, str], LowRank],
+        ranks: Mapping[Module, int],
+        address: Callable[[str], int | None],
+        num_bytes: int,
+        mapped: Sequence[Span] = (),
+        close: Callable[[], object] = lambda: None,
     ) -> None:
-        """`matrices`: by layer and product, one of `library.PRODUCTS`.
-
-        Raises `ArtifactError` for numbers that fp16 does not hold.
-        """
+        """`address` says where `3.qkv.down` and the others are, until `close` is called."""
         self._layers = (library.AdapterLayer * config.num_layers)()
-        self._arrays: list[NDArray[Any]] = []
         self.address = ctypes.addressof(self._layers)
-        dtype = np.float16 if precision == "int8" else np.float32
-        for (layer, product), matrix in matrices.items():
+        self.num_bytes, self.mapped, self._close = num_bytes, mapped, close
+        for (layer, product), rank in ranks.items():
             entry = getattr(self._layers[layer], product)
-            entry.rank = len(matrix.down)
-            entry.down = self._add(_packed(matrix.down, dtype))
-            entry.up = self._add(_packed(matrix.up, dtype))
-            if matrix.bias is not None:
-                bias = np.zeros(_padded(entry.rank), np.float32)
-                bias[: entry.rank] = matrix.bias
-                entry.bias = self._add(bias)
+            entry.rank = rank
+            for part in ("down", "up", "bias"):
+                setattr(entry, part, address(f"{layer}.{product}.{part}"))
 
-    def _add(self, array: NDArray[Any]) -> int:
-        """Keeps an array, which the library reads; returns its address."""
-        if not np.isfinite(array).all():
-            raise ArtifactError("the adapter holds numbers that are too large for fp16")
-        self._arrays.append(array)
-        return array.ctypes.data
+    @classmethod
+    def of(
+        cls, config: GPT2Config, precision: str, matrices: Mapping[Module, LowRank]
+    ) -> NativeAdapter:
+        """One in memory. Raises `ArtifactError` for numbers that fp16 does not hold."""
+        arrays = {}
+        for (layer, product), matrix in matrices.items():
+            for part, array in _packed(matrix, precision):
+                arrays[f"{layer}.{product}.{part}"] = array
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self._arrays)
+        def address(name: str) -> int | None:
+            return arrays[name].ctypes.data if name in arrays else None
+
+        ranks = {module: len(matrix.down) for module, matrix in matrices.items()}
+        return cls(config, ranks, address, sum(array.nbytes for array in arrays.values()))
+
+    def close(self) -> None:
+        """No pass may use it any more."""
+        self.mapped = ()
+        self._close()
 
 
-def packed_bytes(adapter: Adapter, precision: str) -> int:
-    """Bytes of an adapter's matrices once they are packed, for admission before anything is."""
-    size, total = 2 if precision == "int8" else 4, 0
-    for module in adapter.scales:
+def load_adapter(
+    adapter: Adapter,
+    base: Artifact,
+    precision: str,
+    cache_dir: Path | None = None,
+    run: Run = directly,
+) -> NativeAdapter:
+    """Maps an adapter's prepared file, which `run` builds where it is not there yet.
+
+    Raises `ArtifactError` where it does not fit its base, and what
+    `engine.native.prepared.prepared` does.
+    """
+    adapter.check_fits(base.config)
+    entries = list(layout(adapter, precision))
+    changes_biases = any(entry.name.endswith(".bias") for entry in entries)
+    content = adapter.content + (base.content if changes_biases else "")
+
+    def build_at(file: Path) -> Any:
+        size = sum(tensor.nbytes for tensor in adapter.index.values())
+        return run(
+            build,
+            str(adapter.path),
+            adapter_to_manifest(adapter),
+            str(base.path),
+            to_manifest(base),
+            str(file),
+            precision,
+            content,
+            what=adapter.path.name,
+            limits=Limits(
+                memory_mib=BUILD_MIB + 16 * size // MIB,
+                cpu_s=BUILD_CPU_S,
+                write_mib=64 + 4 * size // MIB,
+                niceness=NICENESS,
+            ),
+        )
+
+    file = open_prepared(
+        adapter.path,
+        file_name(["adapter", content, precision, sorted(adapter.scales.items())]),
+        cache_dir,
+        lambda path: PreparedFile(path, entries, content),
+        build_at,
+    )
+    ranks = {_module(entry.name): entry.shape[1] for entry in entries if entry.name.endswith(".up")}
+    return NativeAdapter(
+        base.config,
+        ranks,
+        lambda name: file.address(name) if name in file else None,
+        sum(entry.num_bytes for entry in entries),
+        [file.span],
+        file.close,
+    )
+
+
+def num_bytes(adapter: Adapter, precision: str) -> int:
+    """Bytes of an adapter's matrices once they are packed."""
+    return sum(entry.num_bytes for entry in layout(adapter, precision))
+
+
+def layout(adapter: Adapter, precision: str) -> Iterator[Entry]:
+    """The tensors of its prepared file, in order."""
+    dtype, line = "F16" if precision == "int8" else "F32", library.LINE
+    for module in sorted(adapter.scales):
         rank, inputs = adapter.index[f"{module}.down"].shape
         outputs = adapter.index[f"{module}.up"].shape[0]
-        biased = f"{module}.bias" in adapter.index or f"{module}.up_bias" in adapter.index
-        total += size * _padded(rank + biased) * inputs + 4 * _padded(rank + 1) * biased
-        total += size * _padded(outputs) * (rank + biased)
-    return total
+        biased = any(f"{module}.{part}" in adapter.index for part in ("bias", "up_bias"))
+        rank += biased  # see _low_rank
+        yield Entry(f"{module}.down", (-(-rank // line), inputs, line), dtype)
+        yield Entry(f"{module}.up", (-(-outputs // line), rank, line), dtype)
+        if biased:
+            yield Entry(f"{module}.bias", (-(-rank // line) * line,), "F32")
 
 
-def load_adapter(adapter: Adapter, base: Artifact, precision: str) -> NativeAdapter:
-    """Packs an adapter for its base. Raises `ArtifactError` where it does not fit that."""
-    adapter.check_fits(base.config)
-    return NativeAdapter(base.config, precision, low_ranks(adapter, base))
+def _module(name: str) -> Module:
+    layer, product, _ = name.split(".")
+    return int(layer), product
 
 
-def low_ranks(adapter: Adapter, base: Artifact) -> dict[tuple[int, str], LowRank]:
+# In the sandbox
+
+
+def build(
+    path: str,
+    manifest: dict[str, Any],
+    base_path: str,
+    base_manifest: dict[str, Any],
+    file: str,
+    precision: str,
+    content: str,
+) -> str | None:
+    """Writes the prepared file of an adapter. Returns what is wrong with its folder, if anything.
+
+    Raises `ArtifactError` for numbers that fp16 does not hold.
+    """
+    adapter = adapter_from_manifest(Path(path), manifest)
+    base = from_manifest(Path(base_path), base_manifest)
+    entries = list(layout(adapter, precision))
+    arrays = {
+        f"{layer}.{product}.{part}": array
+        for (layer, product), matrix in low_ranks(adapter, base).items()
+        for part, array in _packed(matrix, precision)
+    }
+
+    def fill(data: NDArray[np.uint8]) -> None:
+        at = 0
+        for entry in entries:
+            data[at : at + entry.num_bytes] = arrays[entry.name].reshape(-1).view(np.uint8)
+            at += entry.num_bytes
+
+    return put(Path(file), lambda target: write_file(target, entries, content, fill))
+
+
+def low_ranks(adapter: Adapter, base: Artifact) -> dict[Module, LowRank]:
     """An adapter's matrices by layer and product, its scales in `up`."""
     matrices = {}
     for module, scale in adapter.scales.items():
@@ -112,14 +243,21 @@ def _low_rank(adapter: Adapter, base: Artifact, module: str, scale: float) -> Lo
     return LowRank(down, np.concatenate([up, more[:, None]], axis=1), ones)
 
 
-def _padded(count: int) -> int:
-    return -(-count // library.LINE) * library.LINE
+def _packed(matrix: LowRank, precision: str) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The parts of an adapter's product as the library reads them."""
+    dtype = np.float16 if precision == "int8" else np.float32
+    yield "down", _grouped(matrix.down, dtype)
+    yield "up", _grouped(matrix.up, dtype)
+    if matrix.bias is not None:
+        yield "bias", np.pad(matrix.bias, (0, -len(matrix.bias) % library.LINE))
 
 
-def _packed(matrix: NDArray[np.float32], dtype: Any) -> NDArray[Any]:
-    """A matrix (n, k) in groups of `library.LINE` columns: (groups, k, LINE), see product.h."""
+def _grouped(matrix: NDArray[np.float32], dtype: Any) -> NDArray[Any]:
+    """A matrix (n, k) in groups of `library.LINE` columns: (groups, k, LINE)."""
     n, k = matrix.shape
-    padded = np.zeros((_padded(n), k), dtype)
+    padded = np.zeros((-(-n // library.LINE) * library.LINE, k), dtype)
     with np.errstate(over="ignore"):
         padded[:n] = matrix
+    if not np.isfinite(padded).all():
+        raise ArtifactError("the adapter holds numbers that are too large for fp16")
     return np.ascontiguousarray(padded.reshape(-1, library.LINE, k).transpose(0, 2, 1))

@@ -17,12 +17,12 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -56,14 +56,16 @@ BLOCKS = {"int8": 64, "fp32": 0}  # numbers that share a scale
 # would give 0.9 to 1.0% for half the speed.
 PLANES = {"qkv": 1, "attention_out": 1, "ffn_hidden": 2, "ffn_out": 1, "head": 1}
 SOURCE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # pass.h, SourceType
-DTYPES = {"float32": "F32", "uint8": "U8"}
+DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8"}
 GROUPS_AT_ONCE = 256  # of columns, packed by one thread
-ALIGNMENT = 4096
+ALIGNMENT = 4096  # of the first tensor
+ALIGNED = 32  # of each: half a cache line, in which an adapter's rows of fp16 lie
 # To build: libraries, the weights as given, and the file, which is mapped while it is written.
 BUILD_MIB, BUILD_TIMES_FP32 = 512, 3
 BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
 
 logger = logging.getLogger(__name__)
+File = TypeVar("File", bound="PreparedFile")
 
 
 @dataclass(frozen=True)
@@ -126,24 +128,39 @@ def num_bytes(config: GPT2Config, precision: str) -> int:
     return sum(entry.num_bytes for entry in layout(config, precision))
 
 
-class Prepared:
+class Stored(Protocol):
+    """A tensor of a prepared file; `dtype` as safetensors calls it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class PreparedFile:
     """A mapped file. `name in` it says whether it has the tensor."""
 
-    def __init__(self, path: Path, config: GPT2Config, precision: str, content: str) -> None:
-        """Raises `ArtifactError` and `OSError` where the file is not there, not whole, or not of
-        this model."""
-        self.config, self.block = config, BLOCKS[precision]
+    def __init__(self, path: Path, entries: Iterable[Stored], content: str) -> None:
+        """Raises `ArtifactError` and `OSError` where the file is not there, not whole, or holds
+        other tensors or those of another `content`."""
         index = index_safetensors(path)
         with path.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         data = np.frombuffer(self._memory, np.uint8)
         self.num_bytes = len(data)
         self.span: Span = (data.ctypes.data, len(data))
-        expected = {entry.name: entry for entry in layout(config, precision)}
+        expected = {entry.name: entry for entry in entries}
         for name, tensor in index.items():
             entry = expected.pop(name, None)
             place = None if entry is None else (entry.dtype, entry.shape)
-            if (DTYPES.get(tensor.dtype), tensor.shape) != place or tensor.offset % 64:
+            if (DTYPES.get(tensor.dtype), tensor.shape) != place or tensor.offset % ALIGNED:
                 raise ArtifactError(f"{path.name}: {name} is not of this model")
         metadata = _metadata(data)
         if expected or metadata.get("source") != content:
@@ -165,6 +182,15 @@ class Prepared:
         """Nothing may point into it any more."""
         self._addresses = {}
         self._memory.close()
+
+
+class Prepared(PreparedFile):
+    """The mapped file of a model."""
+
+    def __init__(self, path: Path, config: GPT2Config, precision: str, content: str) -> None:
+        """Raises what `PreparedFile` does."""
+        super().__init__(path, layout(config, precision), content)
+        self.config, self.block = config, BLOCKS[precision]
 
 
 def _data_begin(data: NDArray[np.uint8]) -> int:
@@ -191,65 +217,84 @@ def prepared(
     and is gone once it is closed. Raises `ArtifactError`, and
     `OutOfMemory`, also where no disk has space.
     """
-    content = artifact.content or content_of(artifact)
-    name = file_name(artifact.config, precision, content)
-    folder = cache_folder(artifact.path, cache_dir)
+    config, content = artifact.config, artifact.content or content_of(artifact)
+    fp32 = artifact.fp32_bytes
+
+    def build_at(file: Path) -> Any:
+        return run(
+            build,
+            str(artifact.path),
+            to_manifest(dataclasses.replace(artifact, content=content)),
+            str(file),
+            precision,
+            what=artifact.path.name,
+            limits=Limits(
+                memory_mib=BUILD_MIB + BUILD_TIMES_FP32 * fp32 // MIB,
+                cpu_s=BUILD_CPU_S + fp32 // BUILD_BYTES_PER_CPU_S,
+                write_mib=64 + BUILD_TIMES_FP32 * fp32 // MIB,
+                niceness=NICENESS,
+            ),
+        )
+
+    return open_prepared(
+        artifact.path,
+        file_name([content, precision, dataclasses.asdict(config)]),
+        cache_dir,
+        lambda file: Prepared(file, config, precision, content),
+        build_at,
+    )
+
+
+def file_name(key: list[Any]) -> str:
+    """Of the prepared file of what `key` says."""
+    return f"{hash_of(json.dumps([FORMAT, *key]))}{MODEL}"
+
+
+def open_prepared(
+    path: Path,
+    name: str,
+    cache_dir: Path | None,
+    open_file: Callable[[Path], File],
+    build_at: Callable[[Path], Any],
+) -> File:
+    """The prepared file of the artifact in `path`, which `build_at` builds where there is none; it
+    returns what is wrong with the folder, if anything. Places and errors are those of `prepared`.
+    """
+    folder = cache_folder(path, cache_dir)
     if folder is None:
-        logger.warning("%s: its prepared models are another user's", artifact.path)
-    for place in dict.fromkeys((folder, cache_folder(artifact.path, None))):
+        logger.warning("%s: its prepared models are another user's", path)
+    for place in dict.fromkeys((folder, cache_folder(path, None))):
         if place is None:
             continue
         with suppress(ArtifactError, OSError):
-            found = Prepared(place / name, artifact.config, precision, content)
+            found = open_file(place / name)
             with suppress(OSError):
                 os.utime(place / name)  # when it was used last, see prune
             return found
+
+    def build_in(folder: Path) -> File:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(folder)
+        began = time.monotonic()
+        problem = build_at(folder / name)
+        if problem is not None:
+            raise OSError(problem)
+        logger.info("prepared %s in %.2f s", path.name, time.monotonic() - began)
+        try:
+            return open_file(folder / name)
+        except ArtifactError as error:
+            raise OSError(f"{folder} does not keep what is written: {error.message}") from error
+
     if folder is not None:
         try:
-            return _build_in(folder, name, artifact, precision, content, run)
+            return build_in(folder)
         except OSError as error:
             logger.warning("cannot keep a prepared model in %s: %s", folder, error)
     try:
         with tempfile.TemporaryDirectory(prefix="prepared-") as temporary:
-            return _build_in(Path(temporary), name, artifact, precision, content, run)
+            return build_in(Path(temporary))
     except OSError as error:
-        raise OutOfMemory(f"no disk has space to prepare {artifact.path.name}") from error
-
-
-def file_name(config: GPT2Config, precision: str, content: str) -> str:
-    key = hash_of(json.dumps([FORMAT, content, precision, dataclasses.asdict(config)]))
-    return f"{key}{MODEL}"
-
-
-def _build_in(
-    folder: Path, name: str, artifact: Artifact, precision: str, content: str, run: Run
-) -> Prepared:
-    """Raises `OSError` where the folder cannot hold the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(folder)
-    began = time.monotonic()
-    fp32 = artifact.fp32_bytes
-    problem = run(
-        build,
-        str(artifact.path),
-        to_manifest(dataclasses.replace(artifact, content=content)),
-        str(folder / name),
-        precision,
-        what=artifact.path.name,
-        limits=Limits(
-            memory_mib=BUILD_MIB + BUILD_TIMES_FP32 * fp32 // MIB,
-            cpu_s=BUILD_CPU_S + fp32 // BUILD_BYTES_PER_CPU_S,
-            write_mib=64 + BUILD_TIMES_FP32 * fp32 // MIB,
-            niceness=NICENESS,
-        ),
-    )
-    if problem is not None:
-        raise OSError(problem)
-    logger.info("prepared %s in %.2f s", artifact.path.name, time.monotonic() - began)
-    try:
-        return Prepared(folder / name, artifact.config, precision, content)
-    except ArtifactError as error:
-        raise OSError(f"{folder} does not keep what is written: {error.message}") from error
+        raise OutOfMemory(f"no disk has space to prepare {path.name}") from error
 
 
 # In the sandbox
@@ -260,10 +305,15 @@ def build(path: str, manifest: dict[str, Any], file: str, precision: str) -> str
 
     Returns what is wrong with its folder, if anything.
     """
-    artifact, target = from_manifest(Path(path), manifest), Path(file)
+    artifact = from_manifest(Path(path), manifest)
+    return put(Path(file), lambda file: write(artifact, file, precision))
+
+
+def put(target: Path, write_at: Callable[[Path], object]) -> str | None:
+    """Has a file written beside its place and put there. Returns what is wrong, if anything."""
     try:
         with tempfile.TemporaryDirectory(prefix=BUILDING, dir=target.parent) as building:
-            write(artifact, Path(building) / target.name, precision)
+            write_at(Path(building) / target.name)
             (Path(building) / target.name).replace(target)
     except OSError as error:
         return str(error)
@@ -273,7 +323,20 @@ def build(path: str, manifest: dict[str, Any], file: str, precision: str) -> str
 def write(artifact: Artifact, file: Path, precision: str) -> None:
     """Quantizes or packs an artifact's weights into a new file, on all cores. Raises `OSError`."""
     entries = list(layout(artifact.config, precision))
-    header: dict[str, Any] = {"__metadata__": {"source": artifact.content, "blake3": "0" * 64}}
+    write_file(file, entries, artifact.content, lambda data: _fill(artifact, entries, data))
+
+
+def write_file(
+    file: Path,
+    entries: Sequence[Stored],
+    content: str,
+    fill: Callable[[NDArray[np.uint8]], object],
+) -> None:
+    """Writes a prepared file, whose tensors `fill` writes one behind the other.
+
+    Raises `OSError`.
+    """
+    header: dict[str, Any] = {"__metadata__": {"source": content, "blake3": "0" * 64}}
     at = 0
     for entry in entries:
         offsets = [at, at + entry.num_bytes]
@@ -286,7 +349,7 @@ def write(artifact: Artifact, file: Path, precision: str) -> None:
         os.posix_fallocate(opened.fileno(), 0, begin + at)
         with mmap.mmap(opened.fileno(), begin + at) as memory:
             data = np.frombuffer(memory, np.uint8)
-            _fill(artifact, entries, data[begin:])
+            fill(data[begin:])
             header["__metadata__"]["blake3"] = _digest(data[begin:])
             text = json.dumps(header).encode().ljust(begin - 8)
             data[:begin] = np.frombuffer((begin - 8).to_bytes(8, "little") + text, np.uint8)

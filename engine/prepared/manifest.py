@@ -174,13 +174,7 @@ def read(path: str) -> dict[str, Any]:
 def read_adapter(path: str) -> dict[str, Any]:
     """The manifest of the adapter in `path`. Raises `ArtifactError`."""
     adapter = adapters.read(path)
-    return {
-        "base": adapter.base,
-        "index": {name: list(tensor) for name, tensor in adapter.index.items()},
-        "scales": dict(adapter.scales),
-        "generation": adapter.generation.to_json(),
-        "content": content_of(adapter),
-    }
+    return adapter_to_manifest(dataclasses.replace(adapter, content=content_of(adapter)))
 
 
 def content_of(artifact: MappedWeights) -> str:
@@ -214,6 +208,17 @@ def _finite_pieces(weight: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
         if not np.isfinite(piece).all():
             raise FloatingPointError
         yield piece.reshape(-1).view(np.uint8)
+
+
+def adapter_to_manifest(adapter: Adapter) -> dict[str, Any]:
+    """As JSON has it."""
+    return {
+        "base": adapter.base,
+        "index": {name: list(tensor) for name, tensor in adapter.index.items()},
+        "scales": dict(adapter.scales),
+        "generation": adapter.generation.to_json(),
+        "content": adapter.content,
+    }
 
 
 def to_manifest(artifact: Artifact) -> dict[str, Any]:

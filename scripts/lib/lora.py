@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,8 +83,8 @@ def _factors(delta: NDArray[np.float64]) -> tuple[Floats, Floats]:
     return up.astype(np.float32), down.astype(np.float32)
 
 
-def write(target: Path, base: Artifact, matrices: dict[Module, LowRank], rank: int) -> None:
-    """An adapter as PEFT's `save_pretrained` writes it."""
+def write(target: Path, base: str, matrices: Mapping[Module, LowRank], rank: int) -> None:
+    """An adapter as PEFT's `save_pretrained` writes it; `base` is the name of its base."""
     theirs = {ours: name for name, ours in PRODUCTS.items()}
     tensors = []
     for (layer, product), matrix in matrices.items():
@@ -95,10 +95,10 @@ def write(target: Path, base: Artifact, matrices: dict[Module, LowRank], rank: i
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.path.name,
+        "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": sorted({name.partition(".")[2] for name in PRODUCTS}),
+        "target_modules": sorted({theirs[p].partition(".")[2] for _, p in matrices}),
         "fan_in_fan_out": True,
         "bias": "none",
         "inference_mode": True,
@@ -121,7 +121,7 @@ class Comparison:
     def of(self, matrices: dict[Module, LowRank]) -> dict[str, float]:
         """`bytes` in fp16, `same`: share of likeliest tokens, `kl` in nats, `texts`: greedy texts
         that are the same, of `of`."""
-        adapter = NativeAdapter(self._base.config, "fp32", matrices)
+        adapter = NativeAdapter.of(self._base.config, "fp32", matrices)
         same = kl = tokens = 0.0
         for ids, wanted in zip(self._windows, self._wanted, strict=True):
             logits = _logits(self._base_model, ids, adapter)
@@ -204,7 +204,7 @@ def to_adapter(
     if not 1 <= rank <= base.config.units:
         raise Problem(f"rank is {rank}, must be from 1 to the {base.config.units} units")
     found = difference(whole, base, progress)
-    write(target, base, found.of_rank(rank), rank)
+    write(target, base.path.name, found.of_rank(rank), rank)
     said = ["rank       size  likeliest token  KL, nats  greedy texts"]
     with tempfile.TemporaryDirectory(prefix="convert-") as work:
         comparison = Comparison(whole, base, texts, Path(work))
@@ -246,7 +246,7 @@ def last_logits(adapter: Path, base: Artifact, prompts: Iterable[NDArray[np.int6
     """After each prompt (N, V), of the base with an adapter beside it, in fp32."""
     with tempfile.TemporaryDirectory(prefix="convert-") as work:
         model = NativeModel(prepared(base, "fp32", Path(work)))
-        packed = load_adapter(adapters.read(adapter), base, "fp32")
+        packed = load_adapter(adapters.read(adapter), base, "fp32", Path(work))
         found = [_logits(model, ids.tolist(), packed)[-1] for ids in prompts]
         model.close()
     return np.stack(found)

@@ -228,20 +228,18 @@ class Registry:
         return error
 
     async def _fetch_and_start(self, model: Model, attempt: Attempt) -> None:
-        async def fetched(stored: StoredModel) -> Fetched:
-            lane = await self._lane(stored)
+        async def fetch() -> None:
+            lane = await self._lane(model.stored)
             async with lane.turn:
                 started = time.monotonic()
-                found = await self._fetch(stored, lane)
+                model.fetched = await self._fetch(model.stored, lane)
                 self._observe("fetched", model, time.monotonic() - started)
-                return found
-
-        async def fetch() -> None:
-            model.fetched = await fetched(model.stored)
 
         async def fetch_base() -> None:
             assert model.stored_base is not None
-            model.base = await fetched(model.stored_base)
+            lane = await self._lane(model.stored_base)
+            async with lane.turn:
+                model.base = await self._fetch(model.stored_base, lane)
 
         async def start() -> None:
             async with self._workers.turn:

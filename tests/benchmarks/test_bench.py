@@ -14,6 +14,7 @@ import pytest
 import sentencepiece
 
 from benchmarks import random_model
+from benchmarks.adapters import tables as adapters
 from benchmarks.contenders import peers
 from benchmarks.engine import tables, uses
 from benchmarks.fleet import measurements as fleet
@@ -291,6 +292,23 @@ def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path
     ]
     assert not any(row["error"] for row in registered["first_call"] + registered["any_call"])
     assert sum(registered["states"].values()) == results["plan"]["models"]
+
+
+def test_adapters_are_measured_and_every_answer_is_the_adapters_own(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    result = run("--adapters", "--quick", "--workdir", tmp_path, "--json", file)
+    results = json.loads(file.read_text(encoding="utf-8"))
+    assert results["skipped"] == {}, result.stderr
+    assert adapters.lines(results) in result.stdout
+    for name in ("trace", "uniform"):
+        assert results[name]["faults"] == {
+            **{"wrong": 0, "lost": 0, "4xx": 0, "5xx": 0},
+            "examples": [],
+        }
+        assert results[name]["requests"] > 0
+    kinds = {one["kind"] for one in results["steps"]}
+    assert kinds == {"one model", "adapters", "whole models"}
+    assert len(results["first"]["ever"]) == len(results["first"]["again"]) > 0
 
 
 def test_a_sweep_through_containers_has_a_server_that_does_not_know_them(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_eight_clients_of_eight_adapters_get_the_texts_of_whole_models(
 def test_a_base_is_a_model_too_and_goes_with_its_last_adapter(
     server: Server, texts: dict[str, str]
 ) -> None:
+    assert text(server.predict(ADAPTERS[0], SHORT)) == texts[ADAPTERS[0]]
     alone = text(server.predict("바탕", SHORT))
     assert alone not in texts.values()
     assert listed(server)["바탕"] is None
