@@ -94,7 +94,8 @@ class NativeAdapter:
             return arrays[name].ctypes.data if name in arrays else None
 
         ranks = {module: len(matrix.down) for module, matrix in matrices.items()}
-        return cls(config, ranks, address, sum(array.nbytes for array in arrays.values()))
+        size = sum(array.nbytes for array in arrays.values())
+        return cls(config, ranks, address, size, close=arrays.clear)  # which keeps them until then
 
     def close(self) -> None:
         """No pass may use it any more."""
