@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common.errors import ArtifactError, EngineError, InvalidRequest, ModelNotFound
+from common.errors import ArtifactError, EngineError, ModelNotFound
 from common.memory import MIB, return_freed_memory
 from engine import backends
 from engine.artifacts import adapter as adapters
 from engine.artifacts.artifact import Artifact
+from engine.artifacts.hugging_face import TOKENIZER_FILE
+from engine.artifacts.merged import Merged, merge
 from engine.backends.interface import BackendModel
 from engine.backends.page_cache import read_in
 from engine.budget import Budget
@@ -33,6 +36,8 @@ from engine.statistics import Statistics
 from engine.text.process import TextProcesses
 from engine.text.texts import Texts
 
+logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -45,10 +50,16 @@ class Request:
     max_rows: int
     base: Path | None = None
 
-    @property
-    def core_path(self) -> Path:
-        """Of the folder that has the weights which are computed with."""
-        return self.base or self.path
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a request's folders hold: the artifact that is computed with, and an adapter where that
+    is its base."""
+
+    artifact: Artifact
+    adapter: adapters.Adapter | None
+    stamps: Mapping[Path, Stamps]  # of the folders that the artifact's weights are read from
+    key: Hashable  # the same for the same weights, backend and precision
 
 
 class Loader:
@@ -72,7 +83,6 @@ class Loader:
         """With the defaults for what is not given. Raises `InvalidRequest`."""
         backend = backend or self._settings.backend
         default = self._settings.precision if backend == self._settings.backend else ""
-        backends.check_backend(backend, self._settings.device)
         known = backends.precisions(backend, self._settings.device)
         precision = precision or default or known[0]
         backends.check(backend, precision, self._settings.device)
@@ -84,64 +94,72 @@ class Loader:
 
         What it reads, a load need not read again. Raises `ArtifactError`.
         """
-        stamps = stamps_of(request.core_path)
-        artifact = self._manifests.open(request.core_path, reading.run)
-        needed, row = self._bytes(artifact, request.precision)
-        if request.base is None:
-            return needed, row
-        adapter = self._adapter(request, artifact, reading)
-        if self._cores.has(self._key(request, stamps)):
-            needed = 0
-        return needed + num_bytes(adapter, request.precision), row
+        source = self._source(request, reading)
+        needed, row = self._bytes(source.artifact, request.precision)
+        if source.adapter is not None:
+            needed = 0 if self._cores.has(source.key) else needed
+            needed += num_bytes(source.adapter, request.precision)
+        return needed, row
 
-    @staticmethod
-    def _key(request: Request, stamps: Stamps) -> Hashable:
-        return request.core_path, request.backend, request.precision, json.dumps(stamps)
+    def _source(self, request: Request, reading: Reading) -> Source:
+        """Raises `ArtifactError` for what is none, and for an adapter that does not fit."""
+        path, base = request.path, request.base
+        stamps = {folder: stamps_of(folder) for folder in (base or path, path)}
+        artifact = self._manifests.open(base or path, reading.run)
+        adapter = None
+        if base is not None:
+            adapter = self._manifests.open_adapter(path, reading.run)
+            if self._settings.device == "gpu" or not adapter.is_thin:
+                artifact, adapter = merge(artifact, adapter), None
+            else:
+                adapter.check_fits(artifact.config)
+                del stamps[path]
+        key = (
+            request.backend,
+            request.precision,
+            json.dumps([*map(str, stamps), *stamps.values()]),
+        )
+        return Source(artifact, adapter, stamps, key)
 
     def _bytes(self, artifact: Artifact, precision: str) -> tuple[int, int]:
         config = artifact.config
         weights = backends.weight_bytes(config, precision, self._settings.device)
         return weights, backends.row_bytes(config, precision)
 
-    def _adapter(self, request: Request, base: Artifact, reading: Reading) -> adapters.Adapter:
-        """Raises `ArtifactError` for one that does not fit, `InvalidRequest` on a GPU."""
-        if self._settings.device == "gpu":
-            raise InvalidRequest(
-                f"{request.path.name} is an adapter, and adapters are computed on a CPU only:"
-                f" {adapters.MERGE}"
-            )
-        adapter = self._manifests.open_adapter(request.path, reading.run)
-        adapter.check_fits(base.config)
-        return adapter
-
     def load(self, request: Request, reading: Reading) -> Model:
         """Raises `ArtifactError`, `OutOfMemory`, `Cancelled`; leaves nothing behind then."""
         started = time.monotonic()
-        stamps = stamps_of(request.core_path)
-        artifact = self._manifests.open(request.core_path, reading.run)
+        source = self._source(request, reading)
+        artifact = source.artifact
+        if isinstance(artifact, Merged):
+            logger.info(
+                "%s is an adapter that is not computed beside its base: it is merged, and takes"
+                " %d MiB of its own", request.name,
+                self._bytes(artifact, request.precision)[0] // MIB,
+            )  # fmt: skip
         statistics = Statistics()
         with ExitStack() as undo:
             undo.callback(return_freed_memory)
-            packed, generation = None, artifact.generation
-            if request.base is not None:
-                adapter = self._adapter(request, artifact, reading)
+            packed, described = None, artifact
+            if (adapter := source.adapter) is not None:
                 packed = self._pack(request, adapter, artifact, undo, reading)
-                generation = adapter.generation.over(artifact.generation)
+                described = described_by(adapter, artifact)
 
             @functools.cache
             def texts() -> Texts:
                 """Its process starts beside what follows, unless another model has it."""
-                described = dataclasses.replace(artifact, generation=generation)
                 queue = self._settings.max_queue
                 made = Texts(described, statistics, queue, self._text_processes)
                 undo.callback(made.close, ModelNotFound(f"{request.name} was not loaded"))
                 return made
 
             model = self._cores.load(
-                self._key(request, stamps),
-                lambda: self._open_core(request, artifact, stamps, texts, reading),
-                lambda core: Model(request.name, request.path, core, texts(), packed, statistics),
-                is_adapter=request.base is not None,
+                source.key,
+                lambda: self._open_core(request, source, texts, reading),
+                lambda core: Model(
+                    request.name, request.path, core, texts(), packed, request.base, statistics
+                ),
+                is_adapter=source.adapter is not None,
             )
             undo.pop_all()
         try:
@@ -179,15 +197,15 @@ class Loader:
     def _open_core(
         self,
         request: Request,
-        artifact: Artifact,
-        stamps: Stamps,
+        source: Source,
         texts: Callable[[], Texts],
         reading: Reading,
     ) -> Core:
+        artifact = source.artifact
         backend, precision = request.backend, request.precision
         needed, row = self._bytes(artifact, precision)
         name = self._cores.take_name(
-            request.name if request.base is None else f"the base {request.base.name}"
+            request.name if source.adapter is None else f"the base {artifact.path.name}"
         )
         with ExitStack() as undo:
             undo.callback(self._cores.free_name, name)
@@ -195,12 +213,12 @@ class Loader:
             undo.callback(self._budget.withdraw, needed, row, name)
             core = Core(
                 name=name,
-                key=self._key(request, stamps),
-                path=request.core_path,
+                key=source.key,
+                path=artifact.path,
                 backend=backend,
                 precision=precision,
                 artifact=artifact,
-                open=self._opener(artifact, stamps, backend, precision, texts()),
+                open=self._opener(source, backend, precision, texts()),
                 batch=Batch(request.max_rows, self._budget, self._prefixes),
                 reserved_bytes=needed,
             )
@@ -229,16 +247,18 @@ class Loader:
         self._text_processes.close()
 
     def _opener(
-        self, artifact: Artifact, stamps: Stamps, backend: str, precision: str, texts: Texts
+        self, source: Source, backend: str, precision: str, texts: Texts
     ) -> Callable[[Run], BackendModel]:
         """What opens the artifact, as often as it is called. It raises `ArtifactError` where it has
-        to read the artifact's files and they are not those of `stamps` any more, or its `texts` are
-        found to be none before."""
+        to read the artifact's files and they have changed, or its `texts` are found to be none
+        before."""
+        artifact = source.artifact
 
         def check() -> None:
             texts.ready()
-            if stamps_of(artifact.path) != stamps:
-                raise ArtifactError(f"{artifact.path.name} has changed since it was loaded")
+            for folder, stamps in source.stamps.items():
+                if stamps_of(folder) != stamps:
+                    raise ArtifactError(f"{folder.name} has changed since it was loaded")
 
         def load(run: Run) -> BackendModel:
             def checked(*arguments: Any, **options: Any) -> Any:
@@ -257,3 +277,13 @@ class Loader:
             )
 
         return load
+
+
+def described_by(adapter: adapters.Adapter, base: Artifact) -> Artifact:
+    """The base with the adapter's own generation settings and, where it brings one, tokenizer."""
+    own = adapter.path / TOKENIZER_FILE
+    return dataclasses.replace(
+        base,
+        generation=adapter.generation.over(base.generation),
+        tokenizer_file=own if own.is_file() else base.tokenizer_file,
+    )

@@ -88,6 +88,7 @@ class Model:
     core: Core
     texts: Texts
     adapter: Adapter | None = None
+    base: Path | None = None  # the folder of the model that it is an adapter of
     statistics: Statistics = field(default_factory=Statistics)
     load_s: float = 0.0
     submitting: int = 0  # requests whose prompts are being cut
@@ -127,7 +128,7 @@ class Model:
         return {
             **self.held(),
             "model_dir": str(self.path),
-            **({} if self.adapter is None else {"base": str(core.path)}),
+            **({} if self.base is None else {"base": str(self.base)}),
             "backend": core.backend,
             "precision": core.precision,
             "parameters": self.config.num_parameters,

@@ -82,17 +82,13 @@ class Prefixes:
         self.shrink()
         return True
 
-    def longest(self, owner: object, ids: Ids) -> int:
-        """How many of the first `ids` a kept row begins with at most."""
-        with self._lock:
-            return max((shared_length(p.ids, ids) for p in self._of(owner)), default=0)
-
-    def open_row(self, owner: object, ids: Ids) -> Row | None:
-        """Opens a row that begins with as many of the first `ids` as a kept one does."""
+    def open_row(self, owner: object, ids: Ids, more_than: int = 0) -> Row | None:
+        """Opens a row that begins with as many of the first `ids` as a kept one does, where those
+        are more than `more_than`."""
         with self._lock:  # it is not evicted meanwhile
             of_owner = [(shared_length(prefix.ids, ids), prefix) for prefix in self._of(owner)]
             length, prefix = max(of_owner, key=lambda found: found[0], default=(0, None))
-            if prefix is None or not length:
+            if prefix is None or length <= more_than:
                 return None
             self._kept.move_to_end(prefix)
             return prefix.model.open_row(prefix.row, length)

@@ -165,8 +165,8 @@ class Engine:
     @staticmethod
     def _same(model: Model, wanted: Request) -> Model:
         core = model.core
-        found = (model.path, core.path, core.backend, core.precision)
-        if found != (wanted.path, wanted.core_path, wanted.backend, wanted.precision):
+        found = (model.path, model.base, core.backend, core.precision)
+        if found != (wanted.path, wanted.base, wanted.backend, wanted.precision):
             raise ModelAlreadyLoaded(
                 f"{model.name} is loaded already, from {model.path}"
                 f" ({core.backend}, {core.precision}); unload it first"

@@ -168,9 +168,8 @@ class Batch:
                     if common > length:
                         nearest, length = row, common
         kept = None
-        owner = self._owner(sequence)
-        if not sequence.scores_prompt and self._prefixes.longest(owner, ids) > length:
-            kept = self._prefixes.open_row(owner, ids)
+        if not sequence.scores_prompt:
+            kept = self._prefixes.open_row(self._owner(sequence), ids, length)
         row = kept or self.model.open_row(nearest, length)
         if not sequence.num_new:
             sequence.cached_tokens = row.length

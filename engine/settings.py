@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from common.errors import InvalidRequest, SettingError
 from common.memory import MIB
 from common.settings import setting
-from engine.backends import BACKENDS, DEVICES, check_backend, nvidia, precisions
+from engine.backends import DEVICES, nvidia, precisions
 from engine.budget import default_budget_bytes
 
 
@@ -69,15 +69,12 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise SettingError(f"ENGINE_BACKEND is {self.backend!r}, must be one of {BACKENDS}")
         if self.device not in DEVICES:
             raise SettingError(f"ENGINE_DEVICE is {self.device!r}, must be cpu or gpu")
         try:
-            check_backend(self.backend, self.device)
+            known = precisions(self.backend, self.device)
         except InvalidRequest as error:
             raise SettingError(f"ENGINE_BACKEND: {error.message}") from None
-        known = precisions(self.backend, self.device)
         if self.precision and self.precision not in known:
             raise SettingError(
                 f"ENGINE_PRECISION is {self.precision!r}, must be one of {known}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,20 @@ from common.model_files import ADAPTER
 from engine.artifacts.artifact import (
     ATTENTION_OUT,
     DTYPES,
+    EMBEDDING,
     FFN_HIDDEN,
     FFN_OUT,
+    OUTPUT,
+    POSITIONS,
     QKV,
     MappedWeights,
     list_files,
+    shapes,
 )
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import Generation, read_generation
+from engine.artifacts.hugging_face import HEAD, our_name
 from engine.artifacts.tensor_index import Index, Tensor
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -40,14 +45,20 @@ BASE_NAMES = {
     "ffn_hidden": FFN_HIDDEN,
     "ffn_out": FFN_OUT,
 }
-PARTS = {"lora_A.weight": "down", "lora_B.weight": "up", "lora_B.bias": "up_bias", "bias": "bias"}
+PARTS = {
+    "lora_A.weight": "down",
+    "lora_B.weight": "up",
+    "lora_B.bias": "up_bias",
+    "bias": "bias",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+WHOLE = "="  # before the name of a parameter that the adapter brings whole
 MODULE = re.compile(rf"(?:.*\.)?h\.(\d{{1,4}})\.({'|'.join(map(re.escape, PRODUCTS))})")
 MERGE = "merge it into its base (peft: merge_and_unload, then save_pretrained)"
-# What a row of the base's pass cannot have, with the values that change nothing.
-NOT_SHARED: Mapping[str, tuple[Any, ...]] = {
-    "use_dora": (False,),
+# What is not computed here, with the values that change nothing.
+NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
-    "modules_to_save": ([],),
     "trainable_token_indices": ([], {}),
     "layer_replication": ([],),
     "target_parameters": ([],),
@@ -67,7 +78,9 @@ class Adapter(MappedWeights):
 
     `index` has the matrices as `3.qkv.down` (rank, inputs), `3.qkv.up` (outputs, rank) and, where
     biases were trained, `3.qkv.bias` (outputs,), the layer's new bias, or `3.qkv.up_bias`, which is
-    scaled and added. `scales` has what `up` is multiplied by, as `3.qkv`.
+    scaled and added; `3.qkv.magnitude` (outputs,) is DoRA's. Under `WHOLE` and the name of a
+    parameter it has what takes the parameter's place. `scales` has what `up` is multiplied by, as
+    `3.qkv`.
     """
 
     path: Path
@@ -77,8 +90,14 @@ class Adapter(MappedWeights):
     generation: Generation = field(default_factory=Generation)
     content: str = ""
 
+    @property
+    def is_thin(self) -> bool:
+        """Whether it is matrices of low rank alone, which can be computed beside the base."""
+        return not any(n.startswith(WHOLE) or n.endswith(".magnitude") for n in self.index)
+
     def check_fits(self, config: GPT2Config) -> None:
         """Raises `ArtifactError` unless the matrices have the shapes of a base's layers."""
+        self._check_whole(config)
         c = config
         sizes = {
             "qkv": (3 * c.units, c.units),
@@ -87,6 +106,8 @@ class Adapter(MappedWeights):
             "ffn_out": (c.units, c.hidden_size),
         }
         for name, tensor in self.index.items():
+            if name.startswith(WHOLE):
+                continue
             layer, product, part = name.split(".")
             outputs, inputs = sizes[product]
             if int(layer) >= c.num_layers:
@@ -107,6 +128,21 @@ class Adapter(MappedWeights):
                     f" {c.units} units of its base: serve a whole model instead ({MERGE})"
                 )
 
+    def _check_whole(self, config: GPT2Config) -> None:
+        """Only the rows of the embedding and of the head may be more or fewer than the base's."""
+        expected = dict(shapes(replace(config, tie_word_embeddings=False)))
+        for name, tensor in self.index.items():
+            if not name.startswith(WHOLE):
+                continue
+            shape = expected.get(name.removeprefix(WHOLE))
+            if name in (WHOLE + EMBEDDING, WHOLE + OUTPUT) and tensor.ndim == 2:
+                shape = (tensor.shape[0], config.units)
+            if tensor.shape != shape:
+                raise ArtifactError(
+                    f"the adapter {self.path.name} does not fit its base:"
+                    f" {name.removeprefix(WHOLE)} is {tensor.shape}, must be {shape}"
+                )
+
 
 def read(path: str | Path) -> Adapter:
     """Checks the adapter in a folder. Raises `ArtifactError` that says what is wrong with it."""
@@ -120,9 +156,18 @@ def read(path: str | Path) -> Adapter:
     index: Index = {}
     called: dict[str, str] = {}  # what the modules are to PEFT
     for name, tensor in weights.items():
+        if (whole := _whole(name)) is not None:
+            index[WHOLE + whole] = _checked(name, tensor, file, _transposed(whole))
+            continue
         module, part, its_name = _place(name, file)
         index[f"{module}.{part}"] = _checked(name, tensor, file)
-        called[module] = its_name
+        if part != "bias":
+            called[module] = its_name
+    for name in [name for name in index if name.endswith(".bias") and name[0].isdecimal()]:
+        module = name.removesuffix(".bias")
+        if module not in called:  # trained without a matrix
+            layer, product = module.split(".")
+            index[f"{WHOLE}{BASE_NAMES[product].format(layer)}.bias"] = index.pop(name)
     if not index:
         raise ArtifactError(f"{file} holds no matrices of an adapter")
     for module in sorted(called):
@@ -143,23 +188,15 @@ def _check_kind(config: Mapping[str, Any]) -> None:
     task = config.get("task_type")
     if task not in (None, "CAUSAL_LM"):
         raise ArtifactError(f"{ADAPTER}: task_type is {task!r}, must be 'CAUSAL_LM'")
-    for name, harmless in NOT_SHARED.items():
+    for name, harmless in NOT_DONE.items():
         value = config.get(name)
         if value is not None and value not in harmless:
-            raise ArtifactError(
-                f"{ADAPTER}: {name} is {value!r}, which cannot be served beside other adapters"
-                f" of its base: {MERGE}"
-            )
+            raise ArtifactError(f"{ADAPTER}: {name} is {value!r}, which is not supported: {MERGE}")
     begun = config.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(CHANGES_BASE):
         raise ArtifactError(
             f"{ADAPTER}: init_lora_weights is {begun!r}, which changes the base, too: save it"
             f" with path_initial_model_for_weight_conversion, or {MERGE}"
-        )
-    bias = config.get("bias", "none")
-    if bias not in ("none", "lora_only"):
-        raise ArtifactError(
-            f"{ADAPTER}: bias is {bias!r}, must be 'none' or 'lora_only'; else {MERGE}"
         )
 
 
@@ -191,14 +228,35 @@ def _place(name: str, file: str) -> tuple[str, str, str]:
     )
 
 
-def _checked(name: str, tensor: Tensor, file: str) -> Tensor:
+def _whole(name: str) -> str | None:
+    """Our name of a parameter that an adapter brings whole: of `modules_to_save`, a resized
+    vocabulary or `bias` `all`; None for a matrix of low rank or a bias beside one."""
+    own = name.removeprefix("base_model.model.").replace(".modules_to_save.", ".")
+    own = own.replace(".base_layer.", ".")
+    if own == HEAD:
+        return OUTPUT
+    own = own.removeprefix("transformer.")
+    if own == "wte.weight":
+        return EMBEDDING
+    if own == "wpe.weight":
+        return POSITIONS
+    found = our_name(own)
+    return None if found is None or MODULE.fullmatch(own.removesuffix(".bias")) else found
+
+
+def _transposed(name: str) -> bool:
+    """Whether transformers keeps a parameter as [in, out]."""
+    return name.endswith(".weight") and name not in (EMBEDDING, POSITIONS, OUTPUT)
+
+
+def _checked(name: str, tensor: Tensor, file: str, transposed: bool = False) -> Tensor:
     if tensor.dtype not in DTYPES:
         raise ArtifactError(
             f"{file}: {name} is {tensor.dtype}, must be float16, bfloat16 or float32"
         )
-    if tensor.ndim != (1 if name.endswith("bias") else 2) or not tensor.size:
+    if tensor.ndim not in (1, 2) or not tensor.size:
         raise ArtifactError(f"{file}: {name} has the shape {tensor.shape}, which no adapter's has")
-    return tensor
+    return tensor.T if transposed and tensor.ndim == 2 else tensor
 
 
 def _check_pair(index: Index, module: str, file: str) -> None:
@@ -208,6 +266,9 @@ def _check_pair(index: Index, module: str, file: str) -> None:
         if f"{module}.{part}" not in index:
             raise ArtifactError(f"{file} lacks {theirs} of {called}")
     down, up = index[f"{module}.down"].shape, index[f"{module}.up"].shape
+    for shape in (down, up):
+        if len(shape) != 2:
+            raise ArtifactError(f"{file}: a matrix of {called} has the shape {shape}, must be two")
     if down[0] != up[1]:
         raise ArtifactError(
             f"{file}: lora_A of {called} is {down} and lora_B {up}, of different ranks"

@@ -123,8 +123,14 @@ class Generation:
 
     def over(self, other: Generation) -> Generation:
         """This one, and where it says nothing, the other."""
-        parameters = {**other.parameters, **self.parameters}
-        return dataclasses.replace(self, parameters=parameters, end_ids=other.end_ids)
+        return dataclasses.replace(
+            self,
+            template=self.template or other.template,
+            parameters={**other.parameters, **self.parameters},
+            stop_tokens=self.stop_tokens or other.stop_tokens,
+            strip=self.strip or other.strip,
+            end_ids=other.end_ids,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

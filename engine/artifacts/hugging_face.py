@@ -266,12 +266,11 @@ def canonical_names(weights: Index, file: str) -> tuple[Index, str]:
     wte, wpe = "wte.weight", "wpe.weight"
     prefix = shared_prefix(weights, wte, wpe, f"{file} is not a GPT-2")
     canonical = {EMBEDDING: weights[prefix + wte], POSITIONS: weights[prefix + wpe]}
-    blocks = {theirs: ours for ours, theirs in BLOCK.items()}
     for name, value in weights.items():
         own = name.removeprefix(prefix)
         if not name.startswith(prefix) or own in (wte, wpe) or own.endswith(BUFFERS):
             continue
-        found = _our_name(own, blocks)
+        found = our_name(own)
         if found is None:
             if prefix or own.startswith("h."):
                 raise ArtifactError(f"{file} holds {name}, which is not part of a GPT-2")
@@ -280,8 +279,9 @@ def canonical_names(weights: Index, file: str) -> tuple[Index, str]:
     return canonical, prefix
 
 
-def _our_name(theirs: str, blocks: dict[str, str]) -> str | None:
+def our_name(theirs: str) -> str | None:
     """`h.0.attn.c_attn.weight` -> our name of it."""
+    blocks = {theirs: ours for ours, theirs in BLOCK.items()}
     block, _, kind = theirs.rpartition(".")
     kinds = {their_kind: kind for kind, their_kind in NORM.items()}
     if block == "ln_f":

@@ -12,7 +12,6 @@ from engine.backends.interface import BackendModel
 from engine.native import library, prepared
 from engine.prepared.manifest import Run, directly
 
-BACKENDS = ("mxnet", "native", "onnxruntime")
 DEVICES = ("cpu", "gpu")
 _CPU_PRECISIONS = ("int8", "fp32")
 _GPU_PRECISIONS = {"mxnet": ("fp32",), "onnxruntime": ("fp16",)}
@@ -25,22 +24,20 @@ _MODULES = {
 
 
 def precisions(backend: str, device: str) -> tuple[str, ...]:
-    """What a backend can compute in on a device, its default first."""
-    return _CPU_PRECISIONS if device == "cpu" else _GPU_PRECISIONS[backend]
+    """What a backend can compute in on a device, its default first.
 
-
-def check_backend(backend: str, device: str) -> None:
-    """Raises `InvalidRequest` for a backend that is not there on the device."""
+    Raises `InvalidRequest` for a backend that is not there on the device.
+    """
     known = [name for name, of_device in _MODULES if of_device == device]
     if backend not in known:
         raise InvalidRequest(
             f"backend is {backend!r}, must be one of {', '.join(known)} on the {device}"
         )
+    return _CPU_PRECISIONS if device == "cpu" else _GPU_PRECISIONS[backend]
 
 
 def check(backend: str, precision: str, device: str) -> None:
     """Raises `InvalidRequest` for what no backend computes."""
-    check_backend(backend, device)
     known = precisions(backend, device)
     if precision not in known:
         raise InvalidRequest(
@@ -68,7 +65,7 @@ def import_backend(backend: str, device: str) -> None:
 
     Raises `InvalidRequest` where a library that it needs is missing.
     """
-    check_backend(backend, device)
+    precisions(backend, device)
     try:
         importlib.import_module(_MODULES[backend, device])
     except OSError as error:  # a shared library; MXNet's GPU build wants the driver on a CPU, too

@@ -129,8 +129,13 @@ typedef struct {
   Quantized quantized;
 } Product;
 
+/* Rows of int8 numbers that `count` rows of floats are quantized to. */
+static size_t num_vectors(size_t count, size_t planes) {
+  return ceil_div(count * planes, BESIDE) * BESIDE;
+}
+
 static size_t quantized_bytes(size_t count, size_t planes, size_t k, size_t block) {
-  const size_t vectors = ceil_div(count * planes, BESIDE) * BESIDE, blocks = ceil_div(k, block);
+  const size_t vectors = num_vectors(count, planes), blocks = ceil_div(k, block);
   return vectors * blocks * (block + sizeof(float) + sizeof(int32_t));
 }
 
@@ -262,7 +267,7 @@ static void multiply(const Matrix *matrix, Adapted adapted, const float *x, cons
   if (block) {
     const size_t blocks = ceil_div(product.k, block);
     const size_t planes = product.matrix->planes;
-    const size_t vectors = ceil_div(product.count * planes, BESIDE) * BESIDE;
+    const size_t vectors = num_vectors(product.count, planes);
     float *scales = pass.quantized;
     int32_t *sums = (int32_t *)(scales + vectors * blocks);
     product.quantized = (Quantized){product.count,   planes, blocks * block,         blocks,

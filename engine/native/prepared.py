@@ -34,6 +34,7 @@ from common.memory import MIB
 from engine.artifacts import artifact as names
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
+from engine.artifacts.merged import Merged, merge
 from engine.artifacts.read_safetensors import index_safetensors
 from engine.backends.page_cache import Span
 from engine.native import library
@@ -45,7 +46,16 @@ from engine.prepared.folder import (
     is_older_than_boot,
     remove_abandoned,
 )
-from engine.prepared.manifest import NICENESS, Run, content_of, directly, from_manifest, to_manifest
+from engine.prepared.manifest import (
+    NICENESS,
+    Run,
+    adapter_from_manifest,
+    adapter_to_manifest,
+    content_of,
+    directly,
+    from_manifest,
+    to_manifest,
+)
 from engine.sandbox import Limits
 
 FORMAT = 1  # raise it when the layout or the quantization changes
@@ -60,8 +70,9 @@ DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8"}
 GROUPS_AT_ONCE = 256  # of columns, packed by one thread
 ALIGNMENT = 4096  # of the first tensor
 ALIGNED = 32  # of each: half a cache line, in which an adapter's rows of fp16 lie
-# To build: libraries, the weights as given, and the file, which is mapped while it is written.
-BUILD_MIB, BUILD_TIMES_FP32 = 512, 3
+# To build: libraries, the weights as given and as merged, and the file, which is mapped while it is
+# written.
+BUILD_MIB, BUILD_TIMES_FP32 = 512, 4
 BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
 
 logger = logging.getLogger(__name__)
@@ -220,11 +231,19 @@ def prepared(
     config, content = artifact.config, artifact.content or content_of(artifact)
     fp32 = artifact.fp32_bytes
 
+    source: tuple[Any, ...] = (
+        build,
+        str(artifact.path),
+        to_manifest(dataclasses.replace(artifact, content=content)),
+    )
+    if isinstance(artifact, Merged):
+        base, adapter = artifact.base, artifact.adapter
+        source = (build_merged, str(base.path), to_manifest(base), str(adapter.path))
+        source += (adapter_to_manifest(adapter),)
+
     def build_at(file: Path) -> Any:
         return run(
-            build,
-            str(artifact.path),
-            to_manifest(dataclasses.replace(artifact, content=content)),
+            *source,
             str(file),
             precision,
             what=artifact.path.name,
@@ -307,6 +326,20 @@ def build(path: str, manifest: dict[str, Any], file: str, precision: str) -> str
     """
     artifact = from_manifest(Path(path), manifest)
     return put(Path(file), lambda file: write(artifact, file, precision))
+
+
+def build_merged(
+    base_path: str,
+    base_manifest: dict[str, Any],
+    path: str,
+    manifest: dict[str, Any],
+    file: str,
+    precision: str,
+) -> str | None:
+    """As `build`, of a base with an adapter in its weights."""
+    base = from_manifest(Path(base_path), base_manifest)
+    merged = merge(base, adapter_from_manifest(Path(path), manifest))
+    return put(Path(file), lambda file: write(merged, file, precision))
 
 
 def put(target: Path, write_at: Callable[[Path], object]) -> str | None:

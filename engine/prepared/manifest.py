@@ -265,11 +265,11 @@ def adapter_from_manifest(path: Path, said: Any) -> Adapter:
         for module, product in (module.split(".") for module in scales):
             if not module.isdecimal() or product not in adapters.BASE_NAMES:
                 raise ValueError(product)
-        parts = {name.rpartition(".")[0] for name in index}
+        parts = {n.rpartition(".")[0] for n in index if not n.startswith(adapters.WHOLE)}
         if parts != set(scales) or not all(map(np.isfinite, scales.values())):
             raise ValueError("scales")
         for module in scales:
-            if index[f"{module}.down"].ndim != 2:
+            if (index[f"{module}.down"].ndim, index[f"{module}.up"].ndim) != (2, 2):
                 raise ValueError(module)
         generation = Generation.from_json(said["generation"])
         return Adapter(path, str(said["base"]), index, scales, generation, str(said["content"]))

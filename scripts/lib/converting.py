@@ -7,6 +7,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from numpy.typing import NDArray
 
 from common.errors import EngineError
 from engine import backends
+from engine.artifacts import adapter as adapters
 from engine.artifacts import hugging_face
 from engine.artifacts.artifact import CONFIG_FILE, EMBEDDING, OUTPUT, Artifact
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import FILE as GENERATION_FILE
 from engine.artifacts.generation_config import HUGGING_FACE_FILE
+from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.prepared.folder import NAME as PREPARED
@@ -84,9 +87,12 @@ def to_hugging_face(
             if (source.path / name).exists():
                 shutil.copyfile(source.path / name, target / name)
         theirs = read_json(target / CONFIG_FILE)
-        if theirs.get("tie_word_embeddings", True) != config.tie_word_embeddings:
-            theirs["tie_word_embeddings"] = config.tie_word_embeddings
-            _write_json(target / CONFIG_FILE, theirs)
+        sizes = {
+            "tie_word_embeddings": config.tie_word_embeddings,
+            "vocab_size": config.vocab_size,
+        }
+        if {"tie_word_embeddings": True, **theirs} != {**theirs, **sizes}:
+            _write_json(target / CONFIG_FILE, {**theirs, **sizes})
         for spiece in source.path.glob("*.spiece"):
             shutil.copyfile(spiece, target / spiece.name)
     return said + _copy_templates(source, target)
@@ -202,12 +208,21 @@ def to_whole(adapter: Path, base: Artifact, target: Path) -> list[str]:
     from scripts.lib import lora
 
     try:
-        said = to_hugging_face(lora.merge(adapter, base), target, [], lambda _: None)
+        found = adapters.read(adapter)
+        merged = merge(base, found)
+        said = to_hugging_face(replace(merged, path=base.path), target, [], lambda _: None)
     except EngineError as error:
         raise Problem(f"{adapter} cannot be merged: {error.message}") from None
-    before = lora.last_logits(adapter, base, prompts(base.config))
+    if merged.tokenizer_file.parent != base.path:  # its vocabulary is another
+        for name in TEXT_FILES:
+            if (adapter / name).exists():
+                shutil.copyfile(adapter / name, target / name)
     with tempfile.TemporaryDirectory(prefix="convert-") as work:
-        after = logits(open_artifact(target), "fp32", Path(work))
+        after = logits(open_artifact(target), "fp32", Path(work) / "after")
+        if found.is_thin:
+            before = lora.last_logits(adapter, base, prompts(base.config))
+        else:
+            before = logits(merged, "fp32", Path(work) / "before")
     return [*said, _distance(before, after)]
 
 

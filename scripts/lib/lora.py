@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from engine.artifacts import adapter as adapters
 from engine.artifacts.adapter import BASE_NAMES, PRODUCTS
 from engine.artifacts.artifact import Artifact
 from engine.backends.interface import Piece
-from engine.native.adapter import LowRank, NativeAdapter, load_adapter, low_ranks
+from engine.native.adapter import LowRank, NativeAdapter, load_adapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.text.prompts import Prompts
@@ -224,22 +224,6 @@ def to_adapter(
             f" base: {worst} most, by {outside[worst]:.1%} of its norm"
         )
     return said
-
-
-def merge(adapter: Path, base: Artifact) -> Artifact:
-    """The base with an adapter in its weights."""
-    found = adapters.read(adapter)
-    found.check_fits(base.config)
-    whole = replace(base)
-    for (layer, product), matrix in low_ranks(found, base).items():
-        name = BASE_NAMES[product].format(layer)
-        up, down = matrix.up.astype(np.float64), matrix.down.astype(np.float64)
-        weight = whole.weights[f"{name}.weight"].astype(np.float64) + up @ down
-        whole.weights[f"{name}.weight"] = weight.astype(np.float32)
-        if matrix.bias is not None:
-            bias = whole.weights[f"{name}.bias"] + up @ matrix.bias
-            whole.weights[f"{name}.bias"] = bias.astype(np.float32)
-    return whole
 
 
 def last_logits(adapter: Path, base: Artifact, prompts: Iterable[NDArray[np.int64]]) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,13 @@ import numpy as np
 import pytest
 
 from common.errors import ArtifactError, InvalidRequest, ModelAlreadyLoaded, ModelNotFound
+from common.mxnet_compat import mx
+from engine.artifacts.adapter import BASE_NAMES
+from engine.artifacts.artifact import ATTENTION_OUT, EMBEDDING, FFN_OUT, OUTPUT
+from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
+from engine.backends.mxnet.gpt2 import GPT2
 from engine.native.adapter import load_adapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
@@ -21,6 +27,7 @@ from engine.registry import Engine
 from engine.settings import Settings
 from tests.engine.adapters import make_adapter, merged
 from tests.engine.engines import Pause, Request, make_talkative
+from tests.engine.hugging_face import make_hugging_face
 from tests.engine.sentences import SENTENCES
 
 PROMPT = "오늘은 날씨가"
@@ -247,6 +254,144 @@ def test_a_model_that_is_one_of_an_adapters_base_shares_its_weights(
         engine.load("all", str(adapters["biases"]), base=str(base))
 
 
+def test_a_base_that_is_replaced_is_that_of_what_is_loaded_from_then_on(
+    engine: Engine, tmp_path: Path
+) -> None:
+    base = make_talkative(tmp_path / "base", seed=1)
+    old, new = (make_adapter(tmp_path / name, base, seed=4) for name in ("old", "new"))
+    engine.load("old", str(old), base=str(base))
+    before = Request(engine, "old", PROMPT, max_new_tokens=NEW).wait().ids()
+    make_talkative(base, seed=2)
+    engine.load("new", str(new), base=str(base))
+    with Pause(engine):
+        both = [Request(engine, name, PROMPT, max_new_tokens=NEW) for name in ("old", "new")]
+    assert both[0].wait().ids() == before != both[1].wait().ids()
+
+
+# What is merged
+
+
+def check_merged(base: Path, adapter: Path, changes: dict[str, Any]) -> None:
+    """An adapter computes what its base does with these weights; it takes no part in others'
+    steps."""
+    of_base = Manifests().open(base)
+    merged = merge(of_base, Manifests().open_adapter(adapter))
+    ids = np.random.default_rng(0).integers(4, 150, 60).tolist()
+    model = NativeModel(prepared(merged, "fp32", None))
+    found = logits_of(model, ids)
+    model.close()
+    weights = {**of_base.weights, **changes}
+    names = set(merged.weights)
+    assert names == set(weights)
+    for name in names:
+        np.testing.assert_allclose(merged.weights[name], weights[name], rtol=0, atol=2e-6)
+    rewritten = dataclasses.replace(of_base, config=merged.config)
+    rewritten.weights.clear()
+    rewritten.weights.update(weights)
+    mx_model = GPT2(merged.config, rewritten.weights)
+    wanted = mx_model(mx.nd.array([ids])).asnumpy()[0]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-3)
+
+
+def merged_weights(base: Path, adapter: Path, scale: float = 2.0) -> dict[str, Any]:
+    """The matrices of `base` with those of an adapter of `make_adapter` added."""
+    weights, found = Manifests().open(base).weights, Manifests().open_adapter(adapter)
+    changed = {}
+    for module in found.scales:
+        layer, product = module.split(".")
+        name = f"{BASE_NAMES[product].format(layer)}.weight"
+        up, down = (found.weights[f"{module}.{part}"].astype(np.float64) for part in ("up", "down"))
+        changed[name] = weights[name] + scale * up @ down
+    return changed
+
+
+def test_doras_magnitudes_are_merged(base: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    magnitudes = {
+        f"base_model.model.transformer.h.{layer}.mlp.c_fc.lora_magnitude_vector": rng.uniform(
+            0.5, 2, 256
+        ).astype(np.float32)
+        for layer in range(2)
+    }
+    adapter = make_adapter(
+        tmp_path / "dora", base, modules=["mlp.c_fc"], weights=magnitudes, config={"use_dora": True}
+    )
+    changes = merged_weights(base, adapter)
+    for (name, matrix), magnitude in zip(changes.items(), magnitudes.values(), strict=True):
+        norms = np.linalg.norm(matrix, axis=1, keepdims=True)
+        changes[name] = matrix * magnitude[:, None] / norms
+    check_merged(base, adapter, changes)
+
+
+def test_parameters_that_an_adapter_brings_take_the_places_of_the_bases(
+    base: Path, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(4)
+
+    def numbers(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    of_base = Manifests().open(base)
+    c = of_base.config
+    brought = {
+        "lm_head.weight": numbers(c.vocab_size, c.units),
+        "transformer.ln_f.weight": numbers(c.units),
+        "transformer.h.1.ln_2.bias": numbers(c.units),
+        "transformer.h.0.mlp.c_proj.weight": numbers(c.hidden_size, c.units),
+        "transformer.h.0.attn.c_proj.bias": numbers(c.units),
+    }
+    tensors = {f"base_model.model.{name}": value for name, value in brought.items()}
+    adapter = make_adapter(tmp_path / "a", base, modules=["attn.c_attn"], weights=tensors)
+    changes = merged_weights(base, adapter) | {
+        OUTPUT: brought["lm_head.weight"],
+        "_final_ln.gamma": brought["transformer.ln_f.weight"],
+        "_ffn_ln.1.beta": brought["transformer.h.1.ln_2.bias"],
+        f"{FFN_OUT.format(0)}.weight": brought["transformer.h.0.mlp.c_proj.weight"].T,
+        f"{ATTENTION_OUT.format(0)}.bias": brought["transformer.h.0.attn.c_proj.bias"],
+    }
+    check_merged(base, adapter, changes)
+
+
+def test_an_adapter_may_bring_a_vocabulary_of_its_own(tmp_path: Path) -> None:
+    base = make_hugging_face(tmp_path / "base", vocab=700)
+    other = make_hugging_face(tmp_path / "other", vocab=730, seed=3)
+    embedding = np.array(open_artifact(other).weights[EMBEDDING])
+    tensors = {
+        "base_model.model.transformer.wte.weight": embedding,
+        "base_model.model.lm_head.weight": embedding,
+    }
+    adapter = make_adapter(tmp_path / "a", base, weights=tensors)
+    engine = Engine(Settings(memory_mib=64, backend="native", precision="fp32"))
+    try:
+        with pytest.raises(ArtifactError, match=r"brings a vocabulary of 730 instead of 700"):
+            engine.load("a", str(adapter), base=str(base))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (adapter / name).write_bytes((other / name).read_bytes())
+        model = engine.load("a", str(adapter), base=str(base))
+        assert (model.config.vocab_size, model.adapter) == (730, None)
+        assert model.describe()["base"] == str(base)
+        assert len(Request(engine, "a", PROMPT, max_new_tokens=4).wait().ids()) > 0
+        engine.load("base", str(base))
+        assert engine._models["base"].core is not model.core
+    finally:
+        engine.close()
+
+
+def test_a_merged_adapter_answers_and_goes_like_any_model(
+    engine: Engine, base: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    bias = {"base_model.model.transformer.h.0.ln_1.bias": np.full(64, 0.5, np.float32)}
+    path = make_adapter(tmp_path / "a", base, weights=bias)
+    engine.load("all", str(adapters["all"]), base=str(base))
+    with Pause(engine):
+        engine.load("merged", str(path), base=str(base))
+        both = [Request(engine, name, PROMPT, max_new_tokens=NEW) for name in ("all", "merged")]
+    assert both[0].wait().ids() != both[1].wait().ids()
+    for name in ("all", "merged"):
+        engine.unload(name)
+    assert (engine.budget.declared_bytes, engine.budget.weight_bytes) == (0, 0)
+
+
 # Bad input
 
 
@@ -264,10 +409,7 @@ BAD_CONFIGS = {
     "peft_type is None": {"peft_type": None},
     "'PROMPT_TUNING'": {"peft_type": "PROMPT_TUNING"},
     "task_type is 'SEQ_CLS'": {"task_type": "SEQ_CLS"},
-    "use_dora": {"use_dora": True},
-    "modules_to_save": {"modules_to_save": ["lm_head"]},
     "trainable_token_indices": {"trainable_token_indices": [1, 2]},
-    "bias is 'all'": {"bias": "all"},
     "arrow_config": {"arrow_config": {"top_k": 1}},
     "'pissa_niter_4'": {"init_lora_weights": "pissa_niter_4"},
     "rank 9": {"r": 9},
@@ -303,10 +445,16 @@ BAD_WEIGHTS: dict[str, dict[str, Any]] = {
     "up of ffn_out in layer 1 is (63, 4)": lora("1.mlp.c_proj.lora_B.weight", (63, 4)),
     "of different ranks": lora("0.attn.c_attn.lora_A.weight", (5, 64)),
     "lacks lora_B of h.3.attn.c_attn": lora("3.attn.c_attn.lora_A.weight", (4, 64)),
-    "holds base_model.model.transformer.wte.weight": {
+    "_embed.weight is (5, 63), must be (5, 64)": {
+        "base_model.model.transformer.wte.weight": np.zeros((5, 63), np.float32)
+    },
+    "of different sizes": {
         "base_model.model.transformer.wte.weight": np.zeros((5, 64), np.float32)
     },
-    "holds base_model.model.transformer.h.0.ln_1.bias": lora("0.ln_1.bias", (64,)),
+    "_attn_ln.0.beta is (63,), must be (64,)": lora("0.ln_1.bias", (63,)),
+    "holds base_model.model.transformer.ln_x.weight": {
+        "base_model.model.transformer.ln_x.weight": np.zeros((64,), np.float32)
+    },
     "c_attn.lora_velora_embed, which is no LoRA": lora("0.attn.c_attn.lora_velora_embed", (1,)),
     "holds NaN or infinity": lora("0.attn.c_attn.lora_A.weight", (4, 64), np.nan),
     "has the shape (4,)": lora("0.attn.c_attn.lora_A.weight", (4,)),
