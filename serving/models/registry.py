@@ -21,7 +21,14 @@ from typing import Any, TypeVar
 
 from common.errors import OutOfMemory, ServiceError
 from handlers.scripts.entry_point import manifest_name
-from serving.errors import Conflict, LoadCancelled, ModelNotFound, Timeout, WorkerLost
+from serving.errors import (
+    BadRequest,
+    Conflict,
+    LoadCancelled,
+    ModelNotFound,
+    Timeout,
+    WorkerLost,
+)
 from serving.mms.workers import MMS_GRACE_S, Workers
 from serving.models.admission import Line
 from serving.models.model import Model, State, no_room_yet
@@ -192,8 +199,11 @@ class Registry:
         model.work = None
         if model.error is not None:
             await self._remove(model)
-            wanted = isinstance(model.error, LoadCancelled)
-            level = logging.INFO if wanted else logging.ERROR
+            level = logging.ERROR
+            if isinstance(model.error, LoadCancelled):
+                level = logging.INFO
+            elif isinstance(model.error, BadRequest):  # the client's mistake, or its file's
+                level = logging.WARNING
             logger.log(level, "model %s did not load: %s", model.name, model.error)
             raise model.error
         model.starts += 1

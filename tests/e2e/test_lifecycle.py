@@ -62,7 +62,7 @@ def test_a_models_own_settings_come_from_its_file_and_its_request(server: Server
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"고정": True}, "고정 is not known; known are backend, batch_size"),
+        ({"고정": True}, "고정 is not known; known are backend, base, batch_size"),
         ({"pinned": "예"}, "pinned must be true or false"),
         ({"precision": "int4"}, "precision must be fp32 or fp16 or int8"),
         ({"backend": "mxnet", "precision": "fp16"}, "must be one of int8, fp32 for backend mxnet"),

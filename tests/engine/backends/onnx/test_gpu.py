@@ -254,7 +254,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 
 def test_the_engine_batches_requests_in_fp16(engine: Engine, tmp_path: Path) -> None:
     path = demo_model(tmp_path, "sowol")
-    model = engine.load("model", str(path))
+    model = engine.load("model", str(path)).core
+    assert model.compute is not None
     assert (model.precision, model.reserved_bytes) == (
         "fp16",
         2 * model.compute.config.num_parameters,
@@ -277,7 +278,8 @@ def test_a_model_that_fits_the_budget_in_fp16_only_is_admitted(
     engine: Engine, tmp_path: Path
 ) -> None:
     path = make_artifact(tmp_path / "model", units=128, vocab=20_000)  # 12 MB in fp32, 6 in fp16
-    model = engine.load("model", str(path))
+    model = engine.load("model", str(path)).core
+    assert model.compute is not None
     assert model.compute.weight_bytes <= 1.05 * model.reserved_bytes < 8 * MIB
     with pytest.raises(OutOfMemory):
         engine.load("another", str(path))
