@@ -316,11 +316,24 @@ async def _ask(
             if attempt == ATTEMPTS - 1:
                 raise
             continue
-        if answer is not None and (answer.by_worker or answer.status not in (404, 500, 503)):
+        if answer is not None and answer.status == 507 and await _lost_its_memory(gateway, model):
+            answer = None
+        elif answer is not None and (answer.by_worker or answer.status not in (404, 500, 503)):
             break
     if answer is None or not answer.by_worker:
         raise _error_of_mms(model, answer)
     return answer
+
+
+async def _lost_its_memory(gateway: Gateway, model: Model) -> bool:
+    """Whether the engine was started again and has no memory left for the model, which others took
+    first: the model is unloaded, or comes back. A request that can never fit is another matter."""
+    if not model.in_engine:
+        return False
+    try:
+        return all(held["name"] != model.engine_name for held in await gateway.engine.models())
+    except EngineError:
+        return True
 
 
 async def _ask_once(

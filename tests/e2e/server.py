@@ -130,8 +130,8 @@ class Server:
         """`body` is sent as JSON, or as it is when it is bytes."""
         url = f"http://127.0.0.1:{self.port}/predictions/{name}"
         if isinstance(body, bytes):
-            return requests.post(url, data=body, headers=headers, timeout=90)
-        return requests.post(url, json=body, headers=headers, timeout=90)
+            return requests.post(url, data=body, headers=headers, timeout=600)
+        return requests.post(url, json=body, headers=headers, timeout=600)
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"

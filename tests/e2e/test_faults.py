@@ -343,7 +343,7 @@ def test_what_is_killed_under_load_comes_back_and_every_request_is_answered(
 def test_what_is_in_flight_when_all_workers_are_killed_is_answered_soon(
     own: Server, unloaded: bool
 ) -> None:
-    own.load("slow")
+    own.load("slow", response_timeout=600)  # it answers twice, beside whatever else runs here
     with ThreadPoolExecutor(1) as pool, in_flight(own, "slow", 2) as busy:
         unload = pool.submit(own.unload, "slow") if unloaded else None
         if unloaded:

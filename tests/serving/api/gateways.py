@@ -69,6 +69,10 @@ class FakeEngine:
 
     called_off: list[str] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    held: list[str] = field(default_factory=list)  # names of the models that it has
+
+    async def models(self) -> list[dict[str, Any]]:
+        return [{"name": name} for name in self.held]
 
     async def cancel(self, id: str) -> None:
         self.called_off.append(id)

@@ -130,6 +130,32 @@ def test_a_worker_that_does_not_come_back_in_time_is_no_other_error() -> None:
     run(test())
 
 
+@pytest.mark.parametrize(
+    ("in_engine", "held", "expected"), [(True, False, 503), (True, True, 507), (False, False, 507)]
+)
+def test_a_model_whose_memory_others_took_while_the_engine_was_away_is_503(
+    in_engine: bool, held: bool, expected: int
+) -> None:
+    """Its worker cannot load it again: another server may answer, or this one later. What can never
+    fit, and what a worker of its own says, is 507."""
+
+    async def test() -> None:
+        world = World(model())
+        world.model.in_engine = in_engine
+        world.model.connections = world.model.line.capacity
+        world.engine.held = [world.model.engine_name] if held else []
+
+        async def full(number: int) -> Answer:
+            return answered(507, json.dumps({"code": 507}).encode())
+
+        world.mms.answer = full
+        status, headers, _ = await world.call("POST", PATH)
+        assert status == expected
+        assert ("retry-after" in headers) is (expected == 503)
+
+    run(test())
+
+
 def test_a_load_that_takes_longer_than_the_request_has_is_not_waited_for() -> None:
     async def test() -> None:
         world = World(request_timeout_s=1)
