@@ -111,8 +111,8 @@ class Model:
         return not self.submitting and not self.batch.unfinished(self) and self.texts.idle
 
     def held(self) -> dict[str, Any]:
-        """Where it is and what it takes of the budget, for whoever asks often: of what it shares
-        its part."""
+        """Residency and bytes of the budget, cheap to compute. Shared weights are divided by the
+        number of models that share them."""
         core = self.core
         return {
             "name": self.name,

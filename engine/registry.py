@@ -192,7 +192,7 @@ class Engine:
         return True
 
     def _lose(self, core: Core) -> None:
-        """After a fault in its batch: whoever asks next loads its models anew."""
+        """Frees a core and its models after a fault in its batch."""
         with self._changed:
             core.lost = True
             self._cores.forget(core)

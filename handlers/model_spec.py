@@ -23,7 +23,7 @@ class ModelSpec:
     handler: str | None = None  # `module:function`, where the load request named one
     batch_size: int = 1
     gpu_id: int | None = None
-    # What the engine is told beside: `backend`, `precision`, `max_rows`, `base`.
+    # Options of the load in the engine: `backend`, `precision`, `max_rows`, `base`.
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

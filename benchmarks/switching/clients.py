@@ -49,7 +49,7 @@ class Client:
         new_tokens: int,
         watches: bool = True,
     ) -> None:
-        """`watches`: asks before each call where all models are, which of hundreds takes long."""
+        """`watches`: query the models' residency before each call, which is slow with hundreds."""
         self._watches = watches
         self._server, self._prompts, self._new_tokens = server, prompts, new_tokens
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)

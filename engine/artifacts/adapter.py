@@ -90,6 +90,10 @@ class Adapter(MappedWeights):
     generation: Generation = field(default_factory=Generation)
     content: str = ""
 
+    def changes_bias(self, module: str) -> bool:
+        """Whether the bias beside a module's product, such as `3.qkv`, was trained."""
+        return any(f"{module}.{part}" in self.index for part in ("bias", "up_bias"))
+
     @property
     def is_thin(self) -> bool:
         """Whether it is matrices of low rank alone, which can be computed beside the base."""
@@ -145,7 +149,7 @@ class Adapter(MappedWeights):
 
 
 def read(path: str | Path) -> Adapter:
-    """Checks the adapter in a folder. Raises `ArtifactError` that says what is wrong with it."""
+    """Reads and checks the adapter in a folder. Raises `ArtifactError`, which names the fault."""
     folder = Path(path)
     config = read_json(folder / ADAPTER)
     _check_kind(config)

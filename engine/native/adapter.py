@@ -70,7 +70,7 @@ class NativeAdapter:
         mapped: Sequence[Span] = (),
         close: Callable[[], object] = lambda: None,
     ) -> None:
-        """`address` says where `3.qkv.down` and the others are, until `close` is called."""
+        """`address` returns where a tensor such as `3.qkv.down` lies; it is valid until `close`."""
         self._layers = (library.AdapterLayer * config.num_layers)()
         self.address = ctypes.addressof(self._layers)
         self.num_bytes, self.mapped, self._close = num_bytes, mapped, close
@@ -169,7 +169,7 @@ def layout(adapter: Adapter, precision: str) -> Iterator[Entry]:
     for module in sorted(adapter.scales):
         rank, inputs = adapter.index[f"{module}.down"].shape
         outputs = adapter.index[f"{module}.up"].shape[0]
-        biased = any(f"{module}.{part}" in adapter.index for part in ("bias", "up_bias"))
+        biased = adapter.changes_bias(module)
         rank += biased  # see _low_rank
         yield Entry(f"{module}.down", (-(-rank // line), inputs, line), dtype)
         yield Entry(f"{module}.up", (-(-outputs // line), rank, line), dtype)
@@ -231,13 +231,13 @@ def _low_rank(adapter: Adapter, base: Artifact, module: str, scale: float) -> Lo
 
     layer, product = module.split(".")
     down, up = numbers(f"{module}.down"), scale * numbers(f"{module}.up")
+    if not adapter.changes_bias(module):
+        return LowRank(down, up)
     more = np.zeros(len(up), np.float32)  # beside the product: what was trained of biases
     if (up_bias := numbers(f"{module}.up_bias")) is not None:
         more += scale * up_bias
     if (bias := numbers(f"{module}.bias")) is not None:
         more += bias - numbers(f"{BASE_NAMES[product].format(layer)}.bias", base.weights)
-    if f"{module}.bias" not in adapter.index and f"{module}.up_bias" not in adapter.index:
-        return LowRank(down, up)
     # One more rank, whose number is always 1.
     ones = np.array([0.0] * len(down) + [1.0], np.float32)
     down = np.concatenate([down, np.zeros((1, down.shape[1]), np.float32)])

@@ -265,7 +265,7 @@ def prepared(
 
 
 def file_name(key: list[Any]) -> str:
-    """Of the prepared file of what `key` says."""
+    """Name of the prepared file for a key, a JSON value that identifies its content."""
     return f"{hash_of(json.dumps([FORMAT, *key]))}{MODEL}"
 
 

@@ -1,5 +1,5 @@
-"""Between whole fine-tunes and adapters (LoRA): by the singular vectors of what distinguishes a
-fine-tune from its base, and by adding an adapter to its base."""
+"""Approximates a whole fine-tune by an adapter (LoRA): by the singular vectors of the difference
+between the fine-tune's weights and its base's."""
 
 from __future__ import annotations
 

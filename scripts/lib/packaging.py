@@ -80,7 +80,7 @@ def _check_model(folder: Path) -> str:
 
 
 def _check_adapter(folder: Path) -> str:
-    """What can be said without its base."""
+    """Checks an adapter without its base; returns its rank, layers and base's name."""
     adapter = adapters.read(folder)
     content_of(adapter)
     ranks = sorted({t.shape[0] for name, t in adapter.index.items() if name.endswith(".down")})

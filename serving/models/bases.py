@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from common.model_files import ADAPTER, is_adapter
 from serving.errors import BadRequest, ModelNotInStore, NotAModel, StartError, UrlNotAllowed
-from serving.models.model_settings import FILE, ModelSettings
+from serving.models.model_settings import FILE, ModelSettings, read_object
 from serving.store import Lookups, StoredModel
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -94,12 +93,5 @@ def base_name(folder: Path) -> str | None:
         return None
     if not is_adapter(names):
         return None
-    try:
-        with (folder / ADAPTER).open("rb") as file:
-            said = json.loads(file.read(MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadRequest(f"{ADAPTER} cannot be read: {error}") from None
-    if not isinstance(said, dict):
-        raise BadRequest(f"{ADAPTER} must hold a JSON object")
-    name = said.get("base_model_name_or_path")
+    name = read_object(folder / ADAPTER, MAX_CONFIG_BYTES).get("base_model_name_or_path")
     return name if isinstance(name, str) else ""

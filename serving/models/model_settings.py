@@ -92,14 +92,19 @@ class ModelSettings:
         path = folder / FILE
         if not path.is_file():  # a pipe would be waited for
             return cls()
-        try:
-            with path.open("rb") as file:
-                said = json.loads(file.read(MAX_FILE_BYTES))
-        except (OSError, ValueError, RecursionError) as error:
-            raise BadRequest(f"{FILE} cannot be read: {error}") from None
-        if not isinstance(said, dict):
-            raise BadRequest(f"{FILE} must hold a JSON object")
-        return cls.parse(said, f"{FILE}: ")
+        return cls.parse(read_object(path, MAX_FILE_BYTES), f"{FILE}: ")
+
+
+def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in a model's file. Raises `BadRequest`, also for a longer file."""
+    try:
+        with path.open("rb") as file:
+            value = json.loads(file.read(max_bytes))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadRequest(f"{path.name} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise BadRequest(f"{path.name} must hold a JSON object")
+    return value
 
 
 def schema() -> dict[str, dict[str, Any]]:
