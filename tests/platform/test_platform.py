@@ -188,8 +188,11 @@ def test_an_answer_that_takes_longer_than_the_limit_fails_for_its_client_alone(
     agent = pair[0].agent
     with client_of(Endpoint("poets", [agent])) as client:
         assert invoke(client, "poets", target) == texts[target]
-        agent.limits = Limits(answer_s=1e-6)
-        with pytest.raises(client.exceptions.ModelError, match="timed out") as caught:
+        agent.limits = Limits(answer_s=0.1)
+        with (
+            pair[0].suspended(),
+            pytest.raises(client.exceptions.ModelError, match="timed out") as caught,
+        ):
             invoke(client, "poets", target)
         assert caught.value.response["OriginalStatusCode"] == 0
         agent.limits = Limits()
