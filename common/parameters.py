@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import fields as checks
+from common import form as forms
 from common.errors import InvalidRequest
+from common.form import Form
 
 MAX_SEQUENCES = 16
 MAX_LOGPROBS = 20
@@ -35,6 +37,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "return_full_text": checks.boolean,
     "decoder_input_details": checks.boolean,
     "ignore_eos": checks.boolean,
+    **forms.CHECKS,
 }
 # Names of llama.cpp and Triton for what has one here.
 ALIASES = {"repeat_penalty": "repetition_penalty", "stop_words": "stop"}
@@ -65,6 +68,7 @@ class Parameters:
     decoder_input_details: the prompt's tokens come back, too, with their log-probabilities where
         `logprobs` is given
     ignore_eos: end tokens do not end the answer
+    form: what the answer is held to, by one of choice, regex, json_schema and grammar
     """
 
     max_new_tokens: int = 64
@@ -84,6 +88,7 @@ class Parameters:
     return_full_text: bool = False
     decoder_input_details: bool = False
     ignore_eos: bool = False
+    form: Form | None = None
 
     @classmethod
     def parse(cls, given: Any, defaults: Mapping[str, Any] | None = None) -> Parameters:
@@ -117,6 +122,7 @@ class Parameters:
 def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """By our own names, without those that are null. Raises `InvalidRequest`."""
     values: dict[str, Any] = {}
+    form = ""
     for name, value in given.items():
         own = ALIASES.get(name, name)
         if own not in CHECKS and name not in WORDS:
@@ -128,5 +134,13 @@ def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             raise InvalidRequest(
                 f"{prefix}bad_words must be empty; logit_bias of -100 keeps a token out"
             )
-        values[own] = CHECKS[own](f"{prefix}{name}", value)
+        checked = CHECKS[own](f"{prefix}{name}", value)
+        if own in forms.CHECKS:
+            if form:
+                raise InvalidRequest(
+                    f"{prefix}{form} and {prefix}{name} are given; an answer is held to one of"
+                    f" {', '.join(forms.CHECKS)}"
+                )
+            form, own = name, "form"
+        values[own] = checked
     return values

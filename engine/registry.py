@@ -294,6 +294,7 @@ class Engine:
             if model.adapter is not None:  # no step waits for a disk
                 read_in(model.adapter.mapped)
             ids = model.texts.encode(inputs)
+            form = parameters.form
             sequences = [
                 Sequence(
                     prompt=ids,
@@ -306,6 +307,7 @@ class Engine:
                     deadline=deadline,
                     model=model,
                     adapter=model.adapter,
+                    constraint=None if form is None else model.texts.constrain(form),
                 )
                 for i in range(parameters.num_return_sequences)
             ]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from common.parameters import Parameters
 from engine.native import library
+from engine.text.constraint import Constraint
 
 Logits = NDArray[np.float32]
 Weights = NDArray[np.float64]
@@ -56,18 +57,29 @@ class Sampler:
         seed = None if parameters.seed is None else parameters.seed + index
         self._random = np.random.Generator(np.random.PCG64(seed)) if parameters.do_sample else None
 
-    def choose(self, logits: Logits, ids: Seq[int]) -> tuple[int, TokenLogprobs | None]:
-        """The next token after `ids`, with log-probabilities where they were asked for. Each call's
-        ids begin with those of the last."""
+    def choose(
+        self, logits: Logits, ids: Seq[int], constraint: Constraint | None = None
+    ) -> tuple[int, TokenLogprobs | None]:
+        """The next token after `ids`, of those that a constraint allows, with log-probabilities
+        where they were asked for. Each call's ids begin with those of the last."""
         p = self._p
         raw = logits
         if p.repetition_penalty != 1.0 or self._counts or self._biased.size:
             logits = logits.copy()
             self._adjust(logits, ids)
-        token = int(logits.argmax()) if self._random is None else self._draw(logits)
+        tokens: NDArray[np.int32] | None = None
+        if constraint is not None:
+            logits, tokens = constraint.allowed(logits)
+        # A token that is forced takes no random number, as where it is not chosen here at all.
+        greedy = self._random is None or len(logits) == 1
+        token = int(logits.argmax()) if greedy else self._draw(logits)
+        token = token if tokens is None else int(tokens[token])
+        return token, None if p.logprobs is None else logprobs_of(raw, token, p.logprobs)
+
+    def accept(self, token: int) -> None:
+        """Counts a token of the answer, whether it was chosen here or forced."""
         if self._counts is not None:
             self._counts[token] += 1
-        return token, None if p.logprobs is None else logprobs_of(raw, token, p.logprobs)
 
     def _adjust(self, logits: Logits, ids: Seq[int]) -> None:
         p = self._p

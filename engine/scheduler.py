@@ -14,6 +14,7 @@ from engine.prefixes import Prefixes, prefix_of, shared_length, to_ids
 from engine.sequence import Sequence, State
 
 MAX_SCORED_TOKENS = 64  # in a pass: each has logits, which take 200 KB with a vocabulary of 50,000
+MAX_FORCED_TOKENS = 16  # of one sequence in a pass, which the others wait for
 
 
 @dataclass
@@ -98,10 +99,12 @@ class Batch:
         ]
 
     def schedule(self, prefill_tokens: int) -> list[Scheduled]:
-        """Chooses the pieces of the next pass: each running sequence's next token, and at most
-        `prefill_tokens` of prompts, the oldest first."""
+        """Chooses the pieces of the next pass: each running sequence's last token, with those that
+        its form forced behind it, and at most `prefill_tokens` of prompts, the oldest first."""
         self.drop()
-        scheduled = [self._next(s, 1) for s in self.running if s.state is State.DECODE]
+        scheduled = [
+            self._next(s, MAX_FORCED_TOKENS) for s in self.running if s.state is State.DECODE
+        ]
         prompts = [s for s in self.running if s.state is State.PREFILL]
         while prefill_tokens > 0:
             sequence = prompts.pop(0) if prompts else self._admit()

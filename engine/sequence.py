@@ -16,6 +16,7 @@ from common.errors import EngineError
 from common.parameters import Parameters
 from engine.backends.interface import Adapter
 from engine.sampling import Logits, Sampler, TokenLogprobs, logprobs_of
+from engine.text.constraint import Constraint
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class Token:
     id: int
     text: str
     logprobs: TokenLogprobs | None = None
-    finish_reason: str | None = None  # "stop" or "length"
+    # "stop", "length"; with text of its own "complete", which is told as "stop"
+    finish_reason: str | None = None
     # Of the prompt, with the first token of an answer that was asked for it.
     prefill: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)
     pieces: list[bytes] = field(default_factory=list)  # of `shown`
@@ -75,6 +77,7 @@ class Sequence:
     deadline: float | None = None  # on time.monotonic()
     model: Any = None  # an `engine.model.Model`, whose answer it is
     adapter: Adapter | None = None
+    constraint: Constraint | None = None  # of its form
     state: State = State.WAITING
     cancelled: bool = False
     ids: list[int] = field(init=False)
@@ -130,14 +133,31 @@ class Sequence:
         return self.cancelled or self._told_all
 
     def advance(self, logits: Logits) -> bool:
-        """Chooses the next token from the logits (V,) of this row. Says whether it is time to tell
-        what was chosen."""
-        token, logprobs = self._sampler.choose(logits, self.ids)
+        """Chooses the next token from the logits (V,) of this row, and appends those that its form
+        forces behind it. Says whether it is time to tell what was chosen."""
+        chosen = self._sampler.choose(logits, self.ids, self.constraint)
+        due = self._append(*chosen)
+        # With log-probabilities each token needs a pass.
+        if self.constraint is not None and self.parameters.logprobs is None:
+            while self.state is not State.FINISHED:
+                token = self.constraint.forced
+                if token is None:
+                    break
+                due = self._append(token, None) or due
+        return due
+
+    def _append(self, token: int, logprobs: TokenLogprobs | None) -> bool:
         self.ids.append(token)
+        self._sampler.accept(token)
         reason = None
         if token in self.stop_ids and not self.parameters.ignore_eos:
             reason = "stop"
-        elif self.num_new >= self.parameters.max_new_tokens or len(self.ids) >= self.max_length:
+        elif self.constraint is not None:
+            self.constraint.advance(token)
+            reason = "complete" if self.constraint.complete else None
+        if reason is None and (
+            self.num_new >= self.parameters.max_new_tokens or len(self.ids) >= self.max_length
+        ):
             reason = "length"
         if reason is not None:
             self.state = State.FINISHED

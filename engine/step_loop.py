@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
-from common.errors import EngineError, EngineUnavailable, OutOfMemory
+from common.errors import EngineError, EngineUnavailable, InvalidRequest, OutOfMemory
 from engine.backends import nvidia
 from engine.backends.interface import BackendModel, Logits
 from engine.model import Core, Model
@@ -276,6 +276,8 @@ class Loop:
         """An error inside ends this sequence, and nothing else."""
         try:
             yield
+        except InvalidRequest as error:  # of its form
+            sequence.fail(error)
         except Exception as error:
             sequence.fail(self._fault(model, error))
 

@@ -173,3 +173,16 @@ const char *use_kernels(const char *name) {
 double softmax_weights(const float *logits, size_t count, float temperature, float *weights) {
   return kernels->weigh(logits, count, temperature, weights);
 }
+
+size_t allowed_logits(const float *logits, const uint32_t *mask, size_t count, float *values,
+                      int32_t *tokens) {
+  size_t found = 0;
+  for (size_t begin = 0; begin < count; begin += 32)
+    for (uint32_t word = mask[begin / 32]; word; word &= word - 1) {
+      const size_t token = begin + (size_t)__builtin_ctz(word);
+      if (token >= count) break;
+      values[found] = logits[token];
+      tokens[found++] = (int32_t)token;
+    }
+  return found;
+}

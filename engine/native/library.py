@@ -92,6 +92,7 @@ def _open() -> ctypes.CDLL:
         "packed_bytes": (size, [size, size, size]),
         "pack": (None, [Pointer, c_int, *[size] * 7, Pointer]),
         "softmax_weights": (c_double, [Pointer, size, c_float, Pointer]),
+        "allowed_logits": (size, [Pointer, Pointer, size, Pointer, Pointer]),
         "take_times": (None, [POINTER(c_double * 5)]),
     }
     for name, (result, arguments) in signatures.items():
@@ -104,6 +105,7 @@ _library = _open()
 packed_bytes = _library.packed_bytes
 pack = _library.pack
 softmax_weights = _library.softmax_weights
+allowed_logits = _library.allowed_logits
 release_scratch = _library.release_scratch
 _STATUS = ("ok", "the model's sizes", "a piece's tokens or positions", "memory")
 

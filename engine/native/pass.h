@@ -107,6 +107,11 @@ void pack(const void *source, SourceType type, size_t column_stride, size_t stri
 /* For sampling: writes exp((logits[i] - largest) / temperature) and returns their sum. */
 double softmax_weights(const float *logits, size_t count, float temperature, float *weights);
 
+/* For sampling: copies the logits of the tokens in a mask, in order, bit i % 32 of word i / 32 of which
+   is token i's, and writes which tokens they are. Returns how many. */
+size_t allowed_logits(const float *logits, const uint32_t *mask, size_t count, float *values,
+                      int32_t *tokens);
+
 /* Seconds that passes took since the last call, by part: embedding, products, attention, the rest,
    head. For profiles. */
 void take_times(double times[5]);

@@ -10,26 +10,34 @@ class AnswerText:
     """From an answer's ids, one after the other, the pieces of its text."""
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: tuple[str, ...], strip: tuple[str, ...]
+        self,
+        detokenizer: Detokenizer,
+        stops: tuple[str, ...],
+        strip: tuple[str, ...],
+        leading_space: bool = False,
     ) -> None:
+        """`leading_space`: whether one space is left out that the text may begin with."""
         self._detokenizer, self._stops = detokenizer, stops
         self._trimmer = Trimmer(strip)
+        self._leading_space = leading_space
         self._held = ""  # text that may be the beginning of a stop string
 
     def write(self, token: int, end: str | None = None) -> tuple[str, bool]:
         """The text that is sure now, and whether a stop string has ended the answer.
 
-        `end`: "stop" for a token that ends the answer and is no text of it, "length" for the last
-        one that it may have.
+        `end`: "stop" for a token that ends the answer and is no text of it, "length" and "complete"
+        for one that is the last.
         """
         if end == "stop":
             return self._trimmer.finish(self._held + self._detokenizer.flush()), False
         text = self._held + self._detokenizer.feed(token)
+        if self._leading_space and text:
+            text, self._leading_space = text.removeprefix(" "), False
         at, keep = _find_stop(text, self._stops)
-        if at is None and end == "length":
+        if at is None and end is not None:
             text += self._detokenizer.flush()
             at, _ = _find_stop(text, self._stops)
-        if at is not None or end == "length":
+        if at is not None or end is not None:
             return self._trimmer.finish(text[:at]), at is not None
         self._held = text[len(text) - keep :]
         return self._trimmer.feed(text[: len(text) - keep]), False

@@ -15,6 +15,7 @@ from typing import Any
 from common.errors import ArtifactError, DeadlineExceeded, EngineError, EngineUnavailable
 from engine.sandbox import Limits, Sandbox, again
 from engine.text import child as text_child
+from engine.text.constraint import Vocabulary
 from engine.text.table import Table
 
 # How long the process may take to read a tokenizer and to find out about it.
@@ -31,13 +32,15 @@ class About:
     stop_ids: frozenset[int]
     special_ids: frozenset[int]  # of tokens that are no text, those among them
     table: Table
+    vocabulary: Vocabulary  # of that table, for constraints
 
     @classmethod
     def from_json(cls, said: Any, file: str) -> About:
         try:
             stop_ids = frozenset(map(int, said["stop_ids"]))
             special_ids = stop_ids.union(map(int, said["special_ids"]))
-            return cls(stop_ids, special_ids, Table.from_json(said["table"]))
+            table = Table.from_json(said["table"])
+            return cls(stop_ids, special_ids, table, Vocabulary(table, stop_ids))
         except (KeyError, TypeError, ValueError, OverflowError):
             raise ArtifactError(f"{file} cannot be used: its process gave no table") from None
 

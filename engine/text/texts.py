@@ -10,13 +10,16 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from common.errors import EngineError, InvalidRequest, Overloaded
+from common.errors import ArtifactError, EngineError, InvalidRequest, Overloaded
+from common.form import Form
 from common.parameters import Parameters
 from engine.artifacts.artifact import Artifact
+from engine.artifacts.generation_config import FILE as GENERATION_FILE
 from engine.sequence import Sequence, Token
 from engine.statistics import Statistics
 from engine.text.answer_text import AnswerText
 from engine.text.child import source_of
+from engine.text.constraint import Constraint, Vocabulary, begins_with_space
 from engine.text.process import TextProcesses
 from engine.text.prompts import Chat, Inputs, Raw
 from engine.text.table import PROCESS, Table
@@ -36,6 +39,7 @@ class Texts:
 
     stop_ids: frozenset[int]
     _table: Table
+    _vocabulary: Vocabulary
 
     def __init__(
         self,
@@ -68,7 +72,13 @@ class Texts:
         about = self._process.about
         assert about is not None
         self.stop_ids, self._special_ids = about.stop_ids, about.special_ids
-        self._table = about.table
+        self._table, self._vocabulary = about.table, about.vocabulary
+        form = Parameters.parse({}, self._defaults).form
+        if form is not None:
+            try:
+                self._vocabulary.constrain(form)
+            except InvalidRequest as error:
+                raise ArtifactError(f"{GENERATION_FILE}: {error.message}") from None
         return self
 
     @property
@@ -149,6 +159,10 @@ class Texts:
             raise self._process.give_up("it gave no text")
         return found[0].encode("utf-8", "replace").decode()
 
+    def constrain(self, form: Form) -> Constraint:
+        """For an answer that is held to a form. Raises `InvalidRequest`."""
+        return self._vocabulary.constrain(form)
+
     def _ids(self, *arguments: Any) -> list[int]:
         ids = self._call(ENCODE_S, *arguments)
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
@@ -210,7 +224,7 @@ class Texts:
         sequence.characters += len(token.text)
         if sequence.characters > MAX_CHARACTERS_PER_TOKEN * sequence.max_tokens:
             raise EngineError(f"{self.file} makes more text of an answer than any has")
-        if stopped:
+        if stopped or token.finish_reason == "complete":
             token.finish_reason = "stop"
         self._statistics.tokens += 1
         sequence.tell(token)
@@ -221,7 +235,11 @@ class Texts:
         for other in [other for other in self._answers if other.over]:  # cancelled
             self._answers.pop(other, None)
         detokenizer = self._table.detokenizer(sequence.prompt, self._decode)
-        answer = AnswerText(detokenizer, sequence.parameters.stop, self._strip)
+        form, stop = sequence.parameters.form, sequence.parameters.stop
+        # What is cut from other answers may be part of a form.
+        strip = () if form else self._strip
+        leading_space = form is not None and begins_with_space(form)
+        answer = AnswerText(detokenizer, stop, strip, leading_space)
         self._answers[sequence] = answer
         return answer
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import dataclasses
 from typing import Any
 
 import pytest
 
 from common.errors import InvalidRequest
-from common.parameters import Parameters
+from common.form import CHECKS as FORMS
+from common.form import Form
+from common.parameters import CHECKS, Parameters
 
 
 def refused(given: Any) -> str:
@@ -17,7 +19,7 @@ def refused(given: Any) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize("given", [None, {}, {f.name: None for f in fields(Parameters)}])
+@pytest.mark.parametrize("given", [None, {}, dict.fromkeys(CHECKS)])
 def test_what_is_not_given_or_null_has_its_default(given: Any) -> None:
     assert Parameters.parse(given) == Parameters()
 
@@ -42,10 +44,46 @@ def test_every_field_can_be_given() -> None:
         "decoder_input_details": True,
         "ignore_eos": True,
     }
+    assert set(given) == CHECKS.keys() - FORMS.keys()
+    given |= {"json_schema": {"type": "string"}}
     pairs = ((3, -100.0), (17, 2.5))
-    expected = Parameters(**{**given, "stop": ("끝", "\n"), "logit_bias": pairs})
-    assert Parameters.parse(given) == expected
-    assert set(given) == {f.name for f in fields(Parameters)}
+    changed = {"stop": ("끝", "\n"), "logit_bias": pairs}
+    assert dataclasses.asdict(Parameters.parse(given)) == {
+        **{name: value for name, value in given.items() if name not in FORMS},
+        **changed,
+        "form": {"kind": "json_schema", "source": ('{"type":"string"}',)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"choice": "긍정"}, "choice must be a list of texts"),
+        ({"choice": ["긍정", ""]}, "choice must be a list of texts that are not empty"),
+        ({"choice": ["긍정", 1]}, "choice must be a list of texts"),
+        ({"choice": [str(i) for i in range(1001)]}, "choice has 1001 texts, at most 1000"),
+        ({"choice": ["가" * 70_000]}, "choice has 70000 characters, at most 65536"),
+        ({"regex": ""}, "regex must be text that is not empty"),
+        ({"regex": ["a"]}, "regex must be text that is not empty, is a list"),
+        ({"grammar": {}}, "grammar must be text that is not empty, is an object"),
+        ({"json_schema": "{"}, "json_schema is no JSON"),
+        ({"json_schema": '"가"'}, "json_schema must be a JSON schema, is a string"),
+        ({"json_schema": False}, "json_schema must be a JSON schema, is a boolean"),
+        ({"json_schema": []}, "json_schema must be a JSON schema, is a list"),
+        ({"json_schema": "[" * 70_000}, "json_schema is no JSON"),
+        ({"choice": ["a"], "regex": "a"}, "choice and parameters.regex are given"),
+    ],
+)
+def test_a_form_that_is_none_is_refused_with_what_it_must_be(given: Any, message: str) -> None:
+    assert f"parameters.{message}" in refused(given)
+
+
+def test_a_form_of_a_request_stands_in_place_of_the_models_own() -> None:
+    own = {"choice": ["긍정", "부정"]}
+    assert Parameters.parse({}, own).form == Form("choice", ("긍정", "부정"))
+    assert Parameters.parse({"regex": "a"}, own).form == Form("regex", ("a",))
+    assert Parameters.parse({"choice": []}, own).form is None
+    assert Parameters.parse({"choice": None}, own).form is not None
 
 
 @pytest.mark.parametrize("given", [[], "greedy", 1, True, 0.5])

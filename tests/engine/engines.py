@@ -20,7 +20,6 @@ import numpy as np
 
 from common.errors import EngineError
 from common.mxnet_compat import mx
-from common.parameters import Parameters
 from engine.artifacts.artifact import EMBEDDING, OUTPUT
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_params import read_params
@@ -62,7 +61,7 @@ class Request:
         self.error: EngineError | None = None
         self._on_token = on_token
         self._done = threading.Event()
-        checked = Parameters.parse(parameters)
+        checked = engine.parameters(name, parameters)
         self._left = checked.num_return_sequences
         self.sequences: list[Sequence] = engine.submit(name, prompt, checked, self._emit, timeout_s)
 

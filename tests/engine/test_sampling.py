@@ -343,6 +343,7 @@ def test_penalties_count_what_stands_in_the_answer_and_not_in_the_prompt() -> No
         expected = logits - 0.7 * answer + 0.4 * (answer > 0)
         before = logits.copy()
         token, _ = sampler.choose(logits, [0, 0, 0, 1])
+        sampler.accept(token)
         assert token == int(expected.argmax())
         np.testing.assert_array_equal(logits, before)
         answer[token] += 1

@@ -255,6 +255,23 @@ static void check_sampling(const float *logits, size_t count) {
   const double total = softmax_weights(logits, count, 0.7f, weights);
   for (size_t i = 0; i < count; i++) sum += weights[i];
   CHECK(total >= 1 && fabs(total - sum) < 1e-5 * sum);
+
+  const size_t words = (count + 31) / 32;
+  uint32_t *mask = allocate(words * sizeof *mask);
+  int32_t *tokens = allocate(count * sizeof *tokens);
+  for (size_t i = 0; i < words; i++) /* bits beyond the last token, too */
+    mask[i] = between(0, 3) ? random_bits() : between(0, 1) ? 0 : UINT32_MAX;
+  const size_t allowed = allowed_logits(logits, mask, count, weights, tokens);
+  size_t at = 0;
+  for (size_t i = 0; i < count; i++)
+    if (mask[i / 32] >> i % 32 & 1) {
+      CHECK(at < allowed && tokens[at] == (int32_t)i);
+      CHECK(!memcmp(&weights[at], &logits[i], sizeof *logits));
+      at++;
+    }
+  CHECK(at == allowed);
+  free(tokens);
+  free(mask);
   free(weights);
 }
 

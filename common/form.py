@@ -1,0 +1,85 @@
+"""The form of an answer: one of some texts, a regular expression, a JSON schema, or a grammar.
+
+A request names at most one. Whether it can be compiled is found out where the tokenizer is
+(`engine.text.constraint`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from common import fields
+
+Kind = Literal["choice", "regex", "json_schema", "grammar"]
+
+MAX_CHARACTERS = 64 << 10  # of a form: compiled in some 50 ms at most
+MAX_CHOICES = 1000
+ANY_OBJECT = '{"type":"object"}'
+
+
+@dataclass(frozen=True)
+class Form:
+    """kind: by which name it was given
+    source: the texts of a choice; the text of an expression, a grammar, or a schema in JSON
+    """
+
+    kind: Kind
+    source: tuple[str, ...]
+
+
+def choice(name: str, value: Any) -> Form | None:
+    """Texts of which the answer is one; of an empty list none, which is no form."""
+    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
+        raise fields.wrong(name, "must be a list of texts that are not empty")
+    if len(value) > MAX_CHOICES:
+        raise fields.wrong(name, f"has {len(value)} texts, at most {MAX_CHOICES} are allowed")
+    _check_length(name, sum(map(len, value)))
+    return Form("choice", tuple(dict.fromkeys(value))) if value else None
+
+
+def regex(name: str, value: Any) -> Form:
+    return Form("regex", (_text(name, value),))
+
+
+def grammar(name: str, value: Any) -> Form:
+    """In Lark's syntax, or llama.cpp's (GBNF)."""
+    return Form("grammar", (_text(name, value),))
+
+
+def json_schema(name: str, value: Any) -> Form:
+    """A schema as an object or as its JSON text; true is any JSON value."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise fields.wrong(name, "is no JSON, must be a JSON schema") from None
+    if not isinstance(value, Mapping) and value is not True:
+        raise fields.wrong(name, f"must be a JSON schema, is {fields.kind(value)}")
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        raise fields.wrong(name, "is nested too deeply") from None
+    return Form("json_schema", (_text(name, text),))
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise fields.wrong(name, f"must be text that is not empty, is {fields.kind(value)}")
+    _check_length(name, len(value))
+    return value
+
+
+def _check_length(name: str, length: int) -> None:
+    if length > MAX_CHARACTERS:
+        raise fields.wrong(name, f"has {length} characters, at most {MAX_CHARACTERS} are allowed")
+
+
+CHECKS: Mapping[str, Callable[[str, Any], Form | None]] = {
+    "choice": choice,
+    "regex": regex,
+    "json_schema": json_schema,
+    "grammar": grammar,
+}

@@ -1,0 +1,203 @@
+"""Answers that are held to a form, beside others that are not, in a running engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import ArtifactError, InvalidRequest
+from common.mxnet_compat import mx
+from engine.registry import Engine
+from engine.settings import Settings
+from tests.engine.engines import Pause, Request, uncached_model
+from tests.engine.hugging_face import EOS, make_hugging_face, write_json
+
+PROMPT = "오늘은 날씨가"
+LABELS = ["긍정", "부정", "중립", "긍정적이지 않다"]
+OBJECT = {
+    "type": "object",
+    "properties": {
+        "sentiment": {"enum": ["긍정", "부정"]},
+        "certain": {"type": "boolean"},
+        "words": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+    "required": ["sentiment", "certain", "words"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hugging_face(
+        tmp_path_factory.mktemp("forms") / "model", kind="byte-level", max_length=256
+    )
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[Engine]:
+    made = Engine(Settings(memory_mib=64, max_rows=8, precision="fp32"))
+    made.load("m", str(folder))
+    yield made
+    made.close()
+
+
+def ask(engine: Engine, max_new_tokens: int = 100, prompt: str = PROMPT, **given: Any) -> Request:
+    return Request(engine, "m", prompt, max_new_tokens=max_new_tokens, **given)
+
+
+def test_a_choice_is_the_likeliest_by_each_step(engine: Engine, folder: Path) -> None:
+    """Greedy among the tokens that some label may go on with, in the logits of the whole text."""
+    request = ask(engine, choice=LABELS).wait()
+    table, model = engine._models["m"].texts._table, uncached_model(folder)
+    ids = list(request.prompt)
+    texts = [space + label for label in LABELS for space in ("", " ")]
+    while (so_far := table.text(ids[len(request.prompt) :]).encode()) not in map(str.encode, texts):
+        logits = model(mx.nd.array(np.array([ids]))).asnumpy()[0, -1]
+        pieces = [table.piece(token) for token in range(len(table))]
+        fits = [
+            bool(piece)
+            and not table.is_silent(token)
+            and any(text.encode().startswith(_bytes(table, ids, request) + piece) for text in texts)
+            for token, piece in enumerate(pieces)
+        ]
+        ids.append(int(np.where(fits, logits[: len(pieces)], -np.inf).argmax()))
+    assert request.ids()[: len(ids) - len(request.prompt)] == ids[len(request.prompt) :]
+    assert request.text() in LABELS
+    assert so_far.decode().strip() == request.text() or request.text().startswith("긍정")
+    assert request.finish_reason() == "stop"
+
+
+def _bytes(table: Any, ids: list[int], request: Request) -> bytes:
+    return b"".join(map(table.piece, ids[len(request.prompt) :]))
+
+
+def test_drawn_answers_of_one_request_each_have_the_form(engine: Engine) -> None:
+    request = ask(engine, json_schema=OBJECT, temperature=2.0, num_return_sequences=6, seed=5)
+    request.wait()
+    found = [json.loads(request.text(index)) for index in range(6)]
+    assert all(list(value) == OBJECT["required"] for value in found)
+    assert len({str(value) for value in found}) > 1
+    assert {request.finish_reason(index) for index in range(6)} == {"stop"}
+
+
+def test_forced_tokens_take_no_step_of_their_own(engine: Engine) -> None:
+    text = "정확히 이렇게 답합니다"
+    counters = engine._models["m"].statistics
+    request = ask(engine, regex=text).wait()
+    assert request.text() == text
+    assert counters.steps < len(request.ids()) - 1
+    before = counters.steps
+    scored = ask(engine, regex=text, logprobs=0).wait()  # a log-probability takes a step
+    assert scored.ids() == request.ids()
+    assert counters.steps - before == len(scored.ids()) - 1
+    drawn = {
+        ask(engine, regex="[ab]{5}" + text, temperature=1.5, seed=3, **given).wait().text()
+        for given in ({}, {"logprobs": 0})
+    }
+    assert len(drawn) == 1
+
+
+def test_what_is_forced_comes_in_passes_that_others_wait_little_for(engine: Engine) -> None:
+    text = "가" * 60  # three bytes each, of which some are tokens
+    request = ask(engine, regex=text, max_new_tokens=200).wait()
+    assert request.text() == text
+    assert request.finish_reason() == "stop"
+
+
+def test_rows_with_and_without_a_form_share_passes_and_change_nothing(engine: Engine) -> None:
+    asked: list[dict[str, Any]] = [
+        {"max_new_tokens": 12},
+        {"json_schema": OBJECT},
+        {"max_new_tokens": 12, "temperature": 1.0, "seed": 1},
+        {"choice": LABELS, "temperature": 1.0, "seed": 2},
+        {"regex": "[가-힣 ]{4,9}[.!]", "repetition_penalty": 1.3},
+    ]
+    alone = [ask(engine, **given).wait().ids() for given in asked]
+    with Pause(engine):
+        together = [ask(engine, **given) for given in asked]
+    assert [request.wait().ids() for request in together] == alone
+
+
+def test_an_answer_that_its_length_cuts_off_says_so(engine: Engine) -> None:
+    request = ask(engine, 7, json_schema=OBJECT).wait()
+    assert request.finish_reason() == "length"
+    assert len(request.ids()) == 7
+    assert request.text().startswith("{")
+    assert ask(engine, 5, regex="가{80}").wait().finish_reason() == "length"
+
+
+def test_a_form_that_may_go_on_ends_with_the_end_token_or_by_its_own_end(engine: Engine) -> None:
+    bias = {str(EOS): 100.0}
+    request = ask(engine, regex="[가-힣]+", logit_bias=bias).wait()
+    assert request.ids()[-1] == EOS
+    assert re.fullmatch("[가-힣]{1,3}", request.text())  # a token may have several, none has none
+    whole = ask(engine, regex="[가-힣]{1,5}", logit_bias=bias, ignore_eos=True).wait()
+    assert re.fullmatch("[가-힣]{1,5}", whole.text())
+    assert whole.finish_reason() == "stop"
+
+
+def test_a_stop_text_ends_it_before(engine: Engine) -> None:
+    request = ask(engine, regex="abc다라def", stop=["라"]).wait()
+    assert (request.text(), request.finish_reason()) == ("abc다", "stop")
+
+
+def test_log_probabilities_are_the_models_own(engine: Engine, folder: Path) -> None:
+    request = ask(engine, choice=LABELS, logprobs=3).wait()
+    model = uncached_model(folder)
+    whole = np.array([*request.prompt, *request.ids()])[None, :]
+    logits = model(mx.nd.array(whole)).asnumpy()[0].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    for i, token in enumerate(request.tokens):
+        assert token.logprobs is not None
+        expected = logprobs[len(request.prompt) - 1 + i]
+        assert token.logprobs.chosen == pytest.approx(expected[token.id], abs=1e-3)
+        assert [t for t, _ in token.logprobs.top] == list(np.argsort(-expected)[:3])
+
+
+def test_a_leading_space_is_no_part_of_an_answer(engine: Engine) -> None:
+    table = engine._models["m"].texts._table
+    space = next(i for i in range(len(table)) if table.piece(i) == b" ")
+    request = ask(engine, choice=LABELS, logit_bias={str(space): 100.0}).wait()
+    assert request.ids()[0] == space
+    assert request.text() in LABELS
+
+
+def test_a_request_whose_form_is_wrong_harms_nobody(engine: Engine) -> None:
+    expected = ask(engine, 20).wait().ids()
+    with Pause(engine):
+        other = ask(engine, 20)
+        with pytest.raises(InvalidRequest, match=r"parameters\.regex: .*unclosed group"):
+            ask(engine, regex="(")
+        # What begins well may become too complex: it ends that answer alone.
+        complex_ = ask(engine, 200, regex="(.*a.{200})|(.*b.{300})|([^c]*c.{900})", temperature=9.0)
+    assert other.wait().ids() == expected
+    complex_.wait()
+    assert complex_.error is None or isinstance(complex_.error, InvalidRequest)
+    assert ask(engine, 20).wait().ids() == expected
+
+
+def test_a_models_own_form_is_its_requests_default(folder: Path, tmp_path: Path) -> None:
+    made = make_hugging_face(tmp_path / "labels", kind="byte-level")
+    write_json(made / "generation.json", {"parameters": {"choice": ["긍정", "부정"]}})
+    engine = Engine(Settings(memory_mib=64, precision="fp32"))
+    try:
+        engine.load("m", str(made))
+
+        def answer(**given: Any) -> str:
+            return Request(engine, "m", PROMPT, max_new_tokens=8, **given).wait().text()
+
+        assert answer() in ("긍정", "부정")
+        assert answer(regex="[ab]{3}") in {f"{a}{b}{c}" for a in "ab" for b in "ab" for c in "ab"}
+        assert answer(choice=[]) not in ("긍정", "부정")
+        write_json(made / "generation.json", {"parameters": {"regex": "("}})
+        with pytest.raises(ArtifactError, match=r"generation\.json: parameters\.regex: .*unclosed"):
+            engine.load("wrong", str(made))
+        assert [model["name"] for model in engine.models()] == ["m"]
+    finally:
+        engine.close()

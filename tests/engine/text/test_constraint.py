@@ -1,0 +1,317 @@
+"""Constrained decoding: what is drawn at random among the allowed tokens has the form."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import InvalidRequest
+from common.form import MAX_CHARACTERS, Form
+from common.form import choice as choice_of
+from common.form import grammar as grammar_of
+from common.form import json_schema as schema_of
+from common.form import regex as regex_of
+from engine.text.constraint import FORMS_KEPT, Constraint, Vocabulary, begins_with_space
+from engine.text.table import BYTES, PROCESS, RUNS, SEPARATE, Table
+
+WORDS = [
+    *(
+        "긍정",
+        " 긍정",
+        "부정",
+        " 부정",
+        "중립",
+        "산에는",
+        " 꽃",
+        "이름",
+        "김소월",
+        '{"',
+        '":',
+        '", "',
+    ),
+    *("true", "false", "null", " ", "  ", "나이", "12", "3.5", "한", "글", "\n"),
+]
+END = 1
+
+
+def table_of(kind: str, words: list[str] = WORDS) -> Table:
+    """Control tokens, each byte, and words."""
+    pieces = [b"<s>", b"</s>", b"<unk>", *(bytes([i]) for i in range(256))]
+    pieces += [word.encode() for word in words]
+    return Table(kind, pieces, silent=range(3), byte_ids=() if kind == BYTES else range(3, 259))
+
+
+@pytest.fixture(scope="module", params=[BYTES, RUNS, SEPARATE])
+def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
+    return Vocabulary(table_of(request.param), [END])
+
+
+@pytest.fixture
+def korean() -> Vocabulary:
+    """Without single bytes: what no word has cannot be written."""
+    return Vocabulary(Table(RUNS, [b"<s>", b"</s>", *(w.encode() for w in WORDS)], range(2)), [END])
+
+
+def draw(
+    vocabulary: Vocabulary, form: Form, seed: int = 0, most: int = 200, end: float = 0.0
+) -> tuple[str, bool]:
+    """A text of random allowed tokens, and whether it is complete. `end` is added to the end
+    token's logit."""
+    table, random = vocabulary._table, np.random.default_rng(seed)
+    constraint, ids = vocabulary.constrain(form), list[int]()
+    complete = False
+    while not complete and len(ids) < most:
+        logits = random.standard_normal(len(table) + 5).astype(np.float32)
+        logits[259:] += 2  # words rather than bytes
+        logits[END] += end
+        values, tokens = constraint.allowed(logits)
+        assert np.array_equal(values, logits[tokens])
+        if constraint.forced is not None:
+            assert list(tokens) == [constraint.forced]
+        token = int(tokens[values.argmax()])
+        if token == END:
+            return table.text(ids), True
+        ids.append(token)
+        constraint.advance(token)
+        complete = constraint.complete
+    return table.text(ids), complete
+
+
+def whole(vocabulary: Vocabulary, form: Form, count: int = 30) -> list[str]:
+    found = [draw(vocabulary, form, seed, end=1.0) for seed in range(count)]
+    texts = [text for text, complete in found if complete]
+    assert len(texts) > count / 2
+    return texts
+
+
+def test_a_choice_is_one_of_its_texts(vocabulary: Vocabulary) -> None:
+    texts = whole(vocabulary, Form("choice", ("긍정", "부정", '"인용" \\', "a\nb")))
+    stripped = {text.removeprefix(" ") for text in texts}
+    assert stripped == {"긍정", "부정", '"인용" \\', "a\nb"} or len(stripped) >= 3
+    assert stripped <= {"긍정", "부정", '"인용" \\', "a\nb"}
+
+
+def test_a_choice_that_begins_with_a_space_is_written_as_it_stands(vocabulary: Vocabulary) -> None:
+    form = Form("choice", (" 긍정", "부정"))
+    assert not begins_with_space(form)
+    assert set(whole(vocabulary, form)) == {" 긍정", "부정"}
+
+
+def test_a_longer_choice_may_follow_its_own_beginning(vocabulary: Vocabulary) -> None:
+    texts = whole(vocabulary, Form("choice", ("산", "산에는")), 60)
+    assert {text.removeprefix(" ") for text in texts} == {"산", "산에는"}
+
+
+@pytest.mark.parametrize("pattern", [r"\d{2,4}-\d+", "(긍|부)정", "[가-힣]{2} 꽃", r"a.c"])
+def test_a_regular_expression_is_matched_as_a_whole(vocabulary: Vocabulary, pattern: str) -> None:
+    for text in whole(vocabulary, Form("regex", (pattern,))):
+        assert re.fullmatch(pattern, text), text
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "이름": {"type": "string", "maxLength": 5},
+        "나이": {"type": "integer", "minimum": 0, "maximum": 120},
+        "감정": {"enum": ["긍정", "부정", None]},
+        "목록": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["이름", "나이", "감정", "목록"],
+    "additionalProperties": False,
+}
+
+
+def test_a_schema_gives_json_of_its_own(vocabulary: Vocabulary) -> None:
+    for text in whole(vocabulary, schema_of("", SCHEMA)):
+        found = json.loads(text)
+        assert list(found) == SCHEMA["required"]
+        assert len(found["이름"]) <= 5
+        assert 0 <= found["나이"] <= 120
+        assert found["감정"] in ("긍정", "부정", None)
+        assert len(found["목록"]) <= 2
+        assert all(type(x) is bool for x in found["목록"])
+        assert not re.search(r"\n|  |[{\[] ", re.sub(r'"[^"]*"', "", text)), text
+
+
+def test_a_schema_says_which_spaces_are_allowed(vocabulary: Vocabulary) -> None:
+    schema = {**SCHEMA, "x-guidance": {"item_separator": ",", "key_separator": " : "}}
+    for text in whole(vocabulary, schema_of("", schema), 5):
+        bare = re.sub(r'"[^"]*"', '""', text)
+        assert '"" : ' in bare
+        assert ", " not in bare
+        assert set(json.loads(text)) == set(SCHEMA["required"])
+
+
+def test_any_json_value(vocabulary: Vocabulary) -> None:
+    for text in whole(vocabulary, schema_of("", {"type": "object"}), 40):
+        assert isinstance(json.loads(text), dict)
+    for text in whole(vocabulary, schema_of("", True), 40):
+        json.loads(text)
+
+
+LARK = 'start: "산에는" FLOWER+\nFLOWER: " 꽃"'
+GBNF = 'root ::= "산에는" flower+\nflower ::= " 꽃"'
+
+
+@pytest.mark.parametrize("text", [LARK, GBNF, f"%llguidance {{}}\n{LARK}"])
+def test_a_grammar_in_the_syntax_of_lark_or_of_llama_cpp(vocabulary: Vocabulary, text: str) -> None:
+    for found in whole(vocabulary, grammar_of("", text)):
+        assert re.fullmatch("산에는( 꽃)+", found)
+
+
+def test_tokens_that_end_within_a_character_are_allowed_where_the_whole_can_match(
+    vocabulary: Vocabulary,
+) -> None:
+    constraint = vocabulary.constrain(Form("regex", ("[가나다]",)))
+    byte = 3 + 0xEA  # the first of 가, U+AC00
+    assert byte in constraint.allowed(np.zeros(300, np.float32))[1]
+    constraint.advance(byte)
+    assert constraint.forced == 3 + 0xB0
+    constraint.advance(3 + 0xB0)
+    assert not constraint.complete
+    constraint.advance(3 + 0x80)
+    assert constraint.complete
+
+
+def test_control_tokens_are_no_text(vocabulary: Vocabulary) -> None:
+    form = Form("regex", ("(.|\n)*",))
+    tokens = vocabulary.constrain(form).allowed(np.zeros(300, np.float32))[1]
+    assert not {0, 2} & set(tokens)
+    assert END in tokens  # as its end
+    assert tokens.max() == len(vocabulary._table) - 1
+
+
+def test_without_an_end_token_a_form_that_may_go_on_does() -> None:
+    vocabulary = Vocabulary(table_of(BYTES), [])
+    form = Form("regex", ("a{1,3}",))
+    assert draw(vocabulary, form) == ("aaa", True)
+
+
+def test_answers_of_one_form_do_not_share_their_state(vocabulary: Vocabulary) -> None:
+    form = Form("choice", ("긍정", "부정"))
+    first, second = vocabulary.constrain(form), vocabulary.constrain(form)
+    first.advance(259)
+    assert (first.complete, second.complete) == (True, False)
+    assert {259, 261} <= set(second.allowed(np.zeros(300, np.float32))[1])
+
+
+def test_a_form_is_compiled_once_and_not_kept_for_ever(
+    korean: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = list[Form]()
+    compile_ = korean._compile
+    monkeypatch.setattr(korean, "_compile", lambda form: (compiled.append(form), compile_(form))[1])
+    forms = [Form("regex", (f"긍정{{1,{i + 1}}}",)) for i in range(FORMS_KEPT + 1)]
+    for form in [forms[0], forms[0], *forms]:
+        korean.constrain(form)
+    assert compiled == forms
+    korean.constrain(forms[0])
+    assert compiled == [*forms, forms[0]]
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (Form("regex", ("[a-c]+",)), "none of the model's tokens can continue"),
+        (Form("regex", ("(",)), "unclosed group"),
+        (Form("regex", ("(?=긍)정",)), "look-around"),
+        (Form("regex", ("",)), "without text"),
+        (schema_of("", {"type": "letter"}), "letter"),
+        (schema_of("", {"$ref": "https://example.com/schema"}), "ref"),
+        (schema_of("", {"not": {"type": "string"}}), "not"),
+        (Form("grammar", ("start: thing",)), "thing"),
+        (Form("grammar", ("root ::= ",)), "without text"),
+        (Form("grammar", ("root ::= (",)), "cannot be read"),
+        (Form("grammar", ("%llguidance {",)), "cannot be read"),
+    ],
+)
+def test_what_cannot_be_written_or_read_is_refused_with_the_reason(
+    korean: Vocabulary, form: Form, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"parameters.{form.kind}: (?s:.*){message}"):
+        korean.constrain(form)
+
+
+def test_a_tokenizer_whose_tokens_are_not_joined_keeps_to_no_form() -> None:
+    vocabulary = Vocabulary(table_of(PROCESS), [END])
+    with pytest.raises(InvalidRequest, match="no form can be kept to"):
+        vocabulary.constrain(Form("regex", ("a",)))
+
+
+def test_a_form_that_the_vocabulary_cannot_finish_is_refused_on_the_way(
+    korean: Vocabulary,
+) -> None:
+    for form in (Form("regex", ("긍정[a-c]",)), Form("choice", ("사랑",))):
+        with pytest.raises(InvalidRequest, match="none of the model's tokens can continue"):
+            draw(korean, form)
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(depth):
+        schema = {"properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+CHOICES = " | ".join(f'"{i}긍정"' for i in range(MAX_CHARACTERS // 16))
+HOSTILE = {
+    "nested groups": regex_of("", "(" * 20_000 + "a" + ")" * 20_000),
+    "nested repetition": regex_of("", "((a{1,1000}){1,1000}){1,1000}"),
+    "ambiguous repetition": regex_of("", "(([ab]{0,50}c){0,50}d){0,50}"),
+    "large automaton": regex_of("", "[ab]*a[ab]{30}[ab]*b[ab]{30}"),
+    "look into the past": regex_of("", "(.*a.{200})|(.*b.{300})"),
+    "many alternatives": regex_of("", "|".join("a" * (i % 60) + f"{i}" for i in range(1900))),
+    "many choices": grammar_of("", f"start: {CHOICES}"),
+    "nested rules": grammar_of("", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    "left recursion": grammar_of("", 'start: a\na: a a a a a a | "긍정" |'),
+    "empty loops": grammar_of("", 'start: a*\na: b*\nb: "긍정"*'),
+    "nested GBNF": grammar_of("", "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    "nested schema": schema_of("", nested(100)),
+    "references in a circle": schema_of("", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#"}}}),
+    "long strings": schema_of("", {"type": "string", "minLength": 100_000}),
+    "long lists": schema_of("", {"type": "array", "minItems": 1000, "items": {"type": "integer"}}),
+    "lists of lists": schema_of(
+        "", {"minItems": 1000, "items": {"minItems": 1000, "items": {"type": "integer"}}}
+    ),
+    "combinations": schema_of(
+        "",
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(6)]} for i in range(8)
+            ]
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_form_is_refused_or_stays_small(name: str) -> None:
+    """Nothing here takes the seconds or gigabytes that it asks for: compiling counts its steps, and
+    so does each mask."""
+    vocabulary = Vocabulary(table_of(BYTES), [END])
+    began = time.process_time()
+    with contextlib.suppress(InvalidRequest):
+        draw(vocabulary, HOSTILE[name], most=50)
+    assert time.process_time() - began < 30  # a net: most take 5 ms
+
+
+def test_a_schema_of_megabytes_is_not_read() -> None:
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_CHARACTERS}"):
+        schema_of("parameters.json_schema", {"enum": ["가" * MAX_CHARACTERS]})
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_CHARACTERS}"):
+        choice_of("parameters.choice", ["가" * MAX_CHARACTERS, "나"])
+
+
+def test_constraints_of_several_threads(vocabulary: Vocabulary) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    forms = [Form("choice", (f"{i}번", "긍정")) for i in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        found: list[Constraint] = list(pool.map(vocabulary.constrain, forms * 8))
+    assert len(found) == 64
