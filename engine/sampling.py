@@ -67,13 +67,14 @@ class Sampler:
         if p.repetition_penalty != 1.0 or self._counts or self._biased.size:
             logits = logits.copy()
             self._adjust(logits, ids)
-        tokens: NDArray[np.int32] | None = None
-        if constraint is not None:
-            logits, tokens = constraint.allowed(logits)
         # A token that is forced takes no random number, as where it is not chosen here at all.
-        greedy = self._random is None or len(logits) == 1
-        token = int(logits.argmax()) if greedy else self._draw(logits)
-        token = token if tokens is None else int(tokens[token])
+        if constraint is None:
+            token = int(logits.argmax()) if self._random is None else self._draw(logits)
+        elif self._random is None or constraint.forced is not None:
+            token = constraint.likeliest(logits)
+        else:
+            values, tokens = constraint.allowed(logits)
+            token = int(tokens[self._draw(values)])
         return token, None if p.logprobs is None else logprobs_of(raw, token, p.logprobs)
 
     def accept(self, token: int) -> None:

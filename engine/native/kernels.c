@@ -180,9 +180,44 @@ size_t allowed_logits(const float *logits, const uint32_t *mask, size_t count, f
   for (size_t begin = 0; begin < count; begin += 32)
     for (uint32_t word = mask[begin / 32]; word; word &= word - 1) {
       const size_t token = begin + (size_t)__builtin_ctz(word);
-      if (token >= count) break;
       values[found] = logits[token];
       tokens[found++] = (int32_t)token;
     }
   return found;
+}
+
+/* Whether one of 32 logits is larger than a bound. */
+static int any_larger(const float *logits, float bound) {
+  float largest[8];
+  memcpy(largest, logits, sizeof largest);
+  for (size_t i = 8; i < 32; i += 8)
+    for (size_t j = 0; j < 8; j++)
+      largest[j] = logits[i + j] > largest[j] ? logits[i + j] : largest[j];
+  int larger = 0;
+  for (size_t j = 0; j < 8; j++) larger |= largest[j] > bound;
+  return larger;
+}
+
+int32_t allowed_argmax(const float *logits, const uint32_t *mask, size_t count) {
+  int32_t best = -1;
+  for (size_t begin = 0; begin < count; begin += 32) {
+    uint32_t word = mask[begin / 32];
+    if (word == UINT32_MAX && best >= 0 && !any_larger(logits + begin, logits[best])) continue;
+    for (; word; word &= word - 1) {
+      const size_t token = begin + (size_t)__builtin_ctz(word);
+      if (best < 0 || logits[token] > logits[best]) best = (int32_t)token;
+    }
+  }
+  return best;
+}
+
+int32_t only_allowed(const uint32_t *mask, size_t count) {
+  int32_t only = -1;
+  for (size_t begin = 0; begin < count; begin += 32) {
+    const uint32_t word = mask[begin / 32];
+    if (!word) continue;
+    if (only >= 0 || word & (word - 1)) return -2;
+    only = (int32_t)(begin + (size_t)__builtin_ctz(word));
+  }
+  return only;
 }

@@ -93,6 +93,8 @@ def _open() -> ctypes.CDLL:
         "pack": (None, [Pointer, c_int, *[size] * 7, Pointer]),
         "softmax_weights": (c_double, [Pointer, size, c_float, Pointer]),
         "allowed_logits": (size, [Pointer, Pointer, size, Pointer, Pointer]),
+        "allowed_argmax": (c_int32, [Pointer, Pointer, size]),
+        "only_allowed": (c_int32, [Pointer, size]),
         "take_times": (None, [POINTER(c_double * 5)]),
     }
     for name, (result, arguments) in signatures.items():
@@ -106,6 +108,8 @@ packed_bytes = _library.packed_bytes
 pack = _library.pack
 softmax_weights = _library.softmax_weights
 allowed_logits = _library.allowed_logits
+allowed_argmax = _library.allowed_argmax
+only_allowed = _library.only_allowed
 release_scratch = _library.release_scratch
 _STATUS = ("ok", "the model's sizes", "a piece's tokens or positions", "memory")
 

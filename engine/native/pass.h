@@ -107,10 +107,16 @@ void pack(const void *source, SourceType type, size_t column_stride, size_t stri
 /* For sampling: writes exp((logits[i] - largest) / temperature) and returns their sum. */
 double softmax_weights(const float *logits, size_t count, float temperature, float *weights);
 
-/* For sampling: copies the logits of the tokens in a mask, in order, bit i % 32 of word i / 32 of which
-   is token i's, and writes which tokens they are. Returns how many. */
+/* For constrained decoding. Token i is in a mask where bit i % 32 of word i / 32 is set; no bit from
+   `count` on is.
+   Copies the logits of the tokens in a mask, in order, and writes which tokens they are. Returns how
+   many. */
 size_t allowed_logits(const float *logits, const uint32_t *mask, size_t count, float *values,
                       int32_t *tokens);
+/* The token with the largest logit of those in a mask, of equal ones the first; -1: none is. */
+int32_t allowed_argmax(const float *logits, const uint32_t *mask, size_t count);
+/* The only token in a mask; -1: there is none, -2: there are several. */
+int32_t only_allowed(const uint32_t *mask, size_t count);
 
 /* Seconds that passes took since the last call, by part: embedding, products, attention, the rest,
    head. For profiles. */

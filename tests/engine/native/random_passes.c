@@ -259,16 +259,25 @@ static void check_sampling(const float *logits, size_t count) {
   const size_t words = (count + 31) / 32;
   uint32_t *mask = allocate(words * sizeof *mask);
   int32_t *tokens = allocate(count * sizeof *tokens);
-  for (size_t i = 0; i < words; i++) /* bits beyond the last token, too */
-    mask[i] = between(0, 3) ? random_bits() : between(0, 1) ? 0 : UINT32_MAX;
+  for (size_t i = 0; i < words; i++)
+    mask[i] = between(0, 3) ? between(0, 1) ? 0 : UINT32_MAX : random_bits();
+  if (count % 32) mask[words - 1] &= UINT32_MAX >> (32 - count % 32);
   const size_t allowed = allowed_logits(logits, mask, count, weights, tokens);
   size_t at = 0;
+  int32_t best = -1;
   for (size_t i = 0; i < count; i++)
     if (mask[i / 32] >> i % 32 & 1) {
       CHECK(at < allowed && tokens[at] == (int32_t)i);
       CHECK(!memcmp(&weights[at], &logits[i], sizeof *logits));
-      at++;
+      if (!at++ || logits[i] > logits[best]) best = (int32_t)i;
     }
+  CHECK(allowed_argmax(logits, mask, count) == best);
+  CHECK(only_allowed(mask, count) == (allowed > 1 ? -2 : best));
+  memset(mask, 0, words * sizeof *mask);
+  CHECK(only_allowed(mask, count) == -1 && allowed_argmax(logits, mask, count) == -1);
+  const int only = between(0, (int)count - 1);
+  mask[only / 32] = 1u << only % 32;
+  CHECK(only_allowed(mask, count) == only && allowed_argmax(logits, mask, count) == only);
   CHECK(at == allowed);
   free(tokens);
   free(mask);
