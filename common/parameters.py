@@ -16,6 +16,7 @@ from common.form import Form
 
 MAX_SEQUENCES = 16
 MAX_LOGPROBS = 20
+MAX_LABELS = 64  # whose probabilities are computed: a pass for each
 MAX_SEED = 2**63 - 1
 
 # What each may be: called with its name and the value given, the value to use.
@@ -38,6 +39,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "decoder_input_details": checks.boolean,
     "ignore_eos": checks.boolean,
     **forms.CHECKS,
+    "choice_logprobs": checks.boolean,
 }
 # Names of llama.cpp and Triton for what has one here.
 ALIASES = {"repeat_penalty": "repetition_penalty", "stop_words": "stop"}
@@ -69,6 +71,8 @@ class Parameters:
         `logprobs` is given
     ignore_eos: end tokens do not end the answer
     form: what the answer is held to, by one of choice, regex, json_schema and grammar
+    choice_logprobs: also return the log-probability of each text of the choice, among these; the
+        answer is then the likeliest of them as a whole, or one drawn by these
     """
 
     max_new_tokens: int = 64
@@ -89,6 +93,7 @@ class Parameters:
     decoder_input_details: bool = False
     ignore_eos: bool = False
     form: Form | None = None
+    choice_logprobs: bool = False
 
     @classmethod
     def parse(cls, given: Any, defaults: Mapping[str, Any] | None = None) -> Parameters:
@@ -117,6 +122,19 @@ class Parameters:
                 " greedy answers would all be the same"
             )
         return cls(**values)
+
+    def check_labels(self) -> None:
+        """Raises `InvalidRequest` where the probabilities of a choice's texts cannot be told."""
+        name = "parameters.choice_logprobs"
+        if self.form is None or self.form.kind != "choice":
+            raise InvalidRequest(f"{name} needs parameters.choice, the texts that it is about")
+        if (count := len(self.form.source)) > MAX_LABELS:
+            raise InvalidRequest(f"{name} is for at most {MAX_LABELS} texts; choice has {count}")
+        if self.num_return_sequences > 1 or self.decoder_input_details:
+            other = (
+                "num_return_sequences" if self.num_return_sequences > 1 else "decoder_input_details"
+            )
+            raise InvalidRequest(f"{name} and parameters.{other} cannot be asked for together")
 
 
 def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -25,6 +25,7 @@ from common.parameters import Parameters
 from engine.backends.page_cache import read_in
 from engine.budget import Budget
 from engine.cores import Cores
+from engine.labels import check_labels
 from engine.loader import Loader, Request
 from engine.model import Core, Model
 from engine.native.model import release_memory
@@ -294,7 +295,10 @@ class Engine:
             if model.adapter is not None:  # no step waits for a disk
                 read_in(model.adapter.mapped)
             ids = model.texts.encode(inputs)
-            form = parameters.form
+            form, labels = parameters.form, None
+            if form is not None and parameters.choice_logprobs:
+                labels = model.texts.labels(form)
+                check_labels(labels, len(ids), model.config.max_length)
             sequences = [
                 Sequence(
                     prompt=ids,
@@ -307,7 +311,8 @@ class Engine:
                     deadline=deadline,
                     model=model,
                     adapter=model.adapter,
-                    constraint=None if form is None else model.texts.constrain(form),
+                    constraint=None if form is None or labels else model.texts.constrain(form),
+                    labels=labels,
                 )
                 for i in range(parameters.num_return_sequences)
             ]

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from common.parameters import Parameters
 from engine.native import library
 from engine.text.constraint import Constraint
+
+if TYPE_CHECKING:
+    from engine.labels import Labels
 
 Logits = NDArray[np.float32]
 Weights = NDArray[np.float64]
@@ -76,6 +79,12 @@ class Sampler:
             values, tokens = constraint.allowed(logits)
             token = int(tokens[self._draw(values)])
         return token, None if p.logprobs is None else logprobs_of(raw, token, p.logprobs)
+
+    def choose_label(self, labels: Labels) -> list[tuple[int, TokenLogprobs | None]]:
+        """The tokens of one of a choice's texts by their probabilities as a whole."""
+        uniform = None if self._random is None else self._random.random()
+        found = labels.choose(self._temperature, uniform)
+        return [(token, None if self._p.logprobs is None else steps) for token, steps in found]
 
     def accept(self, token: int) -> None:
         """Counts a token of the answer, whether it was chosen here or forced."""

@@ -117,13 +117,24 @@ class Batch:
         return scheduled
 
     def _next(self, sequence: Sequence, count: int) -> Scheduled:
-        row = self._rows[sequence]
+        row, label = self._rows[sequence], sequence.label_ids
+        if label is not None:
+            return self._next_of_label(sequence, label, count)
         count = min(count, MAX_SCORED_TOKENS) if sequence.scores_prompt else count
         begin, end = row.length, min(row.length + count, len(sequence.ids))
         completes = end == len(sequence.ids)
         wanted = end - begin if sequence.scores_prompt else int(completes)
         piece = Piece(row, sequence.ids[begin:end], wanted, sequence.adapter)
         return Scheduled(sequence, piece, completes)
+
+    def _next_of_label(self, sequence: Sequence, label: list[int], count: int) -> Scheduled:
+        """The prompt but for its last token, then that and a label's, with all their logits."""
+        row, last = self._rows[sequence], len(sequence.prompt) - 1
+        if row.length < last:
+            ids = sequence.ids[row.length : min(row.length + count, last)]
+            return Scheduled(sequence, Piece(row, ids, 0, sequence.adapter), False)
+        ids = [sequence.prompt[-1], *label]
+        return Scheduled(sequence, Piece(row, ids, len(ids), sequence.adapter), False)
 
     def _admit(self) -> Sequence | None:
         """Gives the first in the queue a row, and memory for its keys and values at its longest: a

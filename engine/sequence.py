@@ -15,6 +15,7 @@ from typing import Any
 from common.errors import EngineError
 from common.parameters import Parameters
 from engine.backends.interface import Adapter
+from engine.labels import Labels
 from engine.sampling import Logits, Sampler, TokenLogprobs, logprobs_of
 from engine.text.constraint import Constraint
 
@@ -42,6 +43,8 @@ class Token:
     prefill: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)
     pieces: list[bytes] = field(default_factory=list)  # of `shown`
     special_ids: frozenset[int] = frozenset()  # the model's tokens that are no text
+    # With the last token, where they were asked for: a choice's texts and their log-probabilities.
+    choices: list[tuple[str, float]] = field(default_factory=list)
 
     @property
     def shown(self) -> list[int]:
@@ -78,6 +81,7 @@ class Sequence:
     model: Any = None  # an `engine.model.Model`, whose answer it is
     adapter: Adapter | None = None
     constraint: Constraint | None = None  # of its form
+    labels: Labels | None = None  # whose probabilities are asked for
     state: State = State.WAITING
     cancelled: bool = False
     ids: list[int] = field(init=False)
@@ -102,7 +106,8 @@ class Sequence:
     @property
     def max_tokens(self) -> int:
         """The most tokens that its row can come to hold."""
-        return min(len(self.prompt) + self.parameters.max_new_tokens, self.max_length)
+        new = self.parameters.max_new_tokens if self.labels is None else self.labels.longest
+        return min(len(self.prompt) + new, self.max_length)
 
     @property
     def is_scored(self) -> bool:
@@ -122,6 +127,26 @@ class Sequence:
             assert self.parameters.logprobs is not None
             found = logprobs_of(logits, self.prompt[at], self.parameters.logprobs)
             self._prefill.append(found)
+
+    @property
+    def label_ids(self) -> list[int] | None:
+        """The tokens of the label that is to be scored next, if there is one."""
+        return None if self.labels is None else self.labels.next_ids
+
+    def score_label(self, logits: Logits) -> bool:
+        """Takes the logits (1 + T, V) of the prompt's last token and of a label's. After the last
+        label the whole answer is there, and this is True."""
+        assert self.labels is not None
+        self.labels.score(logits, self.parameters.logprobs or 0)
+        if self.labels.next_ids is not None:
+            return False
+        for token, logprobs in self._sampler.choose_label(self.labels):
+            if self.state is not State.FINISHED:
+                self._append(token, logprobs)
+        self.state = State.FINISHED
+        self._tokens[-1].finish_reason = self._tokens[-1].finish_reason or "complete"
+        self._tokens[-1].choices = self.labels.logprobs
+        return True
 
     def begin_like(self, other: Sequence) -> None:
         """Takes the scores of the prompt, which was computed for another of the same request."""

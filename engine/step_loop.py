@@ -237,6 +237,13 @@ class Loop:
             if sequence.state is State.FINISHED:
                 continue
             with self._ending(model, sequence):
+                if sequence.labels is not None:
+                    if count:
+                        model.batch.model.truncate(part.piece.row, len(sequence.prompt) - 1)
+                        if sequence.score_label(rows):
+                            self._count_first(sequence)
+                            ready.append(sequence)
+                    continue
                 if sequence.scores_prompt:
                     for row in rows:
                         sequence.score(row)
@@ -260,16 +267,20 @@ class Loop:
         the same logits (V,), and rows only for what follows."""
         with self.changed:  # the queue is shared with `submit`
             siblings = model.batch.siblings(first)
-        counters = _model(first).statistics
-        now = time.monotonic()
-        counters.cached_tokens += first.cached_tokens
         for sequence in (first, *siblings):
             with self._ending(model, sequence):
                 if sequence is not first:
                     sequence.begin_like(first)
-                counters.time_to_first_token_s.observe(now - sequence.queued_at)
+                self._count_first(sequence)
                 if sequence.advance(logits):
                     ready.append(sequence)
+
+    @staticmethod
+    def _count_first(sequence: Sequence) -> None:
+        """Counts a sequence that has its first token."""
+        counters = _model(sequence).statistics
+        counters.cached_tokens += sequence.cached_tokens
+        counters.time_to_first_token_s.observe(time.monotonic() - sequence.queued_at)
 
     @contextmanager
     def _ending(self, model: Core, sequence: Sequence) -> Iterator[None]:

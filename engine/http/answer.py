@@ -68,6 +68,8 @@ class Answer:
                 completion["logprobs"] = [found["logprobs"] for found in details]
             if tokens[0].prefill:
                 completion["prefill"] = details[0]["prefill"]
+            if tokens[-1].choices:
+                completion["choice_logprobs"] = choices_body(tokens[-1])
             completions.append(completion)
         return {
             "completions": completions,
@@ -101,6 +103,11 @@ def token_details(token: Token) -> dict[str, Any]:
     if token.logprobs is not None:
         found["logprobs"] = body(token.id, token.logprobs)
     return found
+
+
+def choices_body(token: Token) -> list[dict[str, Any]]:
+    """`[{"text", "logprob"}]`, the likeliest first."""
+    return [{"text": text, "logprob": round(p, 6)} for text, p in token.choices]
 
 
 def _piece_body(piece: bytes) -> dict[str, Any]:

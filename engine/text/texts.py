@@ -15,6 +15,7 @@ from common.form import Form
 from common.parameters import Parameters
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.generation_config import FILE as GENERATION_FILE
+from engine.labels import Labels, labels_of
 from engine.sequence import Sequence, Token
 from engine.statistics import Statistics
 from engine.text.answer_text import AnswerText
@@ -93,6 +94,8 @@ class Texts:
     def parameters(self, given: Any) -> Parameters:
         """A request's, and the model's own where it gives none. Raises `InvalidRequest`."""
         parameters = Parameters.parse(given, self._defaults)
+        if parameters.choice_logprobs:
+            parameters.check_labels()
         for token, _ in parameters.logit_bias:
             if token >= self._vocab_size:
                 raise InvalidRequest(
@@ -162,6 +165,15 @@ class Texts:
     def constrain(self, form: Form) -> Constraint:
         """For an answer that is held to a form. Raises `InvalidRequest`."""
         return self._vocabulary.constrain(form)
+
+    def labels(self, form: Form) -> Labels:
+        """A choice's texts as tokens, with a space before them and without; on the process's
+        thread. Raises `InvalidRequest`."""
+        spaces = ("", " ") if begins_with_space(form) else ("",)
+        ways = [
+            [self._ids("tokenize", space + text, False) for space in spaces] for text in form.source
+        ]
+        return labels_of(form.source, ways, self.stop_ids)
 
     def _ids(self, *arguments: Any) -> list[int]:
         ids = self._call(ENCODE_S, *arguments)

@@ -201,3 +201,80 @@ def test_a_models_own_form_is_its_requests_default(folder: Path, tmp_path: Path)
         assert [model["name"] for model in engine.models()] == ["m"]
     finally:
         engine.close()
+
+
+def label_scores(folder: Path, prompt: list[int], ways: list[list[int]]) -> float:
+    """The log of the probability that one of `ways` follows, in one pass over each whole text."""
+    model, found = uncached_model(folder), []
+    for way in ways:
+        logits = model(mx.nd.array(np.array([[*prompt, *way]]))).asnumpy()[0].astype(np.float64)
+        logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        steps = logprobs[len(prompt) - 1 : -1]
+        found.append(steps[np.arange(len(way)), way].sum())
+    return float(np.logaddexp.reduce(found))
+
+
+def test_the_probabilities_of_a_choice_are_those_of_its_texts_as_a_whole(
+    engine: Engine, folder: Path
+) -> None:
+    labels = ["긍정", "부정", "긍정적이다", "산에는 꽃 피네"]
+    with Pause(engine):
+        others = [ask(engine, 30), ask(engine, 30, temperature=1.0, seed=1)]
+        request = ask(engine, choice=labels, choice_logprobs=True, logprobs=1)
+    request.wait()
+    texts = engine._models["m"].texts
+
+    def ways(label: str) -> list[list[int]]:
+        found = [texts._ids("tokenize", space + label, False) for space in ("", " ")]
+        ends = [EOS] if label == "긍정" else []  # which another label goes on from
+        return [[*way, *ends] for way in found]
+
+    scores = np.array([label_scores(folder, request.prompt, ways(label)) for label in labels])
+    expected = scores - np.logaddexp.reduce(scores)
+    found = request.tokens[-1].choices
+    assert [text for text, _ in found] == [labels[i] for i in np.argsort(-expected)]
+    for text, logprob in found:
+        assert logprob == pytest.approx(expected[labels.index(text)], abs=2e-3)
+    assert (request.text(), request.finish_reason()) == (found[0][0], "stop")
+    for i, token in enumerate(request.tokens):
+        assert token.logprobs is not None
+        prefix = [*request.prompt, *request.ids()[:i]]
+        one = label_scores(folder, prefix, [[token.id]])
+        assert token.logprobs.chosen == pytest.approx(one, abs=2e-3)
+    alone = [ask(engine, 30).wait().ids(), ask(engine, 30, temperature=1.0, seed=1).wait().ids()]
+    assert [other.wait().ids() for other in others] == alone
+    again = ask(engine, choice=labels, choice_logprobs=True).wait()  # on a kept prefix
+    assert again.sequences[0].cached_tokens > 0
+    assert dict(again.tokens[-1].choices) == pytest.approx(dict(found), abs=1e-6)
+
+
+def test_a_label_is_drawn_by_its_probability(engine: Engine) -> None:
+    given: dict[str, Any] = {"choice": ["가", "나", "다"], "choice_logprobs": True}
+    drawn = [ask(engine, temperature=3.0, seed=seed, **given).wait().text() for seed in range(30)]
+    assert {*drawn} == {"가", "나", "다"}
+    assert ask(engine, temperature=3.0, seed=7, **given).wait().text() == drawn[7]
+
+
+def test_an_answer_with_probabilities_is_cut_by_its_length_as_any_other(engine: Engine) -> None:
+    request = ask(engine, 1, choice=["긍정적이지 않다"], choice_logprobs=True).wait()
+    assert len(request.ids()) == 1
+    assert request.finish_reason() == "length"
+    assert request.tokens[-1].choices == [("긍정적이지 않다", pytest.approx(0.0))]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "needs parameters.choice"),
+        ({"regex": "a"}, "needs parameters.choice"),
+        ({"choice": [str(i) for i in range(65)]}, "at most 64 texts; choice has 65"),
+        ({"choice": ["a"], "temperature": 1.0, "num_return_sequences": 2}, "num_return_sequences"),
+        ({"choice": ["a"], "decoder_input_details": True}, "decoder_input_details"),
+        ({"choice": ["가" * 300]}, "tokens, and the prompt"),
+    ],
+)
+def test_probabilities_that_cannot_be_told_are_refused(
+    engine: Engine, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        ask(engine, choice_logprobs=True, **given)
