@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.errors import InvalidRequest
-from engine.sampling import Logits, TokenLogprobs, logprobs_of
+from engine.sampling import Logits, TokenLogprobs, Weights, logprobs_of
 
 
 @dataclass(frozen=True)
@@ -57,24 +57,20 @@ class Labels:
     @property
     def logprobs(self) -> list[tuple[str, float]]:
         """Each text with the log of its probability among the texts, the likeliest first."""
-        scores = self._scores() - np.logaddexp.reduce(self._scores())
+        scores = self.scores - np.logaddexp.reduce(self.scores)
         order = np.argsort(-scores, kind="stable")
         return [(self.texts[i], float(scores[i])) for i in order]
 
-    def _scores(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    @property
+    def scores(self) -> Weights:
+        """The log-probability of each text (N,) among all that the model could write."""
         scores = np.full(len(self.texts), -np.inf)
         for way, (logprob, _) in zip(self.ways, self._found, strict=True):
             scores[way.text] = np.logaddexp(scores[way.text], logprob)
         return scores
 
-    def choose(self, temperature: float, uniform: float | None) -> list[tuple[int, TokenLogprobs]]:
-        """The tokens of the likeliest text, or of one that is drawn by a number from 0 to 1."""
-        scores = self._scores()
-        text = int(scores.argmax())
-        if uniform is not None:
-            weights = np.exp((scores - scores.max()) / temperature)
-            text = int(np.searchsorted(weights.cumsum(), uniform * weights.sum(), side="right"))
-            text = min(text, len(scores) - 1)
+    def tokens(self, text: int) -> list[tuple[int, TokenLogprobs]]:
+        """Of the likeliest way to write one of the texts."""
         ways = [i for i, way in enumerate(self.ways) if way.text == text]
         best = max(ways, key=lambda i: self._found[i][0])
         return list(zip(self.ways[best].ids, self._found[best][1], strict=True))

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,6 @@ from numpy.typing import NDArray
 from common.parameters import Parameters
 from engine.native import library
 from engine.text.constraint import Constraint
-
-if TYPE_CHECKING:
-    from engine.labels import Labels
 
 Logits = NDArray[np.float32]
 Weights = NDArray[np.float64]
@@ -80,11 +77,12 @@ class Sampler:
             token = int(tokens[self._draw(values)])
         return token, None if p.logprobs is None else logprobs_of(raw, token, p.logprobs)
 
-    def choose_label(self, labels: Labels) -> list[tuple[int, TokenLogprobs | None]]:
-        """The tokens of one of a choice's texts by their probabilities as a whole."""
-        uniform = None if self._random is None else self._random.random()
-        found = labels.choose(self._temperature, uniform)
-        return [(token, None if self._p.logprobs is None else steps) for token, steps in found]
+    def pick(self, logprobs: Weights) -> int:
+        """The place of the likeliest of some whole texts, or of one that is drawn."""
+        if self._random is None:
+            return int(logprobs.argmax())
+        weights = np.exp((logprobs - logprobs.max()) / self._temperature)
+        return _at(weights.cumsum(), self._random.random())
 
     def accept(self, token: int) -> None:
         """Counts a token of the answer, whether it was chosen here or forced."""

@@ -140,9 +140,10 @@ class Sequence:
         self.labels.score(logits, self.parameters.logprobs or 0)
         if self.labels.next_ids is not None:
             return False
-        for token, logprobs in self._sampler.choose_label(self.labels):
+        text = self._sampler.pick(self.labels.scores)
+        for token, logprobs in self.labels.tokens(text):
             if self.state is not State.FINISHED:
-                self._append(token, logprobs)
+                self._append(token, None if self.parameters.logprobs is None else logprobs)
         self.state = State.FINISHED
         self._tokens[-1].finish_reason = self._tokens[-1].finish_reason or "complete"
         self._tokens[-1].choices = self.labels.logprobs

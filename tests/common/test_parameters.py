@@ -43,6 +43,7 @@ def test_every_field_can_be_given() -> None:
         "return_full_text": True,
         "decoder_input_details": True,
         "ignore_eos": True,
+        "choice_logprobs": True,
     }
     assert set(given) == CHECKS.keys() - FORMS.keys()
     given |= {"json_schema": {"type": "string"}}
