@@ -28,6 +28,7 @@ class Bench:
     fleet: bool = option(False, "measure one, two and three servers behind HAProxy")
     cpus: float | None = option(None, "of each server of --fleet (a core), by root", metavar="N")
     adapters: bool = option(False, "measure adapters (LoRA) of one base")
+    forms: bool = option(False, "measure answers that are held to a form")
     only: str | None = option(None, "what to measure; a wrong name lists all", metavar="NAME,...")
     json: Path | None = option(None, "(benchmark.json in the working folder)", metavar="FILE")
     plot: Path | None = option(None, "(benchmark.png in the working folder)", metavar="FILE")
@@ -68,12 +69,14 @@ def run(options: Bench) -> int:
     kogpt2 bench --fleet --cpus 0.5   three on two cores
     kogpt2 bench --switching          eight models where five fit, and what a swap takes
     kogpt2 bench --switching --against 3e223a9 --sweep
+    kogpt2 bench --forms              JSON, labels and expressions
     kogpt2 bench --adapters --container-mib 2048 --minutes 10    a thousand adapters of one base
     """
     from benchmarks.adapters import measurements as adapters
     from benchmarks.contenders import peers
     from benchmarks.engine import measurements as engine
     from benchmarks.fleet import measurements as fleet
+    from benchmarks.forms import measurements as forms
     from benchmarks.gateway import measurements as gateway
     from benchmarks.process import BenchmarkError
     from benchmarks.run import Run
@@ -87,6 +90,7 @@ def run(options: Bench) -> int:
         "fleet": (fleet.FleetRun, fleet.Plan),
         "switching": (switching.SwitchingRun, switching.Plan),
         "adapters": (adapters.AdaptersRun, adapters.Plan),
+        "forms": (forms.FormsRun, forms.Plan),
         "benchmark": (engine.EngineRun, engine.Plan),
     }
     name = next((name for name in kinds if vars(options).get(name)), "benchmark")

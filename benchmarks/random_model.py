@@ -31,8 +31,14 @@ FULL = KOGPT2
 TINY = GPT2Config(500, 64, 2, 2, 256, 128)
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
 BOS = SPECIAL.index("<s>")
+ASCII = ((0x20, 0x7E),)
 # Hangul syllables, then Chinese characters: 81,476 of them.
-CHARACTERS = ((0xAC00, 0xD7A3), (0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF))
+CHARACTERS: tuple[tuple[int, int], ...] = (
+    (0xAC00, 0xD7A3),
+    (0x4E00, 0x9FFF),
+    (0x3400, 0x4DBF),
+    (0x20000, 0x2A6DF),
+)
 
 # Standard deviations that make logits of some units, attention that looks around, and greedy text
 # that does not stand still.
@@ -137,14 +143,14 @@ def random_weights(config: GPT2Config, seed: int) -> Iterator[tuple[str, NDArray
         yield name, w
 
 
-def spiece(size: int) -> bytes:
+def spiece(size: int, characters: Iterable[tuple[int, int]] = CHARACTERS) -> bytes:
     """A sentencepiece model with `size` pieces: the special ones, then one character each."""
     model = messages.ModelProto()
     kind = messages.ModelProto.SentencePiece
     for i, piece in enumerate(SPECIAL):
         model.pieces.add(piece=piece, score=0, type=kind.CONTROL if i else kind.UNKNOWN)
-    codes = itertools.chain.from_iterable(range(a, b + 1) for a, b in CHARACTERS)
-    for code in itertools.islice(codes, size - len(SPECIAL)):
+    codes = itertools.chain.from_iterable(range(a, b + 1) for a, b in characters)
+    for code in itertools.islice(dict.fromkeys(codes), size - len(SPECIAL)):
         model.pieces.add(piece=chr(code), score=0)
     trainer = model.trainer_spec
     trainer.model_type = 2  # BPE
