@@ -306,6 +306,7 @@ class Engine:
                     deadline=deadline,
                     model=model,
                     adapter=model.adapter,
+                    rules=model.texts.rules(parameters, ids),
                 )
                 for i in range(parameters.num_return_sequences)
             ]

@@ -15,6 +15,7 @@ from typing import Any
 from common.errors import EngineError
 from common.parameters import Parameters
 from engine.backends.interface import Adapter
+from engine.rules import Rule
 from engine.sampling import Logits, Sampler, TokenLogprobs, logprobs_of
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Sequence:
     deadline: float | None = None  # on time.monotonic()
     model: Any = None  # an `engine.model.Model`, whose answer it is
     adapter: Adapter | None = None
+    rules: list[Rule] = field(default_factory=list)  # of the parameters
     state: State = State.WAITING
     cancelled: bool = False
     ids: list[int] = field(init=False)
@@ -86,7 +88,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)
-        self._sampler = Sampler(self.parameters, self.index)
+        self._sampler = Sampler(self.parameters, self.index, self.rules)
         self._tokens: deque[Token] = deque()  # that were not told yet
         self._told_all = False
         self._prefill: list[TokenLogprobs | None] = [None]  # before the first token is nothing

@@ -10,9 +10,16 @@ class AnswerText:
     """From an answer's ids, one after the other, the pieces of its text."""
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: tuple[str, ...], strip: tuple[str, ...]
+        self,
+        detokenizer: Detokenizer,
+        stops: tuple[str, ...],
+        strip: tuple[str, ...],
+        min_tokens: int = 0,
     ) -> None:
+        """No stop string that ends in the first `min_tokens` tokens ends the answer, as vLLM has
+        it."""
         self._detokenizer, self._stops = detokenizer, stops
+        self._unsearched = min_tokens  # tokens
         self._trimmer = Trimmer(strip)
         self._held = ""  # text that may be the beginning of a stop string
 
@@ -24,20 +31,24 @@ class AnswerText:
         """
         if end == "stop":
             return self._trimmer.finish(self._held + self._detokenizer.flush()), False
-        text = self._held + self._detokenizer.feed(token)
-        at, keep = _find_stop(text, self._stops)
+        text, begin = self._held + self._detokenizer.feed(token), len(self._held)
+        if self._unsearched:
+            self._unsearched, begin = self._unsearched - 1, len(text)
+        at, keep = _find_stop(text, self._stops, begin)
         if at is None and end == "length":
             text += self._detokenizer.flush()
-            at, _ = _find_stop(text, self._stops)
+            at, _ = _find_stop(text, self._stops, begin)
         if at is not None or end == "length":
             return self._trimmer.finish(text[:at]), at is not None
         self._held = text[len(text) - keep :]
         return self._trimmer.feed(text[: len(text) - keep]), False
 
 
-def _find_stop(text: str, stops: tuple[str, ...]) -> tuple[int | None, int]:
-    """Where the first stop string begins, and how many last characters may begin one."""
-    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+def _find_stop(text: str, stops: tuple[str, ...], begin: int) -> tuple[int | None, int]:
+    """Where the first stop string that ends behind `begin` begins, and how many last characters may
+    begin one."""
+    found = [text.find(stop, max(begin - len(stop) + 1, 0)) for stop in stops]
+    found = [at for at in found if at >= 0]
     if found:
         return min(found), 0
     keep = 0

@@ -7,16 +7,18 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from common.errors import EngineError, InvalidRequest, Overloaded
 from common.parameters import Parameters
 from engine.artifacts.artifact import Artifact
+from engine.rules import Rule, rules_of
 from engine.sequence import Sequence, Token
 from engine.statistics import Statistics
 from engine.text.answer_text import AnswerText
 from engine.text.child import source_of
+from engine.text.phrases import Phrases
 from engine.text.process import TextProcesses
 from engine.text.prompts import Chat, Inputs, Raw
 from engine.text.table import PROCESS, Table
@@ -26,6 +28,7 @@ ENCODE_S = 5.0
 DECODE_S = 5.0
 # A token's text in the mean of an answer. Those of real vocabularies have some dozens.
 MAX_CHARACTERS_PER_TOKEN = 1024
+PHRASES_KEPT = 16  # of a model
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -69,6 +72,8 @@ class Texts:
         assert about is not None
         self.stop_ids, self._special_ids = about.stop_ids, about.special_ids
         self._table = about.table
+        # Requests of one client have the same texts; an index of 100 takes some ms.
+        self._phrases = lru_cache(PHRASES_KEPT)(partial(Phrases, self._table))
         return self
 
     @property
@@ -83,13 +88,21 @@ class Texts:
     def parameters(self, given: Any) -> Parameters:
         """A request's, and the model's own where it gives none. Raises `InvalidRequest`."""
         parameters = Parameters.parse(given, self._defaults)
-        for token, _ in parameters.logit_bias:
-            if token >= self._vocab_size:
+        tokens = {
+            "logit_bias": [token for token, _ in parameters.logit_bias],
+            "bad_words_ids": [token for ids in parameters.bad_words_ids for token in ids],
+        }
+        for name, ids in tokens.items():
+            if max(ids, default=0) >= self._vocab_size:
                 raise InvalidRequest(
-                    f"parameters.logit_bias has the token {token}, but the model's vocabulary ends"
+                    f"parameters.{name} has the token {max(ids)}, but the model's vocabulary ends"
                     f" at {self._vocab_size - 1}"
                 )
         return parameters
+
+    def rules(self, parameters: Parameters, prompt: list[int]) -> list[Rule]:
+        """What is forbidden to one answer, or made less likely; on the process's thread."""
+        return rules_of(parameters, prompt, self.stop_ids, self._phrases)
 
     # Prompts
 
@@ -221,7 +234,8 @@ class Texts:
         for other in [other for other in self._answers if other.over]:  # cancelled
             self._answers.pop(other, None)
         detokenizer = self._table.detokenizer(sequence.prompt, self._decode)
-        answer = AnswerText(detokenizer, sequence.parameters.stop, self._strip)
+        p = sequence.parameters
+        answer = AnswerText(detokenizer, p.stop, self._strip, p.min_new_tokens)
         self._answers[sequence] = answer
         return answer
 
