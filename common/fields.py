@@ -12,6 +12,9 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_BIASES = 1024
 MAX_BIAS = 100
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 64
+MAX_BAD_WORD_IDS = 1024
 
 
 def wrong(field: str, reason: str) -> InvalidRequest:
@@ -80,12 +83,33 @@ def biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 
 def stops(name: str, value: Any) -> tuple[str, ...]:
     """Texts at which an answer ends."""
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    return texts(name, value, MAX_STOPS, MAX_STOP_CHARACTERS)
+
+
+def bad_words(name: str, value: Any) -> tuple[str, ...]:
+    """Texts that are never written."""
+    return texts(name, value, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
+
+
+def texts(name: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
+    """One or several, at most `most` of 1 to `longest` characters."""
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not all(isinstance(text, str) for text in found):
         raise wrong(name, f"must be a string or a list of strings, is {kind(value)}")
-    if len(texts) > MAX_STOPS:
-        raise wrong(name, f"has {len(texts)} strings, at most {MAX_STOPS} are allowed")
-    for text in texts:
-        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
-            raise wrong(name, f"strings must have 1 to {MAX_STOP_CHARACTERS} characters")
-    return tuple(texts)
+    if len(found) > most:
+        raise wrong(name, f"has {len(found)} strings, at most {most} are allowed")
+    for text in found:
+        if not 1 <= len(text) <= longest:
+            raise wrong(name, f"strings must have 1 to {longest} characters")
+    return tuple(found)
+
+
+def bad_words_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """Lists of token ids that are never written one behind the other."""
+    if not isinstance(value, list | tuple) or not all(isinstance(v, list | tuple) for v in value):
+        raise wrong(name, f"must be a list of lists of token ids, is {kind(value)}")
+    if sum(map(len, value)) > MAX_BAD_WORD_IDS:
+        raise wrong(name, f"has more than the {MAX_BAD_WORD_IDS} token ids that are allowed")
+    if not all(value):
+        raise wrong(name, "has an empty list, must have lists of token ids")
+    return tuple(tuple(integer(name, i, 0, 10**9) for i in ids) for ids in value)

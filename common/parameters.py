@@ -38,13 +38,27 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "return_full_text": checks.boolean,
     "decoder_input_details": checks.boolean,
     "ignore_eos": checks.boolean,
+    "typical_p": lambda n, v: checks.number(n, v, 0, 1, above=True),
+    "no_repeat_ngram_size": lambda n, v: checks.integer(n, v, 0, 1_000_000),
+    "min_new_tokens": lambda n, v: checks.integer(n, v, 0, 1_000_000),
+    "bad_words": checks.bad_words,
+    "bad_words_ids": checks.bad_words_ids,
+    "dry_multiplier": lambda n, v: checks.number(n, v, 0, 100),
+    "dry_base": lambda n, v: checks.number(n, v, 1, 100),
+    "dry_allowed_length": lambda n, v: checks.integer(n, v, 0, 1_000_000),
+    "dry_penalty_last_n": lambda n, v: checks.integer(n, v, -1, 1_000_000),
+    "dry_sequence_breakers": checks.stops,
     **forms.CHECKS,
     "choice_logprobs": checks.boolean,
 }
-# Names of llama.cpp and Triton for what has one here.
-ALIASES = {"repeat_penalty": "repetition_penalty", "stop_words": "stop"}
+# Names of llama.cpp, Triton and vLLM for what has one here.
+ALIASES = {
+    "repeat_penalty": "repetition_penalty",
+    "stop_words": "stop",
+    "min_tokens": "min_new_tokens",
+}
 WORDS = ("stop_words", "bad_words")  # Triton's quick starts send them empty
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,8 @@ class Parameters:
 
     max_new_tokens: at most this many tokens are made (also bounded by the context)
     stop: texts at which the answer ends; they are not part of it
-    do_sample: draw from the distribution; implied by temperature, top_k, top_p, min_p or seed
+    do_sample: draw from the distribution; implied by temperature, top_k, top_p, min_p,
+        typical_p or seed
     temperature: divides the logits; 0 is greedy
     top_k: draw among the k likeliest tokens; 0 and -1 mean all
     top_p: draw among the likeliest tokens that together reach this probability, 0 < p <= 1
@@ -73,6 +88,17 @@ class Parameters:
     form: what the answer is held to, by one of choice, regex, json_schema and grammar
     choice_logprobs: also return the log-probability of each text of the choice, among these; the
         answer is then the likeliest of them as a whole, or one drawn by these
+    typical_p: draw among the tokens whose surprisal is nearest to the entropy, as many as together
+        reach this probability, Meister et al. 2022; 1 is off
+    no_repeat_ngram_size: no n tokens stand twice in prompt and answer; 0 is off
+    min_new_tokens: no end token and no stop text ends the answer before it has so many tokens
+    bad_words: texts that are never written, however they are cut into tokens
+    bad_words_ids: lists of token ids that are never written one behind the other
+    dry_multiplier: with what DRY's penalty is multiplied, see `engine.rules.Dry`; 0 is off
+    dry_base: to the power of a repetition's length above the allowed one it is the penalty
+    dry_allowed_length: repetitions of fewer tokens are not penalized
+    dry_penalty_last_n: of how many last tokens repetitions are looked for; -1 means all
+    dry_sequence_breakers: texts over which no repetition goes on
     """
 
     max_new_tokens: int = 64
@@ -94,6 +120,16 @@ class Parameters:
     ignore_eos: bool = False
     form: Form | None = None
     choice_logprobs: bool = False
+    typical_p: float = 1.0
+    no_repeat_ngram_size: int = 0
+    min_new_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
 
     @classmethod
     def parse(cls, given: Any, defaults: Mapping[str, Any] | None = None) -> Parameters:
@@ -106,6 +142,11 @@ class Parameters:
         if not isinstance(given, Mapping):
             raise InvalidRequest(f"parameters must be a JSON object, is {checks.kind(given)}")
         values = _checked(given, "parameters.")
+        least, most = values.get("min_new_tokens", 0), values.get("max_new_tokens")
+        if most is not None and least > most:
+            raise InvalidRequest(
+                f"parameters.min_new_tokens is {least}, must be at most max_new_tokens, {most}"
+            )
         implied = any(name in values for name in SAMPLING)
         if defaults:
             if implied:
@@ -148,10 +189,6 @@ def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             raise InvalidRequest(f"{prefix}{name} is not known; known are {known}")
         if value is None or (name in WORDS and value in ("", [])):
             continue
-        if name == "bad_words":
-            raise InvalidRequest(
-                f"{prefix}bad_words must be empty; logit_bias of -100 keeps a token out"
-            )
         checked = CHECKS[own](f"{prefix}{name}", value)
         if own in forms.CHECKS:
             if form:

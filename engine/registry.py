@@ -313,6 +313,7 @@ class Engine:
                     adapter=model.adapter,
                     constraint=None if form is None or labels else model.texts.constrain(form),
                     labels=labels,
+                    rules=model.texts.rules(parameters, ids),
                 )
                 for i in range(parameters.num_return_sequences)
             ]

@@ -11,13 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.parameters import Parameters
 from engine.native import library
+from engine.rules import Ids, Rule
 from engine.text.constraint import Constraint
 
 Logits = NDArray[np.float32]
@@ -41,10 +42,14 @@ class TokenLogprobs:
 
 
 class Sampler:
-    """Draws the tokens of one sequence. The same parameters and logits give the same tokens."""
+    """Draws the tokens of one sequence. The same parameters and logits give the same tokens.
 
-    def __init__(self, parameters: Parameters, index: int = 0) -> None:
-        self._p = parameters
+    `rules` are those of the parameters, see `engine.rules.rules_of`.
+    """
+
+    def __init__(self, parameters: Parameters, index: int = 0, rules: Seq[Rule] = ()) -> None:
+        self._p, self._rules = parameters, rules
+        self._ids: Ids = np.zeros(0, np.int64)  # for the rules
         self._temperature = max(parameters.temperature, SMALLEST)
         self._penalty = max(parameters.repetition_penalty, SMALLEST)
         self._counts: Counter[int] | None = None  # of the answer's tokens
@@ -64,7 +69,7 @@ class Sampler:
         where they were asked for. Each call's ids begin with those of the last."""
         p = self._p
         raw = logits
-        if p.repetition_penalty != 1.0 or self._counts or self._biased.size:
+        if p.repetition_penalty != 1.0 or self._counts or self._biased.size or self._rules:
             logits = logits.copy()
             self._adjust(logits, ids)
         # A token that is forced takes no random number, as where it is not chosen here at all.
@@ -102,6 +107,10 @@ class Sampler:
             tokens = np.fromiter(self._counts.keys(), np.int64)
             counts = np.fromiter(self._counts.values(), np.float32)
             logits[tokens] -= p.frequency_penalty * counts + p.presence_penalty
+        if self._rules:
+            self._ids = np.append(self._ids, np.array(ids[len(self._ids) :], np.int64))
+        for rule in self._rules:
+            rule(logits, self._ids)
 
     def _draw(self, logits: Logits) -> int:
         p = self._p
@@ -117,13 +126,23 @@ class Sampler:
             if p.top_p == 1.0:
                 if p.min_p:
                     weights[weights < p.min_p] = 0
+                if p.typical_p < 1.0:
+                    return _drawn_typical(logits, weights, p.typical_p, uniform)
                 return _drawn(weights, uniform)
             # Those left out have less than 1 - top_p together.
             found = np.flatnonzero(~(weights < (1 - p.top_p) * whole / size))
         logits = logits[found]
         few = _weights(logits, self._temperature)
         if len(found) > FEW:
-            return int(found[Ranking(logits, few).draw(top_k, p.top_p, uniform, whole, p.min_p)])
+            ranking = Ranking(logits, few)
+            kept_mass = ranking.kept(top_k, p.top_p, whole, p.min_p)
+            if p.typical_p == 1.0:
+                return int(found[ranking.reach(uniform * kept_mass, side="right")[0]])
+            last = ranking.reach(kept_mass)[0]
+            equal = np.flatnonzero(logits[: last + 1] == logits[last])
+            inside = np.append(np.flatnonzero(logits > logits[last]), equal)
+            logits, few = logits[inside], few[inside]
+            return int(found[inside[_drawn_typical(logits, few, p.typical_p, uniform)]])
         order = np.argsort(-logits, kind="stable")[:top_k]
         through = np.cumsum(few[order])
         whole = whole or through[-1]
@@ -131,6 +150,10 @@ class Sampler:
         kept = through[: np.searchsorted(through, p.top_p * whole) + 1]
         if p.min_p:
             kept = kept[: max(np.count_nonzero(few[order] >= p.min_p), 1)]
+        if p.typical_p < 1.0:
+            order = order[: len(kept)]
+            logits, few = logits[order], few[order]
+            return int(found[order[_drawn_typical(logits, few, p.typical_p, uniform)]])
         return int(found[order[_at(kept, uniform)]])
 
 
@@ -148,7 +171,39 @@ def _all_weights(logits: Logits, temperature: float) -> tuple[Logits, float]:
     return weights, total
 
 
-def _drawn(weights: Logits, uniform: float) -> int:
+def _drawn_typical(logits: Logits, weights: NDArray[Any], mass: float, uniform: float) -> int:
+    """One of the typical tokens: of those whose surprisal, -log p, lies nearest to its mean, the
+    entropy, the fewest that together have `mass` of all weight, and those that lie as near.
+
+    Meister et al. 2022, "Locally Typical Sampling", https://arxiv.org/abs/2202.00666, section 4; as
+    transformers' TypicalLogitsWarper.
+    """
+    total = float(weights.sum())
+    # Surprisals are logits but for a sum and a factor, which change no order of distances.
+    logits = logits - logits.max()
+    mean = float(weights @ logits) / total
+    # Those left out have less than 1 - mass together: the others suffice, unless one of those left
+    # out lies as near. Where they are few, leaving them out takes longer than it spares.
+    likely = np.flatnonzero(weights >= (1 - mass) * total / len(weights))
+    if 0 < len(likely) < len(weights) / 2:
+        some, found = logits[likely], weights[likely]
+        distances = np.abs(some - mean)
+        farthest = _farthest(distances, found, mass * total)
+        if farthest <= mean - some.min():
+            near = np.flatnonzero(distances <= farthest)
+            return int(likely[near[_drawn(found[near], uniform)]])
+    distances = np.abs(logits - mean)
+    far = distances > _farthest(distances, weights, mass * total)
+    return _drawn(np.where(far, np.float32(0), weights), uniform)
+
+
+def _farthest(distances: NDArray[Any], weights: NDArray[Any], mass: float) -> float:
+    """The distance of the last of the nearest tokens that together weigh `mass`."""
+    ranking = Ranking(-distances, weights.astype(np.float64))  # bincount is slow with others
+    return float(distances[ranking.reach(mass)[0]])
+
+
+def _drawn(weights: NDArray[Any], uniform: float) -> int:
     """First the piece is found, then the token in it."""
     begins = np.arange(0, len(weights), PIECE)
     through = np.cumsum(np.add.reduceat(weights, begins), dtype=np.float64)
@@ -189,15 +244,8 @@ class Ranking:
             self._through = np.cumsum(np.bincount(bins, weights, BINS))
         self.total = float(self._through[-1])
 
-    def draw(
-        self,
-        top_k: int,
-        top_p: float,
-        uniform: float,
-        whole: float | None = None,
-        min_p: float = 0.0,
-    ) -> int:
-        """A token of the first `top_k`, of those of the first that reach `top_p` of their weight
+    def kept(self, top_k: int, top_p: float, whole: float | None, min_p: float) -> float:
+        """The weight of the first `top_k`, of those of the first that reach `top_p` of their weight
         together, or of `whole`, and of those that weigh at least `min_p`."""
         kept = whole or self.total
         if top_k < len(self._logits):
@@ -207,7 +255,7 @@ class Ranking:
             kept = min(kept, self.reach(top_p * kept)[1])
         if min_p:
             kept = min(kept, float(self._weights[self._weights >= min_p].sum()))
-        return self.reach(uniform * kept, side="right")[0]
+        return kept
 
     def reach(self, mass: float, side: Literal["left", "right"] = "left") -> tuple[int, float]:
         """The first token with which the weights so far are `mass`, or with side `right` more; and

@@ -16,6 +16,7 @@ from common.errors import EngineError
 from common.parameters import Parameters
 from engine.backends.interface import Adapter
 from engine.labels import Labels
+from engine.rules import Rule
 from engine.sampling import Logits, Sampler, TokenLogprobs, logprobs_of
 from engine.text.constraint import Constraint
 
@@ -82,6 +83,7 @@ class Sequence:
     adapter: Adapter | None = None
     constraint: Constraint | None = None  # of its form
     labels: Labels | None = None  # whose probabilities are asked for
+    rules: list[Rule] = field(default_factory=list)  # of the parameters
     state: State = State.WAITING
     cancelled: bool = False
     ids: list[int] = field(init=False)
@@ -93,7 +95,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)
-        self._sampler = Sampler(self.parameters, self.index)
+        self._sampler = Sampler(self.parameters, self.index, self.rules)
         self._tokens: deque[Token] = deque()  # that were not told yet
         self._told_all = False
         self._prefill: list[TokenLogprobs | None] = [None]  # before the first token is nothing

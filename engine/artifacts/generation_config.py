@@ -41,12 +41,8 @@ NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
     "penalty_alpha": (0,),
-    "no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1,),
-    "bad_words_ids": ([],),
     "min_length": (0,),
-    "min_new_tokens": (0,),
-    "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "suppress_tokens": ([],),
@@ -226,18 +222,18 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
     for name, harmless in NOT_DONE.items():
         if given.get(name) is not None and given[name] not in harmless:
             logger.warning("%s: %s is not done here and is left out", file, name)
-    names = ["max_new_tokens", "repetition_penalty"]
+    names = ["max_new_tokens", "min_new_tokens", "repetition_penalty", "no_repeat_ngram_size"]
+    names.append("bad_words_ids")
     if given.get("do_sample"):
-        names += ["do_sample", "temperature", "top_k", "top_p", "min_p"]
+        names += ["do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p"]
     parameters: dict[str, Any] = {name: given[name] for name in names if name in given}
     if given.get("stop_strings"):
         parameters["stop"] = given["stop_strings"]
     parameters = {name: value for name, value in parameters.items() if value is not None}
     try:
-        Parameters.parse(parameters)
+        Parameters.parse(None, parameters)
     except InvalidRequest as error:
-        message = error.message.replace("parameters.", "")
-        raise ArtifactError(f"{file}: {message}") from None
+        raise ArtifactError(f"{file}: {error.message}") from None
     return Generation(parameters=parameters, end_ids=_end_ids(given.get("eos_token_id"), file))
 
 

@@ -14,10 +14,15 @@ class AnswerText:
         detokenizer: Detokenizer,
         stops: tuple[str, ...],
         strip: tuple[str, ...],
+        min_tokens: int = 0,
         leading_space: bool = False,
     ) -> None:
-        """`leading_space`: whether one space is left out that the text may begin with."""
+        """min_tokens: no stop string that ends in so many first tokens ends the answer, as vLLM
+            has it
+        leading_space: whether one space is left out that the text may begin with
+        """
         self._detokenizer, self._stops = detokenizer, stops
+        self._unsearched = min_tokens  # tokens
         self._trimmer = Trimmer(strip)
         self._leading_space = leading_space
         self._held = ""  # text that may be the beginning of a stop string
@@ -30,22 +35,27 @@ class AnswerText:
         """
         if end == "stop":
             return self._trimmer.finish(self._held + self._detokenizer.flush()), False
-        text = self._held + self._detokenizer.feed(token)
-        if self._leading_space and text:
-            text, self._leading_space = text.removeprefix(" "), False
-        at, keep = _find_stop(text, self._stops)
+        new = self._detokenizer.feed(token)
+        if self._leading_space and new:
+            new, self._leading_space = new.removeprefix(" "), False
+        text, begin = self._held + new, len(self._held)
+        if self._unsearched:
+            self._unsearched, begin = self._unsearched - 1, len(text)
+        at, keep = _find_stop(text, self._stops, begin)
         if at is None and end is not None:
             text += self._detokenizer.flush()
-            at, _ = _find_stop(text, self._stops)
+            at, _ = _find_stop(text, self._stops, begin)
         if at is not None or end is not None:
             return self._trimmer.finish(text[:at]), at is not None
         self._held = text[len(text) - keep :]
         return self._trimmer.feed(text[: len(text) - keep]), False
 
 
-def _find_stop(text: str, stops: tuple[str, ...]) -> tuple[int | None, int]:
-    """Where the first stop string begins, and how many last characters may begin one."""
-    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+def _find_stop(text: str, stops: tuple[str, ...], begin: int) -> tuple[int | None, int]:
+    """Where the first stop string that ends behind `begin` begins, and how many last characters may
+    begin one."""
+    found = [text.find(stop, max(begin - len(stop) + 1, 0)) for stop in stops]
+    found = [at for at in found if at >= 0]
     if found:
         return min(found), 0
     keep = 0

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import base64
 import codecs
+import functools
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 REPLACEMENT = "\ufffd"
 # How pieces become a text.
@@ -66,6 +71,45 @@ class Table:
     def is_silent(self, token: int) -> bool:
         return token in self.silent or token >= len(self)
 
+    def join(self, ids: Iterable[int]) -> bytes:
+        """The bytes of ids that are text."""
+        return b"".join(self.piece(i) for i in ids if i not in self.silent)
+
+    @functools.cached_property
+    def _sorted(self) -> tuple[list[bytes], NDArray[np.uint32]]:
+        """The pieces that are text, in their order, and their ids: 3 MB of 50,000, in 50 ms."""
+        texts = [(piece, i) for i, piece in enumerate(self._pieces()) if i not in self.silent]
+        texts.sort()
+        return [piece for piece, _ in texts], np.array([i for _, i in texts], np.uint32)
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Bytes of the longest piece."""
+        return max(map(len, self._sorted[0]), default=0)
+
+    @functools.cached_property
+    def _heads(self) -> NDArray[np.uint32]:
+        """By place in `_blob`, three bytes as a number."""
+        blob = np.frombuffer(self._blob + bytes(2), np.uint8).astype(np.uint32)
+        return np.asarray(blob[:-2] << 16 | blob[1:-1] << 8 | blob[2:], np.uint32)
+
+    def beginning(self, text: bytes) -> NDArray[np.uint32]:
+        """The ids whose pieces begin with `text`, which does not end in 0xFF."""
+        pieces, ids = self._sorted
+        first = bisect_left(pieces, text)
+        return ids[first : bisect_left(pieces, text[:-1] + bytes([text[-1] + 1]), first)]
+
+    def holding(self, text: bytes) -> list[int]:
+        """The ids whose pieces hold `text`."""
+        head, ends = text[:3], np.frombuffer(self._ends, np.uint32)
+        places = self._heads >> 8 * (3 - len(head)) == int.from_bytes(head, "big")
+        at = np.flatnonzero(places)  # `bytes.find` takes five times as long
+        tokens = np.searchsorted(ends, at, side="right") - 1
+        whole = at + len(text) <= ends[tokens + 1]
+        found = zip(tokens[whole].tolist(), at[whole].tolist(), strict=True)
+        blob, silent = self._blob, self.silent
+        return [i for i, a in found if i not in silent and blob.startswith(text, a)]
+
     def detokenizer(self, prompt: Sequence[int], decode: Decode) -> Detokenizer:
         """For the ids that follow `prompt`. `decode` is called where joining is not enough."""
         if self.kind == SEPARATE:
@@ -78,6 +122,9 @@ class Table:
         """Of ids that nothing stands before."""
         detokenizer = self.detokenizer([], lambda _: ("", 0, ""))
         return "".join(map(detokenizer.feed, ids)) + detokenizer.flush()
+
+    def _pieces(self) -> Iterator[bytes]:
+        return (self._blob[a:b] for a, b in pairwise(self._ends))
 
     def to_json(self) -> dict[str, Any]:
         lengths = [b - a for a, b in pairwise(self._ends)]

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from common.errors import ArtifactError, EngineError, InvalidRequest, Overloaded
@@ -16,11 +16,13 @@ from common.parameters import Parameters
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.generation_config import FILE as GENERATION_FILE
 from engine.labels import Labels, labels_of
+from engine.rules import Rule, rules_of
 from engine.sequence import Sequence, Token
 from engine.statistics import Statistics
 from engine.text.answer_text import AnswerText
 from engine.text.child import source_of
 from engine.text.constraint import Constraint, Vocabulary, begins_with_space
+from engine.text.phrases import Phrases
 from engine.text.process import TextProcesses
 from engine.text.prompts import Chat, Inputs, Raw
 from engine.text.table import PROCESS, Table
@@ -30,6 +32,7 @@ ENCODE_S = 5.0
 DECODE_S = 5.0
 # A token's text in the mean of an answer. Those of real vocabularies have some dozens.
 MAX_CHARACTERS_PER_TOKEN = 1024
+PHRASES_KEPT = 16  # of a model
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -80,6 +83,8 @@ class Texts:
                 self._vocabulary.constrain(form)
             except InvalidRequest as error:
                 raise ArtifactError(f"{GENERATION_FILE}: {error.message}") from None
+        # Requests of one client have the same texts; an index of 100 takes some ms.
+        self._phrases = lru_cache(PHRASES_KEPT)(partial(Phrases, self._table))
         return self
 
     @property
@@ -96,13 +101,21 @@ class Texts:
         parameters = Parameters.parse(given, self._defaults)
         if parameters.choice_logprobs:
             parameters.check_labels()
-        for token, _ in parameters.logit_bias:
-            if token >= self._vocab_size:
+        tokens = {
+            "logit_bias": [token for token, _ in parameters.logit_bias],
+            "bad_words_ids": [token for ids in parameters.bad_words_ids for token in ids],
+        }
+        for name, ids in tokens.items():
+            if max(ids, default=0) >= self._vocab_size:
                 raise InvalidRequest(
-                    f"parameters.logit_bias has the token {token}, but the model's vocabulary ends"
+                    f"parameters.{name} has the token {max(ids)}, but the model's vocabulary ends"
                     f" at {self._vocab_size - 1}"
                 )
         return parameters
+
+    def rules(self, parameters: Parameters, prompt: list[int]) -> list[Rule]:
+        """What is forbidden to one answer, or made less likely; on the process's thread."""
+        return rules_of(parameters, prompt, self.stop_ids, self._phrases)
 
     # Prompts
 
@@ -247,11 +260,11 @@ class Texts:
         for other in [other for other in self._answers if other.over]:  # cancelled
             self._answers.pop(other, None)
         detokenizer = self._table.detokenizer(sequence.prompt, self._decode)
-        form, stop = sequence.parameters.form, sequence.parameters.stop
+        p = sequence.parameters
         # What is cut from other answers may be part of a form.
-        strip = () if form else self._strip
-        leading_space = form is not None and begins_with_space(form)
-        answer = AnswerText(detokenizer, stop, strip, leading_space)
+        strip = () if p.form else self._strip
+        leading_space = p.form is not None and begins_with_space(p.form)
+        answer = AnswerText(detokenizer, p.stop, strip, p.min_new_tokens, leading_space)
         self._answers[sequence] = answer
         return answer
 

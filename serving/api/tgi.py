@@ -36,11 +36,10 @@ NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "grammar": (),
     "truncate": (),
-    "typical_p": (1,),
     "watermark": (False,),
 }
 # Any of these makes TGI draw, whatever `do_sample` says.
-DRAWS = ("temperature", "top_k", "top_p", "min_p")
+DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 @dataclass(frozen=True)

@@ -44,14 +44,24 @@ def test_every_field_can_be_given() -> None:
         "decoder_input_details": True,
         "ignore_eos": True,
         "choice_logprobs": True,
+        "typical_p": 0.9,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 4,
+        "bad_words": ["욕", " 나쁜 말"],
+        "bad_words_ids": [[3], [5, 6]],
+        "dry_multiplier": 0.8,
+        "dry_base": 1.5,
+        "dry_allowed_length": 3,
+        "dry_penalty_last_n": 64,
+        "dry_sequence_breakers": ["\n", "。"],
     }
     assert set(given) == CHECKS.keys() - FORMS.keys()
     given |= {"json_schema": {"type": "string"}}
-    pairs = ((3, -100.0), (17, 2.5))
-    changed = {"stop": ("끝", "\n"), "logit_bias": pairs}
+    lists = {name: tuple(given[name]) for name in ("stop", "bad_words", "dry_sequence_breakers")}
+    lists |= {"logit_bias": ((3, -100.0), (17, 2.5)), "bad_words_ids": ((3,), (5, 6))}
     assert dataclasses.asdict(Parameters.parse(given)) == {
         **{name: value for name, value in given.items() if name not in FORMS},
-        **changed,
+        **lists,
         "form": {"kind": "json_schema", "source": ('{"type":"string"}',)},
     }
 
@@ -102,9 +112,15 @@ def test_an_unknown_field_is_refused_even_if_it_is_null() -> None:
     assert "parameters.온도" in refused({"온도": None})
 
 
-INTEGERS = ("max_new_tokens", "top_k", "seed", "num_return_sequences", "logprobs")
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
-ABOVE_0 = ("top_p", "repetition_penalty")
+INTEGERS = (
+    *("max_new_tokens", "top_k", "seed", "num_return_sequences", "logprobs", "min_new_tokens"),
+    *("no_repeat_ngram_size", "dry_allowed_length", "dry_penalty_last_n"),
+)
+NUMBERS = (
+    *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty"),
+    *("dry_multiplier", "dry_base"),
+)
+ABOVE_0 = ("top_p", "typical_p", "repetition_penalty")
 BOOLEANS = ("do_sample", "return_full_text", "decoder_input_details", "ignore_eos")
 
 
@@ -126,9 +142,26 @@ def test_a_boolean_field_takes_booleans_only(field: str, value: Any) -> None:
     assert f"parameters.{field} must be true or false" in refused({field: value})
 
 
+@pytest.mark.parametrize("field", ["stop", "bad_words", "dry_sequence_breakers"])
 @pytest.mark.parametrize("value", [1, True, {}, [1], ["a", None], [["a"]]])
-def test_stop_takes_texts_only(value: Any) -> None:
-    assert "parameters.stop must be a string or a list of strings" in refused({"stop": value})
+def test_a_field_of_texts_takes_texts_only(field: str, value: Any) -> None:
+    assert f"parameters.{field} must be a string or a list of strings" in refused({field: value})
+
+
+@pytest.mark.parametrize("value", [1, "가", {}, [1], ["a"], [[1], 2]])
+def test_banned_ids_are_lists_of_ids(value: Any) -> None:
+    message = refused({"bad_words_ids": value})
+    assert "parameters.bad_words_ids must be a list of lists of token ids" in message
+    for ids in ([["1"]], [[True]], [[0.5]]):
+        assert "parameters.bad_words_ids must be an integer" in refused({"bad_words_ids": ids})
+
+
+def test_an_answer_cannot_have_to_be_longer_than_it_may_be() -> None:
+    message = refused({"max_new_tokens": 5, "min_tokens": 6})
+    assert message == "parameters.min_new_tokens is 6, must be at most max_new_tokens, 5"
+    assert Parameters.parse({"max_new_tokens": 5, "min_new_tokens": 5}).min_new_tokens == 5
+    # A model's own least is no reason to refuse a request for less.
+    assert Parameters.parse({"max_new_tokens": 5}, {"min_new_tokens": 6}).max_new_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -149,6 +182,16 @@ def test_stop_takes_texts_only(value: Any) -> None:
         *((field, value) for field in ABOVE_0 for value in (0, 0.0)),
         *((field, float(value)) for field in NUMBERS for value in ("nan", "inf", "-inf")),
         ("top_p", 1.0001),
+        ("typical_p", 1.0001),
+        ("dry_base", 0.99),
+        ("dry_penalty_last_n", -2),
+        ("no_repeat_ngram_size", -1),
+        ("bad_words", ["a", ""]),
+        ("bad_words", "a" * 65),
+        ("bad_words", ["a"] * 257),
+        ("bad_words_ids", [[]]),
+        ("bad_words_ids", [[-1]]),
+        ("bad_words_ids", [[1] * 1025]),
         *((f"{kind}_penalty", v) for kind in ("frequency", "presence") for v in (-2.1, 2.1)),
         ("frequency_penalty", float("nan")),
         ("logit_bias", {str(i): 0 for i in range(1025)}),
@@ -210,6 +253,8 @@ def test_one_stop_may_come_without_a_list() -> None:
         ({"top_k": 5}, True),
         ({"top_p": 0.9}, True),
         ({"min_p": 0.1}, True),
+        ({"typical_p": 0.9}, True),
+        ({"no_repeat_ngram_size": 3, "dry_multiplier": 1, "min_tokens": 2}, False),
         ({"temperature": 0}, False),
         ({"temperature": 0.0, "top_p": 0.9, "seed": 1, "do_sample": True}, False),
         ({"seed": 1}, True),
@@ -246,9 +291,9 @@ def test_a_top_k_of_minus_1_is_off() -> None:
 
 
 def test_names_of_other_servers_are_known() -> None:
-    given = {"repeat_penalty": 1.2, "stop_words": ["끝"], "bad_words": []}
-    assert Parameters.parse(given) == Parameters(repetition_penalty=1.2, stop=("끝",))
-    assert Parameters.parse({}, given) == Parameters(repetition_penalty=1.2, stop=("끝",))
+    given = {"repeat_penalty": 1.2, "stop_words": ["끝"], "bad_words": [], "min_tokens": 2}
+    expected = Parameters(repetition_penalty=1.2, stop=("끝",), min_new_tokens=2)
+    assert Parameters.parse(given) == Parameters.parse({}, given) == expected
     assert Parameters.parse({"stop_words": "", "bad_words": ""}) == Parameters()
     assert "parameters.repeat_penalty must be" in refused({"repeat_penalty": 0})
-    assert "parameters.bad_words must be empty" in refused({"bad_words": ["욕"]})
+    assert "parameters.min_tokens must be" in refused({"min_tokens": -1})

@@ -238,7 +238,7 @@ def test_a_client_that_leaves_a_stream_frees_its_row(server: Server) -> None:
         ("generate", {"text_input": PROMPT, "parameters": [1]}, 400, "parameters"),
         ("generate", {"text_input": [PROMPT, PROMPT]}, 400, "text_input"),
         ("generate", {"text_input": PROMPT, "stream": "아니"}, 400, "stream must be"),
-        ("generate", {"text_input": PROMPT, "bad_words": ["가"]}, 400, "bad_words must be empty"),
+        ("generate", {"text_input": PROMPT, "bad_words": [1]}, 400, "bad_words must be a string"),
         ("generate", {"text_input": PROMPT, "stop_words": [1]}, 400, "stop"),
         ("generate_stream", {"text_input": PROMPT, "parameters": {"top_p": 2}}, 400, "top_p"),
         (

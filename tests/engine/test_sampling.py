@@ -175,6 +175,73 @@ def spreads(size: int = 5000) -> dict[str, NDArray[np.float32]]:
     }
 
 
+def typical(
+    logits: Array, kept: list[int], temperature: float, mass: float, rounded: float = 1e-12
+) -> list[int]:
+    """By a full sort: of the tokens that other parameters kept, those that transformers'
+    TypicalLogitsWarper keeps."""
+    shifted = (logits[kept].astype(np.float64) - logits[kept].max()) / temperature
+    logs = shifted - np.log(np.exp(shifted).sum())
+    distances = np.abs(-logs + (np.exp(logs) * logs).sum())  # to the entropy
+    order = np.argsort(distances, kind="stable")
+    last = min(int((np.cumsum(np.exp(logs[order])) < mass).sum()), len(kept) - 1)
+    return [kept[i] for i in np.flatnonzero(distances <= distances[order[last]] + rounded)]
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 9.0])
+@pytest.mark.parametrize("mass", [0.05, 0.3, 0.9003, 0.99])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 2.5},
+        {"top_k": 40},
+        {"top_k": 2000},
+        {"top_p": 0.8003},
+        {"min_p": 0.03},
+        {"top_k": 1500, "top_p": 0.9503, "min_p": 0.01, "temperature": 0.8},
+    ],
+)
+def test_typical_tokens_are_those_of_a_full_sort(
+    options: dict[str, Any], mass: float, scale: float
+) -> None:
+    count = 400
+    logits = logits_of(21, scale=scale)
+    order = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **options}
+    kept = typical(logits, nucleus(logits, **order), order["temperature"], mass)
+    sampler = Sampler(Parameters(do_sample=True, seed=0, typical_p=mass, **options))
+    sampler._random = EvenlySpaced(count)  # type: ignore[assignment]
+    drawn = np.bincount([sampler.choose(logits, [])[0] for _ in range(count)], minlength=VOCAB)
+    shares = np.zeros(VOCAB)
+    shares[kept] = softmax(logits[kept] / order["temperature"])
+    # A token at the edge may be in or out, as single precision rounds its distance.
+    assert np.abs(drawn - shares * count).max() <= 1.01 + count * shares.max() * 0.01
+    assert drawn[np.setdiff1d(np.arange(VOCAB), kept)].sum() <= 1
+
+
+@pytest.mark.parametrize("mass", [0.2, 0.9])
+@pytest.mark.parametrize("spread", spreads())
+def test_however_logits_lie_typical_tokens_are_found_and_few_sorted(
+    spread: str, mass: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = spreads()[spread].astype(np.float32)
+    near = typical(logits, list(range(len(logits))), 1.0, mass, rounded=1e-5)
+    sizes: list[int] = []
+    argsort = np.argsort
+    monkeypatch.setattr(np, "argsort", lambda a, **how: sizes.append(len(a)) or argsort(a, **how))
+    assert set(draws(logits, 200, seed=1, typical_p=mass)) <= set(near)
+    assert max(sizes, default=0) <= FEW
+
+
+def test_typical_tokens_are_not_the_likeliest() -> None:
+    """One of 0.5 and many alike: these are what is typical."""
+    logits = np.log(np.array([0.5, *[0.5 / 50] * 50])).astype(np.float32)
+    assert 0 not in draws(logits, 200, seed=1, typical_p=0.3)
+    assert 0 in draws(logits, 200, seed=1)
+    one = np.log(np.array([0.98, *[0.02 / 50] * 50])).astype(np.float32)
+    assert set(draws(one, 200, seed=1, typical_p=0.3)) == {0}
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -409,7 +476,10 @@ def test_the_largest_values_are_found_as_by_a_full_sort() -> None:
         np.testing.assert_array_equal(top_indices(values, k), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.5}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.5}, {"typical_p": 0.5}],
+)
 def test_a_vocabulary_smaller_than_what_is_asked_for_is_no_problem(options: dict[str, Any]) -> None:
     logits = logits_of(10, 3)
     assert set(draws(logits, 50, seed=1, **options)) <= {0, 1, 2}
@@ -418,7 +488,7 @@ def test_a_vocabulary_smaller_than_what_is_asked_for_is_no_problem(options: dict
     assert len(found.top) == 3
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.5}, {"typical_p": 0.5}])
 def test_a_broken_model_still_gives_a_token(options: dict[str, Any]) -> None:
     logits = np.full(600, np.nan, dtype=np.float32)
     assert 0 <= draws(logits, 1, seed=1, **options)[0] < 600

@@ -38,7 +38,8 @@ class Story:
             emit=self.emitted.append,
         )
         detokenizer = SeparateDetokenizer(Table(SEPARATE, bytes_, {EOS}, byte_ids))
-        self.text = AnswerText(detokenizer, self.sequence.parameters.stop, ())
+        p = self.sequence.parameters
+        self.text = AnswerText(detokenizer, p.stop, (), p.min_new_tokens)
         self.size = len(vocabulary)
         for piece in pieces:
             if self.sequence.over:
@@ -117,6 +118,21 @@ def test_a_stop_string_within_a_token_cuts_it() -> None:
 def test_a_stop_string_over_several_tokens_never_gets_out() -> None:
     story = Story("아", "<", "끝", ">", "x", stop=("<끝>",))
     assert story.texts == ["아", "", "", ""]
+    assert story.finish_reason == "stop"
+
+
+def test_a_stop_string_among_the_first_tokens_is_text_where_more_are_wanted() -> None:
+    pieces = ("아", "끝", "이", "끝", "x")
+    assert Story(*pieces, stop=("끝",)).texts == ["아", ""]
+    story = Story(*pieces, stop=("끝",), min_new_tokens=3)
+    assert story.texts == ["아", "끝", "이", ""]
+    assert story.finish_reason == "stop"
+    assert Story(*pieces, stop=("끝",), min_new_tokens=4, max_new_tokens=5).texts == list(pieces)
+
+
+def test_a_stop_string_that_ends_behind_the_wanted_tokens_never_gets_out() -> None:
+    story = Story("ab", "<", "끝", ">", "x", stop=("<끝>", "<"), min_new_tokens=3)
+    assert story.texts == ["ab", "", "", ""]
     assert story.finish_reason == "stop"
 
 

@@ -31,7 +31,12 @@ WITHOUT_EFFECT = {
     *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
 }
 # Not OpenAI's: ours, as vLLM, llama.cpp and what is made for them have them, too.
-OURS = ("top_k", "min_p", "repetition_penalty", "repeat_penalty", "ignore_eos")
+OURS = (
+    *("top_k", "min_p", "typical_p", "repetition_penalty", "repeat_penalty", "ignore_eos"),
+    *("no_repeat_ngram_size", "min_tokens", "min_new_tokens", "bad_words", "bad_words_ids"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    "dry_sequence_breakers",
+)
 SHARED = {
     *("model", "stream", "stream_options", "temperature", "top_p", "n", "stop", "seed"),
     *("frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "max_tokens"),

@@ -21,7 +21,7 @@ WORDS = {
     TOO_LONG: "This model's maximum context length is exceeded: ",
 }
 # What the engine says of a field begins with its name.
-FIELD = re.compile(r"(?:parameters\.)?(prompt|messages|logit_bias)\b")
+FIELD = re.compile(r"(?:parameters\.)?(prompt|messages|logit_bias|bad_words_ids|min_new_tokens)\b")
 
 
 class Refused(BadRequest):

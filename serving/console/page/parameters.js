@@ -9,13 +9,18 @@ const NUMBERS = [
   ["temperature", 1, { min: 0, max: 100, step: "any" }],
   ["top_k", 0, { min: 0, step: 1 }],
   ["top_p", 1, { min: 0.01, max: 1, step: "any" }],
+  ["typical_p", 1, { min: 0.01, max: 1, step: "any" }],
   ["seed", "", { min: 0, step: 1 }],
   ["repetition_penalty", 1, { min: 0.01, max: 100, step: "any" }],
   ["frequency_penalty", 0, { min: -2, max: 2, step: "any" }],
   ["presence_penalty", 0, { min: -2, max: 2, step: "any" }],
+  ["no_repeat_ngram_size", 0, { min: 0, step: 1 }],
+  ["dry_multiplier", 0, { min: 0, max: 100, step: "any" }],
+  ["min_new_tokens", 0, { min: 0, step: 1 }],
   ["num_return_sequences", 1, { min: 1, max: 16, step: 1 }],
   ["logprobs", "", { min: 0, max: 20, step: 1, value: 3 }],
 ];
+const TEXTS = ["stop", "bad_words"]; // one a line
 const FLAGS = ["return_full_text", "decoder_input_details"];
 
 const fields = {};
@@ -32,7 +37,7 @@ export function showParameters() {
       add(name, h("input", { type: "number", placeholder: usual, inputMode: "decimal", ...limits })),
     ),
     add("do_sample", h("select", {}, option("", ""), option("true", "true"), option("false", "false"))),
-    add("stop", h("textarea", { rows: 2, placeholder: "\\n" })),
+    ...TEXTS.map((name) => add(name, h("textarea", { rows: 2, placeholder: "\\n" }))),
     add("logit_bias", h("input", { placeholder: '{"389": -100}', spellcheck: false })),
     ...FLAGS.map((name) => add(name, h("input", { type: "checkbox" }))),
   );
@@ -53,8 +58,10 @@ export function readParameters() {
     if (field.value !== "") found[name] = field.valueAsNumber;
   }
   if (fields.do_sample.value) found.do_sample = fields.do_sample.value === "true";
-  const stops = fields.stop.value.split("\n").filter(Boolean);
-  if (stops.length) found.stop = stops.map((stop) => stop.replaceAll("\\n", "\n"));
+  for (const name of TEXTS) {
+    const texts = fields[name].value.split("\n").filter(Boolean);
+    if (texts.length) found[name] = texts.map((text) => text.replaceAll("\\n", "\n"));
+  }
   if (fields.logit_bias.value.trim()) found.logit_bias = object("logit_bias");
   for (const name of FLAGS) if (fields[name].checked) found[name] = true;
   return found;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import re
@@ -237,10 +238,23 @@ def test_hugging_faces_sampling_counts_only_where_it_samples(tmp_path: Path) -> 
 def test_what_is_not_done_is_said_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    theirs = {"num_beams": 4, "no_repeat_ngram_size": 0}
+    theirs = {"num_beams": 4, "epsilon_cutoff": 0}
     open_artifact(make_hugging_face(tmp_path / "m", generation_config=theirs))
     assert "num_beams is not done here" in caplog.text
-    assert "no_repeat_ngram_size" not in caplog.text
+    assert "epsilon_cutoff" not in caplog.text
+
+
+def test_what_transformers_forbids_by_default_is_forbidden(tmp_path: Path) -> None:
+    theirs = {"bad_words_ids": [[3], [5, 6]], "no_repeat_ngram_size": 3, "typical_p": 0.9}
+    theirs |= {"max_new_tokens": 9, "min_new_tokens": 20}
+    folder = make_hugging_face(tmp_path / "m", generation_config=theirs)
+    expected = Parameters(9, no_repeat_ngram_size=3, bad_words_ids=((3,), (5, 6)))
+    found = parameters(folder, None)
+    assert found == dataclasses.replace(expected, min_new_tokens=20)  # at most max_new_tokens
+    drawing = make_hugging_face(
+        tmp_path / "n", generation_config={"do_sample": True, "typical_p": 0.9}
+    )
+    assert parameters(drawing, None) == Parameters(do_sample=True, typical_p=0.9)
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,7 @@ def test_a_wrong_request_gets_an_error_that_says_what_is_wrong(
         ({"prompt": [-1]}, "prompt must be"),
         ({"prompt": [10_000_000]}, "the model's vocabulary ends at"),
         ({"parameters": {"logit_bias": {"10000000": 1}}}, "the model's vocabulary ends at"),
+        ({"parameters": {"bad_words_ids": [[1, 10**7]]}}, "the model's vocabulary ends at"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": "안녕"}]}, "add chat_template.jinja"),

@@ -196,7 +196,8 @@ def test_a_newer_client_of_hugging_faces_is_known_by_its_name() -> None:
         ({"do_sample": False, "stop": [], "return_full_text": False}, {"do_sample": False}),
         ({"do_sample": False, "temperature": 0.5}, {"temperature": 0.5}),
         ({"do_sample": False, "seed": 1}, {"do_sample": False, "seed": 1}),
-        ({"top_n_tokens": 3, "best_of": 1, "watermark": False, "typical_p": 1.0}, {}),
+        ({"top_n_tokens": 3, "best_of": 1, "watermark": False}, {}),
+        ({"do_sample": False, "typical_p": 0.9}, {"typical_p": 0.9}),
     ],
 )
 def test_the_clients_defaults_mean_what_they_mean_to_tgi(parameters: Any, sent: Any) -> None:

@@ -47,13 +47,19 @@ def test_every_field_has_its_meaning() -> None:
         "temperature": 0.5, "top_p": 0.9, "n": 2, "stop": "끝", "seed": 7, "stream": True,
         "frequency_penalty": -2, "presence_penalty": 1.5, "logit_bias": {"5": -100},
         "stream_options": {"include_usage": True}, "top_k": 40, "repetition_penalty": 1.2,
-        "min_p": 0.1, "ignore_eos": True,
+        "min_p": 0.1, "ignore_eos": True, "typical_p": 0.9, "no_repeat_ngram_size": 3,
+        "min_tokens": 2, "bad_words": "욕", "bad_words_ids": [[5, 6]], "dry_multiplier": 0.8,
+        "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 9,
+        "dry_sequence_breakers": ["\n"],
     }  # fmt: skip
     parameters = {
         "do_sample": True, "temperature": 0.5, "top_p": 0.9, "num_return_sequences": 2,
         "stop": ["끝"], "seed": 7, "frequency_penalty": -2.0, "presence_penalty": 1.5,
         "logit_bias": {"5": -100}, "top_k": 40, "repetition_penalty": 1.2, "min_p": 0.1,
-        "ignore_eos": True,
+        "ignore_eos": True, "typical_p": 0.9, "no_repeat_ngram_size": 3,
+        "min_new_tokens": 2, "bad_words": ("욕",), "bad_words_ids": ((5, 6),),
+        "dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 9,
+        "dry_sequence_breakers": ("\n",),
     }  # fmt: skip
     found = completion(**shared, max_tokens=5, logprobs=0, user="나")
     assert found.parameters == {**parameters, "max_new_tokens": 5, "logprobs": 0}
@@ -177,6 +183,9 @@ def test_there_must_be_messages(messages: Any) -> None:
         ("top_k", -2),
         ("min_p", 1.5),
         ("ignore_eos", 1),
+        ("typical_p", 0),
+        ("min_tokens", -1),
+        ("bad_words", [""]),
         ("repeat_penalty", 0),
         ("response_format", {"type": "json_object"}),
         ("온도", 1),
@@ -243,7 +252,7 @@ def test_other_servers_names_and_values_are_taken() -> None:
 
 def test_a_refusal_says_what_is_known() -> None:
     message = refused(completion, 온도=1)["message"]
-    assert "known are best_of, echo," in message
+    assert "known are bad_words, bad_words_ids, best_of," in message
     assert "tools" not in message
     message = refused(chat, stream=True, stream_options={"x": 1})["message"]
     assert "known are include_usage, continuous_usage_stats" in message

@@ -1,0 +1,165 @@
+"""What is forbidden to an answer, or made less likely, by the tokens before.
+
+A rule is called once a step, on the engine's thread, with the logits (V,) of the row, which it
+changes, and all ids so far, prompt and answer. Each call's ids begin with those of the last.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.parameters import Parameters
+from engine.text.phrases import Phrases
+
+Logits = NDArray[np.float32]
+Ids = NDArray[np.int64]
+Rule = Callable[[Logits, Ids], None]
+
+# A logit that has no weight at any temperature, and with which sums and differences stay finite.
+FORBIDDEN = np.float32(-1e30)
+
+
+def rules_of(
+    parameters: Parameters,
+    prompt: Seq[int],
+    stop_ids: Iterable[int],
+    phrases: Callable[[tuple[str, ...]], Phrases],
+) -> list[Rule]:
+    """The rules that a request asks for, of one answer; penalties before bans.
+
+    What takes longer than a step may is done here, and in `phrases`, which finds texts in tokens.
+    """
+    p, rules = parameters, list[Rule]()
+    if p.dry_multiplier and p.dry_penalty_last_n:
+        rules.append(Dry(p, prompt, phrases(p.dry_sequence_breakers)))
+    if p.no_repeat_ngram_size:
+        rules.append(NoRepeatNgrams(p.no_repeat_ngram_size))
+    if p.bad_words_ids:
+        rules.append(BadWordsIds(p.bad_words_ids, stop_ids))
+    if p.bad_words:
+        rules.append(BadWords(phrases(p.bad_words), prompt))
+    if p.min_new_tokens and not p.ignore_eos:
+        rules.append(MinNewTokens(stop_ids, len(prompt) + p.min_new_tokens))
+    return rules
+
+
+class MinNewTokens:
+    """No end token before there are `length` ids, as transformers'
+    MinNewTokensLengthLogitsProcessor."""
+
+    def __init__(self, stop_ids: Iterable[int], length: int) -> None:
+        self._ends = np.array(sorted(stop_ids), np.int64)
+        self._length = length
+
+    def __call__(self, logits: Logits, ids: Ids) -> None:
+        if len(ids) < self._length:  # a model may name end tokens beyond its vocabulary
+            logits[self._ends[(self._ends >= 0) & (self._ends < len(logits))]] = FORBIDDEN
+
+
+class NoRepeatNgrams:
+    """No `size` tokens stand twice in prompt and answer, as transformers'
+    NoRepeatNGramLogitsProcessor: forbidden is what followed the last `size` - 1 tokens before."""
+
+    def __init__(self, size: int) -> None:
+        self._before = size - 1
+
+    def __call__(self, logits: Logits, ids: Ids) -> None:
+        size, count = self._before, len(ids) - self._before
+        if count <= 0:
+            return
+        ends = np.arange(count)
+        if size:  # where the last token stood before; only there the others are looked at
+            ends = np.flatnonzero(ids[size - 1 : -1] == ids[-1])
+            windows = np.lib.stride_tricks.sliding_window_view(ids, size)
+            ends = ends[(windows[ends] == ids[-size:]).all(axis=1)]
+        logits[ids[size:][ends]] = FORBIDDEN
+
+
+class BadWordsIds:
+    """No list of ids is completed, as transformers' NoBadWordsLogitsProcessor; an end token alone
+    is not forbidden."""
+
+    def __init__(self, lists: Iterable[tuple[int, ...]], stop_ids: Iterable[int]) -> None:
+        ends = {(i,) for i in stop_ids}
+        found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for *before, last in set(lists) - ends:
+            found[tuple(before)].append(last)
+        self._last = {before: np.array(last) for before, last in found.items()}
+        self._sizes = set(map(len, found))
+
+    def __call__(self, logits: Logits, ids: Ids) -> None:
+        for size in self._sizes:
+            if size <= len(ids):
+                last = self._last.get(tuple(ids[len(ids) - size :].tolist()))
+                if last is not None:
+                    logits[last] = FORBIDDEN
+
+
+class BadWords:
+    """None of some texts is completed, however they are cut into tokens; one may begin in the
+    prompt."""
+
+    def __init__(self, words: Phrases, prompt: Seq[int]) -> None:
+        self._words, self._tail = words, b""
+        self._read = max(len(prompt) - words.longest, 0)  # ids; no text has more tokens
+        self._read_to(np.array(prompt, np.int64))
+
+    def _read_to(self, ids: Ids) -> None:
+        for token in ids[self._read :].tolist():
+            self._tail, _ = self._words.read(self._tail, token)
+        self._read = len(ids)
+
+    def __call__(self, logits: Logits, ids: Ids) -> None:
+        self._read_to(ids)
+        for tokens in self._words.completing(self._tail):
+            logits[tokens] = FORBIDDEN
+
+
+class Dry:
+    """Makes tokens less likely that go on with a repetition, the more the longer it is.
+
+    Where the last n tokens stood before, followed by t, the logit of t loses
+    multiplier * base ** (n - allowed_length), of the longest such n if that is at least
+    allowed_length. No n reaches back over a breaker, and no token that holds one loses anything.
+
+    "DRY: A modern repetition penalty", https://github.com/oobabooga/text-generation-webui/pull/5677,
+    in the form that llama.cpp gave it, https://github.com/ggml-org/llama.cpp/pull/9702.
+    """
+
+    def __init__(self, parameters: Parameters, prompt: Seq[int], breakers: Phrases) -> None:
+        self._p, self._breakers = parameters, breakers
+        self._tail, self._unbroken = b"", 0  # last bytes, and tokens since a breaker
+        # For each j below the number of ids: with how many tokens ids[:j] ends as all ids do.
+        self._lengths = np.zeros(0, np.int64)
+        self._read_to(np.array(prompt, np.int64))
+
+    def _read_to(self, ids: Ids) -> None:
+        for at in range(len(self._lengths), len(ids)):
+            token = int(ids[at])
+            lengths = np.zeros(at + 1, np.int64)
+            np.multiply(self._lengths + 1, ids[:at] == token, out=lengths[1:])
+            self._lengths = lengths
+            self._tail, broken = self._breakers.read(self._tail, token)
+            self._unbroken = 0 if broken else self._unbroken + 1
+
+    def __call__(self, logits: Logits, ids: Ids) -> None:
+        self._read_to(ids)
+        p = self._p
+        begin = 0 if p.dry_penalty_last_n < 0 else max(len(ids) - p.dry_penalty_last_n, 0)
+        lengths = np.minimum(self._lengths[begin:], np.arange(len(ids) - begin))
+        lengths = np.minimum(lengths, self._unbroken)[1:]
+        repeats = np.flatnonzero(lengths >= p.dry_allowed_length)
+        if not len(repeats):
+            return
+        repeats = repeats[np.argsort(lengths[repeats], kind="stable")]  # the longest counts
+        with np.errstate(over="ignore"):
+            penalties = p.dry_multiplier * p.dry_base ** (lengths[repeats] - p.dry_allowed_length)
+        tokens = ids[begin + 1 :][repeats]
+        kept = logits[self._breakers.within]
+        logits[tokens] -= np.minimum(penalties, -FORBIDDEN).astype(np.float32)
+        logits[self._breakers.within] = kept
