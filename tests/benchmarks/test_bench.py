@@ -19,6 +19,7 @@ from benchmarks.contenders import peers
 from benchmarks.engine import tables, uses
 from benchmarks.fleet import measurements as fleet
 from benchmarks.fleet import simulation
+from benchmarks.forms import measurements as forms
 from benchmarks.gateway import measurements as gateway
 from benchmarks.process import BenchmarkError
 from benchmarks.report import goals
@@ -357,3 +358,17 @@ def test_no_two_fine_tunes_share_a_tensor_and_each_is_written_once(tmp_path: Pat
     assert hollow.st_mtime_ns == written[0]
     assert hollow.st_size == (folders[1] / "kogpt2.params").stat().st_size
     assert hollow.st_blocks == 0
+
+
+def test_forms_are_measured(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    result = run("--forms", "--quick", "--workdir", tmp_path, "--json", file)
+    results = json.loads(file.read_text(encoding="utf-8"))
+    assert results["skipped"] == {}, result.stderr
+    assert {(one["form"], one["rows"]) for one in results["steps"]} == {
+        (form, rows) for form in forms.STEPS for rows in forms.ROWS
+    }
+    assert [one["answer"] for one in results["answers"]] == [*forms.ANSWERS]
+    assert all(one["seconds"] for one in (*results["steps"], *results["answers"]))
+    assert all("value" in goal for goal in results["goals"])
+    assert "an object of four fields" in result.stdout
