@@ -22,6 +22,7 @@ from tests.platform.runtime import client_of
 pytestmark = pytest.mark.slow
 
 OPEN, CLOSE = {"requestType": "NEW_SESSION"}, {"requestType": "CLOSE"}
+EXPIRES = re.compile(r"; Expires=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
 
 @pytest.fixture(scope="module")
@@ -39,34 +40,44 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
         yield servers
 
 
-def call(body: dict[str, Any], session: str = "") -> dict[str, Any]:
-    named = {"SessionId": session} if session else {}
-    data = json.dumps(body).encode()
-    return {"EndpointName": "poets", "ContentType": "application/json", "Body": data, **named}
+def invoke(client: Any, body: dict[str, Any], session: str) -> dict[str, Any]:
+    """boto3's answer, whose `Body` is read."""
+    answer: dict[str, Any] = client.invoke_endpoint(
+        EndpointName="poets",
+        ContentType="application/json",
+        SessionId=session,
+        Body=json.dumps(body).encode(),
+    )
+    with contextlib.closing(answer["Body"]) as data:
+        return {**answer, "Body": data.read().decode()}
+
+
+def opened(client: Any) -> str:
+    answer = invoke(client, OPEN, NEW_SESSION)
+    id: str = answer["NewSessionId"].partition(";")[0]
+    assert EXPIRES.fullmatch(answer["NewSessionId"].removeprefix(id))
+    assert answer["Body"] == f"Session {id} created"
+    return id
+
+
+def closed(client: Any, id: str) -> bool:
+    answer = invoke(client, CLOSE, id)
+    return bool(answer["ClosedSessionId"] == id and answer["Body"] == f"Session {id} closed")
 
 
 def cached_tokens(server: Server) -> int:
-    """Of all prompts, those that the prefix cache had."""
+    """The tokens of all prompts that the prefix cache had."""
     return sum(model["cached_tokens"] for model in statistics(server)["models"])
 
 
 def test_a_session_stays_with_the_container_that_opened_it(pair: list[Server]) -> None:
     endpoint = Endpoint("poets", [SingleModel(server.url("")) for server in pair])
     with client_of(endpoint) as client:
-        opened = [client.invoke_endpoint(**call(OPEN, NEW_SESSION)) for _ in pair]
+        ids = [opened(client) for _ in pair]
         assert [endpoint.sessions(number) for number in range(2)] == [1, 1]
-        ids = []
-        for answer in opened:
-            found = re.fullmatch(
-                r"(\S+); Expires=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", answer["NewSessionId"]
-            )
-            assert found
-            ids.append(found[1])
         for id, server, other in zip(ids, pair, pair[::-1], strict=True):
             before = [cached_tokens(server), cached_tokens(other)]
-            first, second = (
-                json.load(client.invoke_endpoint(**call(SHORT, id))["Body"]) for _ in range(2)
-            )
+            first, second = (json.loads(invoke(client, SHORT, id)["Body"]) for _ in range(2))
             assert first["generated_text"] == second["generated_text"]
             # What a session is worth: the second request finds the prompt of the first.
             assert cached_tokens(server) > before[0]
@@ -78,9 +89,9 @@ def test_a_session_stays_with_the_container_that_opened_it(pair: list[Server]) -
             assert elsewhere.status_code == 400
             assert "session not found" in elsewhere.json()["message"]
         for id in ids:
-            assert client.invoke_endpoint(**call(CLOSE, id))["ClosedSessionId"] == id
+            assert closed(client, id)
             with pytest.raises(ClientError, match="not found") as caught:
-                client.invoke_endpoint(**call(SHORT, id))
+                invoke(client, SHORT, id)
             assert caught.value.response["Error"]["Code"] == "ValidationError"
         assert [endpoint.sessions(number) for number in range(2)] == [0, 0]
 
@@ -88,11 +99,11 @@ def test_a_session_stays_with_the_container_that_opened_it(pair: list[Server]) -
 def test_what_the_container_refuses_is_a_model_error(pair: list[Server]) -> None:
     endpoint = Endpoint("poets", [SingleModel(pair[0].url(""))])
     with client_of(endpoint) as client:
-        id = client.invoke_endpoint(**call(OPEN, NEW_SESSION))["NewSessionId"].partition(";")[0]
+        id = opened(client)
         with pytest.raises(client.exceptions.ModelError, match="the only field") as caught:
-            client.invoke_endpoint(**call({**CLOSE, "inputs": "나는"}, id))
+            invoke(client, {**CLOSE, "inputs": "나는"}, id)
         assert caught.value.response["OriginalStatusCode"] == 400
-        assert client.invoke_endpoint(**call(CLOSE, id))["ClosedSessionId"] == id
+        assert closed(client, id)
 
 
 def test_boto3_has_sessions_of_a_server_without_the_platform(pair: list[Server]) -> None:
@@ -102,8 +113,8 @@ def test_boto3_has_sessions_of_a_server_without_the_platform(pair: list[Server])
             "sagemaker-runtime", endpoint_url=pair[0].url(""), region_name="us-east-1", **keys
         )
     ) as client:
-        id = client.invoke_endpoint(**call(OPEN, NEW_SESSION))["NewSessionId"].partition(";")[0]
-        assert json.load(client.invoke_endpoint(**call(SHORT, id))["Body"])["generated_text"]
-        assert client.invoke_endpoint(**call(CLOSE, id))["ClosedSessionId"] == id
+        id = opened(client)
+        assert json.loads(invoke(client, SHORT, id)["Body"])["generated_text"]
+        assert closed(client, id)
         with pytest.raises(ClientError, match="session not found"):
-            client.invoke_endpoint(**call(SHORT, id))
+            invoke(client, SHORT, id)
