@@ -76,7 +76,7 @@ class UnsupportedEncoding(UnsupportedMediaType):
 
 
 class TooManyRequests(ServingError, status=429, type="TooManyRequestsException"):
-    """As many requests to the model are waiting as may."""
+    """As many requests to the model are waiting, or as many sessions are open, as may."""
 
 
 class HeadersTooLarge(ServingError, status=431, type="RequestHeaderFieldsTooLargeException"): ...

@@ -33,6 +33,7 @@ from engine.http.async_client import AsyncEngineClient
 from serving.api.app import App
 from serving.api.http_protocol import HTTPProtocol
 from serving.api.metrics import Metrics
+from serving.api.sessions import Sessions
 from serving.api.shared import Gateway
 from serving.console.journal import Journal
 from serving.errors import StartError
@@ -108,6 +109,10 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
     cache, lookups = Cache(stores), Lookups(store, stores)
     workers, snapshot = Workers(settings, run_dir, client, engine), Snapshot(run_dir)
     bases = Bases(lookups, settings.adapter_bases)
+    sessions = None
+    if settings.stateful_sessions:
+        folder, life_s = run_dir / "sessions", settings.sessions_expiration
+        sessions = await asyncio.to_thread(Sessions, folder, life_s)
     registry = Registry(
         settings, workers, cache, observe, snapshot.write, journal.changed, bases.find
     )
@@ -121,6 +126,7 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
         lookups=lookups,
         metrics=metrics,
         journal=journal,
+        sessions=sessions,
         takes_over=snapshot.exists(),
     )
     try:

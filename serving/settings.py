@@ -17,9 +17,10 @@ from serving.names import model_name
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 MAX_PORT = 65535
+MAX_SESSION_S = 365 * 86_400  # a much later end would be no date
 AT_LEAST_ONE = (
     "script_workers", "max_rows", "max_waiting", "max_connections", "request_timeout_s",
-    "start_timeout_s",
+    "start_timeout_s", "sessions_expiration",
 )  # fmt: skip
 
 
@@ -86,6 +87,16 @@ class Settings:
     )
     single_model_name: str = setting(
         "SAGEMAKER_MODEL_NAME", "model", "what the model in `model/` is called"
+    )
+    stateful_sessions: bool = setting(
+        "SAGEMAKER_ENABLE_STATEFUL_SESSIONS",
+        False,
+        "whether `/invocations` opens and closes stateful sessions (docs/sagemaker.md)",
+    )
+    sessions_expiration: int = setting(
+        "SAGEMAKER_SESSIONS_EXPIRATION",
+        1200,
+        "how long a session lasts, in seconds",
     )
     management_token: str = setting(
         "MANAGEMENT_TOKEN",
@@ -176,6 +187,8 @@ class Settings:
         for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise SettingError(f"{_variable(name)} must be at least 1")
+        if self.sessions_expiration > MAX_SESSION_S:
+            raise SettingError(f"SAGEMAKER_SESSIONS_EXPIRATION must be at most {MAX_SESSION_S}")
         module = self.handler.partition(":")[0].removesuffix(".py")
         # The toolkits' own services: ours does what they do.
         if ("." in module or module.startswith("/")) and not module.endswith("handler_service"):

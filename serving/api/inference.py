@@ -4,7 +4,8 @@ POST /models/{name}/invoke            SageMaker multi-model
 POST /invocations                     X-Amzn-SageMaker-Adapter-Identifier or -Target-Model,
                                       ?model_name=, the one model of
                                       a single-model endpoint, model=NAME in the custom attributes,
-                                      or `model` in a body of OpenAI's
+                                      or `model` in a body of OpenAI's;
+                                      no model for a body that opens or closes a session
 POST /predictions/{name}              Multi Model Server; OPTIONS describes it
 POST /{name}/predict                  its legacy route
 POST /endpoints/{name}/invocations    boto3's sagemaker-runtime with `endpoint_url` set to here
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from urllib.parse import unquote
 
 from starlette.requests import Request
@@ -23,7 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.errors import ServiceError, cut
-from serving.api import openapi
+from serving.api import openapi, sessions
 from serving.api.bodies import read
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.invoke import invoke
@@ -34,6 +36,7 @@ from serving.api.shared import (
     Gateway,
     check_token,
     header_text,
+    off_loop,
 )
 from serving.api.stream import TokenStream
 from serving.errors import BadRequest
@@ -79,7 +82,17 @@ class Inference:
 
     async def invocations(self, request: Request) -> Response:
         check_token(request, self._gateway.settings.inference_token)
-        return await invoke(self._gateway, request, self._target(request), read=read)
+        target = self._target(request)
+        return await invoke(self._gateway, request, target, read=read, intercept=self._session)
+
+    async def _session(
+        self, request: Request, body: bytes, headers: Mapping[str, str]
+    ) -> Response | None:
+        """The answer to a body that opens or closes a session; None for one that is a model's."""
+        kind = headers.get("content-type")
+        fields = await off_loop(len(body), sessions.session_request, body, kind)
+        id = request.headers.get(sessions.SESSION_ID)
+        return await sessions.answer(self._gateway.sessions, fields, id)
 
     def _target(self, request: Request) -> str | None:
         """None where nothing but the body can name the model."""

@@ -77,6 +77,14 @@ async def no_limit(body: bytes) -> float:
     return math.inf
 
 
+# Answers a body, with the worker's headers, that is for no model; else None.
+Intercept = Callable[[Request, bytes, Mapping[str, str]], Awaitable[Response | None]]
+
+
+async def no_intercept(request: Request, body: bytes, headers: Mapping[str, str]) -> None:
+    return None
+
+
 Ask = Callable[[Gateway, Request, Model, float, AsyncExitStack], Awaitable[Response]]
 
 
@@ -100,13 +108,15 @@ async def invoke(
     check: Check = lambda model: None,
     limit: Limit = no_limit,
     read: Read = lambda request, body, headers: None,
+    intercept: Intercept = no_intercept,
 ) -> Response:
     """Has a model answer a request, loading it first where that is allowed.
 
     `name` is None where only the body may name the model. `headers` are for the worker, in place
     of the client's; `check` raises what is wrong with the model; `read` tells from a body, with the
-    worker's headers, whether the engine is asked directly. The answer has the model's time from the
-    moment that the request's head was there, or the client's own `limit` where that is shorter.
+    worker's headers, whether the engine is asked directly; `intercept` answers a body that no model
+    is asked for. The answer has the model's time from the moment that the request's head was there,
+    or the client's own `limit` where that is shorter.
     """
     gateway.check_ready()
     request.state.model = name
@@ -117,6 +127,9 @@ async def invoke(
         body = await read_body(gateway, request)
         kind = headers.get("content-type", "")
         await off_loop(len(body), check_form, kind, body)
+        answered = await intercept(request, body, headers)
+        if answered is not None:
+            return answered
         limit_s = await limit(body)
         direct = await off_loop(len(body), read, request, body, headers)
         if name is None:

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from common.media_types import JSON, TEXT
+from serving.api.sessions import SESSION_ID
 from serving.models import model_settings
 
 SCHEMAS = Path(__file__).with_name("schemas.json")
@@ -21,28 +22,31 @@ DESCRIPTION = (
     "Serves many fine-tunes of KoGPT2 at once. The port for requests answers every route, the"
     " management port those under `management` and `health`."
 )
+PROMPTS = ("Generate", "OpenAICompletion", "OpenAIChat", "Text")
+# A model's own code answers what it likes.
+ANSWERS = {
+    JSON: ("Generated", "Guide", "Any"),
+    TEXT: "Text",
+    EVENTS: "Text",
+    LINES: "Text",
+    "*/*": "Any",
+}
 # What the routes share: whose errors they answer, what is sent, what is answered.
 KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "health": ("Error", {}, {}),
     "management": ("Error", {}, {}),
     "load": ("Error", {JSON: "Load"}, {}),
     "adapter": ("Error", {JSON: "Adapter"}, {TEXT: "Text"}),
-    "inference": (
+    "inference": (("Error", "OpenAIError"), {JSON: PROMPTS, TEXT: "Text"}, ANSWERS),
+    "invocation": (
         ("Error", "OpenAIError"),
-        {JSON: ("Generate", "OpenAICompletion", "OpenAIChat", "Text"), TEXT: "Text"},
-        # A model's own code answers what it likes.
-        {
-            JSON: ("Generated", "Guide", "Any"),
-            TEXT: "Text",
-            EVENTS: "Text",
-            LINES: "Text",
-            "*/*": "Any",
-        },
+        {JSON: (*PROMPTS, "Session"), TEXT: "Text"},
+        ANSWERS,
     ),
     "description": ("Error", {}, {}),
     "endpoint": (
         "AWSError",
-        {JSON: ("Generate", "OpenAICompletion", "OpenAIChat", "Text"), TEXT: "Text"},
+        {JSON: (*PROMPTS, "Session"), TEXT: "Text"},
         {"*/*": "Any"},
     ),
     "OpenAI": ("OpenAIError", {}, {}),
@@ -56,7 +60,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 TAGS = {
     "load": "management", "adapter": "management",
-    "description": "inference", "endpoint": "inference",
+    "description": "inference", "invocation": "inference", "endpoint": "inference",
     "completion": "OpenAI", "chat": "OpenAI", "response": "OpenAI", "tokens": "OpenAI",
     "infer": "V2", "generate": "V2",
 }  # fmt: skip
@@ -82,7 +86,7 @@ GET /predictions/{{name}} | inference | {CALL} | The same
 PUT /predictions/{{name}} | inference | {CALL} | The same
 OPTIONS /predictions/{{name}} | description | 401 404 | This, of one model
 POST /{{name}}/predict | inference | {CALL} | Continue a prompt (Multi Model Server's legacy route)
-POST /invocations | inference | {CALL} | Continue a prompt (SageMaker)
+POST /invocations | invocation | {CALL} | Continue a prompt, or open or close a session (SageMaker)
 POST /endpoints/{{endpoint}}/invocations | endpoint | 400 424 500 | \
 Continue a prompt, as SageMaker's runtime answers (boto3)
 POST /endpoints/{{endpoint}}/invocations-response-stream | endpoint | 400 424 500 | \
@@ -109,12 +113,10 @@ POST /v2/repository/index | V2 | 400 401 408 413 503 | The store's models and th
 POST /v2/repository/models/{{name}}/load | V2 | {CALL} | To load a model
 POST /v2/repository/models/{{name}}/unload | V2 | {CALL} | To unload a model
 """
-TARGET = {
-    "name": "X-Amzn-SageMaker-Target-Model",
-    "in": "header",
-    "schema": {"type": "string"},
-    "description": "which model, as a path below the store: `poem.tar.gz`",
-}
+HEADERS = {
+    "X-Amzn-SageMaker-Target-Model": "which model, as a path below the store: `poem.tar.gz`",
+    SESSION_ID: "which session, where `SAGEMAKER_ENABLE_STATEFUL_SESSIONS` is true",
+}  # of the routes with `invocations` in their path
 MANAGING = {"management", "health"}  # what the management port answers
 # What a model that was loaded can be asked: path, method.
 LINKS = {"call": ("/predictions/{name}", "post"), "unload": ("/models/{name}", "delete")}
@@ -161,7 +163,10 @@ def _operation(kind: str, summary: str, path: str, query: str, errors: list[str]
     for name, _, of in (field.partition("=") for field in query.split("&") if field):
         parameters.append({"name": name, "in": "query", "schema": {"type": of}})
     if "invocations" in path:
-        parameters.append(TARGET)
+        parameters += [
+            {"name": name, "in": "header", "schema": {"type": "string"}, "description": description}
+            for name, description in HEADERS.items()
+        ]
     refused = {"description": "the message says why", "content": _content({JSON: error})}
     done: dict[str, Any] = {"description": "done"}
     if answered:

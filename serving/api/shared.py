@@ -22,6 +22,7 @@ from common.json_body import MAX_VALUES, read_json
 from engine.http.async_client import AsyncEngineClient
 from serving.api.encoding import Decoder
 from serving.api.metrics import Metrics
+from serving.api.sessions import Sessions
 from serving.console.journal import Journal
 from serving.errors import (
     BadRequest,
@@ -86,6 +87,7 @@ class Gateway:
     journal: Journal
     admission: Admission = field(default_factory=Admission)
     single_model: str | None = None
+    sessions: Sessions | None = None  # where they are enabled
     healthy: bool = False
     adopted: bool = False  # knows what the gateway before it had loaded
     started: bool = False  # what is to be there from the start is loaded

@@ -84,7 +84,8 @@ def served(folder: Path) -> Iterator[Server]:
     homes = {name: str(folder / name.lower()) for name in ("HOME", "TMPDIR")}
     for home in homes.values():
         Path(home).mkdir()
-    with serving(folder / "server", store, **homes) as server:
+    sessions = {"SAGEMAKER_ENABLE_STATEFUL_SESSIONS": "true"}
+    with serving(folder / "server", store, **homes, **sessions) as server:
         for name in BESIDE:
             assert server.load(name, pinned=True).status_code == 200
         yield server
@@ -179,6 +180,7 @@ class Client:
             ),
             ("Content-Encoding", ("gzip", "deflate", "br")),
             ("Inference-Header-Content-Length", ("4", "0", "99999999", "-1", "9" * 30)),
+            ("X-Amzn-SageMaker-Session-Id", ("NEW_SESSION", "../lock", "0" * 8000)),
             ("Authorization", ("Bearer x", "Basic eA==", "Bearer")),
             ("X-Request-Id", ("${jndi:ldap://127.0.0.1:1/a}", "a" * 129, "r 1")),
             ("Expect", ("100-continue",)),

@@ -12,6 +12,11 @@ import requests
 from tests.platform.agent import Answer
 from tests.platform.limits import Limits, model_error, timed_out, unavailable, validation_error
 
+SESSION_ID = "X-Amzn-SageMaker-Session-Id"
+NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
+CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
+NEW_SESSION = "NEW_SESSION"  # the id of a client that has none yet
+
 
 class Instance(Protocol):
     """`Agent`, or the one container of a single-model endpoint."""
@@ -24,12 +29,14 @@ class Endpoint:
     """Sends a model's requests to the instance that has it.
 
     A popular model, with `spill_at` requests at once, gets another instance as well. A model whose
-    instance is not healthy gets another one.
+    instance is not healthy gets another one. A new session goes to the instance with the fewest,
+    and its requests to that one only.
     """
 
     def __init__(self, name: str, instances: Sequence[Instance], spill_at: int = 4) -> None:
         self.name, self.instances, self._spill_at = name, instances, spill_at
         self._homes: dict[str, list[Instance]] = {}
+        self._sessions: dict[str, Instance] = {}
         self._away: list[Instance] = []
         self._lock = threading.Lock()
 
@@ -64,8 +71,30 @@ class Endpoint:
     def _models_of(self, instance: Instance) -> int:
         return sum(instance in homes for homes in self._homes.values())
 
+    def sessions(self, instance: int) -> int:
+        """How many sessions an instance (by number) has."""
+        with self._lock:
+            return list(self._sessions.values()).count(self.instances[instance])
+
+    def _in_session(self, id: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        if id == NEW_SESSION:
+            number = min(range(len(self.instances)), key=self.sessions)
+            instance = self.instances[number]
+        elif id in self._sessions:
+            instance = self._sessions[id]
+        else:
+            raise validation_error(f"Session {id} not found.")
+        answer = instance.invoke("", body, headers)
+        with self._lock:
+            if opened := answer.headers.get(NEW_SESSION_ID, "").partition(";")[0]:
+                self._sessions[opened] = instance
+            self._sessions.pop(answer.headers.get(CLOSED_SESSION_ID, ""), None)
+        return answer
+
     def invoke(self, target: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Raises `PlatformError`."""
+        if id := headers.get(SESSION_ID):
+            return self._in_session(id, body, headers)
         tried: list[Instance] = []
         while True:
             instance = self._route(target, tried)

@@ -1,7 +1,8 @@
 """The sagemaker-runtime HTTP API on loopback, for an unmodified boto3 client.
 
-POST /endpoints/{name}/invocations                  with X-Amzn-SageMaker-Target-Model, or
-                                                    X-Amzn-SageMaker-Inference-Component
+POST /endpoints/{name}/invocations                  with X-Amzn-SageMaker-Target-Model,
+                                                    X-Amzn-SageMaker-Inference-Component, or
+                                                    X-Amzn-SageMaker-Session-Id of a single model
 POST /endpoints/{name}/invocations-response-stream  of a single model or a component
 """
 
@@ -21,7 +22,14 @@ from urllib.parse import unquote
 import boto3
 from botocore.config import Config
 
-from tests.platform.endpoint import Components, Endpoint, SingleModel
+from tests.platform.endpoint import (
+    CLOSED_SESSION_ID,
+    NEW_SESSION_ID,
+    SESSION_ID,
+    Components,
+    Endpoint,
+    SingleModel,
+)
 from tests.platform.limits import PlatformError, validation_error
 
 MAX_BODY_BYTES = 6 << 20
@@ -146,7 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _passed(self, accept: str) -> dict[str, str]:
         """The headers that a container gets, with the client's Accept under its own name."""
-        names = {"Content-Type": "Content-Type", accept: "Accept", ATTRIBUTES: ATTRIBUTES}
+        same = {name: name for name in ("Content-Type", ATTRIBUTES, SESSION_ID)}
+        names = {**same, accept: "Accept"}
         found = {ours: self.headers.get(theirs) for theirs, ours in names.items()}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -179,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
 def _returned(headers: Mapping[str, str]) -> dict[str, str]:
     """Of a container's headers, those that the platform gives to the client."""
     found = {"x-amzn-invoked-production-variant": "AllTraffic"}
-    for name in ("content-type", ATTRIBUTES):
+    for name in ("content-type", ATTRIBUTES, NEW_SESSION_ID, CLOSED_SESSION_ID):
         if name in headers:
             found[name] = headers[name]
     return found

@@ -1,0 +1,120 @@
+"""Stateful sessions as boto3 and SageMaker have them: two containers of one model, each session's
+requests at one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+import pytest
+import requests
+from botocore.exceptions import ClientError
+
+from tests.e2e.server import Server
+from tests.e2e.stores import SHORT, serving, small, statistics
+from tests.platform.endpoint import NEW_SESSION, Endpoint, SingleModel
+from tests.platform.runtime import client_of
+
+pytestmark = pytest.mark.slow
+
+OPEN, CLOSE = {"requestType": "NEW_SESSION"}, {"requestType": "CLOSE"}
+EXPIRES = re.compile(r"; Expires=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    with contextlib.ExitStack() as started:
+        servers = []
+        for _ in range(2):
+            folder = tmp_path_factory.mktemp("container")
+            small(folder / "ml" / "model")
+            environment = {
+                "SAGEMAKER_BASE_DIR": str(folder / "ml"),
+                "SAGEMAKER_ENABLE_STATEFUL_SESSIONS": "true",
+            }
+            servers.append(started.enter_context(serving(folder, **environment)))
+        yield servers
+
+
+def invoke(client: Any, body: dict[str, Any], session: str) -> dict[str, Any]:
+    """boto3's answer, whose `Body` is read."""
+    answer: dict[str, Any] = client.invoke_endpoint(
+        EndpointName="poets",
+        ContentType="application/json",
+        SessionId=session,
+        Body=json.dumps(body).encode(),
+    )
+    with contextlib.closing(answer["Body"]) as data:
+        return {**answer, "Body": data.read().decode()}
+
+
+def opened(client: Any) -> str:
+    answer = invoke(client, OPEN, NEW_SESSION)
+    id: str = answer["NewSessionId"].partition(";")[0]
+    assert EXPIRES.fullmatch(answer["NewSessionId"].removeprefix(id))
+    assert answer["Body"] == f"Session {id} created"
+    return id
+
+
+def closed(client: Any, id: str) -> bool:
+    answer = invoke(client, CLOSE, id)
+    return bool(answer["ClosedSessionId"] == id and answer["Body"] == f"Session {id} closed")
+
+
+def cached_tokens(server: Server) -> int:
+    """The tokens of all prompts that the prefix cache had."""
+    return sum(model["cached_tokens"] for model in statistics(server)["models"])
+
+
+def test_a_session_stays_with_the_container_that_opened_it(pair: list[Server]) -> None:
+    endpoint = Endpoint("poets", [SingleModel(server.url("")) for server in pair])
+    with client_of(endpoint) as client:
+        ids = [opened(client) for _ in pair]
+        assert [endpoint.sessions(number) for number in range(2)] == [1, 1]
+        for id, server, other in zip(ids, pair, pair[::-1], strict=True):
+            before = [cached_tokens(server), cached_tokens(other)]
+            first, second = (json.loads(invoke(client, SHORT, id)["Body"]) for _ in range(2))
+            assert first["generated_text"] == second["generated_text"]
+            # What a session is worth: the second request finds the prompt of the first.
+            assert cached_tokens(server) > before[0]
+            assert cached_tokens(other) == before[1]
+            headers = {"X-Amzn-SageMaker-Session-Id": id}
+            elsewhere = requests.post(
+                other.url("/invocations"), json=SHORT, headers=headers, timeout=60
+            )
+            assert elsewhere.status_code == 400
+            assert "session not found" in elsewhere.json()["message"]
+        for id in ids:
+            assert closed(client, id)
+            with pytest.raises(ClientError, match="not found") as caught:
+                invoke(client, SHORT, id)
+            assert caught.value.response["Error"]["Code"] == "ValidationError"
+        assert [endpoint.sessions(number) for number in range(2)] == [0, 0]
+
+
+def test_what_the_container_refuses_is_a_model_error(pair: list[Server]) -> None:
+    endpoint = Endpoint("poets", [SingleModel(pair[0].url(""))])
+    with client_of(endpoint) as client:
+        id = opened(client)
+        with pytest.raises(client.exceptions.ModelError, match="the only field") as caught:
+            invoke(client, {**CLOSE, "inputs": "나는"}, id)
+        assert caught.value.response["OriginalStatusCode"] == 400
+        assert closed(client, id)
+
+
+def test_boto3_has_sessions_of_a_server_without_the_platform(pair: list[Server]) -> None:
+    keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x"}
+    with contextlib.closing(
+        boto3.client(
+            "sagemaker-runtime", endpoint_url=pair[0].url(""), region_name="us-east-1", **keys
+        )
+    ) as client:
+        id = opened(client)
+        assert json.loads(invoke(client, SHORT, id)["Body"])["generated_text"]
+        assert closed(client, id)
+        with pytest.raises(ClientError, match="session not found"):
+            invoke(client, SHORT, id)
