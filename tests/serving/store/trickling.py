@@ -26,6 +26,7 @@ class TricklingStore:
         self.address = f"127.0.0.1:{listener.getsockname()[1]}"
         self.url = f"http://{self.address}"
         self.open = 0
+        self._connections: list[socket.socket] = []
         self.changed = threading.Condition()
 
     def wait_until(self, count: int) -> None:
@@ -37,7 +38,15 @@ class TricklingStore:
         with contextlib.suppress(OSError):  # closed
             while True:
                 connection, _ = self._listener.accept()
+                self._connections.append(connection)
                 threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def close(self) -> None:
+        """Ends all answers: whoever reads them would keep its process from ending."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
@@ -86,5 +95,5 @@ def trickling_store() -> Iterator[TricklingStore]:
         try:
             yield store
         finally:
-            listener.shutdown(socket.SHUT_RDWR)
+            store.close()
             thread.join()
