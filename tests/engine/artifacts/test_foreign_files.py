@@ -44,7 +44,7 @@ from tests.engine.models import make_artifact, write_params
 pytestmark = pytest.mark.slow
 
 CASES = settings(
-    max_examples=2000,
+    max_examples=1000,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,
         HealthCheck.too_slow,
