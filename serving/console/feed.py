@@ -185,6 +185,7 @@ class Feed:
             "in_engine": model.in_engine,
             "in_flight": model.in_flight,
             "reason": model.restarts.reason if model.restoring else "",
+            "base": model.stored_base.name if model.stored_base else "",  # of an adapter
         }
         counted = self._sample.models.get(model.engine_name)
         if counted is not None:

@@ -100,6 +100,9 @@ def test_openais_routes_and_settings_are_those_of_any_model(
     assert metadata["name"] == name
     described = requests.get(server.url(f"/models/{name}"), timeout=60).json()
     assert described["baseModel"] == "바탕"
+    with requests.get(server.url("/console/events"), stream=True, timeout=60) as events:
+        first = next(line for line in events.iter_lines() if line.startswith(b"data: "))
+    assert json.loads(first.removeprefix(b"data: "))["models"][name]["base"] == "바탕"
 
 
 def test_an_adapter_is_loaded_for_the_base_that_a_request_names(server: Server) -> None:

@@ -81,6 +81,7 @@ class Row {
     this.choice = h("input", { type: "checkbox", aria: { label: `${t("compare")}: ${name}` }, change: () => toggle(name) });
     this.state = h("span", { className: "state" });
     this.reason = h("small", { className: "reason" });
+    this.base = h("small", { className: "base" });
     this.mover = h("button", { type: "button", click: () => this.act(this.isLoaded ? unload : load) });
     this.pinner = h("button", { type: "button", title: t("pin_tip"), click: () => this.act((n) => pin(n, !this.row.pinned)) }, t("pin"));
     this.pinner.setAttribute("aria-label", `${t("pin")}: ${name}`);
@@ -88,7 +89,7 @@ class Row {
       COLUMNS.map((column) => [column, h("td", { role: "cell", data: { column, label: t(column) } })]),
     );
     this.cells.compare.append(this.choice);
-    this.cells.name.append(h("strong", {}, name), this.reason);
+    this.cells.name.append(h("strong", {}, name), this.base, this.reason);
     this.cells.state.append(this.state);
     this.cells.actions.append(this.mover, " ", this.pinner);
     this.element = h("tr", { role: "row", data: { model: name } }, ...Object.values(this.cells));
@@ -106,6 +107,7 @@ class Row {
     this.choice.disabled = !this.choice.checked && !canChoose();
     write(this.state, state === "ready" && residency ? `${t(state)} · ${t(residency)}` : t(state));
     write(this.reason, row.reason ?? "");
+    write(this.base, row.base ? t("adapter_of", { base: row.base }) : "");
     const notes = [number(row.requests, 0)];
     if (row.in_flight) notes.push(t("in_flight", { count: row.in_flight }));
     if (row.errors) notes.push(t("errors", { count: row.errors }));
