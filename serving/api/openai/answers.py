@@ -15,6 +15,7 @@ import orjson
 from common.errors import EngineError
 from serving.api.openai.asked import Asked, Kind
 from serving.api.openai.errors import error_body
+from serving.api.openai.tools import Call, message
 
 Item = Mapping[str, Any]  # a token of the engine's
 
@@ -95,11 +96,17 @@ class Answer:
             before, prefill = _echo(prompt, prefill, offsets)
             text, steps = before + text, [*prefill, *steps]
         logprobs = self.logprobs(steps, offsets) if self._asked.logprobs else None
-        ending = {"logprobs": logprobs, "finish_reason": reason}
+        ending = {"logprobs": logprobs, "finish_reason": self.finish_reason(reason)}
+        if self._asked.tool_choice is not None:
+            return {"index": index, "message": message(self._asked.tool_choice, text), **ending}
         if self._asked.kind is Kind.CHAT:
-            message = {"role": "assistant", "content": text, "refusal": None}
-            return {"index": index, "message": message, **ending}
+            said = {"role": "assistant", "content": text, "refusal": None}
+            return {"index": index, "message": said, **ending}
         return {"index": index, "text": text, **ending}
+
+    def finish_reason(self, reason: str) -> str:
+        choice = self._asked.tool_choice
+        return choice.finish_reason if choice is not None and reason == "stop" else reason
 
     def logprobs(self, steps: Sequence[Mapping[str, Any]], offsets: Offsets) -> dict[str, Any]:
         if self._asked.kind is Kind.CHAT:
@@ -143,6 +150,7 @@ class Choices:
     def __init__(self, answer: Answer, asked: Asked, prompt: Any, first: int) -> None:
         self._answer, self._asked, self._prompt, self._first = answer, asked, prompt, first
         self._offsets: dict[int, Offsets] = defaultdict(Offsets)
+        self._calls: dict[int, Call] = {}
 
     def write(self, item: Item) -> bytes:
         """A token, behind what begins its choice if it is the first: who speaks, or the prompt's
@@ -162,7 +170,8 @@ class Choices:
         offsets = self._offsets[index]
         choice: dict[str, Any] = {"index": self._first + index, "logprobs": None}
         if self._asked.kind is Kind.CHAT:
-            choice["delta"] = {"role": "assistant", "content": "", "refusal": None}
+            content = "" if self._asked.tool_choice is None else None
+            choice["delta"] = {"role": "assistant", "content": content, "refusal": None}
         elif self._asked.echo:
             choice["text"], prefill = _echo(self._prompt, prefill, offsets)
             if self._asked.logprobs:
@@ -181,14 +190,24 @@ class Choices:
             return b""
         if self._asked.kind is Kind.COMPLETION:
             return self._answer.chunk([{**choice, "text": item["text"], "finish_reason": reason}])
-        sent = b""
-        if item["text"] or self._asked.logprobs:
-            delta = {"content": item["text"]}
-            sent = self._answer.chunk([{**choice, "delta": delta, "finish_reason": None}])
+        sent, ended = b"", reason is not None
+        for delta in self._deltas(item, ended):
+            sent += self._answer.chunk([{**choice, "delta": delta, "finish_reason": None}])
+            choice["logprobs"] = None
         if reason is not None:
-            last = {**choice, "logprobs": None, "delta": {}, "finish_reason": reason}
-            sent += self._answer.chunk([last])
+            ending = {"delta": {}, "finish_reason": self._answer.finish_reason(reason)}
+            sent += self._answer.chunk([{**choice, **ending}])
         return sent
+
+    def _deltas(self, item: Item, ended: bool) -> list[dict[str, Any]]:
+        """What a token adds to a chat's answer: its log-probabilities also where it has no text."""
+        text, tools = item["text"], self._asked.tool_choice
+        found: list[dict[str, Any]] = [{"content": text}] if text else []
+        if tools is not None:
+            call = self._calls.get(item["index"]) or Call(tools)
+            self._calls[item["index"]] = call
+            found = [{"tool_calls": [delta]} for delta in call.write(text, ended)]
+        return found or ([{"content": ""}] if self._asked.logprobs else [])
 
 
 class Offsets:
