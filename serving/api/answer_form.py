@@ -23,7 +23,11 @@ STRUCTURED: Mapping[str, Kind] = {
     "choice": "choice",
     "grammar": "grammar",
 }
-WITHOUT_EFFECT = ("backend", "_backend", "_backend_was_auto", "disable_fallback")
+# There is one backend, and it writes no properties that a schema does not name.
+WITHOUT_EFFECT = {
+    *("backend", "_backend", "_backend_was_auto", "disable_fallback"),
+    "disable_additional_properties",
+}
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,16 @@ def only(forms: Sequence[GivenForm | None]) -> GivenForm | None:
 
 
 def typed(field: str, value: Any) -> GivenForm | None:
-    """A form with a `type`: OpenAI's `response_format` and `text.format`, llama.cpp's, which may
-    have a `schema` beside "json_object", and TGI's `grammar`. None for "text"."""
+    """A form with a `type`: OpenAI's `response_format` and `text.format`, and TGI's `grammar`. None
+    for "text". With "json_object" llama.cpp has a `schema`, and TGI a `value`."""
     given = _mapping(field, value)
     match given.get("type"):
         case "text":
             return None
         case "json_object":
-            schema = given.get("schema", ANY_OBJECT)
-            return form_of(field, "json_schema", schema, f"{field}.schema")
+            inside = next((name for name in ("schema", "value") if name in given), "")
+            schema = given.get(inside, ANY_OBJECT)
+            return form_of(field, "json_schema", schema, f"{field}.{inside}")
         case "json_schema":
             path = next((f"{field}.{k}" for k in ("json_schema", "value") if k in given), field)
             if path != field:
@@ -87,9 +92,6 @@ def structured(field: str, value: Any) -> GivenForm | None:
     """vLLM's `structured_outputs`: one form, and how the answer to a schema is spaced."""
     given = {k: v for k, v in _mapping(field, value).items() if v is not None and v is not False}
     for name in given:
-        if name == "disable_additional_properties":
-            reason = 'is not done here: have "additionalProperties": false in the schema'
-            raise fields.wrong(f"{field}.{name}", reason)
         if name not in (*STRUCTURED, *SPACES, *WITHOUT_EFFECT):
             known = ", ".join((*STRUCTURED, *SPACES))
             raise fields.wrong(f"{field}.{name}", f"is not known here; known are {known}")

@@ -34,12 +34,17 @@ GBNF = 'root ::= "긍정" | "부정"'
         # llama.cpp
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
+        ({"response_format": {"type": "json_object", "value": SCHEMA}}, {"json_schema": SCHEMA}),
         ({"json_schema": SCHEMA}, {"json_schema": SCHEMA}),
         ({"grammar": GBNF}, {"grammar": GBNF}),
         # vLLM
         ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
         ({"structured_outputs": {"json": TEXT, "backend": "xgrammar"}}, {"json_schema": TEXT}),
         ({"structured_outputs": {"json_object": True, "regex": None}}, {"json_schema": OBJECT}),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
+            {"json_schema": SCHEMA},
+        ),
         ({"structured_outputs": {"regex": r"\d+"}}, {"regex": r"\d+"}),
         ({"structured_outputs": {"choice": ["가", "나"]}}, {"choice": ["가", "나"]}),
         ({"structured_outputs": {"grammar": GBNF, "json_object": False}}, {"grammar": GBNF}),
@@ -119,11 +124,6 @@ def test_spaces_change_nothing_of_another_form() -> None:
             {"structured_outputs": {"json": {}, "regex": "가"}},
             "structured_outputs.regex",
             "and structured_outputs.json are given",
-        ),
-        (
-            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
-            "structured_outputs.disable_additional_properties",
-            'have "additionalProperties": false',
         ),
         (
             {"structured_outputs": {"json": {}, "whitespace_pattern": 1}},
