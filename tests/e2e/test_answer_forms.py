@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -16,12 +18,12 @@ import tritonclient.grpc as triton
 from pydantic import BaseModel, Field
 from tritonclient.utils import InferenceServerException
 
-from tests.e2e.server import Server, free_port
+from tests.e2e.server import REPOSITORY, Server, free_port
 from tests.e2e.stores import serving
 from tests.e2e.test_openai import TEMPLATE, checked, refused
-from tests.engine.hugging_face import make_hugging_face, write_json
+from tests.engine.hugging_face import make_hugging_face
 
-MODEL, LABELS = "정형", "감정"
+MODEL, LABELS = "my-chat", "감정"  # the first as docs/openai.md calls it
 MESSAGES: list[Any] = [{"role": "user", "content": "오늘은 날씨가 좋다."}]
 PROMPT = "오늘은 날씨가"
 
@@ -69,9 +71,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, grpc_port: int) -> Iterator
         path = folder / "store" / name
         config = {"chat_template": TEMPLATE}
         make_hugging_face(path, kind="byte-level", max_length=512, tokenizer_config=config)
-    write_json(
-        folder / "store" / LABELS / "generation.json", {"parameters": {"choice": ["긍정", "부정"]}}
-    )
+    (labels,) = blocks("model-settings.md", "json")
+    (folder / "store" / LABELS / "generation.json").write_text(labels, encoding="utf-8")
     with serving(folder / "run", folder / "store", GRPC_PORT=str(grpc_port)) as server:
         yield server
 
@@ -80,6 +81,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, grpc_port: int) -> Iterator
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server.url("/v1"), api_key="x", max_retries=0) as client:
         yield client
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """What a page of the documentation shows in that language."""
+    text = (REPOSITORY / "docs" / page).read_text("utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def post(server: Server, path: str, body: Any) -> Any:
@@ -107,6 +114,13 @@ def test_a_pydantic_model_is_what_a_chat_answers(client: openai.OpenAI) -> None:
         final = stream.get_final_completion()
     again = client.chat.completions.parse(**asked)
     assert final.choices[0].message.parsed == again.choices[0].message.parsed
+
+
+def test_the_example_of_the_page_runs_as_it_is_shown(server: Server) -> None:
+    (code,) = (block for block in blocks("openai.md", "python") if "pydantic" in block)
+    code = code.replace("http://localhost:8080", server.url(""))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout in ("긍정\n", "부정\n"), done.stderr
 
 
 def test_a_pydantic_model_is_what_a_response_answers(client: openai.OpenAI) -> None:
