@@ -49,8 +49,8 @@ STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscatio
 # What is not done, why, and the values that ask for nothing.
 NO_TOOLS = "asks for tools; these are for /v1/chat/completions, with a tool_choice"
 NO_RESULTS = (
-    "templates of these models do not know: say what was called and what came of it in a message"
-    " of the user's"
+    "is not known to templates of these models: say what was called and what came of it in a"
+    " message of the user's"
 )
 OLD_TOOLS = "is not known here; tools and tool_choice are"
 NotDone = Mapping[str, tuple[str, tuple[Any, ...]]]
