@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from common import fields
 
 Kind = Literal["choice", "regex", "json_schema", "grammar"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 MAX_CHARACTERS = 64 << 10  # of a form: compiled in some 50 ms at most
 MAX_CHOICES = 1000
@@ -31,7 +32,9 @@ class Form:
 
 
 def choice(name: str, value: Any) -> Form | None:
-    """Texts of which the answer is one; of an empty list none, which is no form."""
+    """Texts of which the answer is one, as a list or as its JSON text; an empty list is no form."""
+    if isinstance(value, str):
+        value = _read(name, value, "must be a list of texts or its JSON text")
     if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
         raise fields.wrong(name, "must be a list of texts that are not empty")
     if len(value) > MAX_CHOICES:
@@ -52,10 +55,7 @@ def grammar(name: str, value: Any) -> Form:
 def json_schema(name: str, value: Any) -> Form:
     """A schema as an object or as its JSON text; true is any JSON value."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise fields.wrong(name, "is no JSON, must be a JSON schema") from None
+        value = _read(name, value, "is no JSON, must be a JSON schema")
     if not isinstance(value, Mapping) and value is not True:
         raise fields.wrong(name, f"must be a JSON schema, is {fields.kind(value)}")
     try:
@@ -63,6 +63,13 @@ def json_schema(name: str, value: Any) -> Form:
     except RecursionError:
         raise fields.wrong(name, "is nested too deeply") from None
     return Form("json_schema", (_text(name, text),))
+
+
+def _read(name: str, text: str, otherwise: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise fields.wrong(name, otherwise) from None
 
 
 def _text(name: str, value: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,6 +39,12 @@ OPTIONS = "%llguidance " + json.dumps({"no_forcing": True}) + "\n"
 # What json.dumps writes, and the same without spaces. A small model that may write more of them at
 # will goes on with them until its length is used up.
 WHITESPACE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
+
+# Keywords of JSON Schema. Two of the first on one schema have to hold for the same value.
+COMBINING = {"properties", "$ref", "allOf", "anyOf", "oneOf", "if", "not", "dependentSchemas"}
+OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"}
+MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 
 class Vocabulary:
@@ -214,11 +220,48 @@ def _lark(form: Form) -> str:
         case "json_schema":
             schema: Any = json.loads(form.source[0])
             if isinstance(schema, dict):
+                _close(schema)
                 own = schema.get("x-guidance")
                 schema["x-guidance"] = {**WHITESPACE, **(own if isinstance(own, dict) else {})}
             return f"{OPTIONS}start: {space}%json {json.dumps(schema, ensure_ascii=False)}"
         case "grammar":
             return OPTIONS + _grammar(form)
+
+
+def _close(schema: dict[str, Any]) -> None:
+    """Keeps an answer to the properties that a schema names, unless it allows others itself.
+
+    By JSON Schema others are allowed where it does not say. A small model goes on with them until
+    its length is used up, and other servers do not write them. Schemas that are combined, such as
+    those of an allOf, stay as they are: what one does not name, another may.
+    """
+    schemas = list(_schemas(schema))
+    for each in schemas:
+        all_of = each.get("allOf")
+        if len(COMBINING & each.keys()) > 1 or (isinstance(all_of, list) and len(all_of) > 1):
+            return
+    for each in schemas:
+        if isinstance(each.get("properties"), dict) and not OPEN & each.keys():
+            required = each.get("required")
+            names = required if isinstance(required, list) else []
+            if all(isinstance(name, str) and name in each["properties"] for name in names):
+                each["additionalProperties"] = False
+
+
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and all those within it."""
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            yield each
+            for name, value in each.items():
+                if name in MAPS_OF_SCHEMAS and isinstance(value, dict):
+                    waiting += value.values()
+                elif name in LISTS_OF_SCHEMAS and isinstance(value, list):
+                    waiting += value
+                elif name in ("items", "additionalProperties"):
+                    waiting.append(value)
 
 
 def _grammar(form: Form) -> str:

@@ -25,7 +25,7 @@ from serving.api.shared import Gateway, error_response
 from serving.api.stream import open_stream, wanted
 from serving.models.model import Model
 
-MARKS = (b'"messages"', b'"prompt"', b'"details"')
+MARKS = (b'"messages"', b'"prompt"', b'"details"', b'"grammar"')
 
 
 def read(request: Request, body: bytes, headers: Mapping[str, str]) -> Direct | None:

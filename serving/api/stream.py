@@ -163,6 +163,8 @@ async def collected(
                 completion["finish_reason"] = item.get("finish_reason")
                 if "logprobs" in item:
                     completion.setdefault("logprobs", []).append(kept(item["logprobs"]))
+                if "choice_logprobs" in item:
+                    completion["choice_logprobs"] = item["choice_logprobs"]
                 if "prefill" in item:
                     completion["prefill"] = [kept(token) for token in item["prefill"]]
                 found |= {k: v for k, v in item.items() if k in ("prompt_tokens", "cached_tokens")}

@@ -1,6 +1,6 @@
 """Hugging Face's Text Generation Inference, as `huggingface_hub`'s `text_generation` calls it: our
-own body with `parameters.details`, true or false, or from that client, whose newer versions leave
-`details` out.
+own body with `parameters.details`, true or false, with an object as `parameters.grammar`, or from
+that client, whose newer versions leave `details` out.
 
     {"generated_text", "details"?}
 
@@ -24,8 +24,11 @@ from starlette.responses import Response
 
 from common import fields
 from common.errors import DeadlineExceeded, EngineError, InvalidRequest, ServiceError
+from common.form import KINDS
 from common.media_types import JSON
 from common.parameters import MAX_LOGPROBS, Parameters
+from serving.api import answer_form
+from serving.api.answer_form import GivenForm, named_by_request
 from serving.api.shared import Gateway
 from serving.api.stream import EVENTS, Item, TokenStream, begin
 from serving.models.model import Model
@@ -34,7 +37,6 @@ from serving.models.model import Model
 NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "adapter_id": (),
     "best_of": (1,),
-    "grammar": (),
     "truncate": (),
     "watermark": (False,),
 }
@@ -47,6 +49,7 @@ class Asked:
     """parameters: the engine's
     before: what stands before the text
     top: whether the likeliest tokens are wanted
+    form: what the text is held to, if the request says it
     """
 
     inputs: str
@@ -56,6 +59,7 @@ class Asked:
     before: str
     top: bool
     seed: int | None
+    form: GivenForm | None
 
 
 CLIENT = "hf_hub/"  # in its User-Agent
@@ -65,7 +69,8 @@ def is_meant(body: Mapping[str, Any], agent: str) -> bool:
     parameters = body.get("parameters", {})
     if not isinstance(parameters, Mapping) or not isinstance(body.get("inputs"), str):
         return False
-    return CLIENT in agent or parameters.get("details") is not None
+    grammar = isinstance(parameters.get("grammar"), Mapping)  # ours is a text
+    return CLIENT in agent or grammar or parameters.get("details") is not None
 
 
 def parse(body: Mapping[str, Any]) -> Asked:
@@ -91,24 +96,41 @@ def parse(body: Mapping[str, Any]) -> Asked:
         given.pop("stop", None)  # the client sends an empty list where it means the model's own
     if given.get("do_sample") is False and any(name in given for name in DRAWS):
         del given["do_sample"]
+    form = None
+    if isinstance(given.get("grammar"), Mapping):
+        form = answer_form.typed("parameters.grammar", given.pop("grammar"))
+        own = [
+            GivenForm(f"parameters.{kind}", kind, given[kind]) for kind in KINDS if kind in given
+        ]
+        answer_form.only([form, *own])
+        given |= form.parameters if form else {}
     checked = Parameters.parse(given, {"do_sample": True})
     if checked.num_return_sequences > 1:
         raise InvalidRequest("parameters.num_return_sequences must be 1 with parameters.details")
     stream = fields.boolean("stream", body.get("stream", False))
     before = inputs if checked.return_full_text else ""
-    return Asked(inputs, given, stream, details, before, bool(top), checked.seed)
+    return Asked(inputs, given, stream, details, before, bool(top), checked.seed, form)
 
 
 async def answer(
     gateway: Gateway, model: Model, asked: Asked, end: float, resources: AsyncExitStack
 ) -> Response:
     """`resources` are a stream's."""
+    try:
+        return await _answer(gateway, model, asked, end, resources)
+    except EngineError as error:
+        raise named_by_request(error, asked.form) from None
+
+
+async def _answer(
+    gateway: Gateway, model: Model, asked: Asked, end: float, resources: AsyncExitStack
+) -> Response:
     await resources.enter_async_context(gateway.admission.place(model.line, end))
     items, first = await begin(gateway, model, asked.inputs, asked.parameters, end, resources)
     text = Text(asked, first["prompt_tokens"])
     if asked.stream:
         late = _event(error_body(DeadlineExceeded("the answer was not ready in time")))
-        pieces = _events(text, first, items)
+        pieces = _events(text, first, items, asked.form)
         return TokenStream(pieces, EVENTS, end, lambda: late, resources.pop_all())
     events = [text.add(first), *[text.add(item) async for item in items]]
     body = {"generated_text": events[-1]["generated_text"]}
@@ -155,13 +177,15 @@ class Text:
         return event
 
 
-async def _events(text: Text, first: Item, items: AsyncIterator[Item]) -> AsyncIterator[bytes]:
+async def _events(
+    text: Text, first: Item, items: AsyncIterator[Item], form: GivenForm | None
+) -> AsyncIterator[bytes]:
     yield _event(text.add(first))
     try:
         async for item in items:
             yield _event(text.add(item))
     except EngineError as error:
-        yield _event(error_body(error))
+        yield _event(error_body(named_by_request(error, form)))
 
 
 def error_body(error: ServiceError) -> dict[str, Any]:

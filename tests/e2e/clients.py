@@ -10,11 +10,21 @@ import os
 import sys
 import traceback
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-TEXT, CHAT = "시/봄", "채팅"
+TEXT, CHAT, FORMED = "시/봄", "채팅", "정형"
 PROMPT, QUESTION = "나는 오늘", "안녕?"
 TOKENS = 9
+FORM_TOKENS = 100
+CHOICE = ["긍정", "부정"]
+
+
+def review() -> Any:
+    """A pydantic model, of which `FORMED` can write instances."""
+    from pydantic import BaseModel, create_model
+
+    rated: Any = {"감정": (Literal["긍정", "부정"], ...), "certain": (bool, ...)}
+    return create_model("Review", __base__=BaseModel, __doc__="A review.", **rated)
 
 
 def litellm(address: str, key: str) -> dict[str, Any]:
@@ -40,6 +50,8 @@ def litellm(address: str, key: str) -> dict[str, Any]:
         return []
 
     completion, answer = litellm.text_completion(**text), litellm.completion(**chat)
+    more = {"model": f"openai/{FORMED}", "max_tokens": FORM_TOKENS, "response_format": review()}
+    formed: Any = litellm.completion(**chat | more)
     return {
         "completion": completion.choices[0].text,
         "streamed completion": "".join(
@@ -48,6 +60,7 @@ def litellm(address: str, key: str) -> dict[str, Any]:
         "chat": answer.choices[0].message.content,
         "streamed chat": asyncio.run(streamed()),
         "tokens": [answer.usage.prompt_tokens, answer.usage.completion_tokens],
+        "forms": [json.loads(formed.choices[0].message.content)],
         "no such model": error(chat | {"model": "openai/없음"}),
         "wrong key": error(chat | {"api_key": "틀린 열쇠".encode().hex()}),
         "no template": error(chat | {"model": f"openai/{TEXT}"}),
@@ -58,10 +71,22 @@ def openai(address: str, key: str) -> dict[str, Any]:
     """An older one, by the Responses API."""
     import openai
 
-    respond = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0).responses.create
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
+    respond = client.responses.create
     asked: Any = {"model": CHAT, "input": QUESTION, "temperature": 0, "max_output_tokens": TOKENS}
     answer = respond(**asked)
+    chat: Any = {"model": FORMED, "messages": [{"role": "user", "content": QUESTION}]}
+    chat |= {"max_tokens": FORM_TOKENS}
+    tool = openai.pydantic_function_tool(review())
+    called = client.chat.completions.parse(**chat, tools=[tool], tool_choice="required")
+    (call,) = called.choices[0].message.tool_calls or []
+    forms: list[Any] = [
+        client.chat.completions.parse(**chat, response_format=review()).choices[0].message.parsed,
+        client.responses.parse(model=FORMED, input=QUESTION, text_format=review()).output_parsed,
+        call.function.parsed_arguments,
+    ]
     return {
+        "forms": [form.model_dump() for form in forms],
         "chat": answer.output_text,
         "streamed chat": "".join(
             event.delta
@@ -79,9 +104,15 @@ def langchain(address: str, key: str) -> dict[str, Any]:
     there |= {"max_tokens": TOKENS, "max_retries": 0, "timeout": 60}
     text, chat = OpenAI(model=TEXT, **there), ChatOpenAI(model=CHAT, **there)
     responses = ChatOpenAI(model=CHAT, use_responses_api=True, **there)
+    more = {"model": FORMED, "max_tokens": FORM_TOKENS}
+    formed = ChatOpenAI(**there | more), ChatOpenAI(**there | more, use_responses_api=True)
+    structured = [model.with_structured_output(review()) for model in formed]
+    structured.append(formed[0].with_structured_output(review(), method="function_calling"))
     answer = chat.invoke([("user", QUESTION)])
     usage: Any = answer.usage_metadata
+    forms: list[Any] = [model.invoke(QUESTION) for model in structured]
     return {
+        "forms": [form.model_dump() for form in forms],
         "completion": text.invoke(PROMPT),
         "streamed completion": "".join(text.stream(PROMPT)),
         "chat": answer.content,
@@ -101,7 +132,16 @@ def llama_index(address: str, key: str) -> dict[str, Any]:
     text = OpenAILike(model=TEXT, **there)
     chat = OpenAILike(model=CHAT, is_chat_model=True, **there)
     messages = [ChatMessage(role="user", content=QUESTION)]
+    more = {"model": FORMED, "max_tokens": FORM_TOKENS, "is_chat_model": True}
+    formed = [
+        OpenAILike(**there | more, is_function_calling_model=True),
+        OpenAILike(**there | more, should_use_structured_outputs=True),
+    ]
     return {
+        "forms": [
+            model.as_structured_llm(review()).complete(QUESTION).raw.model_dump()  # type: ignore
+            for model in formed
+        ],
         "completion": text.complete(PROMPT).text,
         "streamed completion": "".join(c.delta or "" for c in text.stream_complete(PROMPT)),
         "chat": chat.chat(messages).message.content,
@@ -118,6 +158,11 @@ def huggingface_hub(address: str, key: str) -> dict[str, Any]:
     asked |= {"max_tokens": TOKENS, "temperature": 0}
     answer = chat.chat_completion(**asked)
     chunks = chat.chat_completion(**asked, stream=True)
+    formed = InferenceClient(f"{address}/predictions/{FORMED}", token=key, timeout=60)
+    schema = review().model_json_schema()
+    grammar: Any = {"type": "json", "value": schema}
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "Review", "schema": schema}}
+    more = {"model": FORMED, "max_tokens": FORM_TOKENS, "response_format": shape}
     detailed = text.text_generation(PROMPT, max_new_tokens=TOKENS, details=True)
     return {
         "completion": text.text_generation(PROMPT, max_new_tokens=TOKENS),
@@ -128,6 +173,10 @@ def huggingface_hub(address: str, key: str) -> dict[str, Any]:
             detailed.generated_text,
             detailed.details.generated_tokens,
             "".join(token.text for token in detailed.details.tokens),
+        ],
+        "forms": [
+            json.loads(formed.text_generation(PROMPT, max_new_tokens=FORM_TOKENS, grammar=grammar)),
+            json.loads(chat.chat_completion(**asked | more).choices[0].message.content),
         ],
         "chat": answer.choices[0].message.content,
         "streamed chat": "".join(c.choices[0].delta.content or "" for c in chunks),

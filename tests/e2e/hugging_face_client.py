@@ -39,7 +39,9 @@ def asked(address: str, key: str) -> dict[str, Any]:
         ],
         "drawn": [ask(PROMPT, max_new_tokens=12, temperature=2.0) for _ in range(3)],
         "wrong": error(max_new_tokens=0),
-        "not done": error(grammar={"type": "regex", "value": "가"}),
+        "form": ask(PROMPT, grammar={"type": "regex", "value": "산에는|꽃"}),  # type: ignore
+        "wrong form": error(grammar={"type": "regex", "value": "("}),
+        "not done": error(watermark=True),
     }
 
 

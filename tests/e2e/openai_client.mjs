@@ -23,6 +23,22 @@ let deltas = "";
 for await (const event of await client.responses.create({ ...asked, stream: true })) {
   if (event.type === "response.output_text.delta") deltas += event.delta;
 }
+const schema = {
+  type: "object",
+  properties: { 감정: { enum: ["긍정", "부정"] }, certain: { type: "boolean" } },
+  required: ["감정", "certain"],
+  additionalProperties: false,
+};
+const named = { name: "review", schema, strict: true };
+const formed = { ...chat, model: "정형", max_tokens: 100 };
+const parsed = await client.chat.completions.parse({
+  ...formed, response_format: { type: "json_schema", json_schema: named },
+});
+const parsedResponse = await client.responses.parse({
+  model: formed.model, input: "안녕?", text: { format: { type: "json_schema", ...named } },
+});
+const tools = [{ type: "function", function: { name: "review", parameters: schema, strict: true } }];
+const called = await client.chat.completions.parse({ ...formed, tools, tool_choice: "required" });
 const refused = await client.chat.completions.create({ ...chat, model: "없음" }).catch((e) => e);
 console.log(
   JSON.stringify({
@@ -35,6 +51,11 @@ console.log(
     tokens: [answer.usage.prompt_tokens, answer.usage.completion_tokens],
     response: response.output_text,
     "streamed response": deltas,
+    forms: [
+      JSON.parse(parsed.choices[0].message.content),
+      JSON.parse(parsedResponse.output_text),
+      called.choices[0].message.tool_calls[0].function.parsed_arguments,
+    ],
     "no such model": [refused.constructor.name, refused.status, refused.message],
   }),
 );

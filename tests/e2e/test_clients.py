@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.clients import CHAT, PROMPT, QUESTION, TEXT, TOKENS
+from tests.e2e.clients import CHAT, FORMED, PROMPT, QUESTION, TEXT, TOKENS
 from tests.e2e.server import REPOSITORY, Server, free_port
 from tests.e2e.stores import serving, small, text
 from tests.e2e.test_openai import TEMPLATE
@@ -35,7 +35,10 @@ def grpc_port() -> int:
 def server(tmp_path_factory: pytest.TempPathFactory, grpc_port: int) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("clients")
     small(folder / "store" / TEXT, 1)
-    make_hugging_face(folder / "store" / CHAT, tokenizer_config={"chat_template": TEMPLATE})
+    template = {"chat_template": TEMPLATE}
+    make_hugging_face(folder / "store" / CHAT, tokenizer_config=template)
+    formed, kind = folder / "store" / FORMED, "byte-level"  # writes all of Unicode, so JSON, too
+    make_hugging_face(formed, kind=kind, max_length=512, tokenizer_config=template)
     settings = {"INFERENCE_TOKEN": TOKEN, "GRPC_PORT": str(grpc_port)}
     with serving(folder / "run", folder / "store", **settings) as server:
         yield server
@@ -103,6 +106,23 @@ def test_a_client_gets_what_the_servers_own_routes_answer(
         assert found[name][key] == expected[key], key
 
 
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("litellm", 1), ("openai", 3), ("langchain", 3), ("llama_index", 2), ("huggingface_hub", 2)],
+)
+def test_a_client_gets_what_its_pydantic_model_says(
+    found: dict[str, Any], name: str, count: int
+) -> None:
+    assert isinstance(found[name], dict), found[name]
+    assert len(found[name]["forms"]) == count
+    for form in found[name]["forms"]:
+        assert is_review(form)
+
+
+def is_review(form: Any) -> bool:
+    return list(form) == ["감정", "certain"] and form["감정"] in ("긍정", "부정")
+
+
 def test_litellm_knows_errors(found: dict[str, Any]) -> None:
     for wrong, name, status, words in (
         ("no such model", "NotFoundError", 404, "없음"),
@@ -121,6 +141,7 @@ def test_openais_client_for_javascript_knows_texts_and_errors(
         pytest.skip("OPENAI_JS names a folder where npm has installed openai")
     program = REPOSITORY / "tests" / "e2e" / "openai_client.mjs"
     found = output(["node", str(program), folder, server.url("/v1"), TOKEN])
+    assert [is_review(form) for form in found.pop("forms")] == [True] * 3
     kind, status, message = found.pop("no such model")
     assert (kind, status, "없음" in message) == ("NotFoundError", 404, True)
     assert found == {key: expected[key] for key in found}
@@ -180,7 +201,7 @@ def test_guidellm_counts_the_tokens_of_its_streams(
 def test_open_webui_chats_and_titles_them(server: Server, expected: dict[str, Any]) -> None:
     """With what its advanced parameters send, and the title's prompt as one message of the user."""
     listed = requests.get(server.url("/v1/models"), headers=AUTHORIZATION, timeout=60).json()
-    assert {model["id"] for model in listed["data"]} == {TEXT, CHAT}
+    assert {model["id"] for model in listed["data"]} == {TEXT, CHAT, FORMED}
     asked: dict[str, Any] = {"model": CHAT, "messages": MESSAGES}
     advanced = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0, "seed": 1}
     advanced |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {}}
@@ -190,3 +211,34 @@ def test_open_webui_chats_and_titles_them(server: Server, expected: dict[str, An
     assert counted[-1] is not None
     title = post(server, "chat/completions", {**asked, "stream": False, "max_tokens": 1000})
     assert title.json()["choices"][0]["message"]["content"].startswith(expected["chat"])
+
+
+def test_instructor_pydantic_ai_and_outlines_get_what_a_schema_says(server: Server) -> None:
+    """By the calls of instructor's modes TOOLS and JSON_SCHEMA, of PydanticAI's tool and native
+    outputs, and of outlines for vLLM."""
+    schema = {
+        "type": "object",
+        "title": "Review",
+        "properties": {"감정": {"enum": ["긍정", "부정"]}, "certain": {"type": "boolean"}},
+        "required": ["감정", "certain"],
+    }
+    function = {"name": "Review", "description": "감상", "parameters": schema}
+    tools = [{"type": "function", "function": function}]
+    named = {"type": "function", "function": {"name": "Review"}}
+    shape = {"name": "Review", "schema": schema, "strict": True}
+    final = {"name": "final_result", "parameters": {**schema, "additionalProperties": False}}
+    calls: list[dict[str, Any]] = [
+        {"tools": tools, "tool_choice": named},
+        {"response_format": {"type": "json_schema", "json_schema": shape}},
+        {"tools": [{"type": "function", "function": final}], "tool_choice": "required"},
+        {"structured_outputs": {"json": schema}},
+        {"guided_json": json.dumps(schema)},
+    ]
+    for call in calls:
+        asked = {"model": FORMED, "messages": MESSAGES, "max_tokens": 100, **call}
+        message = post(server, "chat/completions", asked).json()["choices"][0]["message"]
+        if "tools" in call:
+            (made,) = message["tool_calls"]
+            assert is_review(json.loads(made["function"]["arguments"]))
+        else:
+            assert is_review(json.loads(message["content"]))

@@ -299,16 +299,20 @@ def test_what_is_wrong_is_said_where_it_is(server: Server, open_page: Callable[.
     expect(pane(page, FOUR[0]).locator(".reason")).to_contain_text("template")
 
 
+@pytest.mark.parametrize("form", ["", "choice"])
 def test_a_call_is_copied_as_code_that_works(
-    server: Server, open_page: Callable[..., Page]
+    server: Server, open_page: Callable[..., Page], form: str
 ) -> None:
     page, name = open_page(), "시/가을"
     choose(page, name)
     page.fill("#prompt", f"{PROMPT} '가' \"나\" $HOME <b>")
     page.locator("summary").click()
     page.fill("#parameter-max_new_tokens", "10")
+    page.select_option("#parameter-form", form)
+    page.fill("#parameter-form_text", "산에는\n꽃")
     page.click("#run")
     shown = answer(page, name)
+    assert (shown in ("산에는", "꽃")) == bool(form)
     pane(page, name).get_by_role("button", name="Copy as").click()
     code = {}
     for tab in ("curl", "openai (Python)", "boto3 (Python)"):

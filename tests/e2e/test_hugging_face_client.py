@@ -68,6 +68,7 @@ def test_the_client_gets_texts_details_and_streams(clean: Server, found: dict[st
     assert (last["details"]["generated_tokens"], last["details"]["seed"]) == (12, 3)
     assert last["details"]["input_length"] == len(details["prefill"])
     assert [len(top) for top in found["likeliest"]] == [2] * 12
+    assert found["form"] in ("산에는", "꽃")
     assert len(set(found["drawn"])) > 1  # whatever the client's `do_sample` of false says
 
 
@@ -75,4 +76,5 @@ def test_the_client_raises_what_was_wrong(found: dict[str, Any]) -> None:
     kind, message = found["wrong"]
     assert kind == "ValidationError"
     assert message == "parameters.max_new_tokens must be from 1 to 1000000, is 0"
-    assert "parameters.grammar is not done here" in found["not done"][1]
+    assert found["wrong form"][1].startswith("parameters.grammar: ")
+    assert "parameters.watermark is not done here" in found["not done"][1]

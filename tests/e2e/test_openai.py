@@ -439,9 +439,10 @@ def test_a_response_that_ends_by_itself_is_complete(client: openai.OpenAI) -> No
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole input"),
         ({"conversation": "conv_1"}, "conversation", "send the whole input"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "do not know"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "/v1/chat/completions"),
         ({"background": True}, "background", "no answer is kept"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format", "no grammar or schema"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "not known"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "models that reason"),
         ({"truncation": "auto"}, "truncation", "nothing is left out"),
         ({"input": []}, "input", "not empty"),

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from common.errors import DeadlineExceeded, EngineError
+from serving.api.answer_form import named_by_request
 from serving.api.openai.asked import MAX_SCORES, Asked
 from serving.api.openai.errors import Refused
 from serving.api.shared import Gateway
@@ -53,9 +54,12 @@ async def answer(
     resources: AsyncExitStack,
 ) -> Response:
     """Each prompt has a place of its own in the model's line. `resources` are a stream's."""
-    if asked.stream:
-        return await _stream(gateway, model, asked, form, end, resources)
-    body = form.whole(await _whole(gateway, model, asked, form, end))
+    try:
+        if asked.stream:
+            return await _stream(gateway, model, asked, form, end, resources)
+        body = form.whole(await _whole(gateway, model, asked, form, end))
+    except EngineError as error:
+        raise named_by_request(error, asked.form) from None
     return Response(body, media_type="application/json")
 
 
@@ -123,7 +127,7 @@ async def _stream(
                         yield sent
             yield form.end()
         except EngineError as error:
-            yield form.broken(error)
+            yield form.broken(named_by_request(error, asked.form))
 
     late = DeadlineExceeded("the answer was not ready in time")
     return TokenStream(chunks(), EVENTS, end, lambda: form.broken(late), resources.pop_all())

@@ -15,6 +15,7 @@ import orjson
 from common.errors import EngineError
 from serving.api.openai.asked import Asked, Kind
 from serving.api.openai.errors import error_body
+from serving.api.openai.tools import Call, message
 
 Item = Mapping[str, Any]  # a token of the engine's
 
@@ -95,11 +96,18 @@ class Answer:
             before, prefill = _echo(prompt, prefill, offsets)
             text, steps = before + text, [*prefill, *steps]
         logprobs = self.logprobs(steps, offsets) if self._asked.logprobs else None
-        ending = {"logprobs": logprobs, "finish_reason": reason}
+        ending = {"logprobs": logprobs, "finish_reason": self.finish_reason(reason)}
+        ending |= _labels(completion)
+        if self._asked.tool_choice is not None:
+            return {"index": index, "message": message(self._asked.tool_choice, text), **ending}
         if self._asked.kind is Kind.CHAT:
-            message = {"role": "assistant", "content": text, "refusal": None}
-            return {"index": index, "message": message, **ending}
+            said = {"role": "assistant", "content": text, "refusal": None}
+            return {"index": index, "message": said, **ending}
         return {"index": index, "text": text, **ending}
+
+    def finish_reason(self, reason: str) -> str:
+        choice = self._asked.tool_choice
+        return choice.finish_reason if choice is not None and reason == "stop" else reason
 
     def logprobs(self, steps: Sequence[Mapping[str, Any]], offsets: Offsets) -> dict[str, Any]:
         if self._asked.kind is Kind.CHAT:
@@ -143,6 +151,7 @@ class Choices:
     def __init__(self, answer: Answer, asked: Asked, prompt: Any, first: int) -> None:
         self._answer, self._asked, self._prompt, self._first = answer, asked, prompt, first
         self._offsets: dict[int, Offsets] = defaultdict(Offsets)
+        self._calls: dict[int, Call] = {}
 
     def write(self, item: Item) -> bytes:
         """A token, behind what begins its choice if it is the first: who speaks, or the prompt's
@@ -162,7 +171,8 @@ class Choices:
         offsets = self._offsets[index]
         choice: dict[str, Any] = {"index": self._first + index, "logprobs": None}
         if self._asked.kind is Kind.CHAT:
-            choice["delta"] = {"role": "assistant", "content": "", "refusal": None}
+            content = "" if self._asked.tool_choice is None else None
+            choice["delta"] = {"role": "assistant", "content": content, "refusal": None}
         elif self._asked.echo:
             choice["text"], prefill = _echo(self._prompt, prefill, offsets)
             if self._asked.logprobs:
@@ -174,21 +184,33 @@ class Choices:
     def _token(self, item: Item, reason: str | None) -> bytes:
         """With the end of its choice if it is the last. Half a character waits."""
         choice: dict[str, Any] = {"index": self._first + item["index"], "logprobs": None}
+        labels = _labels(item)
         if self._asked.logprobs:
             offsets = self._offsets[item["index"]]
             choice["logprobs"] = self._answer.logprobs([item["logprobs"]], offsets)
         elif not item["text"] and reason is None:
             return b""
         if self._asked.kind is Kind.COMPLETION:
-            return self._answer.chunk([{**choice, "text": item["text"], "finish_reason": reason}])
-        sent = b""
-        if item["text"] or self._asked.logprobs:
-            delta = {"content": item["text"]}
-            sent = self._answer.chunk([{**choice, "delta": delta, "finish_reason": None}])
+            ending = {"text": item["text"], "finish_reason": reason, **labels}
+            return self._answer.chunk([{**choice, **ending}])
+        sent, ended = b"", reason is not None
+        for delta in self._deltas(item, ended):
+            sent += self._answer.chunk([{**choice, "delta": delta, "finish_reason": None}])
+            choice["logprobs"] = None
         if reason is not None:
-            last = {**choice, "logprobs": None, "delta": {}, "finish_reason": reason}
-            sent += self._answer.chunk([last])
+            ending = {"delta": {}, "finish_reason": self._answer.finish_reason(reason), **labels}
+            sent += self._answer.chunk([{**choice, **ending}])
         return sent
+
+    def _deltas(self, item: Item, ended: bool) -> list[dict[str, Any]]:
+        """What a token adds to a chat's answer: its log-probabilities also where it has no text."""
+        text, tools = item["text"], self._asked.tool_choice
+        found: list[dict[str, Any]] = [{"content": text}] if text else []
+        if tools is not None:
+            call = self._calls.get(item["index"]) or Call(tools)
+            self._calls[item["index"]] = call
+            found = [{"tool_calls": [delta]} for delta in call.write(text, ended)]
+        return found or ([{"content": ""}] if self._asked.logprobs else [])
 
 
 class Offsets:
@@ -203,6 +225,11 @@ class Offsets:
         at = self._at
         self._at += len(self._utf8.decode(bytes(_bytes(token))))
         return max(at - self.unseen, 0)
+
+
+def _labels(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The log-probabilities of a choice's texts, where the engine gives them."""
+    return {name: answer[name] for name in ("choice_logprobs",) if name in answer}
 
 
 def _echo(prompt: Any, prefill: Sequence[Item], offsets: Offsets) -> tuple[str, Sequence[Item]]:

@@ -13,7 +13,11 @@ from typing import Any
 
 from common import fields
 from common.parameters import ALIASES, CHECKS, MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
+from serving.api import answer_form
+from serving.api.answer_form import GivenForm
+from serving.api.openai import tools
 from serving.api.openai.errors import Refused
+from serving.api.openai.tools import ToolChoice
 
 Body = Mapping[str, Any]
 
@@ -29,6 +33,7 @@ ROLES = ("system", "user", "assistant")
 WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
     *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+    "guided_decoding_backend",
 }
 # Not OpenAI's: ours, as vLLM, llama.cpp and what is made for them have them, too.
 OURS = (
@@ -37,23 +42,28 @@ OURS = (
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     "dry_sequence_breakers",
 )
+# What an answer is held to, by the names of several servers.
+FORMS = (*answer_form.FIELDS, answer_form.PATTERN)
 SHARED = {
     *("model", "stream", "stream_options", "temperature", "top_p", "n", "stop", "seed"),
     *("frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "max_tokens"),
-    *("response_format", *OURS),
+    *OURS,
+    *FORMS,
+    "choice_logprobs",
 }
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 # What is not done, why, and the values that ask for nothing.
-NO_GRAMMAR = "no grammar or schema is kept to; describe the form in the prompt, check the answer"
-NO_TOOLS = "asks for tools, which these models do not know"
+NO_TOOLS = "asks for tools; these are for /v1/chat/completions, with a tool_choice"
+NO_RESULTS = (
+    "is not known to templates of these models: say what was called and what came of it in a"
+    " message of the user's"
+)
+OLD_TOOLS = "is not known here; tools and tool_choice are"
 NotDone = Mapping[str, tuple[str, tuple[Any, ...]]]
 NOT_DONE: NotDone = {
     "suffix": ("asks for an insertion; these models only continue a text", ("",)),
-    "tools": (NO_TOOLS, ([],)),
-    "tool_choice": (NO_TOOLS, ("none", "auto")),
-    "functions": (NO_TOOLS, ([],)),
-    "function_call": (NO_TOOLS, ("none", "auto")),
-    "response_format": (f'can only be {{"type": "text"}}: {NO_GRAMMAR}', ({"type": "text"},)),
+    "functions": (OLD_TOOLS, ([],)),
+    "function_call": (OLD_TOOLS, ("none", "auto")),
     "modalities": ('can only be ["text"]', (["text"],)),
     "audio": ("is not made here", ()),
     "reasoning_effort": ("is for models that reason", ("none",)),
@@ -82,6 +92,8 @@ class Asked:
     logprobs: whether they are shown
     only_echo: no token is wanted; the engine makes one, which is not told
     continuous_usage: each chunk of a stream says what was used so far
+    form: what the answer is held to, if the request says it
+    tool_choice: where the answer is a call of a function
     """
 
     kind: Kind
@@ -96,6 +108,8 @@ class Asked:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    form: GivenForm | None = None
+    tool_choice: ToolChoice | None = None
 
 
 def completion(body: Body) -> Asked:
@@ -111,7 +125,7 @@ def completion(body: Body) -> Asked:
         raise Refused("best_of", "above n is known only at the end of all answers: not in a stream")
     prompts = _prompts(given.get("prompt"))
     logprobs = given.get("logprobs")
-    parameters = sampling(given, best_of)
+    parameters = sampling(given, best_of, shared["form"])
     most = max_tokens(given, "max_tokens", DEFAULT_TOKENS, least=0 if echo else 1)
     parameters["max_new_tokens"] = max(most, 1)
     if logprobs is not None:
@@ -141,7 +155,10 @@ def chat(body: Body) -> Asked:
     top = get(given, "top_logprobs", lambda name, v: fields.integer(name, v, 0, MAX_LOGPROBS), None)
     if top is not None and not logprobs:
         raise Refused("top_logprobs", "needs logprobs true")
-    parameters = sampling(given, shared["n"])
+    tool_choice = tools.read(given)
+    if tool_choice is not None:
+        shared["form"] = answer_form.only([shared["form"], tool_choice.form])
+    parameters = sampling(given, shared["n"], shared["form"])
     limit = "max_tokens" if given.get("max_completion_tokens") is None else "max_completion_tokens"
     parameters["max_new_tokens"] = max_tokens(given, limit, MAX_TOKENS)
     if logprobs:
@@ -153,6 +170,7 @@ def chat(body: Body) -> Asked:
         parameters=parameters,
         best_of=shared["n"],
         logprobs=logprobs,
+        tool_choice=tool_choice,
         **shared,
     )
 
@@ -197,10 +215,11 @@ def common_fields(given: Body) -> dict[str, Any]:
         "continuous_usage": bool(
             options.get("include_usage") and options.get("continuous_usage_stats")
         ),
+        "form": answer_form.read(given),
     }
 
 
-def sampling(given: Body, sequences: int) -> dict[str, Any]:
+def sampling(given: Body, sequences: int, form: GivenForm | None) -> dict[str, Any]:
     """The engine's, but for how many tokens."""
     temperature = get(given, "temperature", lambda n, v: fields.number(n, v, 0, 2), 1.0)
     top_p = get(given, "top_p", lambda n, v: fields.number(n, v, 0, 1), 1.0)
@@ -216,7 +235,8 @@ def sampling(given: Body, sequences: int) -> dict[str, Any]:
     parameters |= {
         name: check(name, given[name]) for name, check in checks.items() if name in given
     }
-    own = {name: ALIASES.get(name, name) for name in OURS if name in given}
+    parameters |= form.parameters if form else {}
+    own = {name: ALIASES.get(name, name) for name in (*OURS, "choice_logprobs") if name in given}
     parameters |= {known: CHECKS[known](name, given[name]) for name, known in own.items()}
     if (temperature == 0 or top_p == 0) and sequences == 1:
         return {**parameters, "do_sample": False}
@@ -279,9 +299,13 @@ def message(name: str, value: Any, kinds: Sequence[str] = ("text",)) -> dict[str
     role = given.get("role")
     if role == "developer":  # OpenAI's newer name; templates know the older one
         role = "system"
+    if role in ("tool", "function"):
+        raise Refused(f"{name}.role", f"is {role}, which {NO_RESULTS}")
     if role not in ROLES:
         raise Refused(f"{name}.role", f"must be developer or one of {', '.join(ROLES)}")
     for field in given:
+        if field in ("tool_calls", "function_call"):
+            raise Refused(f"{name}.{field}", NO_RESULTS, "unsupported_parameter")
         if field not in ("role", "content", "name"):
             raise Refused(f"{name}.{field}", "is not known here", "unsupported_parameter")
     if role != "assistant" and "content" not in given:

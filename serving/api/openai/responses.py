@@ -16,10 +16,12 @@ import orjson
 from common import fields
 from common.errors import EngineError
 from common.parameters import MAX_LOGPROBS
+from serving.api import answer_form
+from serving.api.answer_form import GivenForm
 from serving.api.openai.answers import Item, chat_logprobs, kept, token_name
 from serving.api.openai.asked import (
+    FORMS,
     MAX_TOKENS,
-    NO_GRAMMAR,
     NO_TOOLS,
     OURS,
     Asked,
@@ -43,7 +45,8 @@ KNOWN = {
     *("top_logprobs", "stream", "stream_options", "text", "reasoning", "tools", "tool_choice"),
     *("previous_response_id", "conversation", "prompt", "background", "truncation"),
     *("max_tool_calls", "seed", "stop", *OURS),
-}
+    *FORMS,
+} - {"response_format"}  # it is `text.format` here
 NOT_KEPT = "names what an earlier request left, and nothing is kept: send the whole input"
 NOT_DONE: NotDone = {
     "previous_response_id": (NOT_KEPT, ()),
@@ -62,12 +65,12 @@ def parse(body: Body) -> tuple[Asked, dict[str, Any]]:
     """Also what its answer says of the request. Raises `Refused`."""
     given = known_fields(body, KNOWN, NOT_DONE)
     shared = common_fields(given)
-    _check_forms(given)
+    shared["form"] = answer_form.only([shared["form"], _text_format(given)])
     include = given.get("include", [])
     if not isinstance(include, list):
         raise Refused("include", "must be a list")
     top = get(given, "top_logprobs", lambda n, v: fields.integer(n, v, 0, MAX_LOGPROBS), 0)
-    parameters = sampling(given, 1)
+    parameters = sampling(given, 1, shared["form"])
     parameters["max_new_tokens"] = max_tokens(given, "max_output_tokens", MAX_TOKENS)
     if LOGPROBS in include:
         parameters["logprobs"] = top
@@ -83,7 +86,7 @@ def parse(body: Body) -> tuple[Asked, dict[str, Any]]:
         "metadata": get(given, "metadata", mapping, {}),
         "parallel_tool_calls": bool(given.get("parallel_tool_calls", True)),
         "temperature": given.get("temperature", 1.0),
-        "text": {"format": {"type": "text"}},
+        "text": {"format": given.get("text", {}).get("format") or {"type": "text"}},
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": [],
         "top_logprobs": top,
@@ -92,17 +95,17 @@ def parse(body: Body) -> tuple[Asked, dict[str, Any]]:
     }
 
 
-def _check_forms(given: Body) -> None:
-    """Raises `Refused` for `text` and `reasoning` that would change the answer."""
-    form = get(given, "text", mapping, {})
-    kind = mapping("text.format", form.get("format") or {}).get("type", "text")
-    if kind != "text":
-        raise Refused("text.format", f'can only be {{"type": "text"}}: {NO_GRAMMAR}')
-    if form.get("verbosity") not in (None, "medium"):
+def _text_format(given: Body) -> GivenForm | None:
+    """The form of `text`. Raises `Refused` for what else in it, or in `reasoning`, would change the
+    answer."""
+    about = get(given, "text", mapping, {})
+    if about.get("verbosity") not in (None, "medium"):
         raise Refused("text.verbosity", "is not known to these models")
     for name, value in get(given, "reasoning", mapping, {}).items():
         if value not in (None, "none"):
             raise Refused(f"reasoning.{name}", "is for models that reason")
+    form = about.get("format")
+    return None if form is None else answer_form.typed("text.format", form)
 
 
 def _input(value: Any) -> list[dict[str, str]]:

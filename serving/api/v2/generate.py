@@ -103,7 +103,9 @@ async def generate(gateway: Gateway, request: Request, stream: bool, check: Chec
         answer = await whole(gateway, model, asked.text, asked.parameters, end)
         texts = [asked.before + completion["text"] for completion in answer["completions"]]
         output = texts[0] if len(texts) == 1 else texts
-        value = {**asked.head, "text_output": output}
+        first = answer["completions"][0]
+        labels = {n: first[n] for n in ("choice_logprobs",) if n in first}
+        value = {**asked.head, "text_output": output, **labels}
         if stream:  # a client of /generate_stream reads events
             return Response(_event(value), media_type=EVENTS)
         return Response(orjson.dumps(value), media_type=JSON)

@@ -21,6 +21,7 @@ const NUMBERS = [
   ["logprobs", "", { min: 0, max: 20, step: 1, value: 3 }],
 ];
 const TEXTS = ["stop", "bad_words"]; // one a line
+export const FORMS = ["choice", "regex", "json_schema", "grammar"];
 const FLAGS = ["return_full_text", "decoder_input_details"];
 
 const fields = {};
@@ -39,10 +40,13 @@ export function showParameters() {
     add("do_sample", h("select", {}, option("", ""), option("true", "true"), option("false", "false"))),
     ...TEXTS.map((name) => add(name, h("textarea", { rows: 2, placeholder: "\\n" }))),
     add("logit_bias", h("input", { placeholder: '{"389": -100}', spellcheck: false })),
+    add("form", h("select", {}, ...["", ...FORMS].map((name) => option(name, name)))),
+    add("form_text", h("textarea", { rows: 2, spellcheck: false })),
     ...FLAGS.map((name) => add(name, h("input", { type: "checkbox" }))),
   );
   inLanguage(() => {
     for (const [name] of NUMBERS) fields[name].title = t("unset");
+    fields.form_text.placeholder = t("form");
   });
 }
 
@@ -58,11 +62,14 @@ export function readParameters() {
     if (field.value !== "") found[name] = field.valueAsNumber;
   }
   if (fields.do_sample.value) found.do_sample = fields.do_sample.value === "true";
+  const lines = (name) => fields[name].value.split("\n").filter(Boolean);
   for (const name of TEXTS) {
-    const texts = fields[name].value.split("\n").filter(Boolean);
+    const texts = lines(name);
     if (texts.length) found[name] = texts.map((text) => text.replaceAll("\\n", "\n"));
   }
   if (fields.logit_bias.value.trim()) found.logit_bias = object("logit_bias");
+  const form = fields.form.value;
+  if (form) found[form] = form === "choice" ? lines("form_text") : fields.form_text.value;
   for (const name of FLAGS) if (fields[name].checked) found[name] = true;
   return found;
 }

@@ -2,6 +2,7 @@
 
 import { tokens } from "./api.js";
 import { call, openaiParameters } from "./calls.js";
+import { FORMS } from "./parameters.js";
 
 const TOKEN = "INFERENCE_TOKEN"; // code names the variable; the token itself stays in the page
 
@@ -37,8 +38,9 @@ function python(value) {
 const lines = (values) => Object.entries(values).map(([name, value]) => `    ${name}=${python(value)},\n`).join("");
 
 function openai({ model, prompt, parameters, chat }) {
-  const { top_k, repetition_penalty, ...known } = openaiParameters(parameters, chat);
-  const more = JSON.parse(JSON.stringify({ top_k, repetition_penalty })); // without the undefined
+  const own = ["top_k", "repetition_penalty", ...FORMS];
+  const all = Object.entries(openaiParameters(parameters, chat));
+  const [known, more] = [false, true].map((is) => Object.fromEntries(all.filter(([name]) => own.includes(name) === is)));
   const stream = !known.n;
   const given = {
     model,

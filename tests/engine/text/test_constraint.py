@@ -148,6 +148,60 @@ def test_a_schema_says_which_spaces_are_allowed(vocabulary: Vocabulary) -> None:
         assert set(json.loads(text)) == set(SCHEMA["required"])
 
 
+def object_of(name: str, *values: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: {"enum": list(values)}}, "required": [name]}
+
+
+NAMES, MORE = object_of("이름", "가", "나"), object_of("나이", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("schema", "names"),
+    [
+        (NAMES, {"이름"}),
+        ({"type": "object", "properties": {}}, set()),
+        ({"$ref": "#/$defs/a", "$defs": {"a": NAMES}}, {"이름"}),
+        ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": NAMES}}, {"이름"}),
+        ({"anyOf": [NAMES, MORE]}, {"이름", "나이"}),
+    ],
+)
+def test_only_properties_that_a_schema_names_are_written(
+    vocabulary: Vocabulary, schema: Any, names: set[str]
+) -> None:
+    found = [json.loads(text) for text in whole(vocabulary, schema_of("", schema))]
+    assert set().union(*found) == names
+    assert {len(value) for value in found} == {min(len(names), 1)}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**NAMES, "additionalProperties": {"type": "boolean"}},
+        {**NAMES, "required": ["나이"]},
+    ],
+)
+def test_a_schema_that_needs_other_properties_has_them(vocabulary: Vocabulary, schema: Any) -> None:
+    named = set(schema["properties"])
+    texts = [text for seed in range(30) if (text := draw_whole(vocabulary, schema, seed))]
+    assert any(set(json.loads(text)) - named for text in texts)
+
+
+def draw_whole(vocabulary: Vocabulary, schema: Any, seed: int) -> str:
+    text, complete = draw(vocabulary, schema_of("", schema), seed, end=1.0)
+    return text if complete else ""
+
+
+def test_properties_of_combined_schemas_stand_beside_each_other(vocabulary: Vocabulary) -> None:
+    for schema in (
+        {"allOf": [NAMES, {"$ref": "#/$defs/more"}], "$defs": {"more": MORE}},
+        {**NAMES, "$ref": "#/$defs/more", "$defs": {"more": MORE}},
+    ):
+        form = schema_of("", schema)
+        texts = [text for seed in range(60) if (text := draw_whole(vocabulary, schema, seed))]
+        assert texts, form
+        assert all({"이름", "나이"} <= set(json.loads(text)) for text in texts)
+
+
 def test_any_json_value(vocabulary: Vocabulary) -> None:
     for text in whole(vocabulary, schema_of("", {"type": "object"}), 40):
         assert isinstance(json.loads(text), dict)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import EngineError
+from common.errors import EngineError, InvalidRequest
 from serving.api import tgi
 from tests.serving.api.gateways import World, answered, model
 
@@ -209,7 +209,12 @@ def test_the_clients_defaults_mean_what_they_mean_to_tgi(parameters: Any, sent: 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"grammar": {}}, "parameters.grammar is not done here"),
+        ({"grammar": {}}, "parameters.grammar.type must be"),
+        ({"grammar": {"type": "regex"}}, "parameters.grammar.value must be text"),
+        (
+            {"grammar": {"type": "regex", "value": "가"}, "choice": ["가"]},
+            "parameters.choice and parameters.grammar are given",
+        ),
         ({"best_of": 2}, "/v1/completions has it"),
         ({"details": "yes"}, "parameters.details must be true or false"),
         ({"logprobs": "3"}, "parameters.logprobs must be an integer"),
@@ -226,3 +231,34 @@ def test_what_cannot_be_had_is_refused_in_tgis_words(more: Any, said: str) -> No
     assert (status, found["error_type"]) == (400, "validation")
     assert said in found["error"]
     assert engine.asked == []
+
+
+def test_a_grammar_of_tgis_is_a_form_of_the_engines() -> None:
+    made, engine = world(*items("긍정", end="stop", special=True))
+    body = {"inputs": "가", "parameters": {"grammar": {"type": "regex", "value": "긍정|부정"}}}
+    status, _, answer = call(made, ROUTES[0], body)
+    assert (status, json.loads(answer)) == (200, {"generated_text": "긍정"})
+    assert engine.asked[0][2] == {"regex": "긍정|부정", "logprobs": 0}
+
+
+def test_what_is_wrong_with_a_form_is_said_by_the_clients_name() -> None:
+    refused = InvalidRequest("parameters.regex: unclosed group")
+    grammar = {"type": "regex", "value": "("}
+    made, _ = world(refused)
+    tgis = {"inputs": "가", "parameters": {"grammar": grammar}}
+    status, _, answer = call(made, ROUTES[0], tgis)
+    assert (status, json.loads(answer)["error"]) == (400, "parameters.grammar: unclosed group")
+    made, _ = world(refused)
+    status, _, answer = call(
+        made, ROUTES[0], {"prompt": "가", "structured_outputs": {"regex": "("}, "stream": True}
+    )
+    error = json.loads(answer)["error"]
+    assert (status, error["param"]) == (400, "structured_outputs.regex")
+    assert error["message"] == "structured_outputs.regex: unclosed group"
+    # In the middle of a stream.
+    for body in (tgis, {"prompt": "가", "structured_outputs": {"regex": "("}}):
+        first, *_ = items("가", end="stop", special=True)
+        made, _ = world(first, refused)
+        status, _, answer = call(made, ROUTES[0], {**body, "stream": True})
+        name = "parameters.grammar" if body is tgis else "structured_outputs.regex"
+        assert (status, f'"{name}: unclosed group"' in answer) == (200, True)

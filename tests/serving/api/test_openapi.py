@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
+from common.form import KINDS
 from common.parameters import MAX_LOGPROBS, MAX_SEQUENCES, Parameters
 from serving.api import openapi
 from serving.api.management import LOAD_PARAMETERS
@@ -72,7 +73,8 @@ def properties(name: str) -> dict[str, Any]:
 
 def test_the_fields_are_those_that_are_taken() -> None:
     generate = properties("Parameters")
-    assert set(generate) == {field.name for field in dataclasses.fields(Parameters)}
+    known = {field.name for field in dataclasses.fields(Parameters)} - {"form"}
+    assert set(generate) == known | set(KINDS)
     assert generate["max_new_tokens"]["default"] == Parameters.max_new_tokens
     assert generate["num_return_sequences"]["maximum"] == MAX_SEQUENCES
     assert generate["logprobs"]["maximum"] == MAX_LOGPROBS

@@ -13,6 +13,8 @@ from serving.api.openai.errors import Refused, error_body
 
 COMPLETION = {"model": "봄", "prompt": "나는 오늘"}
 CHAT = {"model": "봄", "messages": [{"role": "user", "content": "안녕?"}]}
+TOOLS = [{"type": "function", "function": {"name": "time"}}]
+CALL = {"tools": TOOLS, "tool_choice": "required"}
 
 
 def completion(**more: Any) -> Asked:
@@ -187,7 +189,8 @@ def test_there_must_be_messages(messages: Any) -> None:
         ("min_tokens", -1),
         ("bad_words", [""]),
         ("repeat_penalty", 0),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", []),
+        ("guided_choice", "가"),
         ("온도", 1),
     ],
 )
@@ -218,8 +221,15 @@ def test_a_completion_that_cannot_be_had_is_refused(more: dict[str, Any], param:
     [
         ({"logprobs": 1}, "logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ({"tools": TOOLS}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "time"}]}, "functions"),
+        ({"function_call": {"name": "time"}}, "function_call"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "regex": "가"},
+            "tools[0].function.parameters",
+        ),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"web_search_options": {}}, "web_search_options"),
@@ -252,9 +262,25 @@ def test_other_servers_names_and_values_are_taken() -> None:
 
 def test_a_refusal_says_what_is_known() -> None:
     message = refused(completion, 온도=1)["message"]
-    assert "known are bad_words, bad_words_ids, best_of," in message
+    assert "known are bad_words, bad_words_ids, best_of, choice, choice_logprobs, dry" in message
     assert "tools" not in message
     message = refused(chat, stream=True, stream_options={"x": 1})["message"]
     assert "known are include_usage, continuous_usage_stats" in message
-    message = refused(chat, response_format={"type": "json_schema"})["message"]
-    assert "no grammar or schema is kept to" in message
+    message = refused(chat, messages=[{"role": "tool", "content": "맑음"}])["message"]
+    assert "say what was called" in message
+
+
+@pytest.mark.parametrize("ask", [completion, chat])
+def test_a_form_is_one_of_the_engines_parameters(ask: Any) -> None:
+    found = ask(response_format={"type": "json_object"}, guided_decoding_backend="xgrammar")
+    assert found.parameters["json_schema"] == {"type": "object"}
+    assert found.form.field == "response_format"
+    assert ask(choice=[]).parameters["choice"] == []  # in place of the model's own
+    assert "guided_json" in refused(ask, guided_json={}, guided_regex="가")["message"]
+
+
+def test_a_call_is_one_of_its_arguments_schema() -> None:
+    found = chat(**CALL)
+    assert found.parameters["json_schema"]["additionalProperties"] is False
+    assert found.tool_choice is not None
+    assert chat(tools=TOOLS, tool_choice="none") == chat()

@@ -1,0 +1,151 @@
+"""Calls of functions, as a request's `tool_choice` wants them.
+
+The models know no tools. Where the client has decided that a function is called, the answer is held
+to the schema of its arguments; of several functions, the model chooses one by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common import fields
+from serving.api.answer_form import GivenForm, form_of
+from serving.api.openai.errors import Refused
+
+MAX_TOOLS = 128
+MAX_NAME = 64  # characters
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+UNDECIDED = (
+    'these models cannot decide whether to call a function: tool_choice must be "none", "required"'
+    ' or {"type": "function", "function": {"name": ...}}'
+)
+# Of an answer to several functions: what stands before the arguments. Behind them is a brace.
+HEAD = re.compile(r'\{"name": ?("(?:[^"\\]|\\.)*"), ?"arguments": ?(?=\S)')
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """The function that an answer has to call.
+
+    form: of the arguments, or of {"name", "arguments"} where there are several functions
+    name: empty where there are several
+    finish_reason: of an answer that is whole, as OpenAI's API gives it
+    """
+
+    form: GivenForm
+    name: str
+    finish_reason: str
+
+
+def read(given: Mapping[str, Any]) -> ToolChoice | None:
+    """None where no function is to be called. Raises `Refused`, `InvalidRequest`."""
+    functions = _functions(given.get("tools", []))
+    choice = given.get("tool_choice", "auto")
+    if choice == "none" or (choice == "auto" and not functions):
+        return None
+    if not functions:
+        raise Refused("tool_choice", "needs tools")
+    if choice == "required":
+        called, reason = list(functions), "tool_calls"
+    elif isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or name not in functions:
+            known = ", ".join(functions)
+            raise Refused("tool_choice.function.name", f"must be one of the tools': {known}")
+        called, reason = [name], "stop"
+    else:
+        field = "tool_choice" if "tool_choice" in given else "tools"
+        raise Refused(field, f"asks for more than is done here: {UNDECIDED}")
+    if len(called) == 1:
+        return ToolChoice(functions[called[0]], called[0], reason)
+    calls = [_call(name, functions[name], i) for i, name in enumerate(called)]
+    return ToolChoice(form_of("tools", "json_schema", {"anyOf": calls}), "", reason)
+
+
+def _functions(tools: Any) -> dict[str, GivenForm]:
+    """The forms of their arguments, by name."""
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise Refused("tools", f"must be a list of at most {MAX_TOOLS} functions")
+    found = {}
+    for i, tool in enumerate(tools):
+        field = f"tools[{i}]"
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            raise Refused(field, 'must be {"type": "function", "function": ...}')
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
+            raise Refused(f"{field}.function.name", f"must be text of 1 to {MAX_NAME} characters")
+        assert isinstance(function, Mapping)
+        schema, path = function.get("parameters"), f"{field}.function.parameters"
+        if not isinstance(schema, Mapping | None):
+            raise Refused(path, f"must be a JSON schema, is {fields.kind(schema)}")
+        schema = NO_ARGUMENTS if schema is None else {"type": "object", **schema}
+        found[name] = form_of(path, "json_schema", schema)
+    return found
+
+
+def _call(name: str, arguments: GivenForm, index: int) -> dict[str, Any]:
+    """The `$id` keeps references within the arguments to their own schema."""
+    schema = {"$id": f"urn:tool:{index}", **arguments.value}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": schema},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+class Call:
+    """The call that an answer is, while it is made."""
+
+    def __init__(self, choice: ToolChoice) -> None:
+        self._name, self._several = choice.name, not choice.name
+        self._id = f"call_{secrets.token_hex(12)}"
+        self._text, self._begun = "", False
+        self._at = 0  # in the text: up to there the arguments were given, or they begin there
+
+    def write(self, text: str, last: bool) -> list[dict[str, Any]]:
+        """What a stream's `tool_calls` say of the answer's next piece: first the function, then
+        pieces of its arguments."""
+        self._text += text
+        if not self._name:
+            head = HEAD.match(self._text)
+            if head is None:
+                return []
+            self._name, self._at = json.loads(head[1]), head.end()
+        found: list[dict[str, Any]] = []
+        if not self._begun:
+            function = {"name": self._name, "arguments": ""}
+            found.append({"index": 0, "id": self._id, "type": "function", "function": function})
+            self._begun = True
+        end = len(self._text)
+        if self._several and (not last or _is_json(self._text)):
+            end -= 1  # the brace behind the arguments, as far as is known
+        if end > self._at:
+            found.append({"index": 0, "function": {"arguments": self._text[self._at : end]}})
+            self._at = end
+        return found
+
+
+def message(choice: ToolChoice, text: str) -> dict[str, Any]:
+    """Of a whole answer. One that was cut off before the function's name has no call."""
+    found: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+    if deltas := Call(choice).write(text, True):
+        arguments = "".join(delta["function"]["arguments"] for delta in deltas)
+        function = {**deltas[0]["function"], "arguments": arguments}
+        found["tool_calls"] = [{"id": deltas[0]["id"], "type": "function", "function": function}]
+    return found
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,347 @@
+"""Answers that are held to a form, as programs get them that were made for OpenAI, vLLM, llama.cpp,
+TGI and Triton: nothing is changed in them but the address."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import openai
+import pytest
+import requests
+import tritonclient.grpc as triton
+from pydantic import BaseModel, Field
+from tritonclient.utils import InferenceServerException
+
+from tests.e2e.server import REPOSITORY, Server, free_port
+from tests.e2e.stores import serving
+from tests.e2e.test_openai import TEMPLATE, checked, refused
+from tests.engine.hugging_face import make_hugging_face
+
+MODEL, LABELS = "my-chat", "감정"  # the first as docs/openai.md calls it
+MESSAGES: list[Any] = [{"role": "user", "content": "오늘은 날씨가 좋다."}]
+PROMPT = "오늘은 날씨가"
+
+
+class Poet(BaseModel):
+    name: str = Field(max_length=6)
+    year: int = Field(ge=1900, le=1999)
+
+
+class Review(BaseModel):
+    sentiment: Literal["긍정", "부정"]
+    certain: bool
+    poets: list[Poet] = Field(min_length=1, max_length=2)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"감정": {"enum": ["긍정", "부정"]}, "점수": {"type": "integer", "maximum": 5}},
+    "required": ["감정", "점수"],
+    "additionalProperties": False,
+}
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"city": {"enum": ["서울", "부산"]}},
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "time"}},
+]
+CALL: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 200, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def grpc_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, grpc_port: int) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("forms")
+    for name in (MODEL, LABELS):
+        path = folder / "store" / name
+        config = {"chat_template": TEMPLATE}
+        make_hugging_face(path, kind="byte-level", max_length=512, tokenizer_config=config)
+    (labels,) = blocks("model-settings.md", "json")
+    (folder / "store" / LABELS / "generation.json").write_text(labels, encoding="utf-8")
+    with serving(folder / "run", folder / "store", GRPC_PORT=str(grpc_port)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url("/v1"), api_key="x", max_retries=0) as client:
+        yield client
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """What a page of the documentation shows in that language."""
+    text = (REPOSITORY / "docs" / page).read_text("utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def post(server: Server, path: str, body: Any) -> Any:
+    answer = requests.post(server.url(path), json=body, timeout=60)
+    assert answer.ok, answer.text
+    return answer.json()
+
+
+def fits(text: str) -> bool:
+    found = json.loads(text)
+    return list(found) == ["감정", "점수"] and found["감정"] in ("긍정", "부정")
+
+
+# OpenAI's client and pydantic
+
+
+def test_a_pydantic_model_is_what_a_chat_answers(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {**CALL, "response_format": Review}
+    for seed in range(4):
+        made = client.chat.completions.parse(**{**asked, "seed": seed})
+        (choice,) = made.choices
+        assert isinstance(choice.message.parsed, Review)
+        assert choice.finish_reason == "stop"
+    with client.chat.completions.stream(**asked) as stream:
+        final = stream.get_final_completion()
+    again = client.chat.completions.parse(**asked)
+    assert final.choices[0].message.parsed == again.choices[0].message.parsed
+
+
+def test_the_example_of_the_page_runs_as_it_is_shown(server: Server) -> None:
+    (code,) = (block for block in blocks("openai.md", "python") if "pydantic" in block)
+    code = code.replace("http://localhost:8080", server.url(""))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout in ("긍정\n", "부정\n"), done.stderr
+
+
+def test_a_pydantic_model_is_what_a_response_answers(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "input": "좋다.", "max_output_tokens": 200}
+    made = client.responses.parse(**asked, text_format=Review)
+    assert isinstance(made.output_parsed, Review)
+    assert made.text is not None
+    assert made.text.format is not None
+    assert made.text.format.type == "json_schema"
+    with client.responses.stream(**asked, text_format=Review) as stream:
+        final = stream.get_final_response()
+    assert isinstance(final.output_parsed, Review)
+    found = client.responses.create(**asked, text={"format": {"type": "json_object"}})
+    assert found.output_text.lstrip().startswith("{")
+    found = client.responses.create(**asked, extra_body={"guided_choice": ["긍정", "부정"]})
+    assert found.output_text in ("긍정", "부정")
+
+
+def test_several_drawn_answers_each_have_the_form(client: openai.OpenAI) -> None:
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "답", "schema": SCHEMA}}
+    made = client.chat.completions.create(**CALL, n=4, response_format=shape, temperature=2)
+    assert all(fits(choice.message.content or "") for choice in made.choices)
+    extra = {"response_format": shape}
+    whole = client.completions.create(
+        model=MODEL, prompt=[PROMPT, "비가"], n=2, max_tokens=100, logprobs=1, extra_body=extra
+    )
+    assert all(fits(choice.text) for choice in whole.choices)
+
+
+# vLLM, llama.cpp, TGI, Triton
+
+
+@pytest.mark.parametrize(
+    ("extra", "pattern"),
+    [
+        ({"structured_outputs": {"choice": ["긍정", "부정"]}}, "긍정|부정"),
+        ({"structured_outputs": {"regex": r"\d{2}-\d{4}"}}, r"\d{2}-\d{4}"),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, r"\{\S+\}"),
+        ({"guided_json": json.dumps(SCHEMA), "guided_whitespace_pattern": "_?"}, r"\{.+\}"),
+        ({"guided_regex": "[가-힣]{3}", "guided_decoding_backend": "outlines"}, "[가-힣]{3}"),
+        ({"guided_choice": ["긍정", "부정"]}, "긍정|부정"),
+        ({"guided_grammar": 'start: "긍정" | "부정"'}, "긍정|부정"),
+        ({"grammar": 'root ::= "가" | "나" [0-9]'}, r"가|나\d"),
+        ({"json_schema": SCHEMA}, r"\{.+\}"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, r"\{.+\}"),
+    ],
+)
+def test_what_vllm_and_llama_cpp_call_a_form_is_one(
+    client: openai.OpenAI, extra: dict[str, Any], pattern: str
+) -> None:
+    chat = client.chat.completions.create(**CALL, extra_body=extra).choices[0]
+    assert re.fullmatch(pattern, chat.message.content or ""), chat
+    assert chat.finish_reason == "stop"
+    asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100}
+    chunks = client.completions.create(**asked, extra_body=extra, stream=True)
+    assert re.fullmatch(pattern, "".join(chunk.choices[0].text for chunk in chunks))
+
+
+def test_tgis_grammar_is_one(server: Server) -> None:
+    for grammar in (
+        {"type": "json", "value": SCHEMA},
+        {"type": "json_schema", "value": {"name": "답", "schema": SCHEMA}},
+    ):
+        body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 100, "grammar": grammar}}
+        assert fits(post(server, f"/predictions/{MODEL}", body)["generated_text"])
+    grammar = {"type": "regex", "value": "("}
+    body = {"inputs": PROMPT, "parameters": {"grammar": grammar}}
+    answer = requests.post(server.url(f"/predictions/{MODEL}"), json=body, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("parameters.grammar: ")
+
+
+def test_parameters_of_the_other_routes_are_forms(server: Server) -> None:
+    asked = {"max_new_tokens": 100, "seed": 2}
+    for form in ({"json_schema": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}):
+        body: dict[str, Any] = {"inputs": PROMPT, "parameters": {**asked, **form}}
+        assert fits(post(server, f"/predictions/{MODEL}", body)["generated_text"])
+        body = {"text_input": PROMPT, **asked, **form}
+        assert fits(post(server, f"/v2/models/{MODEL}/generate", body)["text_output"])
+    text = {"name": "text", "shape": [1], "datatype": "BYTES", "data": [PROMPT]}
+    for choice in (["긍정", "부정"], '["긍정", "부정"]'):
+        body = {"inputs": [text], "parameters": {**asked, "choice": choice}}
+        (made, *_) = post(server, f"/v2/models/{MODEL}/infer", body)["outputs"]
+        assert made["data"][0] in ("긍정", "부정")
+
+
+def test_grpc_has_lists_and_schemas_as_their_json_text(server: Server, grpc_port: int) -> None:
+    text = triton.InferInput("text", [1], "BYTES")
+    text.set_data_from_numpy(np.array([PROMPT.encode()], object))
+    with triton.InferenceServerClient(f"127.0.0.1:{grpc_port}") as client:
+
+        def ask(**parameters: Any) -> str:
+            parameters["max_new_tokens"] = 100
+            made = client.infer(MODEL, [text], parameters=parameters)
+            return str(made.as_numpy("generated_text")[0].decode())
+
+        assert ask(choice='["긍정", "부정"]') in ("긍정", "부정")
+        assert fits(ask(json_schema=json.dumps(SCHEMA)))
+        assert ask(regex="산에는") == "산에는"
+        with pytest.raises(InferenceServerException, match="must be a list of texts"):
+            ask(choice="긍정")
+
+
+def test_a_models_own_labels_are_its_answers_until_a_request_wants_others(
+    server: Server, client: openai.OpenAI
+) -> None:
+    asked: dict[str, Any] = {**CALL, "model": LABELS}
+    assert client.chat.completions.create(**asked).choices[0].message.content in ("긍정", "부정")
+    extra = {"guided_regex": "산에는"}
+    made = client.chat.completions.create(**asked, extra_body=extra)
+    assert made.choices[0].message.content == "산에는"
+    free = client.chat.completions.create(**asked, extra_body={"choice": []})
+    assert free.choices[0].message.content not in ("긍정", "부정")
+
+
+# Calls of functions
+
+
+def arguments(name: str, text: str) -> bool:
+    found = json.loads(text)
+    if name == "time":
+        return bool(found == {})
+    return name == "weather" and found["city"] in ("서울", "부산") and found["days"] in (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "reason"),
+    [
+        (TOOLS, "required", "tool_calls"),
+        (TOOLS[:1], "required", "tool_calls"),
+        (TOOLS, {"type": "function", "function": {"name": "weather"}}, "stop"),
+    ],
+)
+def test_a_function_is_called_with_arguments_of_its_schema(
+    client: openai.OpenAI, tools: Any, choice: Any, reason: str
+) -> None:
+    asked: dict[str, Any] = {**CALL, "tools": tools, "tool_choice": choice, "n": 3}
+    made = checked(client.chat.completions.create(**asked))
+    streamed: list[list[Any]] = [[], [], []]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        streamed[chunk.choices[0].index].append(checked(chunk).choices[0])
+    for one, chunks in zip(made.choices, streamed, strict=True):
+        (call,) = one.message.tool_calls
+        assert (one.message.content, one.finish_reason) == (None, reason)
+        assert call.id.startswith("call_")
+        assert arguments(call.function.name, call.function.arguments)
+        begin, first, *pieces, last = chunks
+        assert (begin.delta.role, begin.delta.content) == ("assistant", None)
+        assert first.delta.tool_calls[0].function.name == call.function.name
+        assert last.finish_reason == reason
+        text = "".join(p.delta.tool_calls[0].function.arguments for p in pieces)
+        assert text == call.function.arguments
+
+
+def test_a_pydantic_model_is_what_a_function_is_called_with(client: openai.OpenAI) -> None:
+    tool: Any = openai.pydantic_function_tool(Review)
+    made = client.chat.completions.parse(**CALL, tools=[tool], tool_choice="required")
+    (call,) = made.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Review)
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "message"),
+    [
+        ({"response_format": {"type": "json_object", "schema": {"type": "글"}}}, None, "글"),
+        ({"guided_regex": "("}, "guided_regex", "guided_regex: "),
+        ({"structured_outputs": {"json": {"$ref": "#/x"}}}, "structured_outputs.json", "x"),
+        ({"grammar": "start: x"}, "grammar", "x"),
+        ({"guided_choice": "긍정"}, "guided_choice", "must be a list of texts"),
+        ({"guided_json": {}, "grammar": "x"}, "grammar", "guided_json are given"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_that_cannot_be_had_is_refused_by_the_clients_name(
+    client: openai.OpenAI, more: dict[str, Any], param: str | None, message: str, stream: bool
+) -> None:
+    error = refused(lambda: client.chat.completions.create(**CALL, stream=stream, extra_body=more))
+    assert (error.status_code, error.param) == (400, param or "response_format")
+    assert message in error.message
+
+
+def test_a_schema_of_a_function_that_cannot_be_had_is_refused_by_its_place(
+    client: openai.OpenAI,
+) -> None:
+    tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "글"}}}
+    asked: dict[str, Any] = {**CALL, "tools": [tool], "tool_choice": "required"}
+    error = refused(lambda: client.chat.completions.create(**asked))
+    assert (error.status_code, error.param) == (400, "tools[0].function.parameters")
+    error = refused(lambda: client.chat.completions.create(**{**CALL, "tools": TOOLS}))
+    assert (error.status_code, error.param) == (400, "tools")
+
+
+def test_a_classifier_tells_the_probability_of_each_label(server: Server) -> None:
+    asked = {"choice": ["긍정", "부정", "중립"], "choice_logprobs": True}
+    own = requests.post(
+        server.url(f"/predictions/{MODEL}"),
+        json={"inputs": PROMPT, "parameters": asked},
+        timeout=60,
+    ).json()
+    found = {one["text"]: one["logprob"] for one in own["choice_logprobs"]}
+    assert set(found) == set(asked["choice"])  # type: ignore[call-overload]
+    assert sum(np.exp(list(found.values()))) == pytest.approx(1, abs=1e-4)
+    assert own["generated_text"] == max(found, key=lambda text: found[text])
+    client = openai.OpenAI(base_url=server.url("/v1"), api_key="-")
+    completion = client.completions.create(
+        model=MODEL, prompt=PROMPT, temperature=0, extra_body=asked
+    )
+    (choice,) = completion.to_dict()["choices"]  # type: ignore[misc]
+    assert choice["choice_logprobs"] == own["choice_logprobs"]
+    *_, last = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0, logprobs=True, stream=True, extra_body=asked
+    )
+    told = last.to_dict()["choices"][0]["choice_logprobs"]  # type: ignore[index]
+    assert {one["text"] for one in told} == set(found)
+    refusal = requests.post(
+        server.url(f"/predictions/{MODEL}"),
+        json={"inputs": PROMPT, "parameters": {"choice_logprobs": True}},
+        timeout=60,
+    )
+    assert refusal.status_code == 400
+    assert "needs parameters.choice" in refusal.json()["message"]
