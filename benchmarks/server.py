@@ -24,7 +24,8 @@ CALL_S = 180.0
 
 
 class Server(Program):
-    """`serve` with our fast backend, or with another, and its defaults, on free ports.
+    """`serve` with our fast backend, or with another, and its defaults but for guesses,
+    on free ports.
 
     `store` is a folder of models, of which `models` are loaded under these names. `prefix` stands
     before the command; `root` is the tree whose server is started.
@@ -49,6 +50,7 @@ class Server(Program):
             "RUN_DIR": str(self.run_dir),
             "MODEL_STORE": str(store),
             "REQUEST_TIMEOUT_S": "120",
+            "ENGINE_SPECULATION": "off",  # the same prompts are sent again and again
             **_java(),
             **(environment or {}),
         }

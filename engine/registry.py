@@ -25,6 +25,7 @@ from common.parameters import Parameters
 from engine.backends.page_cache import read_in
 from engine.budget import Budget
 from engine.cores import Cores
+from engine.guesses import Guesser
 from engine.loader import Loader, Request
 from engine.model import Core, Model
 from engine.native.model import release_memory
@@ -295,6 +296,7 @@ class Engine:
                 read_in(model.adapter.mapped)
             ids = model.texts.encode(inputs)
             form = parameters.form
+            guesses = self.settings.speculation == "auto"
             sequences = [
                 Sequence(
                     prompt=ids,
@@ -307,6 +309,7 @@ class Engine:
                     deadline=deadline,
                     model=model,
                     adapter=model.adapter,
+                    guesser=Guesser(model.recent) if guesses else None,
                     constraint=None if form is None else model.texts.constrain(form),
                 )
                 for i in range(parameters.num_return_sequences)

@@ -15,6 +15,7 @@ from typing import Any
 from common.errors import EngineError
 from common.parameters import Parameters
 from engine.backends.interface import Adapter
+from engine.guesses import Guesser
 from engine.sampling import Logits, Sampler, TokenLogprobs, logprobs_of
 from engine.text.constraint import Constraint
 
@@ -78,6 +79,8 @@ class Sequence:
     model: Any = None  # an `engine.model.Model`, whose answer it is
     adapter: Adapter | None = None
     constraint: Constraint | None = None  # of its form
+    guesser: Guesser | None = None
+    guesses: list[int] = field(default_factory=list)  # behind `ids`, in the pass under way
     state: State = State.WAITING
     cancelled: bool = False
     ids: list[int] = field(init=False)

@@ -16,7 +16,7 @@ from engine.settings import Settings
 
 def main() -> None:
     backend, precision, *folders = sys.argv[1:]
-    engine = Engine(Settings(backend=backend, precision=precision))
+    engine = Engine(Settings(backend=backend, precision=precision, speculation="off"))
     for i, folder in enumerate(folders):
         engine.load(str(i), folder)
 

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(folder: Path) -> Iterator[Engine]:
-    made = Engine(Settings(memory_mib=64, max_rows=8, precision="fp32"))
+    made = Engine(Settings(memory_mib=64, max_rows=8, precision="fp32", speculation="off"))
     made.load("m", str(folder))
     yield made
     made.close()

@@ -55,7 +55,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    made = Engine(Settings(memory_mib=64, max_rows=8, precision="fp32"))
+    made = Engine(Settings(memory_mib=64, max_rows=8, precision="fp32", speculation="off"))
     yield made
     made.close()
 
