@@ -11,6 +11,7 @@ from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.backends import row_bytes
 from engine.backends.interface import Adapter, BackendModel
+from engine.guesses import Recent
 from engine.prepared.manifest import Run
 from engine.scheduler import Batch
 from engine.statistics import Statistics
@@ -90,6 +91,7 @@ class Model:
     adapter: Adapter | None = None
     base: Path | None = None  # the folder of the model that it is an adapter of
     statistics: Statistics = field(default_factory=Statistics)
+    recent: Recent = field(default_factory=Recent)
     load_s: float = 0.0
     submitting: int = 0  # requests whose prompts are being cut
 

@@ -25,6 +25,7 @@ from common.parameters import Parameters
 from engine.backends.page_cache import read_in
 from engine.budget import Budget
 from engine.cores import Cores
+from engine.guesses import Guesser
 from engine.labels import check_labels
 from engine.loader import Loader, Request
 from engine.model import Core, Model
@@ -299,6 +300,7 @@ class Engine:
             if form is not None and parameters.choice_logprobs:
                 labels = model.texts.labels(form)
                 check_labels(labels, len(ids), model.config.max_length)
+            guesses = self.settings.speculation == "auto"
             sequences = [
                 Sequence(
                     prompt=ids,
@@ -311,6 +313,7 @@ class Engine:
                     deadline=deadline,
                     model=model,
                     adapter=model.adapter,
+                    guesser=Guesser(model.recent) if guesses else None,
                     constraint=None if form is None or labels else model.texts.constrain(form),
                     labels=labels,
                     rules=model.texts.rules(parameters, ids),

@@ -15,6 +15,7 @@ from typing import Any
 from common.errors import EngineError
 from common.parameters import Parameters
 from engine.backends.interface import Adapter
+from engine.guesses import Guesser
 from engine.labels import Labels
 from engine.rules import Rule
 from engine.sampling import Logits, Sampler, TokenLogprobs, logprobs_of
@@ -84,6 +85,8 @@ class Sequence:
     constraint: Constraint | None = None  # of its form
     labels: Labels | None = None  # whose probabilities are asked for
     rules: list[Rule] = field(default_factory=list)  # of the parameters
+    guesser: Guesser | None = None
+    guesses: list[int] = field(default_factory=list)  # behind `ids`, in the pass under way
     state: State = State.WAITING
     cancelled: bool = False
     ids: list[int] = field(init=False)

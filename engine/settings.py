@@ -59,6 +59,13 @@ class Settings:
         "how much of the memory that nothing else needs keeps answered prompts' keys and values: a"
         " prompt that begins alike computes only the rest; 0: none",
     )
+    speculation: str = setting(
+        "ENGINE_SPECULATION",
+        "off",
+        "`auto`: a pass on a CPU also checks guesses of an answer's next tokens, from its own text"
+        " and the model's answers of late, where one answer of a model is being made and enough"
+        " guesses are right; texts are the same. `off`: one token a pass",
+    )
     cache_dir: str = setting(
         "ENGINE_CACHE_DIR", "", "where prepared (quantized) models are kept; empty: beside each"
     )
@@ -80,6 +87,8 @@ class Settings:
                 f"ENGINE_PRECISION is {self.precision!r}, must be one of {known}"
                 f" for {self.backend} on the {self.device}"
             )
+        if self.speculation not in ("auto", "off"):
+            raise SettingError(f"ENGINE_SPECULATION is {self.speculation!r}, must be auto or off")
         for name in ("overcommit", "max_rows", "max_queue"):
             if getattr(self, name) < 1:
                 raise SettingError(f"ENGINE_{name.upper()} must be at least 1")

@@ -15,6 +15,8 @@ class Statistics:
     cached_tokens: int = 0  # of those, that were not computed again
     steps: int = 0
     rows: int = 0  # summed over steps: rows / steps is the mean batch size
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0  # of those, that were drawn
     queue_s: Histogram = field(default_factory=Histogram)  # until its prompt is begun
     time_to_first_token_s: Histogram = field(default_factory=Histogram)
     seconds_per_request: float = 0.0  # moving average

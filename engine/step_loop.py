@@ -254,13 +254,36 @@ class Loop:
                 sequence.state = State.DECODE
                 if not sequence.num_new:
                     self._begin(model, sequence, rows[-1], ready)
-                elif sequence.advance(rows[-1]):
+                elif self._advance(model, sequence, rows[-1 - len(sequence.guesses) :]):
                     ready.append(sequence)
         for owner, count in decoded.items():
             owner.statistics.steps += 1
             owner.statistics.rows += count
         for owner in dict.fromkeys(map(_model, ready)):
             owner.texts.write([s for s in ready if s.model is owner])
+
+    @staticmethod
+    def _advance(model: Core, sequence: Sequence, rows: Logits) -> bool:
+        """Chooses the next token from the first of the logits (1 + guesses, V), and from each
+        further one as long as what was chosen are the guesses. Says whether it is time to tell."""
+        guesses, known = sequence.guesses, len(sequence.ids)
+        due, accepted, chosen = False, 0, 0
+        while accepted == chosen <= len(guesses) and sequence.state is not State.FINISHED:
+            due = sequence.advance(rows[chosen]) or due
+            chosen = len(sequence.ids) - known
+            while accepted < min(chosen, len(guesses)) and (
+                sequence.ids[known + accepted] == guesses[accepted]
+            ):
+                accepted += 1
+        owner = _model(sequence)
+        if guesses and sequence.guesser is not None:
+            model.batch.take_back(sequence, known + accepted)
+            sequence.guesser.check(len(guesses), accepted)
+            owner.statistics.guessed_tokens += len(guesses)
+            owner.statistics.accepted_tokens += accepted
+        if sequence.guesser is not None and sequence.state is State.FINISHED:
+            owner.recent.extend(sequence.ids[len(sequence.prompt) :])
+        return due
 
     def _begin(self, model: Core, first: Sequence, logits: Logits, ready: list[Sequence]) -> None:
         """Chooses the first token of a sequence and of the other answers to its prompt: these need

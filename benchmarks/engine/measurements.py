@@ -51,7 +51,8 @@ class Plan:
 
 
 PARTS = (
-    "bandwidth", "turns", "uses", "serving", "loading", "memory", "accuracy", "profile"
+    "bandwidth", "turns", "uses", "speculation", "serving", "loading", "memory", "accuracy",
+    "profile",
 )  # fmt: skip
 
 
@@ -167,6 +168,7 @@ class EngineRun(Run):
         said = {"texts": self.texts[:BATCH], "new_tokens": self.plan.new_tokens}
         start("turns", lambda: partial(worker("turns", *INT8, *self.models), **said))
         plan, shape = self.plan, self.plan.config
+        start("speculation", lambda: self._speculation(worker))
         asked = {"vocab_size": shape.vocab_size, "max_length": shape.max_length}
         asked |= {"prompt_tokens": plan.prompt_tokens, "new_tokens": plan.new_tokens}
         if "uses" in self.wanted:
@@ -211,6 +213,11 @@ class EngineRun(Run):
         rate = max(self._bandwidth().values())
         time.sleep(SETTLE_S)
         return float(rate)
+
+    def _speculation(self, worker: Callable[..., Callable[..., Any]]) -> Callable[[], None]:
+        plan = self.plan
+        sizes = map(str, (plan.config.vocab_size, plan.prompt_tokens, plan.new_tokens))
+        return partial(worker("speculation", self.models[0], *sizes), rows=(1,))
 
     def _serving(self, stack: ExitStack) -> Callable[[], None]:
         plan, models = self.plan, {"full": self.models[0], "tiny": self.tiny}

@@ -121,6 +121,12 @@ def others(results: Results) -> Iterator[Row]:
         ):
             rates = [entry[f"{key}_tokens_per_s"] for entry in found["rounds"]]
             yield f"the engine, {label}: tokens/s", shown(rates, 0)
+    if found := results.get("speculation"):
+        for rows, rates in found["rounds"][0].items():
+            for right in rates:
+                values = [entry[rows][right] for entry in found["rounds"]]
+                label = f"{found['guesses']} guesses in a pass, {float(right):.0%} right"
+                yield f"{label}, rows: {rows}; speed against none", shown(values, 2)
     if found := results.get("serving"):
         rates = [entry["tokens_per_s"] for entry in found["rounds"]]
         yield f"over HTTP, {found['clients']} clients of one model: tokens/s", shown(rates, 0)

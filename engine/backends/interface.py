@@ -61,6 +61,7 @@ class BackendModel(ABC):
     weight_bytes: int  # resident bytes of the weights
     max_rows: int  # that may be open
     keeps: bool  # whether rows may stay open beyond those of running sequences
+    checks_guesses = False  # whether a few tokens of a row take little longer than one
     mapped: Sequence[Span] = ()  # its weights, where they are mapped files and not its memory
 
     @abstractmethod

@@ -73,7 +73,7 @@ class NativeModel(BackendModel):
     """A prepared file, its struct of pointers, and the rows in the arena of its shape."""
 
     max_rows = 1 << 16
-    keeps = True
+    keeps = checks_guesses = True
 
     def __init__(self, prepared: Prepared, run_pass: RunPass = library.run_pass) -> None:
         config = prepared.config

@@ -143,6 +143,8 @@ COUNTERS = {
     "tokens": "Tokens made",
     "prompt_tokens": "Tokens of prompts",
     "cached_tokens": "Tokens of prompts whose keys and values were kept, and not computed again",
+    "guessed_tokens": "Guesses of next tokens that were checked",
+    "accepted_tokens": "Guesses that were right",
     "steps": "Decoding steps",
     "rows": "Sequences summed over decoding steps; divided by the steps: the mean batch size",
 }

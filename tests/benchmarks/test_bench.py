@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("mxnet", "fp32", "int8")
-PARTS = ("bandwidth", "turns", "uses", "loading", "memory", "accuracy", "profile")
+PARTS = ("bandwidth", "turns", "uses", "speculation", "loading", "memory", "accuracy", "profile")
 
 
 def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
