@@ -285,6 +285,8 @@ make_venv() { # DIR
   if [ -n "$(ls -A "$dir" 2>/dev/null)" ] && [ ! -e "$dir/pyvenv.cfg" ]; then
     die "$dir is not empty and no virtual environment: move it away, or set VENV to another folder"
   fi
+  # It would be emptied, which is another checkout's.
+  [ ! -L "$dir" ] || die "$dir is a link to another environment: remove the link, or set VENV to that folder"
   say "making $dir with Python $PY_VERSION ($PY)"
   "$PY" -m venv --clear --without-pip "$dir" >&2 || die "$PY could not make a virtual environment in $dir"
 }

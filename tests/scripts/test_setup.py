@@ -352,6 +352,15 @@ def test_a_second_setup_waits_for_the_first(ready: Machine) -> None:
     assert ready.installed() == ["uv", "build", "run"]
 
 
+def test_another_checkouts_environment_behind_a_link_is_left_alone(ready: Machine) -> None:
+    ready.run("setup run", VENV="theirs")
+    (ready.root / "linked").symlink_to(ready.root / "theirs")
+    code, _, err = ready.run("setup run", VENV="linked")
+    assert code == 1
+    assert "linked is a link to another environment" in err
+    assert (ready.root / "theirs" / "pyvenv.cfg").exists()
+
+
 def test_a_folder_that_is_no_virtual_environment_is_left_alone(ready: Machine) -> None:
     (ready.root / "mine").mkdir()
     (ready.root / "mine" / "letter").touch()
