@@ -27,10 +27,11 @@ PROMPTS = ("Generate", "OpenAICompletion", "OpenAIChat", "Text")
 ANSWERS = {
     JSON: ("Generated", "Guide", "Any"),
     TEXT: "Text",
-    EVENTS: "Text",
-    LINES: "Text",
+    EVENTS: "Any",
+    LINES: "Any",
     "*/*": "Any",
 }
+# A stream has no schema: what reads the document looks at each of its events.
 # What the routes share: whose errors they answer, what is sent, what is answered.
 KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "health": ("Error", {}, {}),
@@ -50,13 +51,13 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"*/*": "Any"},
     ),
     "OpenAI": ("OpenAIError", {}, {}),
-    "completion": ("OpenAIError", {JSON: "OpenAICompletion"}, {JSON: "Any", EVENTS: "Text"}),
-    "chat": ("OpenAIError", {JSON: "OpenAIChat"}, {JSON: "Any", EVENTS: "Text"}),
-    "response": ("OpenAIError", {JSON: "OpenAIResponse"}, {JSON: "Any", EVENTS: "Text"}),
+    "completion": ("OpenAIError", {JSON: "OpenAICompletion"}, {JSON: "Any", EVENTS: "Any"}),
+    "chat": ("OpenAIError", {JSON: "OpenAIChat"}, {JSON: "Any", EVENTS: "Any"}),
+    "response": ("OpenAIError", {JSON: "OpenAIResponse"}, {JSON: "Any", EVENTS: "Any"}),
     "tokens": ("OpenAIError", {JSON: "Any"}, {JSON: "Any"}),
     "V2": ("V2Error", {}, {}),
     "infer": ("V2Error", {JSON: "Infer", BYTES: "Bytes"}, {JSON: "Inferred", BYTES: "Bytes"}),
-    "generate": ("V2Error", {JSON: "V2Generate"}, {JSON: "Any", EVENTS: "Text"}),
+    "generate": ("V2Error", {JSON: "V2Generate"}, {JSON: "Any", EVENTS: "Any"}),
 }
 TAGS = {
     "load": "management", "adapter": "management",
