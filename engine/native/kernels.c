@@ -211,8 +211,9 @@ int32_t allowed_argmax(const float *logits, const uint32_t *mask, size_t count) 
   return best;
 }
 
-int32_t only_allowed(const uint32_t *mask, size_t count) {
+int32_t only_allowed(uint32_t *mask, size_t count) {
   int32_t only = -1;
+  if (count % 32) mask[count / 32] &= UINT32_MAX >> (32 - count % 32);
   for (size_t begin = 0; begin < count; begin += 32) {
     const uint32_t word = mask[begin / 32];
     if (!word) continue;

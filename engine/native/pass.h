@@ -115,8 +115,9 @@ size_t allowed_logits(const float *logits, const uint32_t *mask, size_t count, f
                       int32_t *tokens);
 /* The token with the largest logit of those in a mask, of equal ones the first; -1: none is. */
 int32_t allowed_argmax(const float *logits, const uint32_t *mask, size_t count);
-/* The only token in a mask; -1: there is none, -2: there are several. */
-int32_t only_allowed(const uint32_t *mask, size_t count);
+/* Clears the bits of a mask's last word from `count` on. Returns the only token in the mask; -1: there is
+   none, -2: there are several. */
+int32_t only_allowed(uint32_t *mask, size_t count);
 
 /* Seconds that passes took since the last call, by part: embedding, products, attention, the rest,
    head. For profiles. */

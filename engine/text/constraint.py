@@ -133,12 +133,13 @@ class Constraint:
         self._count = len(buffers.tokens)
         self._mask = np.zeros(self._count // 32 + 1, np.uint32)
         self._address = self._mask.ctypes.data
+        self._stopped = bool(matcher.is_stopped())
         self._compute_mask()
 
     @property
     def complete(self) -> bool:
         """Whether nothing can follow but the end."""
-        return bool(self._matcher.is_stopped()) or self._only == -1
+        return self._stopped or self._only == -1
 
     @property
     def forced(self) -> int | None:
@@ -167,16 +168,16 @@ class Constraint:
         large for its limits, or the vocabulary cannot go on with it."""
         if not self._matcher.consume_token(token):
             raise _refused(self._form, self._matcher.get_error())
-        if not self._matcher.is_stopped():
+        self._stopped = bool(self._matcher.is_stopped())
+        if not self._stopped:
             self._compute_mask()
 
     def _compute_mask(self) -> None:
-        mask, end = self._mask, self._count  # which is no token of the model's
-        self._matcher.unsafe_compute_mask_ptr(self._address, mask.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
         if self._matcher.is_error():
             raise _refused(self._form, self._matcher.get_error())
-        mask[end // 32] &= ~np.uint32(1 << end % 32)
-        self._only: int = library.only_allowed(self._address, end)
+        # Without the token behind the model's last, which stands for the end.
+        self._only: int = library.only_allowed(self._address, self._count)
 
 
 @dataclass(frozen=True)
