@@ -54,6 +54,7 @@ class Engine:
         self.budget = Budget(self.settings.budget_bytes, self.settings.overcommit)
         self._models: dict[str, Model] = {}
         self._loading: dict[str, Future[Model]] = {}
+        self._unloading: dict[str, threading.Event] = {}  # set once their memory is given back
         self._changed = threading.Condition()  # guards what is loaded, where it is, what waits
         limit = self.settings.prefix_cache_mib * MIB
         self._prefixes = Prefixes(limit, self._unwanted_bytes, _short_bytes)
@@ -179,17 +180,30 @@ class Engine:
         """Frees a model and gives its memory back; its running requests fail with 404.
 
         `unless` is asked while nobody can load or find the model: it stays if that says so. Says
-        whether it went. Raises `ModelNotFound`.
+        whether it went. Raises `ModelNotFound`: of a model that another thread is unloading, once
+        its memory is given back, too.
         """
         with self._changed:
-            model = self._find(name)
-            if unless(model):
-                return False
-            del self._models[name]
-            last = self._cores.remove(model)
-        if last:
-            self._residency.leave(model.core)
-        self._loop.call(lambda: self._free(model, last, ModelNotFound(f"{name} was unloaded")))
+            freed = self._unloading.get(name) if name not in self._models else None
+            if freed is None:
+                model = self._find(name)
+                if unless(model):
+                    return False
+                del self._models[name]
+                last = self._cores.remove(model)
+                done = self._unloading[name] = threading.Event()
+        if freed is not None:
+            freed.wait()
+            raise ModelNotFound(f"model {name} is not loaded")
+        try:
+            if last:
+                self._residency.leave(model.core)
+            self._loop.call(lambda: self._free(model, last, ModelNotFound(f"{name} was unloaded")))
+        finally:
+            with self._changed:
+                if self._unloading.get(name) is done:
+                    del self._unloading[name]
+            done.set()
         logger.info("unloaded %s", name)
         return True
 

@@ -567,9 +567,12 @@ def test_models_wait_for_memory_that_another_model_uses(
     other = engine.load("other", str(model_dir))
     per_token = model.core.compute.config.kv_bytes_per_token
     engine.budget.total_bytes = engine.budget.weight_bytes + 112 * per_token
-    requests = [
-        Request(engine, name, PROMPT, max_new_tokens=70) for name in ("m", "other") for _ in "12"
-    ]
+    with Pause(engine):  # one that is idle would give its weights up for two rows of the other
+        requests = [
+            Request(engine, name, PROMPT, max_new_tokens=70)
+            for name in ("m", "other")
+            for _ in "12"
+        ]
     for request in requests:
         assert len(request.wait().ids()) == 70
         assert is_greedy(model_dir, request.prompt, request.ids())
@@ -578,6 +581,41 @@ def test_models_wait_for_memory_that_another_model_uses(
 
 
 # Loading and unloading
+
+
+def test_who_unloads_a_model_that_another_is_unloading_waits_for_its_memory(
+    engine: Engine, model: Model
+) -> None:
+    """A worker that ends has its model unloaded, and so does the gateway, which then gives the room
+    to another model."""
+
+    class Seen(threading.Event):
+        waited = False
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.waited = True
+            return super().wait(timeout)
+
+    def unload_again() -> int:
+        with pytest.raises(ModelNotFound):
+            engine.unload("m")
+        return engine.budget.declared_bytes
+
+    with ThreadPoolExecutor(2) as pool:
+        with Pause(engine):
+            first = pool.submit(engine.unload, "m")
+            until(lambda: "m" in engine._unloading)
+            done = engine._unloading["m"]
+            seen = engine._unloading["m"] = Seen()
+            second = pool.submit(unload_again)
+            until(lambda: second.done() or seen.waited)
+            assert not second.done()
+            assert engine.budget.declared_bytes > 0
+            engine._unloading["m"] = done
+            threading.Thread(target=lambda: (done.wait(), seen.set())).start()
+        assert first.result()
+        assert second.result() == 0
+    assert not engine._unloading
 
 
 def test_unloading_ends_the_requests_of_a_model_with_not_found(
