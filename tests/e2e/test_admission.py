@@ -67,7 +67,8 @@ def test_nobody_is_answered_after_its_deadline_and_nothing_is_worked_on_after_it
     odd = [a.text for a in answers if a.status_code not in (200, 429, 504)]
     assert odd == []
     begun = after["requests"] - before["requests"]
-    assert AT_ONCE <= begun < CLIENTS  # the others did not come as far as the engine
+    refused = sum(a.status_code == 429 for a in answers)
+    assert AT_ONCE <= begun <= CLIENTS - refused  # those did not come as far as the engine
     assert of(server, "느린")["steps"] == after["steps"]
     assert text(server.predict("빠른", SHORT))
 
