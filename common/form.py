@@ -18,7 +18,6 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 MAX_CHARACTERS = 64 << 10  # of a form: compiled in some 50 ms at most
 MAX_CHOICES = 1000
-ANY_OBJECT = '{"type":"object"}'
 
 
 @dataclass(frozen=True)

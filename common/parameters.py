@@ -165,7 +165,7 @@ class Parameters:
         return cls(**values)
 
     def check_labels(self) -> None:
-        """Raises `InvalidRequest` where the probabilities of a choice's texts cannot be told."""
+        """Raises `InvalidRequest` where `choice_logprobs` does not fit the other parameters."""
         name = "parameters.choice_logprobs"
         if self.form is None or self.form.kind != "choice":
             raise InvalidRequest(f"{name} needs parameters.choice, the texts that it is about")

@@ -1,4 +1,4 @@
-"""The probabilities of a choice's texts: what a classifier is asked for."""
+"""Computes the probability of each text of a choice, such as the labels of a classifier."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class Labels:
     @property
     def logprobs(self) -> list[tuple[str, float]]:
         """Each text with the log of its probability among the texts, the likeliest first."""
-        scores = self.scores - np.logaddexp.reduce(self.scores)
+        scores = self.scores
+        scores -= np.logaddexp.reduce(scores)
         order = np.argsort(-scores, kind="stable")
         return [(self.texts[i], float(scores[i])) for i in order]
 

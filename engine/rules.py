@@ -30,9 +30,10 @@ def rules_of(
     stop_ids: Iterable[int],
     phrases: Callable[[tuple[str, ...]], Phrases],
 ) -> list[Rule]:
-    """The rules that a request asks for, of one answer; penalties before bans.
+    """Returns the rules of one answer by its request's parameters, penalties before bans.
 
-    What takes longer than a step may is done here, and in `phrases`, which finds texts in tokens.
+    Whatever takes longer than a step may take is computed here, and in `phrases`, which finds texts
+    in tokens.
     """
     p, rules = parameters, list[Rule]()
     if p.dry_multiplier and p.dry_penalty_last_n:

@@ -65,8 +65,9 @@ class Sampler:
     def choose(
         self, logits: Logits, ids: Seq[int], constraint: Constraint | None = None
     ) -> tuple[int, TokenLogprobs | None]:
-        """The next token after `ids`, of those that a constraint allows, with log-probabilities
-        where they were asked for. Each call's ids begin with those of the last."""
+        """Returns the next token after `ids`, one that a constraint allows, and its
+        log-probabilities if the parameters have `logprobs`. Each call's ids begin with those of the
+        last."""
         p = self._p
         raw = logits
         if p.repetition_penalty != 1.0 or self._counts or self._biased.size or self._rules:

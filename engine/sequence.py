@@ -39,13 +39,13 @@ class Token:
     id: int
     text: str
     logprobs: TokenLogprobs | None = None
-    # "stop", "length"; with text of its own "complete", which is told as "stop"
+    # "stop", "length", or "complete" for the last token of a form, which clients see as "stop"
     finish_reason: str | None = None
     # Of the prompt, with the first token of an answer that was asked for it.
     prefill: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)
     pieces: list[bytes] = field(default_factory=list)  # of `shown`
     special_ids: frozenset[int] = frozenset()  # the model's tokens that are no text
-    # With the last token, where they were asked for: a choice's texts and their log-probabilities.
+    # With the last token, if `choice_logprobs` is set: a choice's texts, their log-probabilities.
     choices: list[tuple[str, float]] = field(default_factory=list)
 
     @property
@@ -83,7 +83,7 @@ class Sequence:
     model: Any = None  # an `engine.model.Model`, whose answer it is
     adapter: Adapter | None = None
     constraint: Constraint | None = None  # of its form
-    labels: Labels | None = None  # whose probabilities are asked for
+    labels: Labels | None = None  # if `choice_logprobs` is set
     rules: list[Rule] = field(default_factory=list)  # of the parameters
     guesser: Guesser | None = None
     guesses: list[int] = field(default_factory=list)  # behind `ids`, in the pass under way
@@ -165,7 +165,7 @@ class Sequence:
 
     def advance(self, logits: Logits) -> bool:
         """Chooses the next token from the logits (V,) of this row, and appends those that its form
-        forces behind it. Says whether it is time to tell what was chosen."""
+        forces behind it. Returns whether the tokens are to be sent now."""
         chosen = self._sampler.choose(logits, self.ids, self.constraint)
         due = self._append(*chosen)
         # With log-probabilities each token needs a pass.

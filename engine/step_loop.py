@@ -265,7 +265,8 @@ class Loop:
     @staticmethod
     def _advance(model: Core, sequence: Sequence, rows: Logits) -> bool:
         """Chooses the next token from the first of the logits (1 + guesses, V), and from each
-        further one as long as what was chosen are the guesses. Says whether it is time to tell."""
+        further one as long as the guess before it is the token that was chosen. Returns whether the
+        tokens are to be sent now."""
         guesses, known = sequence.guesses, len(sequence.ids)
         due, accepted, chosen = False, 0, 0
         while accepted == chosen <= len(guesses) and sequence.state is not State.FINISHED:

@@ -61,7 +61,7 @@ class Vocabulary:
         self._compiled: OrderedDict[Form, LLMatcher] = OrderedDict()
 
     def constrain(self, form: Form) -> Constraint:
-        """A new answer's constraint. Raises `InvalidRequest` that says what is wrong with the form,
+        """Returns a new answer's constraint. Raises `InvalidRequest` that names the form's fault,
         or what keeps this tokenizer from writing it."""
         if self._table.kind == PROCESS:
             raise InvalidRequest(
@@ -114,7 +114,7 @@ class _Tokens:
     bos_token_id = None
 
     def __init__(self, table: Table) -> None:
-        self.tokens = [table.piece(token) for token in range(len(table))] + [b""]
+        self.tokens = [*table.pieces(), b""]
         self.special_token_ids = sorted(table.silent)
         self.eos_token_id = len(table)
 

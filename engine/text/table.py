@@ -78,7 +78,7 @@ class Table:
     @functools.cached_property
     def _sorted(self) -> tuple[list[bytes], NDArray[np.uint32]]:
         """The pieces that are text, in their order, and their ids: 3 MB of 50,000, in 50 ms."""
-        texts = [(piece, i) for i, piece in enumerate(self._pieces()) if i not in self.silent]
+        texts = [(piece, i) for i, piece in enumerate(self.pieces()) if i not in self.silent]
         texts.sort()
         return [piece for piece, _ in texts], np.array([i for _, i in texts], np.uint32)
 
@@ -123,7 +123,8 @@ class Table:
         detokenizer = self.detokenizer([], lambda _: ("", 0, ""))
         return "".join(map(detokenizer.feed, ids)) + detokenizer.flush()
 
-    def _pieces(self) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[bytes]:
+        """Those of all ids, in their order."""
         return (self._blob[a:b] for a, b in pairwise(self._ends))
 
     def to_json(self) -> dict[str, Any]:

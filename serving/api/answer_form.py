@@ -32,7 +32,7 @@ WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class GivenForm:
-    """A form that a request asks for.
+    """The form of an answer as a request gives it.
 
     field: its name in the request
     kind, value: the engine's parameter
@@ -110,7 +110,7 @@ def structured(field: str, value: Any) -> GivenForm | None:
 
 
 def named_by_request(error: EngineError, form: GivenForm | None) -> EngineError:
-    """What the engine says of a form, under the name that the request has for it."""
+    """Returns the engine's error about a form with the name of the request's own field."""
     if form is not None and isinstance(error, InvalidRequest):
         kind, _, reason = error.message.partition(": ")
         if kind == f"parameters.{form.kind}":

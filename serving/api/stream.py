@@ -163,14 +163,18 @@ async def collected(
                 completion["finish_reason"] = item.get("finish_reason")
                 if "logprobs" in item:
                     completion.setdefault("logprobs", []).append(kept(item["logprobs"]))
-                if "choice_logprobs" in item:
-                    completion["choice_logprobs"] = item["choice_logprobs"]
+                completion |= choice_logprobs(item)
                 if "prefill" in item:
                     completion["prefill"] = [kept(token) for token in item["prefill"]]
                 found |= {k: v for k, v in item.items() if k in ("prompt_tokens", "cached_tokens")}
         return {**found, "completions": [completions[i] for i in sorted(completions)]}
 
     return await while_restored(gateway, model, end, collect)
+
+
+def choice_logprobs(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The log-probabilities of a choice's texts as a field, or no field where there are none."""
+    return {name: answer[name] for name in ("choice_logprobs",) if name in answer}
 
 
 async def while_restored(

@@ -16,6 +16,7 @@ from common.errors import EngineError
 from serving.api.openai.asked import Asked, Kind
 from serving.api.openai.errors import error_body
 from serving.api.openai.tools import Call, message
+from serving.api.stream import choice_logprobs
 
 Item = Mapping[str, Any]  # a token of the engine's
 
@@ -97,7 +98,7 @@ class Answer:
             text, steps = before + text, [*prefill, *steps]
         logprobs = self.logprobs(steps, offsets) if self._asked.logprobs else None
         ending = {"logprobs": logprobs, "finish_reason": self.finish_reason(reason)}
-        ending |= _labels(completion)
+        ending |= choice_logprobs(completion)
         if self._asked.tool_choice is not None:
             return {"index": index, "message": message(self._asked.tool_choice, text), **ending}
         if self._asked.kind is Kind.CHAT:
@@ -184,7 +185,7 @@ class Choices:
     def _token(self, item: Item, reason: str | None) -> bytes:
         """With the end of its choice if it is the last. Half a character waits."""
         choice: dict[str, Any] = {"index": self._first + item["index"], "logprobs": None}
-        labels = _labels(item)
+        labels = choice_logprobs(item)
         if self._asked.logprobs:
             offsets = self._offsets[item["index"]]
             choice["logprobs"] = self._answer.logprobs([item["logprobs"]], offsets)
@@ -225,11 +226,6 @@ class Offsets:
         at = self._at
         self._at += len(self._utf8.decode(bytes(_bytes(token))))
         return max(at - self.unseen, 0)
-
-
-def _labels(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The log-probabilities of a choice's texts, where the engine gives them."""
-    return {name: answer[name] for name in ("choice_logprobs",) if name in answer}
 
 
 def _echo(prompt: Any, prefill: Sequence[Item], offsets: Offsets) -> tuple[str, Sequence[Item]]:

@@ -29,7 +29,7 @@ from common.hints import HINTS, timeout_s
 from common.parameters import Parameters
 from serving.api.invoke import Check, engine_model
 from serving.api.shared import Gateway
-from serving.api.stream import EVENTS, Item, TokenStream, begin, whole
+from serving.api.stream import EVENTS, Item, TokenStream, begin, choice_logprobs, whole
 from serving.api.v2.repository import read_object
 from serving.errors import BadRequest
 
@@ -103,8 +103,7 @@ async def generate(gateway: Gateway, request: Request, stream: bool, check: Chec
         answer = await whole(gateway, model, asked.text, asked.parameters, end)
         texts = [asked.before + completion["text"] for completion in answer["completions"]]
         output = texts[0] if len(texts) == 1 else texts
-        first = answer["completions"][0]
-        labels = {n: first[n] for n in ("choice_logprobs",) if n in first}
+        labels = choice_logprobs(answer["completions"][0])
         value = {**asked.head, "text_output": output, **labels}
         if stream:  # a client of /generate_stream reads events
             return Response(_event(value), media_type=EVENTS)
