@@ -10,6 +10,8 @@ TIMEOUT_HEADER = "x-kogpt2-timeout"
 REQUEST_HEADER = "x-kogpt2-request"
 # On every answer of a worker; one without it is MMS's own.
 WORKER_HEADER = "x-kogpt2-worker"
+# On an answer that the engine made: the tokens of the prompt and those made, as "12 34".
+TOKENS_HEADER = "x-kogpt2-tokens"
 REQUEST_ID = "x-request-id"  # the client's own, or the gateway's, for the log
 
 # MMS ends a worker that answers more, with its headers.

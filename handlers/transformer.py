@@ -14,12 +14,18 @@ from sagemaker_inference.transformer import Transformer
 
 from common.errors import EngineError
 from common.media_types import JSON
-from common.worker_protocol import PROBE_HEADER, REQUEST_HEADER, REQUEST_ID, TIMEOUT_HEADER
+from common.worker_protocol import (
+    PROBE_HEADER,
+    REQUEST_HEADER,
+    REQUEST_ID,
+    TIMEOUT_HEADER,
+    TOKENS_HEADER,
+)
 from engine.http.client import ModelHandle
 from handlers.dispatch import Handler, handler_for
 from handlers.model_spec import ModelSpec
 from handlers.payload import to_json
-from handlers.request_id import request_id
+from handlers.request_id import request_id, token_counts
 from handlers.scripts.handler import ScriptHandler
 from handlers.scripts.messages import Answer, Part, Request
 
@@ -92,8 +98,9 @@ def _one_by_one(
     def answer(request: Request, timeout_s: float | None) -> Answer | EngineError:
         headers = request.headers
         request_id.set(request.id)
+        token_counts.set(None)
         try:
-            return Answer(
+            answer = Answer(
                 *handler.transform_fn(
                     model,
                     request.body,
@@ -102,6 +109,9 @@ def _one_by_one(
                     timeout_s,
                 )
             )
+            if (counts := token_counts.get()) is not None:
+                answer.headers[TOKENS_HEADER] = f"{counts[0]} {counts[1]}"
+            return answer
         except Exception as error:
             return _explained(error, [request])
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from common.errors import ServiceError
 from common.logs import log_as_json
 from engine.http.client import UnixConnection
+from serving import tokens
 from serving.errors import StartError, StillLoading
 from serving.mms import launcher
 from serving.process import examples, ports
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def serve(settings: Settings) -> int:
     """Runs the server until it is told to stop; returns the exit status.
 
-    Raises `StartError` for what can be known beforehand.
+    Raises `StartError` or `SettingError` for what can be known beforehand.
     """
     started = time.monotonic()
     close_to_others()
@@ -78,7 +79,9 @@ def serve(settings: Settings) -> int:
         ports.check(settings.host, settings.grpc_port)
     if len(settings.ports) == 1:
         logger.warning("port %d serves both requests and management", settings.port)
-    if settings.management_token and not settings.inference_token:
+    if settings.tokens_file:
+        tokens.read(Path(settings.tokens_file))
+    elif settings.management_token and not settings.inference_token:
         logger.warning(
             "MANAGEMENT_TOKEN is set and INFERENCE_TOKEN is not: calls, and the loads on demand"
             " that they cause, need no token"

@@ -52,6 +52,7 @@ from serving.process.isolation import close_to_others
 from serving.process.ports import listen
 from serving.settings import Settings
 from serving.store import Cache, Lookups, StoreSettings, open_store
+from serving.tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +128,10 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
         metrics=metrics,
         journal=journal,
         sessions=sessions,
+        tokens=Tokens(settings.tokens_file),
         takes_over=snapshot.exists(),
     )
+    await gateway.tokens.refresh()
     try:
         yield gateway
     finally:
@@ -167,6 +170,7 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
             background.start_soon(gateway.recovery.watch)
             background.start_soon(gateway.on_demand.residency.watch)
             background.start_soon(start, gateway)
+            background.start_soon(gateway.tokens.watch)
             await _Server(config, gateway).serve(sockets=listeners)
             background.cancel_scope.cancel()
 

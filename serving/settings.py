@@ -104,6 +104,11 @@ class Settings:
         "loading and unloading need it as a bearer token; empty: `INFERENCE_TOKEN`, if set",
     )
     inference_token: str = setting("INFERENCE_TOKEN", "", "if set, calls need it as a bearer token")
+    tokens_file: str = setting(
+        "TOKENS_FILE",
+        "",
+        "a file of tokens for teams, each with its models and its limits (docs/settings.md)",
+    )
     max_request_bytes: int = setting(
         "MAX_REQUEST_BYTES", 6_553_500, "a longer body gets 413 (MMS's own limit)"
     )

@@ -10,7 +10,7 @@ from common.settings import read_settings
 from engine.http.client import EngineClient, ModelHandle
 from handlers.model_spec import client_name
 from handlers.payload import answer_type, format_answer, parse
-from handlers.request_id import request_id
+from handlers.request_id import request_id, token_counts
 from handlers.settings import Settings
 from handlers.text import v2
 
@@ -61,4 +61,6 @@ def transform_fn(
     request = parse(body, content_type)
     media_type = answer_type(accept, request.form)
     answer = model.generate(request.inputs, request.parameters, timeout_s, request_id.get())
+    made = sum(completion["tokens"] for completion in answer["completions"])
+    token_counts.set((answer["prompt_tokens"], made))
     return format_answer(request, answer, media_type)

@@ -19,7 +19,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from serving.api.shared import Gateway, check_token, read_json_object
+from serving.api.shared import (
+    Gateway,
+    Right,
+    check_token,
+    name_model,
+    name_source,
+    read_json_object,
+)
 from serving.errors import BadRequest, ModelNotFound
 from serving.models.model_settings import ModelSettings
 from serving.names import model_name
@@ -41,11 +48,12 @@ class Adapters:
     async def register(self, request: Request) -> Response:
         """Loads an adapter; without `preload` the answer does not wait for that."""
         gateway = self._gateway
-        check_token(request, gateway.settings.management_token)
+        check_token(gateway, request, Right.LOAD)
         gateway.check_ready()
         body = _checked(await read_json_object(gateway, request))
         name, src = model_name(body["name"]), body["src"]
-        request.state.model = name
+        name_model(request, name)
+        name_source(request, src)
         stored = await gateway.lookups.locate(src)
         settings = ModelSettings(base=self._base(), pinned=body.get("pin"))
         load = gateway.registry.begin(name, public_url(src), stored, settings)
@@ -60,7 +68,8 @@ class Adapters:
 
     async def unregister(self, request: Request) -> Response:
         gateway, name = self._gateway, request.path_params["name"]
-        check_token(request, gateway.settings.management_token)
+        check_token(gateway, request, Right.LOAD)
+        name_model(request, name)
         gateway.check_ready()
         model = gateway.registry.find(name)
         if model is None or model.stored_base is None:

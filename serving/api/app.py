@@ -90,6 +90,8 @@ class App:
         scope["state"] = {
             "request_id": _request_id(scope),
             "model": None,
+            "token": None,  # of TOKENS_FILE, once it has begun
+            "token_name": None,
             "started": started,
             "body_bytes": 0,
         }
@@ -120,6 +122,8 @@ class App:
                 raise
         finally:
             self._gateway.body_bytes -= scope["state"]["body_bytes"]
+            if scope["state"]["token"] is not None:
+                scope["state"]["token"].end()
             self._log(scope, status, time.monotonic() - started)
 
     def _check(self, request: Request) -> None:
@@ -146,6 +150,8 @@ class App:
             "status": status,
             "seconds": round(seconds, 6),
         }
+        if scope["state"]["token_name"] is not None:
+            fields["token"] = scope["state"]["token_name"]
         logger.info("request", extra={"fields": fields})
 
     async def _ping(self, request: Request) -> Response:
@@ -160,7 +166,9 @@ class App:
         names = gateway.registry.engine_names()
         waiting = {model.name: len(model.line.waiting) for model in gateway.registry.all()}
         # Of hundreds of models a fifth of a second's work.
-        text = await asyncio.to_thread(gateway.metrics.text, statistics, names, waiting)
+        text = await asyncio.to_thread(
+            gateway.metrics.text, statistics, names, waiting, gateway.tokens.all()
+        )
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:

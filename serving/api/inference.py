@@ -34,8 +34,10 @@ from serving.api.shared import (
     LARGE_BYTES,
     TARGET_MODEL,
     Gateway,
+    Right,
     check_token,
     header_text,
+    name_model,
     off_loop,
 )
 from serving.api.stream import TokenStream
@@ -70,18 +72,19 @@ class Inference:
         ]
 
     async def named(self, request: Request) -> Response:
-        check_token(request, self._gateway.settings.inference_token)
+        check_token(self._gateway, request, Right.CALL)
         return await invoke(self._gateway, request, request.path_params["name"], read=read)
 
     async def interface(self, request: Request) -> Response:
         """What a model takes and answers, as Multi Model Server tells it; asking loads nothing."""
         name = request.path_params["name"]
-        check_token(request, self._gateway.settings.inference_token)
+        check_token(self._gateway, request, Right.CALL)
+        name_model(request, name)
         await self._gateway.find(name)
         return JSONResponse(openapi.of_model(name))
 
     async def invocations(self, request: Request) -> Response:
-        check_token(request, self._gateway.settings.inference_token)
+        check_token(self._gateway, request, Right.CALL)
         target = self._target(request)
         return await invoke(self._gateway, request, target, read=read, intercept=self._session)
 

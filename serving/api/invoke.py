@@ -21,13 +21,20 @@ from starlette.responses import Response
 from common.errors import EngineError, EngineUnavailable, ServiceError
 from common.json_body import check_count
 from common.media_types import TEXT
-from common.worker_protocol import REQUEST_HEADER, REQUEST_ID, TIMEOUT_HEADER, WORKER_HEADER
+from common.worker_protocol import (
+    REQUEST_HEADER,
+    REQUEST_ID,
+    TIMEOUT_HEADER,
+    TOKENS_HEADER,
+    WORKER_HEADER,
+)
 from serving.api.forms import check_form
 from serving.api.shared import (
     CUSTOM_ATTRIBUTES,
     TARGET_MODEL,
     Gateway,
     header_text,
+    name_model,
     off_loop,
     read_body,
 )
@@ -44,6 +51,7 @@ from serving.mms.client import Answer, Query, message_of
 from serving.mms.workers import MMS_GRACE_S
 from serving.models.model import Model, no_room_yet
 from serving.names import normal_name
+from serving.tokens import current
 
 MAX_HEADER_CHARACTERS = 6000  # together; MMS takes 8192
 MAX_QUERY_CHARACTERS = 3000  # MMS takes a first line of 4096
@@ -65,7 +73,7 @@ WITHHELD = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
     "te", "trailer", "transfer-encoding", "upgrade", "content-length", "date", "server",
     "alt-svc", "clear-site-data", "set-cookie", "set-cookie2", "strict-transport-security",
-    "cache-control", "expires", "pragma", REQUEST_ID, WORKER_HEADER,
+    "cache-control", "expires", "pragma", REQUEST_ID, WORKER_HEADER, TOKENS_HEADER,
 }  # fmt: skip
 
 
@@ -119,7 +127,8 @@ async def invoke(
     or the client's own `limit` where that is shorter.
     """
     gateway.check_ready()
-    request.state.model = name
+    if name is not None:
+        name_model(request, name)
     async with AsyncExitStack() as resources:
         counted = resources.enter_context(Counted(gateway))
         headers = {**forwarded_headers(request), **(headers or {})}
@@ -135,7 +144,8 @@ async def invoke(
         if name is None:
             if direct is None or not direct.model:
                 raise BadRequest(NO_MODEL)
-            name = request.state.model = normal_name(direct.model).lstrip("/")
+            name = normal_name(direct.model).lstrip("/")
+            name_model(request, name)
         used = await resources.enter_async_context(AsyncExitStack())
         async with until(gateway, request, name, limit_s) as scope:
             model = await used.enter_async_context(gateway.use(name))
@@ -157,6 +167,8 @@ async def invoke(
             if time.monotonic() >= end:  # it came while the loop was busy with others
                 raise Timeout(f"no answer within {end - request.state.started:g} s")
         counted.status = answer.status
+        if model.in_engine:
+            _count_tokens(answer)
         return _response(answer)
 
 
@@ -165,7 +177,7 @@ async def describe(
 ) -> dict[str, Any]:
     """What a model's worker told of it (`GET /v2/models/{name}`), loading it as `invoke` does."""
     gateway.check_ready()
-    request.state.model = name
+    name_model(request, name)
     with Counted(gateway) as counted:
         async with until(gateway, request, name), gateway.use(name) as model:
             counted.model = name
@@ -184,6 +196,7 @@ async def engine_model(
 ) -> AsyncIterator[tuple[Model, float]]:
     """A model that the engine itself is asked for, loaded as `invoke` does it, and when its answer
     is due. `resources` keeps it. Raises `NotOfTheEngine` for one that answers by its own code."""
+    name_model(request, name)
     counted = resources.enter_context(Counted(gateway))
     async with until(gateway, request, name, limit_s) as scope:
         model = await resources.enter_async_context(gateway.use(name))
@@ -374,6 +387,14 @@ def _error_of_mms(model: Model, answer: Answer | None) -> ServingError:
     if answer.status == 503:
         return Unavailable(f"Model {model.name} has no worker now")
     return WorkerFailed(f"the worker of model {model.name} failed ({message_of(answer)})")
+
+
+def _count_tokens(answer: Answer) -> None:
+    """For the token of TOKENS_FILE that the request has."""
+    token, counts = current.get(), answer.headers.get(TOKENS_HEADER)
+    if token is not None and counts is not None:
+        prompt, made = counts.split()
+        token.usage.count(int(prompt), int(made))
 
 
 def _response(answer: Answer) -> Response:

@@ -20,13 +20,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.errors import quoted
-from serving.api.shared import Gateway, check_token, read_json_object
+from serving.api.shared import (
+    Gateway,
+    Right,
+    check_token,
+    may_call,
+    name_model,
+    name_source,
+    read_json_object,
+)
 from serving.errors import BadRequest, ServingError
 from serving.mms.launcher import HANDLER
 from serving.models import model_settings
 from serving.models.model import Model
 from serving.models.model_settings import ModelSettings
-from serving.names import model_name
+from serving.names import model_name, normal_name
 from serving.store import public_url
 
 PAGE = 100
@@ -56,7 +64,7 @@ class Management:
 
     async def load(self, request: Request) -> Response:
         gateway = self._gateway
-        check_token(request, gateway.settings.management_token)
+        check_token(gateway, request, Right.LOAD)
         gateway.check_ready()
         body = await read_json_object(gateway, request)
         given = {**body, **request.query_params}
@@ -68,6 +76,9 @@ class Management:
         url, name = _text(given, "url"), _text(given, "model_name")
         if not url:
             raise BadRequest("Parameter url is required.")
+        name_source(request, url)
+        if name:
+            name_model(request, normal_name(name))
         # Of these only what is given: the rest follows from what the model holds.
         limits = {
             "initial_workers": (1, MAX_WORKERS),
@@ -90,9 +101,11 @@ class Management:
         settings = ModelSettings.parse({k: v for k, v in given.items() if k in SETTINGS})
         if given.get("handler") not in (None, "", HANDLER):
             options["handler"] = _handler(_text(given, "handler"))
+        if settings.base is not None:
+            name_source(request, settings.base)
         stored = await gateway.lookups.locate(url, options.get("handler"))
         name = model_name(name or await gateway.registry.manifest_name(stored) or stored.name)
-        request.state.model = name
+        name_model(request, name)
         wait = _boolean(given, "synchronous", True)
         load = gateway.registry.begin(name, public_url(url), stored, settings, **options)
         if wait:
@@ -100,25 +113,21 @@ class Management:
             return JSONResponse({"status": "Workers scaled"})
         return JSONResponse({"status": "Processing worker updates..."}, 202)
 
-    def _check_reader(self, request: Request) -> None:
-        settings = self._gateway.settings
-        check_token(request, settings.management_token, settings.inference_token)
-
     async def list(self, request: Request) -> Response:
-        self._check_reader(request)
         gateway, query = self._gateway, request.query_params
+        check_token(gateway, request, Right.LIST)
         limit = min(_integer(query, "limit", 1, 10**9, PAGE), PAGE)
         start = _integer(query, "next_page_token", 0, 10**9, 0)
         if _boolean(query, "available", False):
-            return JSONResponse(await self._available())
-        models = gateway.registry.models()
+            return JSONResponse(await self._available(request))
+        models = [m for m in gateway.registry.models() if may_call(request, m.name)]
         page = [_listed(model) for model in models[start : start + limit]]
         answer: dict[str, Any] = {"models": page}
         if start + limit < len(models):
             answer["nextPageToken"] = str(start + limit)
         return JSONResponse(answer)
 
-    async def _available(self) -> dict[str, Any]:
+    async def _available(self, request: Request) -> dict[str, Any]:
         """What the store offers, and what of it is loaded."""
         gateway = self._gateway
         stored = await gateway.lookups.models()
@@ -132,12 +141,15 @@ class Management:
                     "loaded": model.name in loaded,
                 }
                 for model in stored
+                if may_call(request, model.name)
             ]
         }
 
     async def describe(self, request: Request) -> Response:
-        self._check_reader(request)
-        model = self._gateway.registry.get(request.path_params["name"])
+        check_token(self._gateway, request, Right.LIST)
+        name = request.path_params["name"]
+        name_model(request, name)
+        model = self._gateway.registry.get(name)
         found: dict[str, Any] = {}
         with contextlib.suppress(ServingError, ValueError):
             found = await self._gateway.mms.describe(model.id)
@@ -154,9 +166,11 @@ class Management:
         """`PUT /models/{name}?min_worker=N&max_worker=M`: requests that are worked on at once;
         `?pinned=true`: whether it may be unloaded for others."""
         gateway = self._gateway
-        check_token(request, gateway.settings.management_token)
+        check_token(gateway, request, Right.LOAD)
+        name = request.path_params["name"]
+        name_model(request, name)
         gateway.check_ready()
-        model = gateway.registry.get(request.path_params["name"])
+        model = gateway.registry.get(name)
         query = request.query_params
         if "pinned" in query:
             pinned = _boolean(query, "pinned", False)
@@ -176,10 +190,10 @@ class Management:
         return JSONResponse({"status": "Workers scaled"})
 
     async def unload(self, request: Request) -> Response:
-        check_token(request, self._gateway.settings.management_token)
-        self._gateway.check_ready()
+        check_token(self._gateway, request, Right.LOAD)
         name = request.path_params["name"]
-        request.state.model = name
+        name_model(request, name)
+        self._gateway.check_ready()
         await self._gateway.registry.unload(name)
         return JSONResponse({"status": f'Model "{name}" unregistered'})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from common.histogram import SECONDS
+from serving.tokens import Token
 
 LABELS = ("model",)
 # What an unloaded model did stays for some scrapes, usually a minute apart at most.
@@ -92,6 +93,8 @@ class Metrics:
         self._started.set(time.time())
         self._engine = _EngineStatistics()
         self._registry.register(self._engine)
+        self._usage = _TokenUsage()
+        self._registry.register(self._usage)
 
     def request(self, model: str, status: int, seconds: float) -> None:
         if status == 404:  # names that do not exist are no label
@@ -117,10 +120,11 @@ class Metrics:
         statistics: dict[str, Any] | None,
         names: dict[str, str],
         waiting: Mapping[str, int],
+        tokens: Sequence[Token] = (),
     ) -> bytes:
         """The exposition format. `names` maps the engine's names to those of all models that there
         are; what belongs to others is dropped after `GONE_S`, or to make room for later ones.
-        `waiting`: requests in the gateway, by model."""
+        `waiting`: requests in the gateway, by model. `tokens` are those of TOKENS_FILE."""
         now, there = self._now(), {"", *names.values()}
         absent = self._labelled - there
         self._gone = {name: self._gone.get(name, now) for name in absent}
@@ -135,7 +139,38 @@ class Metrics:
         self._engine.statistics, self._engine.names, self._engine.waiting = (
             statistics, names, waiting
         )  # fmt: skip
+        self._usage.tokens = tokens
         return generate_latest(self._registry)
+
+
+USAGE = {
+    "requests": "Requests with a token of TOKENS_FILE, those refused included",
+    "prompt_tokens": "Tokens of the prompts of its answers",
+    "completion_tokens": "Tokens made for its answers",
+}
+
+
+class _TokenUsage(Collector):
+    """What the tokens of TOKENS_FILE were used for, by their names in it: no others are labels."""
+
+    def __init__(self) -> None:
+        self.tokens: Sequence[Token] = ()
+
+    def collect(self) -> Iterator[Any]:
+        for name, text in USAGE.items():
+            family = CounterMetricFamily(f"kogpt2_token_{name}", text, labels=["token"])
+            for token in self.tokens:
+                family.add_metric([token.name], getattr(token.usage, name))
+            yield family
+        family = CounterMetricFamily(
+            "kogpt2_token_refusals",
+            "Requests refused: a model not allowed, loading not allowed, or beyond a limit",
+            labels=["token", "reason"],
+        )
+        for token in self.tokens:
+            for reason, count in token.usage.refused.items():
+                family.add_metric([token.name, reason], count)
+        yield family
 
 
 COUNTERS = {

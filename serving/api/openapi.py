@@ -71,29 +71,30 @@ ROUTES = f"""
 GET /ping | health | 503 | 200 when a request would work
 GET /health | health | 503 | The same, as vLLM and TGI have it
 GET /metrics | health | | Prometheus metrics
-POST /models | load | 400 401 403 404 408 409 413 415 500 503 504 507 | Load a model
-GET /models?limit=integer&next_page_token=string&available=boolean | management | 400 401 503 | \
-List the loaded models; with `available=true` what the store offers
-GET /models/{{name}} | management | 401 404 | Describe a model
+POST /models | load | 400 401 403 404 408 409 413 415 429 500 503 504 507 | Load a model
+GET /models?limit=integer&next_page_token=string&available=boolean | management | \
+400 401 403 429 503 | List the loaded models; with `available=true` what the store offers
+GET /models/{{name}} | management | 401 403 404 429 | Describe a model
 PUT /models/{{name}}?min_worker=integer&max_worker=integer&pinned=boolean | management | \
-400 401 404 503 | Change how many requests are passed on to a model at once, or pin it
-DELETE /models/{{name}} | management | 401 404 503 | Unload a model; answers once its memory is free
-POST /adapters | adapter | 400 401 403 404 408 409 413 415 500 503 504 507 | \
+400 401 403 404 429 503 | Change how many requests are passed on to a model at once, or pin it
+DELETE /models/{{name}} | management | 401 403 404 429 503 | \
+Unload a model; answers once its memory is free
+POST /adapters | adapter | 400 401 403 404 408 409 413 415 429 500 503 504 507 | \
 Load an adapter beside the one model (SageMaker's adapter inference components)
-DELETE /adapters/{{name}} | management | 401 404 503 | Unload it
+DELETE /adapters/{{name}} | management | 401 403 404 429 503 | Unload it
 POST /models/{{name}}/invoke | inference | {CALL} | Continue a prompt (SageMaker multi-model)
 POST /predictions/{{name}} | inference | {CALL} | Continue a prompt (Multi Model Server)
 GET /predictions/{{name}} | inference | {CALL} | The same
 PUT /predictions/{{name}} | inference | {CALL} | The same
-OPTIONS /predictions/{{name}} | description | 401 404 | This, of one model
+OPTIONS /predictions/{{name}} | description | 401 403 404 429 | This, of one model
 POST /{{name}}/predict | inference | {CALL} | Continue a prompt (Multi Model Server's legacy route)
 POST /invocations | invocation | {CALL} | Continue a prompt, or open or close a session (SageMaker)
 POST /endpoints/{{endpoint}}/invocations | endpoint | 400 424 500 | \
 Continue a prompt, as SageMaker's runtime answers (boto3)
 POST /endpoints/{{endpoint}}/invocations-response-stream | endpoint | 400 424 500 | \
 The same, in AWS's event stream
-GET /v1/models | OpenAI | 401 503 | List the models of the store
-GET /v1/models/{{name}} | OpenAI | 401 404 503 | Whether there is such a model
+GET /v1/models | OpenAI | 401 403 429 503 | List the models of the store
+GET /v1/models/{{name}} | OpenAI | 401 403 404 429 503 | Whether there is such a model
 POST /v1/completions | completion | {CALL} | Continue texts or token ids
 POST /v1/chat/completions | chat | {CALL} | Answer a chat
 POST /v1/responses | response | {CALL} | The same, as the Responses API has it
@@ -103,14 +104,14 @@ GET /v2 | V2 | | The server's name and extensions
 GET /v2/health/live | V2 | | 200 as long as the server answers
 GET /v2/health/ready | V2 | 503 | As /ping
 GET /v2/models/{{name}} | V2 | {CALL} | The model's inputs and outputs
-GET /v2/models/{{name}}/ready | V2 | 400 401 404 503 | 200 when the model is loaded
+GET /v2/models/{{name}}/ready | V2 | 400 401 403 404 429 503 | 200 when the model is loaded
 POST /v2/models/{{name}}/infer | infer | {CALL} | Tensors in, tensors out
 GET /v2/models/{{name}}/config | V2 | {CALL} | As Triton describes it
-GET /v2/models/{{name}}/stats | V2 | 401 404 503 | What is counted of it
-GET /v2/models/stats | V2 | 401 503 | The same of all that are loaded
+GET /v2/models/{{name}}/stats | V2 | 401 403 404 429 503 | What is counted of it
+GET /v2/models/stats | V2 | 401 403 429 503 | The same of all that are loaded
 POST /v2/models/{{name}}/generate | generate | {CALL} | Continue a text
 POST /v2/models/{{name}}/generate_stream | generate | {CALL} | The same, in server-sent events
-POST /v2/repository/index | V2 | 400 401 408 413 503 | The store's models and their states
+POST /v2/repository/index | V2 | 400 401 403 408 413 429 503 | The store's models and their states
 POST /v2/repository/models/{{name}}/load | V2 | {CALL} | To load a model
 POST /v2/repository/models/{{name}}/unload | V2 | {CALL} | To unload a model
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import json
 import logging
 import math
@@ -27,6 +28,7 @@ from serving.console.journal import Journal
 from serving.errors import (
     BadRequest,
     BodyTooLarge,
+    Forbidden,
     MethodNotAllowed,
     ModelNotFound,
     RequestTimeout,
@@ -46,6 +48,7 @@ from serving.models.registry import Registry
 from serving.names import normal_name
 from serving.settings import Settings
 from serving.store import Lookups
+from serving.tokens import Tokens, current
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +91,7 @@ class Gateway:
     admission: Admission = field(default_factory=Admission)
     single_model: str | None = None
     sessions: Sessions | None = None  # where they are enabled
+    tokens: Tokens = field(default_factory=lambda: Tokens(""))
     healthy: bool = False
     adopted: bool = False  # knows what the gateway before it had loaded
     started: bool = False  # what is to be there from the start is loaded
@@ -197,18 +201,70 @@ def header_text(value: str) -> str:
         return value
 
 
-def check_token(request: Request, *tokens: str) -> None:
-    """Raises `Unauthorized` unless the request carries `Authorization: Bearer <token>` with one of
-    those that are set, if any is."""
-    known = [token for token in tokens if token]
-    if not known:
+class Right(enum.Enum):
+    """What a token is for."""
+
+    CALL = enum.auto()
+    LIST = enum.auto()
+    LOAD = enum.auto()  # and unload
+
+
+def check_token(gateway: Gateway, request: Request, right: Right) -> None:
+    """To be called once a request, before anything else.
+
+    Raises `Unauthorized` unless it carries `Authorization: Bearer <token>` with a token for this,
+    if any is set. For one of TOKENS_FILE it counts as in flight until `App` has sent its answer;
+    raises `TooManyRequests` beyond the token's limits, `Forbidden` if it may not load. Which models
+    such a token may use is `name_model`'s and `may_call`'s to say.
+    """
+    settings = gateway.settings
+    known = {
+        Right.CALL: (settings.inference_token,),
+        Right.LIST: (settings.management_token, settings.inference_token),
+        Right.LOAD: (settings.management_token,),
+    }[right]
+    known = tuple(filter(None, known))
+    if not known and not gateway.tokens.exist:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     sent = given.strip().encode("latin-1")
-    if scheme.lower() != "bearer" or not any(
-        secrets.compare_digest(sent, token.encode()) for token in known
-    ):
-        raise Unauthorized("send the token as Authorization: Bearer <token>")
+    current.set(None)
+    if scheme.lower() == "bearer":
+        if any(secrets.compare_digest(sent, token.encode()) for token in known):
+            return
+        token = gateway.tokens.find(sent)
+        if token is not None:
+            request.state.token_name = token.name
+            token.begin(gateway.tokens.now())
+            request.state.token = token
+            current.set(token)
+            if right is Right.LOAD:
+                token.check_load()
+            return
+    raise Unauthorized("send the token as Authorization: Bearer <token>")
+
+
+def name_model(request: Request, name: str) -> None:
+    """The model that a request is for: in its log line, too. Raises `Forbidden` if the request's
+    token may not use it. To be called before anything is asked of the store or loaded."""
+    request.state.model = name
+    if request.state.token is not None:
+        request.state.token.check_model(name)
+
+
+def name_source(request: Request, url: str) -> None:
+    """The same of what a model is made of: its `url`, or its base. Raises `Forbidden` for what is
+    no name in the store, whose models alone the patterns of TOKENS_FILE are about."""
+    if request.state.token is not None:
+        if "://" in url or url.startswith("/"):
+            request.state.token.usage.refused["model"] += 1
+            raise Forbidden("this token loads models by their names in the store only")
+        request.state.token.check_model(normal_name(url))
+
+
+def may_call(request: Request, name: str) -> bool:
+    """Whether lists show the model."""
+    return request.state.token is None or request.state.token.may_call(name)
 
 
 def error_response(request: Request, error: Exception) -> Response:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ from handlers.payload import GenerateRequest, parse
 from serving.api.shared import Gateway
 from serving.errors import ServingError, Unavailable
 from serving.models.model import Model
+from serving.tokens import current
 
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
@@ -114,7 +115,7 @@ async def begin(
 
     async def stream() -> tuple[AsyncIterator[Item], Item]:
         left_s = max(end - time.monotonic(), 0.001)
-        items = gateway.engine.stream(model.engine_name, inputs, parameters, left_s, kind)
+        items = _counted(gateway.engine.stream(model.engine_name, inputs, parameters, left_s, kind))
         await resources.enter_async_context(aclosing(items))
         return items, await anext(items)
 
@@ -133,7 +134,12 @@ async def whole(
 
     async def generate() -> dict[str, Any]:
         left_s = max(end - time.monotonic(), 0.001)
-        return await gateway.engine.generate(model.engine_name, inputs, parameters, left_s, kind)
+        given = model.engine_name, inputs, parameters, left_s, kind
+        found = await gateway.engine.generate(*given)
+        if (token := current.get()) is not None:
+            made = sum(completion["tokens"] for completion in found["completions"])
+            token.usage.count(found["prompt_tokens"], made)
+        return found
 
     return await while_restored(gateway, model, end, generate)
 
@@ -153,7 +159,7 @@ async def collected(
         left_s = max(end - time.monotonic(), 0.001)
         found: dict[str, Any] = {}
         completions: dict[int, Item] = {}
-        items = gateway.engine.stream(model.engine_name, inputs, parameters, left_s, kind)
+        items = _counted(gateway.engine.stream(model.engine_name, inputs, parameters, left_s, kind))
         async with aclosing(items):
             async for item in items:
                 begun: Item = {"text": "", "tokens": 0, "finish_reason": None}
@@ -175,6 +181,20 @@ async def collected(
 def choice_logprobs(answer: Mapping[str, Any]) -> dict[str, Any]:
     """The log-probabilities of a choice's texts as a field, or no field where there are none."""
     return {name: answer[name] for name in ("choice_logprobs",) if name in answer}
+
+
+def _counted(items: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+    """The same, counted for the token of TOKENS_FILE that the request has."""
+    token = current.get()
+
+    async def counted() -> AsyncGenerator[Item, None]:
+        async with aclosing(items):
+            async for item in items:
+                if token is not None:
+                    token.usage.count(item.get("prompt_tokens", 0), 1)
+                yield item
+
+    return counted()
 
 
 async def while_restored(

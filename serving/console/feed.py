@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ MAX_WATCHERS = 32
 PARTS = ("budget_bytes", "weight_bytes", "kv_bytes", "prefix_bytes")
 
 Row = dict[str, Any]
+MaySee = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,16 @@ class Feed:
         if self._watchers >= MAX_WATCHERS:
             raise Unavailable(f"{MAX_WATCHERS} pages watch already", retry_after_s=10)
 
-    async def watch(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Until the server stops."""
+    async def watch(self, may_see: MaySee = lambda name: True) -> AsyncGenerator[Row, None]:
+        """Until the server stops. `may_see` says of which models."""
         self._watchers += 1
         try:
-            async for message in self._messages():
+            async for message in self._messages(may_see):
                 yield message
         finally:
             self._watchers -= 1
 
-    async def _messages(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def _messages(self, may_see: MaySee) -> AsyncGenerator[Row, None]:
         gateway, journal = self._gateway, self._gateway.journal
         sent: dict[str, Row] = {}
         told, sampled = 0, -math.inf
@@ -87,8 +88,9 @@ class Feed:
             news = journal.news
             self._list_store()
             await self._take_sample()
-            rows = self._rows()
-            entries = [asdict(entry) for entry in journal.entries if entry.number > told]
+            rows = {name: row for name, row in self._rows().items() if may_see(name)}
+            new = [entry for entry in journal.entries if entry.number > told]
+            entries = [asdict(entry) for entry in new if may_see(entry.model)]
             message: dict[str, Any] = {
                 "models": {name: row for name, row in rows.items() if sent.get(name) != row}
                 | {name: None for name in sent if name not in rows},
@@ -102,7 +104,7 @@ class Feed:
                 message["pace"] = list(self._pace)[-1:]
             yield message
             sent, sampled = rows, self._sample.at
-            told = max([told, *(entry["number"] for entry in entries)])
+            told = max([told, *(entry.number for entry in new)])
             try:
                 wait_s = self._sample.at + SAMPLE_S - time.monotonic()
                 await asyncio.wait_for(news.wait(), max(wait_s, SETTLE_S))

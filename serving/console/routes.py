@@ -8,6 +8,7 @@ GET /console/events    what it shows, as server-sent events (`serving.console.fe
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -21,7 +22,7 @@ from starlette.routing import Route
 
 from common.media_types import ranges
 from handlers.payload import to_json
-from serving.api.shared import Gateway, check_token
+from serving.api.shared import Gateway, Right, check_token, may_call
 from serving.api.stream import EVENTS
 from serving.console.feed import Feed
 
@@ -70,7 +71,7 @@ def _styled(page: bytes, style: bytes) -> tuple[_File, str]:
 
 class Console:
     def __init__(self, gateway: Gateway) -> None:
-        self._settings = gateway.settings
+        self._gateway = gateway
         self._feed = Feed(gateway)
         paths = (path for path in PAGE.iterdir() if path.suffix in TYPES)
         files = {path.name: path.read_bytes() for path in paths}
@@ -103,13 +104,18 @@ class Console:
 
     async def events(self, request: Request) -> Response:
         """Who may call models may look at them, and so may who manages them."""
-        check_token(request, self._settings.management_token, self._settings.inference_token)
+        check_token(self._gateway, request, Right.LIST)
         self._feed.check_watchers()
         return StreamingResponse(
-            self._encoded(), media_type=EVENTS, headers={"cache-control": "no-store"}
+            self._encoded(request), media_type=EVENTS, headers={"cache-control": "no-store"}
         )
 
-    async def _encoded(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._feed.watch()) as messages:
+    async def _encoded(self, request: Request) -> AsyncGenerator[bytes, None]:
+        """Ends when TOKENS_FILE changes, for a token of it: the page asks again."""
+        tokens, may_see = self._gateway.tokens, functools.partial(may_call, request)
+        version = tokens.version
+        async with aclosing(self._feed.watch(may_see)) as messages:
             async for message in messages:
+                if request.state.token is not None and tokens.version != version:
+                    return
                 yield b"data: " + to_json(message) + b"\n\n"

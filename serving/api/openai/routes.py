@@ -25,7 +25,14 @@ from serving.api.openai.answering import Form, answer
 from serving.api.openai.answers import Answer
 from serving.api.openai.asked import Asked
 from serving.api.openai.errors import UnknownUrl, respond
-from serving.api.shared import Gateway, check_token, read_json_object
+from serving.api.shared import (
+    Gateway,
+    Right,
+    check_token,
+    may_call,
+    name_model,
+    read_json_object,
+)
 from serving.errors import MethodNotAllowed
 from serving.models.model import Model
 from serving.names import normal_name
@@ -65,7 +72,7 @@ class OpenAI:
                 if request.method not in (*methods, "HEAD"):
                     asked_path = request.scope["path"]
                     raise MethodNotAllowed(f"{asked_path} takes {', '.join(methods)}", methods)
-                check_token(request, self._gateway.settings.inference_token)
+                check_token(self._gateway, request, Right.CALL)
                 return await endpoint(request)
             except Exception as error:
                 return respond(request, error)
@@ -78,11 +85,13 @@ class OpenAI:
         names = {model.name for model in gateway.registry.models()}
         if not gateway.settings.sagemaker_multi_model:
             names |= {model.name for model in await gateway.lookups.models()}
-        return JSONResponse({"object": "list", "data": [self._model(n) for n in sorted(names)]})
+        data = [self._model(name) for name in sorted(names) if may_call(request, name)]
+        return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         """Asking loads nothing."""
         name = request.path_params["name"]
+        name_model(request, name)
         await self._gateway.find(name)
         return JSONResponse(self._model(name))
 
@@ -111,7 +120,7 @@ class OpenAI:
         """Loads the model first where that is allowed, as `serving.api.invoke` does."""
         gateway = self._gateway
         gateway.check_ready()
-        name = request.state.model = normal_name(asked.model).lstrip("/")
+        name = normal_name(asked.model).lstrip("/")
         async with (
             AsyncExitStack() as resources,
             engine_model(gateway, request, name, resources) as (model, end),
@@ -134,7 +143,7 @@ class OpenAI:
         body = await read_json_object(gateway, request)
         gateway.check_ready()
         named = asked.text("model", body.get("model") or gateway.single_model)
-        name = request.state.model = normal_name(named).lstrip("/")
+        name = normal_name(named).lstrip("/")
         async with (
             AsyncExitStack() as resources,
             engine_model(gateway, request, name, resources) as (model, end),

@@ -28,7 +28,7 @@ from common.errors import DeadlineExceeded, EngineError
 from common.hints import HINTS, timeout_s
 from common.parameters import Parameters
 from serving.api.invoke import Check, engine_model
-from serving.api.shared import Gateway
+from serving.api.shared import Gateway, name_model
 from serving.api.stream import EVENTS, Item, TokenStream, begin, choice_logprobs, whole
 from serving.api.v2.repository import read_object
 from serving.errors import BadRequest
@@ -85,7 +85,8 @@ def parse(name: str, body: dict[str, Any], stream: bool) -> Asked:
 
 async def generate(gateway: Gateway, request: Request, stream: bool, check: Check) -> Response:
     gateway.check_ready()
-    name = request.state.model = request.path_params["name"]
+    name = request.path_params["name"]
+    name_model(request, name)
     body = await read_object(gateway, request)
     asked = parse(name, body, stream)
     async with (

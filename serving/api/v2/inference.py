@@ -34,7 +34,15 @@ from common.hints import timeout_s
 from common.json_body import read_json
 from common.media_types import BINARY, HEADER_SIZE
 from serving.api.invoke import Check, describe, invoke
-from serving.api.shared import LARGE_BYTES, Gateway, check_token, error_response
+from serving.api.shared import (
+    LARGE_BYTES,
+    Gateway,
+    Right,
+    check_token,
+    error_response,
+    may_call,
+    name_model,
+)
 from serving.api.v2.generate import generate
 from serving.api.v2.repository import Repository
 from serving.api.v2.statistics import statistics
@@ -124,9 +132,10 @@ class V2:
 
     async def model_ready(self, request: Request) -> Response:
         """Whether the model is loaded; asking loads nothing."""
-        check_token(request, self._gateway.settings.inference_token)
-        self._gateway.check_health()
+        check_token(self._gateway, request, Right.CALL)
         name = request.path_params["name"]
+        name_model(request, name)
+        self._gateway.check_health()
         model = await self._gateway.find(name)
         if model is None:
             raise Unavailable(f"Model {name} is not loaded yet; a request to it loads it")
@@ -137,13 +146,13 @@ class V2:
 
     async def model(self, request: Request) -> Response:
         self._check_method(request)  # all of `sowol/infer` may be a model's name
-        check_token(request, self._gateway.settings.inference_token)
+        check_token(self._gateway, request, Right.CALL)
         name = request.path_params["name"]
         metadata = await describe(self._gateway, request, name, _version_check(request))
         return JSONResponse(_described(name, metadata))
 
     async def infer(self, request: Request) -> Response:
-        check_token(request, self._gateway.settings.inference_token)
+        check_token(self._gateway, request, Right.CALL)
         headers = {"content-type": "application/json", "accept": "*/*"}
         length = request.headers.get(HEADER_LENGTH)
         if length is not None:
@@ -163,16 +172,16 @@ class V2:
         return response
 
     async def generate(self, request: Request) -> Response:
-        check_token(request, self._gateway.settings.inference_token)
+        check_token(self._gateway, request, Right.CALL)
         return await generate(self._gateway, request, False, _version_check(request))
 
     async def generate_stream(self, request: Request) -> Response:
-        check_token(request, self._gateway.settings.inference_token)
+        check_token(self._gateway, request, Right.CALL)
         return await generate(self._gateway, request, True, _version_check(request))
 
     async def config(self, request: Request) -> Response:
         """Triton's configuration of a model, from the same that `model` tells."""
-        check_token(request, self._gateway.settings.inference_token)
+        check_token(self._gateway, request, Right.CALL)
         name = request.path_params["name"]
         told = _described(
             name, await describe(self._gateway, request, name, _version_check(request))
@@ -185,14 +194,17 @@ class V2:
 
     async def statistics(self, request: Request) -> Response:
         """Of a model that is loaded; asking loads nothing."""
-        check_token(request, self._gateway.settings.inference_token)
-        model = self._gateway.registry.get(request.path_params["name"])
+        check_token(self._gateway, request, Right.CALL)
+        name = request.path_params["name"]
+        name_model(request, name)
+        model = self._gateway.registry.get(name)
         _version_check(request)(model)
         return JSONResponse(await statistics(self._gateway, [model]))
 
     async def all_statistics(self, request: Request) -> Response:
-        check_token(request, self._gateway.settings.inference_token)
-        return JSONResponse(await statistics(self._gateway, self._gateway.registry.models()))
+        check_token(self._gateway, request, Right.CALL)
+        models = [m for m in self._gateway.registry.models() if may_call(request, m.name)]
+        return JSONResponse(await statistics(self._gateway, models))
 
     async def no_traces(self, request: Request) -> Response:
         raise ResourceNotFound("there are no traces here; /metrics and the log tell of requests")

@@ -18,7 +18,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from serving.api.shared import Gateway, check_token, read_json_object
+from serving.api.shared import (
+    Gateway,
+    Right,
+    check_token,
+    may_call,
+    name_model,
+    read_json_object,
+)
 from serving.errors import BadRequest
 from serving.models.model import Model, State
 
@@ -36,7 +43,7 @@ class Repository:
 
     async def index(self, request: Request) -> Response:
         gateway, settings = self._gateway, self._gateway.settings
-        check_token(request, settings.management_token, settings.inference_token)
+        check_token(gateway, request, Right.LIST)
         only_ready = (await read_object(gateway, request)).get("ready", False)
         if not isinstance(only_ready, bool):
             raise BadRequest("ready must be true or false")
@@ -45,7 +52,7 @@ class Repository:
             for stored in await gateway.lookups.models():
                 unloaded = {"name": stored.name, "state": "UNAVAILABLE", "reason": "unloaded"}
                 found.setdefault(stored.name, unloaded)
-        entries = [found[name] for name in sorted(found)]
+        entries = [found[name] for name in sorted(found) if may_call(request, name)]
         return JSONResponse([e for e in entries if e["state"] == "READY" or not only_ready])
 
     async def load(self, request: Request) -> Response:
@@ -76,9 +83,9 @@ class Repository:
 
     async def _managed(self, request: Request) -> Mapping[str, Any]:
         """The parameters of who may manage models."""
-        check_token(request, self._gateway.settings.management_token)
+        check_token(self._gateway, request, Right.LOAD)
+        name_model(request, request.path_params["name"])
         self._gateway.check_ready()
-        request.state.model = request.path_params["name"]
         body = await read_object(self._gateway, request)
         parameters = body.get("parameters") or {}
         if not isinstance(parameters, dict):

@@ -1,0 +1,242 @@
+"""The tokens of `TOKENS_FILE`: which models each may call, and how much.
+
+{"tokens": [{"name", "sha256", "models": [patterns], "load"?, "requests_per_minute"?,
+             "concurrency"?}]}
+
+docs/settings.md describes the fields. `serving.api.shared.check_token` asks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import time
+import unicodedata
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import SettingError, quoted
+from serving.errors import Forbidden, TooManyRequests
+from serving.names import normal_name
+
+logger = logging.getLogger(__name__)
+
+CHECK_S = 1.0  # between two checks whether the file has changed; a change takes as long at most
+MAX_NAME = 100  # characters
+REFUSALS = ("model", "load", "rate", "concurrency")
+REQUIRED = {"name", "sha256", "models"}
+FIELDS = REQUIRED | {"load", "requests_per_minute", "concurrency"}
+SHA256 = re.compile(r"[0-9a-f]{64}", re.IGNORECASE)
+
+
+@dataclass
+class Usage:
+    """What was done with a token since the gateway's start. It outlives a reload of the file."""
+
+    in_flight: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REFUSALS, 0))
+    allowance: float = math.inf  # requests that the rate allowed at `allowance_at`
+    allowance_at: float = 0.0
+
+    def count(self, prompt_tokens: int, completion_tokens: int) -> None:
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+
+
+@dataclass(frozen=True)
+class Token:
+    """`requests_per_minute` and `concurrency` are None where there is no limit."""
+
+    name: str
+    models: frozenset[str]
+    prefixes: tuple[str, ...]  # of other models, from patterns that end with `*`
+    load: bool
+    requests_per_minute: int | None
+    concurrency: int | None
+    usage: Usage
+
+    def begin(self, now: float) -> None:
+        """Takes the place of a request, which `end` gives back. Raises `TooManyRequests`.
+
+        A token bucket holds a minute's requests: as many may come at once.
+        """
+        usage = self.usage
+        usage.requests += 1
+        if self.concurrency is not None and usage.in_flight >= self.concurrency:
+            usage.refused["concurrency"] += 1
+            raise TooManyRequests(
+                f"{self.name} may have {self.concurrency} requests in flight", retry_after_s=1
+            )
+        if self.requests_per_minute is not None:
+            per_s = self.requests_per_minute / 60
+            refilled = usage.allowance + (now - usage.allowance_at) * per_s
+            usage.allowance, usage.allowance_at = min(refilled, self.requests_per_minute), now
+            if usage.allowance < 1:
+                usage.refused["rate"] += 1
+                raise TooManyRequests(
+                    f"{self.name} may send {self.requests_per_minute} requests a minute",
+                    retry_after_s=(1 - usage.allowance) / per_s,
+                )
+            usage.allowance -= 1
+        usage.in_flight += 1
+
+    def end(self) -> None:
+        self.usage.in_flight -= 1
+
+    def may_call(self, model: str) -> bool:
+        return model in self.models or model.startswith(self.prefixes)
+
+    def check_model(self, model: str) -> None:
+        """Raises `Forbidden` for a model that no pattern matches."""
+        if not self.may_call(model):
+            self.usage.refused["model"] += 1
+            raise Forbidden(f"{self.name} may not use model {model[:200]}")
+
+    def check_load(self) -> None:
+        """Raises `Forbidden` unless models may be loaded and unloaded."""
+        if not self.load:
+            self.usage.refused["load"] += 1
+            raise Forbidden(f"{self.name} may not load or unload models")
+
+
+# The token of the request that is being answered; the engine's answers are counted for it.
+current: ContextVar[Token | None] = ContextVar("current", default=None)
+
+
+class Tokens:
+    """The file's tokens, read again when it changes. `now` is a clock, in seconds."""
+
+    def __init__(self, path: str, now: Callable[[], float] = time.monotonic) -> None:
+        """`path` is empty where there is no file. Nothing is read yet."""
+        self.now = now
+        self._path = Path(path) if path else None
+        self._tokens: Mapping[str, Token] = {}  # by the SHA-256 of each, in hex
+        self.version: object = ()  # of the file when it was read last
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is a file: then each request needs a token."""
+        return self._path is not None
+
+    def all(self) -> list[Token]:
+        return list(self._tokens.values())
+
+    def find(self, sent: bytes) -> Token | None:
+        """The token that a request carries. The time of the lookup tells nothing useful: at most
+        something of a hash, from which no token follows."""
+        return self._tokens.get(hashlib.sha256(sent).hexdigest())
+
+    async def watch(self) -> None:
+        """Reads the file again after each change, until it is cancelled."""
+        while self._path is not None:
+            await asyncio.sleep(CHECK_S)
+            with contextlib.suppress(RuntimeError):  # no thread: the next time
+                await self.refresh()
+
+    async def refresh(self) -> None:
+        """Reads the file if it has changed. The tokens stay as they are if it is wrong, which is
+        logged once."""
+        if self._path is None:
+            return
+        version = await asyncio.to_thread(_version, self._path)
+        if version == self.version:
+            return
+        usages = {token.name: token.usage for token in self._tokens.values()}
+        try:
+            self._tokens = await asyncio.to_thread(read, self._path, usages)
+        except SettingError as error:
+            logger.error("%s; the %d tokens before stay", error.message, len(self._tokens))
+        else:
+            logger.info("TOKENS_FILE has %d tokens", len(self._tokens))
+        self.version = version
+
+
+def _version(path: Path) -> object:
+    """What differs once a file was changed or replaced; None where it cannot be read."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def read(path: Path, usages: Mapping[str, Usage] | None = None) -> dict[str, Token]:
+    """The tokens of a file by their SHA-256 in hex. `usages`, by name, are those of an earlier
+    reading. Raises `SettingError`, which repeats no hash: it may be a token by mistake."""
+    usages = usages or {}
+    try:
+        try:
+            value = json.loads(path.read_bytes())
+        except OSError as error:
+            raise SettingError(error.strerror or "it cannot be read") from None
+        except (ValueError, RecursionError) as error:
+            where = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
+            raise SettingError(f"it is no JSON in UTF-8{where}") from None
+        if not isinstance(value, dict) or set(value) != {"tokens"}:
+            raise SettingError('it must be {"tokens": [...]}')
+        if not isinstance(value["tokens"], list):
+            raise SettingError("tokens must be a list")
+        found: dict[str, Token] = {}
+        names: set[str] = set()
+        for i, entry in enumerate(value["tokens"]):
+            hash_, token = _token(f"tokens[{i}]", entry, usages)
+            if token.name in names:
+                raise SettingError(f"tokens[{i}]: another one has the name {quoted(token.name)}")
+            if hash_ in found:
+                raise SettingError(f"tokens[{i}]: {quoted(found[hash_].name)} has the same sha256")
+            names.add(token.name)
+            found[hash_] = token
+    except SettingError as error:
+        raise SettingError(f"TOKENS_FILE {path}: {error.message}") from None
+    return found
+
+
+def _token(where: str, entry: Any, usages: Mapping[str, Usage]) -> tuple[str, Token]:
+    """The hash and the token of an entry. Raises `SettingError`."""
+    if not isinstance(entry, dict):
+        raise SettingError(f"{where} must be an object")
+    if unknown := sorted(set(entry) - FIELDS):
+        raise SettingError(
+            f"{where}: {quoted(unknown[0])} is not known; known are {', '.join(sorted(FIELDS))}"
+        )
+    if missing := sorted(REQUIRED - set(entry)):
+        raise SettingError(f"{where}: {missing[0]} is missing")
+    name, hash_, models = entry["name"], entry["sha256"], entry["models"]
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise SettingError(f"{where}: name must be printable text of at most {MAX_NAME} characters")
+    if not isinstance(hash_, str) or not SHA256.fullmatch(hash_):
+        raise SettingError(f"{where}: sha256 must be the 64 hex digits of the token's SHA-256")
+    if not isinstance(models, list) or not all(isinstance(m, str) and m for m in models):
+        raise SettingError(f"{where}: models must be a list of names")
+    if inner := next((m for m in models if "*" in m[:-1]), None):
+        raise SettingError(f"{where}: {quoted(inner)} has a * that is not at its end")
+    load = entry.get("load", False)
+    if not isinstance(load, bool):
+        raise SettingError(f"{where}: load must be true or false")
+    for limit in ("requests_per_minute", "concurrency"):
+        number = entry.get(limit)
+        if number is not None and (type(number) is not int or not 1 <= number < 1_000_000_000):
+            raise SettingError(f"{where}: {limit} must be a whole number, at least 1")
+    name = unicodedata.normalize("NFC", name)
+    token = Token(
+        name=name,
+        models=frozenset(normal_name(m) for m in models if not m.endswith("*")),
+        prefixes=tuple(normal_name(m[:-1]) for m in models if m.endswith("*")),
+        load=load,
+        requests_per_minute=entry.get("requests_per_minute"),
+        concurrency=entry.get("concurrency"),
+        usage=usages.get(name) or Usage(),
+    )
+    return hash_.lower(), token
