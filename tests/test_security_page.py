@@ -1,5 +1,6 @@
-"""Each sentence of docs/security.md that says what cannot happen names a test, or has one here; the
-others say what is not prevented, or are no claims. A new sentence without a test fails."""
+"""Each sentence of docs/operate/security.md that says what cannot happen names a test, or has one
+here; the others say what is not prevented, or are no claims. A new sentence without a
+test fails."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from serving.process.isolation import passed
 from tests.handlers.scripts.confinement import test_rules
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "security.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "operate" / "security.md").read_text("utf-8")
 PROGRAMS = {*test_rules.BY_LANDLOCK, *test_rules.BY_SECCOMP, *test_rules.BY_SCOPE_OR_USER}
 PROGRAMS |= {*test_rules.BY_USER}
 
@@ -202,7 +203,7 @@ def test_a_process_that_reads_clients_bytes_has_no_other_package(
 
 @pytest.mark.parametrize("language", ["", ".ko"])
 def test_what_it_says_is_passed_is_passed(language: str) -> None:
-    page = (ROOT / "docs" / f"security{language}.md").read_text("utf-8")
+    page = (ROOT / "docs" / "operate" / f"security{language}.md").read_text("utf-8")
     (line,) = [line for line in page.splitlines() if "`PATH`" in line and "`TZ`" in line]
     names = re.findall(r"`([A-Z][A-Z_]+\*?)`", line)
     assert len(names) > 15

@@ -12,7 +12,7 @@ from serving.api.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "kogpt2.json"
-OPERATIONS, SETTINGS = ROOT / "docs" / "operations.md", ROOT / "docs" / "settings.md"
+OPERATIONS, SETTINGS = ROOT / "docs/operate/operations.md", ROOT / "docs/reference/settings.md"
 COUNTERS = ["requests", "tokens", "prompt_tokens", "cached_tokens", "guessed_tokens"]
 COUNTERS += ["accepted_tokens", "steps", "rows"]
 GAUGES = ["weight_bytes", "kv_bytes", "prefix_bytes", "running", "waiting"]
