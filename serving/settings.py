@@ -91,7 +91,7 @@ class Settings:
     stateful_sessions: bool = setting(
         "SAGEMAKER_ENABLE_STATEFUL_SESSIONS",
         False,
-        "whether `/invocations` opens and closes stateful sessions (docs/deploy/sagemaker.md)",
+        "whether `/invocations` opens and closes stateful sessions (docs/api/sagemaker.md)",
     )
     sessions_expiration: int = setting(
         "SAGEMAKER_SESSIONS_EXPIRATION",
