@@ -1,7 +1,7 @@
 """Hugging Face's Text Generation Inference, as `huggingface_hub`'s `text_generation` calls it: our
 own body with `parameters.details`, true or false, with an object as `parameters.grammar`, with
-`parameters.adapter_id`, or from that client, whose newer versions leave `details` out; and TGI's own routes. `parameters.adapter_id`
-names the model that answers, whatever the route says.
+`parameters.adapter_id`, or from that client, whose newer versions leave `details` out; and on TGI's
+own routes. `adapter_id` names the model that answers, whatever the route says.
 
     {"generated_text", "details"?}
 
