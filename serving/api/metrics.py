@@ -23,6 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from common.histogram import SECONDS
+from serving.aliases import Aliases
 from serving.tokens import Token
 
 LABELS = ("model",)
@@ -95,6 +96,8 @@ class Metrics:
         self._registry.register(self._engine)
         self._usage = _TokenUsage()
         self._registry.register(self._usage)
+        self._aliases = _AliasRequests()
+        self._registry.register(self._aliases)
 
     def request(self, model: str, status: int, seconds: float) -> None:
         if status == 404:  # names that do not exist are no label
@@ -121,6 +124,7 @@ class Metrics:
         names: dict[str, str],
         waiting: Mapping[str, int],
         tokens: Sequence[Token] = (),
+        aliases: Aliases | None = None,
     ) -> bytes:
         """The exposition format. `names` maps the engine's names to those of all models that there
         are; what belongs to others is dropped after `GONE_S`, or to make room for later ones.
@@ -139,7 +143,7 @@ class Metrics:
         self._engine.statistics, self._engine.names, self._engine.waiting = (
             statistics, names, waiting
         )  # fmt: skip
-        self._usage.tokens = tokens
+        self._usage.tokens, self._aliases.aliases = tokens, aliases
         return generate_latest(self._registry)
 
 
@@ -170,6 +174,32 @@ class _TokenUsage(Collector):
         for token in self.tokens:
             for reason, count in token.usage.refused.items():
                 family.add_metric([token.name, reason], count)
+        yield family
+
+
+class _AliasRequests(Collector):
+    """Of the store's aliases.json: no other names are labels."""
+
+    def __init__(self) -> None:
+        self.aliases: Aliases | None = None
+
+    def collect(self) -> Iterator[Any]:
+        if self.aliases is None:
+            return
+        yield GaugeMetricFamily("kogpt2_aliases", "Aliases in use", len(self.aliases.all()))
+        yield GaugeMetricFamily(
+            "kogpt2_aliases_wrong",
+            "Whether the store's aliases.json is wrong or cannot be read, and an older one is used",
+            float(self.aliases.wrong),
+        )
+        family = CounterMetricFamily(
+            "kogpt2_alias_requests",
+            "Requests for an alias, by the model that was chosen",
+            labels=["alias", "model"],
+        )
+        for alias in self.aliases.all():
+            for model, count in alias.requests.items():
+                family.add_metric([alias.name, model], count)
         yield family
 
 
