@@ -101,7 +101,7 @@ def store_settings(settings: Settings, run_dir: Path) -> StoreSettings:
 async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncIterator[Gateway]:
     stores = store_settings(settings, run_dir)
     store = await asyncio.to_thread(open_store, settings.model_store)
-    metrics, journal = Metrics(), Journal()
+    metrics, journal = Metrics(run_dir=run_dir), Journal()
 
     def observe(event: str, model: Model, seconds: float) -> None:
         metrics.observe(event, model, seconds)

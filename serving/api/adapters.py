@@ -49,11 +49,13 @@ class Adapters:
         name_model(gateway, request, name)
         check_no_alias(gateway, name)
         name_source(gateway, request, src)
-        stored = await gateway.lookups.locate(src)
+        with gateway.metrics.loading():
+            stored = await gateway.lookups.locate(src)
         settings = ModelSettings(base=self._base(), pinned=body.get("pin"))
         load = gateway.registry.begin(name, public_url(src), stored, settings)
+        counted = gateway.registry.spawn(gateway.metrics.loaded(load))
         if body.get("preload", True):
-            await asyncio.shield(load)
+            await asyncio.shield(counted)
         return PlainTextResponse(f"Adapter {name} registered")
 
     def _base(self) -> str | None:

@@ -102,14 +102,16 @@ class Management:
             options["handler"] = _handler(_text(given, "handler"))
         if settings.base is not None:
             name_source(gateway, request, settings.base)
-        stored = await gateway.lookups.locate(url, options.get("handler"))
-        name = model_name(name or await gateway.registry.manifest_name(stored) or stored.name)
+        wait = _boolean(given, "synchronous", True)
+        with gateway.metrics.loading():
+            stored = await gateway.lookups.locate(url, options.get("handler"))
+            name = model_name(name or await gateway.registry.manifest_name(stored) or stored.name)
         name_model(gateway, request, name)
         check_no_alias(gateway, name)
-        wait = _boolean(given, "synchronous", True)
         load = gateway.registry.begin(name, public_url(url), stored, settings, **options)
+        counted = gateway.registry.spawn(gateway.metrics.loaded(load))
         if wait:
-            await asyncio.shield(load)
+            await asyncio.shield(counted)
             return JSONResponse({"status": "Workers scaled"})
         return JSONResponse({"status": "Processing worker updates..."}, 202)
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from serving.aliases import FILE
 from serving.api.sessions import SESSION_ID as SAGEMAKER_SESSION
-from serving.api.shared import Gateway
+from serving.api.shared import Gateway, header_text
 from serving.errors import Conflict, Forbidden
 from serving.names import normal_name
 
@@ -47,7 +47,8 @@ def choose_model(gateway: Gateway, request: Request, name: str, user: str = "") 
     kept = gateway.sessions.models(session) if gateway.sessions is not None else {}
     model = kept.get(name, "")
     if model not in alias.weights:
-        model = kept[name] = alias.choose(session or headers.get(SESSION_ID) or user)
+        key = session or header_text(headers.get(SESSION_ID, "")) or user
+        model = kept[name] = alias.choose(key)
     alias.requests[model] = alias.requests.get(model, 0) + 1
     request.state.model, request.state.alias = model, name
     return model

@@ -60,14 +60,15 @@ class Repository:
             raise BadRequest(
                 f"parameters.{parameter} is not known here: a model is loaded as it is in the store"
             )
-        stored, model = await gateway.lookups.find(name), gateway.registry.find(name)
-        if model is not None and model.stored != stored:
-            await gateway.registry.unload(name)
-        if gateway.settings.sagemaker_multi_model:  # SageMaker says what goes for it
-            await gateway.on_demand.preload(name)
-        else:
-            async with gateway.on_demand.use(name):
-                pass
+        with gateway.metrics.loading():
+            stored, model = await gateway.lookups.find(name), gateway.registry.find(name)
+            if model is not None and model.stored != stored:
+                await gateway.registry.unload(name)
+            if gateway.settings.sagemaker_multi_model:  # SageMaker says what goes for it
+                await gateway.on_demand.preload(name)
+            else:
+                async with gateway.on_demand.use(name):
+                    pass
         return Response()
 
     async def unload(self, request: Request) -> Response:
