@@ -16,7 +16,7 @@ def setting(
     variable: str, default: Any, help_text: str, option: str | None = None, also: str = ""
 ) -> Any:
     """A field. `option` is the command line's; `also` is another variable, SageMaker's own, that is
-    read where this one is not set. `kogpt2 settings` lists them all for docs/settings.md."""
+    read where this one is not set. `kogpt2 settings` lists them for docs/reference/settings.md."""
     metadata = {"variable": variable, "help": help_text, "option": option, "also": also}
     return field(default=default, metadata=metadata)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,13 @@ PARTS = {
     "lora_magnitude_vector.weight": "magnitude",
 }
 WHOLE = "="  # before the name of a parameter that the adapter brings whole
+ROWS = ".rows"  # behind that, for some rows of it only
+TRAINED_TOKENS = ".token_adapter.trainable_tokens_delta"
 MODULE = re.compile(rf"(?:.*\.)?h\.(\d{{1,4}})\.({'|'.join(map(re.escape, PRODUCTS))})")
 MERGE = "merge it into its base (peft: merge_and_unload, then save_pretrained)"
 # What is not computed here, with the values that change nothing.
 NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
-    "trainable_token_indices": ([], {}),
     "layer_replication": ([],),
     "target_parameters": ([],),
     "alora_invocation_tokens": ([],),
@@ -79,14 +80,17 @@ class Adapter(MappedWeights):
     `index` has the matrices as `3.qkv.down` (rank, inputs), `3.qkv.up` (outputs, rank) and, where
     biases were trained, `3.qkv.bias` (outputs,), the layer's new bias, or `3.qkv.up_bias`, which is
     scaled and added; `3.qkv.magnitude` (outputs,) is DoRA's. Under `WHOLE` and the name of a
-    parameter it has what takes the parameter's place. `scales` has what `up` is multiplied by, as
-    `3.qkv`.
+    parameter it has what takes the parameter's place; with `ROWS` behind it, what takes the places
+    of the rows that `tokens` has under the parameter's name: a head that is the base's embedding
+    gets the embedding's where it has none of its own. `scales` has what `up` is multiplied
+    by, as `3.qkv`.
     """
 
     path: Path
     base: str  # the name or path of the model that it was trained on
     index: Index
     scales: Mapping[str, float]
+    tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     generation: Generation = field(default_factory=Generation)
     content: str = ""
 
@@ -138,6 +142,9 @@ class Adapter(MappedWeights):
         for name, tensor in self.index.items():
             if not name.startswith(WHOLE):
                 continue
+            if name.endswith(ROWS):
+                self._check_rows(name.removesuffix(ROWS), tensor, config)
+                continue
             shape = expected.get(name.removeprefix(WHOLE))
             if name in (WHOLE + EMBEDDING, WHOLE + OUTPUT) and tensor.ndim == 2:
                 shape = (tensor.shape[0], config.units)
@@ -146,6 +153,20 @@ class Adapter(MappedWeights):
                     f"the adapter {self.path.name} does not fit its base:"
                     f" {name.removeprefix(WHOLE)} is {tensor.shape}, must be {shape}"
                 )
+
+    def _check_rows(self, name: str, rows: Tensor, config: GPT2Config) -> None:
+        """Of the matrix `name`, the base's or one that the adapter brings."""
+        ids = self.tokens[name.removeprefix(WHOLE)]
+        if rows.shape != (len(ids), config.units):
+            raise ArtifactError(
+                f"the adapter {self.path.name} does not fit its base: the trained rows of"
+                f" {name.removeprefix(WHOLE)} are {rows.shape}, must be {(len(ids), config.units)}"
+            )
+        size = self.index[name].shape[0] if name in self.index else config.vocab_size
+        if max(ids) >= size:
+            raise ArtifactError(
+                f"{ADAPTER}: trainable_token_indices has {max(ids)}, but the vocabulary has {size}"
+            )
 
 
 def read(path: str | Path) -> Adapter:
@@ -158,10 +179,19 @@ def read(path: str | Path) -> Adapter:
         base = ""
     weights, file = _read_weights(folder)
     index: Index = {}
+    said, tokens = _tokens(config), dict[str, list[int]]()
     called: dict[str, str] = {}  # what the modules are to PEFT
     for name, tensor in weights.items():
         if (whole := _whole(name)) is not None:
             index[WHOLE + whole] = _checked(name, tensor, file, _transposed(whole))
+            if whole.endswith(ROWS):
+                matrix = whole.removesuffix(ROWS)
+                # The rows of a head that is the embedding are saved once more where both are whole.
+                tokens[matrix] = said.get(matrix) or said.get(EMBEDDING, [])
+                if not tokens[matrix]:
+                    raise ArtifactError(f"{ADAPTER} lacks the trainable_token_indices of {name}")
+                if ".transformer." not in name and matrix == EMBEDDING:  # PEFT saw no head
+                    tokens.setdefault(OUTPUT, [])
             continue
         module, part, its_name = _place(name, file)
         index[f"{module}.{part}"] = _checked(name, tensor, file)
@@ -180,7 +210,7 @@ def read(path: str | Path) -> Adapter:
         module: _scale(config, called[module], index[f"{module}.down"].shape[0])
         for module in sorted(called)
     }
-    return Adapter(folder, base, index, scales, read_generation(folder))
+    return Adapter(folder, base, index, scales, tokens, read_generation(folder))
 
 
 def _check_kind(config: Mapping[str, Any]) -> None:
@@ -236,7 +266,10 @@ def _whole(name: str) -> str | None:
     """Our name of a parameter that an adapter brings whole: of `modules_to_save`, a resized
     vocabulary or `bias` `all`; None for a matrix of low rank or a bias beside one."""
     own = name.removeprefix("base_model.model.").replace(".modules_to_save.", ".")
-    own = own.replace(".base_layer.", ".")
+    if own.endswith(TRAINED_TOKENS):
+        found = _whole(f"{own.removesuffix(TRAINED_TOKENS)}.weight")
+        return found + ROWS if found in (EMBEDDING, OUTPUT) else None
+    own = own.replace(".token_adapter.", ".").replace(".base_layer.", ".")
     if own == HEAD:
         return OUTPUT
     own = own.removeprefix("transformer.")
@@ -246,6 +279,23 @@ def _whole(name: str) -> str | None:
         return POSITIONS
     found = our_name(own)
     return None if found is None or MODULE.fullmatch(own.removesuffix(".bias")) else found
+
+
+def _tokens(config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """`trainable_token_indices` by our names of the matrices: of the embedding where it is a list,
+    else by module. Raises `ArtifactError`."""
+    said = config.get("trainable_token_indices") or {}
+    found = {}
+    for module, ids in (said if isinstance(said, dict) else {"wte": said}).items():
+        name = _whole(f"{module}.weight")
+        fits = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
+        if name not in (EMBEDDING, OUTPUT) or not fits or not ids:
+            raise ArtifactError(
+                f"{ADAPTER}: trainable_token_indices must be token ids, or token ids of wte and"
+                f" lm_head, is {str(said)[:100]}"
+            )
+        found[name] = ids
+    return found
 
 
 def _transposed(name: str) -> bool:

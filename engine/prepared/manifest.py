@@ -216,6 +216,7 @@ def adapter_to_manifest(adapter: Adapter) -> dict[str, Any]:
         "base": adapter.base,
         "index": {name: list(tensor) for name, tensor in adapter.index.items()},
         "scales": dict(adapter.scales),
+        "tokens": dict(adapter.tokens),
         "generation": adapter.generation.to_json(),
         "content": adapter.content,
     }
@@ -271,8 +272,13 @@ def adapter_from_manifest(path: Path, said: Any) -> Adapter:
         for module in scales:
             if (index[f"{module}.down"].ndim, index[f"{module}.up"].ndim) != (2, 2):
                 raise ValueError(module)
+        tokens = {str(name): [int(i) for i in ids] for name, ids in said["tokens"].items()}
+        rows = {n[1:].removesuffix(adapters.ROWS) for n in index if n.endswith(adapters.ROWS)}
+        if rows != {name for name, ids in tokens.items() if ids and min(ids) >= 0}:
+            raise ValueError("tokens")
         generation = Generation.from_json(said["generation"])
-        return Adapter(path, str(said["base"]), index, scales, generation, str(said["content"]))
+        base, content = str(said["base"]), str(said["content"])
+        return Adapter(path, base, index, scales, tokens, generation, content)
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
         raise ArtifactError(f"{path.name} changed while it was read") from None
 
