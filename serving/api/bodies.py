@@ -71,7 +71,7 @@ def _openai(body: dict[str, Any]) -> Direct:
             return respond(request, error)
 
     named = body.get("model")
-    return Direct(answer, named if isinstance(named, str) else "")
+    return Direct(answer, named if isinstance(named, str) else "", asked.user(body))
 
 
 def read_tgi(request: Request, body: bytes, headers: Mapping[str, str], *, stream: bool) -> Direct:
