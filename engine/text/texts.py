@@ -223,20 +223,20 @@ class Texts:
         for task in self._process.turns.take(self):
             task()  # it finds this closed
         for sequence in list(self._answers):
-            sequence.tell(reason)
+            sequence.send(reason)
 
     def _tell(self, sequences: list[Sequence]) -> None:
         for sequence in dict.fromkeys(sequences):
             try:
-                for token in sequence.take():
+                for token in sequence.take_tokens():
                     if not sequence.over:
                         self._tell_token(sequence, token)
             except EngineError as error:
                 logger.error("the texts of %s failed: %s", self.file, error.message)
-                sequence.tell(self._closed or error)
+                sequence.send(self._closed or error)
             except Exception:
                 logger.exception("the texts of %s failed", self.file)
-                sequence.tell(EngineError("the answer could not be given"))
+                sequence.send(EngineError("the answer could not be given"))
             if sequence.over:
                 self._answers.pop(sequence, None)
 
@@ -252,7 +252,7 @@ class Texts:
         if stopped or token.finish_reason == "complete":
             token.finish_reason = "stop"
         self._statistics.tokens += 1
-        sequence.tell(token)
+        sequence.send(token)
         if token.finish_reason is not None:
             self._statistics.finished(time.monotonic() - sequence.queued_at)
 

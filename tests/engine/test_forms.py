@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import ArtifactError, InvalidRequest
 from common.mxnet_compat import mx
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 from tests.engine.engines import Pause, Request, uncached_model
 from tests.engine.hugging_face import EOS, make_hugging_face, write_json

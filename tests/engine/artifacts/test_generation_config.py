@@ -15,7 +15,7 @@ import pytest
 from common.errors import ArtifactError, InvalidRequest, PromptTooLong
 from common.parameters import Parameters
 from engine.artifacts.open import open_artifact
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 from engine.text.prompts import Prompts
 from engine.text.sentencepiece import SentencePieceTokenizer

@@ -79,5 +79,5 @@ def test_a_broken_answer_is_none(listener: socket.socket, answer: bytes) -> None
 def test_silence_ends_in_time(listener: socket.socket) -> None:
     connection = Connection(listener.getsockname(), WAIT_S)
     with pytest.raises(TimeoutError):
-        connection.ask("GET", "/health", None, 0.05)
+        connection.request("GET", "/health", None, 0.05)
     connection.close()

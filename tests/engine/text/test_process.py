@@ -29,7 +29,7 @@ from common.errors import (
     Overloaded,
     PromptTooLong,
 )
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 from engine.text.process import About, TextProcesses, Turns
 from engine.text.prompts import CHARACTERS_PER_TOKEN
