@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Mapping
 
 import httptools
 
-# How long an idle connection is reused. The engine closes one after five seconds: with more, requests
-# fail on connections that are being closed.
+# How long an idle connection is reused. The engine closes one after five seconds: with more,
+# requests fail on connections that are being closed.
 MAX_IDLE_S = 4.0
 MAX_HEADER_BYTES = 65_536
 # Bytes of a response that are buffered before the sender is paused.

@@ -251,7 +251,7 @@ class EngineApp:
         submitted = self._engine.submit_soon(
             name, inputs, parameters, answer.emit, timeout_s, stream=False
         )
-        # Only a failure wakes the event loop: its thread would take the interpreter from the step loop.
+        # Only a failure wakes the event loop, whose thread competes with the step loop's.
         submitted.add_done_callback(lambda f: done() if _sequences(f) is None else None)
         ends = self._running.setdefault(request_id, set())
         ends.add(end)

@@ -38,7 +38,7 @@ class Limits:
     """Limits of a child.
 
     memory_mib: private memory beyond what it begins with; mapped files do not count
-    cpu_s: processor time of all its life; 0: no limit, for a long-lived child whose calls have deadlines
+    cpu_s: processor time of its whole life; 0: no limit, where calls have deadlines instead
     write_mib: the longest file that it may write; 0: it may not change any file
     answer_mib: the longest answer
     niceness: as of `os.nice`

@@ -29,7 +29,7 @@ def answered(listener: socket.socket, *pieces: bytes) -> tuple[int, dict[str, st
     connection = Connection(listener.getsockname(), WAIT_S)
     other, _ = listener.accept()
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(connection.ask, "POST", "/models/%EA%B0%80", KOREAN, WAIT_S)
+        asked = pool.submit(connection.request, "POST", "/models/%EA%B0%80", KOREAN, WAIT_S)
         sent = b""
         while not sent.endswith(KOREAN):
             sent += other.recv(1000)
