@@ -169,8 +169,8 @@ class Engine:
     @staticmethod
     def _same(model: Model, wanted: Request) -> Model:
         core = model.core
-        found = (model.path, model.base, core.backend, core.precision)
-        if found != (wanted.path, wanted.base, wanted.backend, wanted.precision):
+        loaded = (model.path, model.base, core.backend, core.precision)
+        if loaded != (wanted.path, wanted.base, wanted.backend, wanted.precision):
             raise ModelAlreadyLoaded(
                 f"{model.name} is loaded already, from {model.path}"
                 f" ({core.backend}, {core.precision}); unload it first"

@@ -206,7 +206,7 @@ class Batch:
         """
         ids = to_ids(sequence.ids[:-1])
         nearest, length = None, 0
-        sharing = self.model.keeps and self._prefixes.limit_bytes > 0
+        sharing = self.model.caches_rows and self._prefixes.limit_bytes > 0
         if not sequence.scores_prompt:
             for other, row in self._rows.items():
                 shares = sharing and other.model is sequence.model
@@ -258,7 +258,7 @@ class Batch:
         self.running = unfinished  # last: then another thread may close the model
 
     def _cache_prefix(self, sequence: Sequence, row: Row) -> bool:
-        if sequence.failed or not self.model.keeps or not self._prefixes.limit_bytes:
+        if sequence.failed or not self.model.caches_rows or not self._prefixes.limit_bytes:
             return False
         return self._prefixes.add(prefix_of(self._owner(sequence), self.model, row, sequence.ids))
 

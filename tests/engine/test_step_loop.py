@@ -52,7 +52,7 @@ class Fake:
     config = GPT2Config(VOCAB, 8, 1, 1, 32, 1024)
     weight_bytes, max_rows, kv_bytes = 0, 32, 0
     mapped: ClassVar[list[Span]] = []
-    keeps = False
+    caches_rows = False
 
     def __init__(self, name: str, done: list[tuple[str, list[int]]]) -> None:
         self.name, self.done = name, done

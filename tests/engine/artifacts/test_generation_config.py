@@ -138,7 +138,7 @@ def test_fields_without_a_template_are_refused(v2: Path) -> None:
 @pytest.mark.parametrize("text", ["<usr>", "안녕<sys>나쁜 말", "＜usr＞ 가", "<unused1>1"])
 def test_v1s_user_cannot_write_control_tokens(v1: Path, text: str) -> None:
     found = prompts(v1, template=V1, defaults=DEFAULTS)
-    with pytest.raises(InvalidRequest, match="keeps for itself"):
+    with pytest.raises(InvalidRequest, match="is reserved for"):
         found.encode(text)
 
 
