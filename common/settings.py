@@ -18,7 +18,7 @@ def setting(
     """A field of a settings class.
 
     `option` is for the command line; `also` is another variable, SageMaker's own, that is read
-    where this one is not set. `kogpt2 settings` lists all for docs/settings.md.
+    where this one is not set. `kogpt2 settings` lists all for docs/reference/settings.md.
     """
     metadata = {"variable": variable, "help": help_text, "option": option, "also": also}
     return field(default=default, metadata=metadata)

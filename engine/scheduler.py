@@ -10,12 +10,17 @@ from typing import Any
 from common.errors import DeadlineExceeded, EngineError, OutOfMemory
 from engine.backends.interface import BackendModel, Piece, Row
 from engine.budget import Budget
+from engine.labels import Labels
+from engine.native.library import PAGE_TOKENS
 from engine.prefixes import Prefixes, prefix_of, shared_length, to_ids
 from engine.sequence import Sequence, State
 
 # Prompt tokens of a sequence in a pass where each of them needs logits: 200 KB a token with a
 # vocabulary of 50,000. Larger: more memory.
 MAX_SCORED_TOKENS = 64
+# Labels of a choice that a pass scores at once. Each has a row whose first page may be a copy, so
+# that sixteen rows take 20 MB with a model of KoGPT2's size.
+MAX_LABEL_ROWS = 16
 # Tokens of a sequence in a pass that its form has forced. Larger: the other sequences wait longer.
 MAX_FORCED_TOKENS = 16
 
@@ -50,6 +55,7 @@ class Batch:
         self._budget, self._prefixes = budget, prefixes
         self._model: BackendModel | None = None  # while the core is resident
         self._rows: dict[Sequence, Row] = {}
+        self._label_rows: list[Row] = []  # of the pass under way
         self._reserved_bytes = self._weight_bytes = 0
 
     def open(self, model: BackendModel, weight_bytes: int) -> None:
@@ -120,19 +126,24 @@ class Batch:
             sequence = prompts.pop(0) if prompts else self._admit()
             if sequence is None:
                 break
-            scheduled.append(self._next(sequence, prefill_tokens))
-            prefill_tokens -= len(scheduled[-1].piece.ids)
+            labels = sequence.labels
+            if labels is not None and self._rows[sequence].length == len(sequence.prompt) - 1:
+                parts = self._next_labels(sequence, labels)
+            else:
+                parts = [self._next(sequence, prefill_tokens)]
+            scheduled += parts
+            prefill_tokens -= sum(len(part.piece.ids) for part in parts)
         if any(part.piece.adapter for part in scheduled):
             # The library multiplies neighbouring rows of one adapter by its matrices at once.
             scheduled.sort(key=lambda part: part.piece.adapter.address if part.piece.adapter else 0)
         return scheduled
 
     def _next(self, sequence: Sequence, count: int) -> Scheduled:
-        row, label = self._rows[sequence], sequence.label_ids
-        if label is not None:
-            return self._next_of_label(sequence, label, count)
+        row, last = self._rows[sequence], len(sequence.ids)
+        if sequence.labels is not None:  # its labels come behind all but the last token
+            last -= 1
         count = min(count, MAX_SCORED_TOKENS) if sequence.scores_prompt else count
-        begin, end = row.length, min(row.length + count, len(sequence.ids))
+        begin, end = row.length, min(row.length + count, last)
         completes = end == len(sequence.ids)
         wanted = end - begin if sequence.scores_prompt else int(completes)
         sequence.guesses = self._guess(sequence) if completes else []
@@ -140,14 +151,28 @@ class Batch:
         piece = Piece(row, ids, wanted + len(sequence.guesses), sequence.adapter)
         return Scheduled(sequence, piece, completes)
 
-    def _next_of_label(self, sequence: Sequence, label: list[int], count: int) -> Scheduled:
-        """A piece of the prompt without its last token; then that token and a label's."""
-        row, last = self._rows[sequence], len(sequence.prompt) - 1
-        if row.length < last:
-            ids = sequence.ids[row.length : min(row.length + count, last)]
-            return Scheduled(sequence, Piece(row, ids, 0, sequence.adapter), False)
-        ids = [sequence.prompt[-1], *label]
-        return Scheduled(sequence, Piece(row, ids, len(ids), sequence.adapter), False)
+    def _next_labels(self, sequence: Sequence, labels: Labels) -> list[Scheduled]:
+        """The prompt's last token with each of the next labels, on rows that share the others."""
+        row, last = self._rows[sequence], sequence.prompt[-1:]
+        parts: list[Scheduled] = []
+        remaining = MAX_SCORED_TOKENS
+        for path in labels.paths[labels.num_scored :][: self._max_label_rows]:
+            remaining -= len(path) + 1
+            if parts and remaining < 0:
+                break
+            if parts:
+                try:
+                    self._label_rows.append(self.model.open_row(row, row.length))
+                except OutOfMemory:  # score fewer at once
+                    break
+            target = self._label_rows[-1] if parts else row
+            piece = Piece(target, last + path, len(path) + 1, sequence.adapter)
+            parts.append(Scheduled(sequence, piece, False))
+        return parts
+
+    @property
+    def _max_label_rows(self) -> int:
+        return MAX_LABEL_ROWS if self.model.caches_rows else 1
 
     def _guess(self, sequence: Sequence) -> list[int]:
         """Guesses of the tokens that follow, at most as many as the row can hold.
@@ -174,7 +199,7 @@ class Batch:
             sequence = self.waiting[0]
             if self._is_prefilled_now(sequence):
                 return None
-            needed = self._kv_bytes(sequence) - self._reserved_bytes
+            needed = self._kv_bytes([*self.running, sequence]) - self._reserved_bytes
             if self._budget.reserve_kv(needed, self):
                 self._reserved_bytes += needed
                 self.waiting.popleft()
@@ -187,7 +212,7 @@ class Batch:
                     self.close_finished()
                     continue
                 return sequence
-            least = self.model.kv_bytes_for([sequence.max_tokens])
+            least = self._kv_bytes([sequence])
             if self._budget.could_hold_kv(least, self._weight_bytes):
                 return None
             self.waiting.popleft()
@@ -222,9 +247,13 @@ class Batch:
             sequence.cached_tokens = row.length
         return row
 
-    def _kv_bytes(self, *more: Sequence) -> int:
-        """K/V bytes of the running sequences, and of `more`, at their longest."""
-        return self.model.kv_bytes_for([s.max_tokens for s in (*self.running, *more)])
+    def _kv_bytes(self, sequences: list[Sequence]) -> int:
+        """K/V bytes of sequences at their longest."""
+        lengths = [s.max_tokens for s in sequences]
+        for labels in (s.labels for s in sequences if s.labels is not None):
+            more = labels.paths[1 : self._max_label_rows]  # the first is on the sequence's own row
+            lengths += [PAGE_TOKENS + labels.longest] * len(more)
+        return self.model.kv_bytes_for(lengths)
 
     def drop_expired(self) -> None:
         """End sequences that are cancelled or past their deadlines."""
@@ -243,7 +272,9 @@ class Batch:
         self.close_finished()
 
     def close_finished(self) -> None:
-        """Close the rows of finished sequences, or hand them to the prefix cache."""
+        """Close the rows of scored labels, and close or cache those of finished sequences."""
+        while self._label_rows:
+            self.model.close_row(self._label_rows.pop())
         unfinished = [s for s in self.running if s.state is not State.FINISHED]
         if len(unfinished) == len(self.running):
             return
@@ -252,7 +283,7 @@ class Batch:
                 row = self._rows.pop(sequence, None)
                 if row is not None and not self._cache_prefix(sequence, row):
                     self.model.close_row(row)
-        freed = self._reserved_bytes - self.model.kv_bytes_for([s.max_tokens for s in unfinished])
+        freed = self._reserved_bytes - self._kv_bytes(unfinished)
         self._budget.release_kv(freed)
         self._reserved_bytes -= freed
         self.running = unfinished  # last: then another thread may close the model
@@ -288,6 +319,7 @@ class Batch:
         """Drop all sequences before the core is closed; returns those that were unfinished."""
         unfinished = self.unfinished()
         self.running, self._rows = [], {}
+        self._label_rows.clear()
         self.waiting.clear()
         if self._model is not None:
             self._prefixes.drop_rows_of(self._model)

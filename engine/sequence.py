@@ -136,19 +136,14 @@ class Sequence:
             assert self.parameters.logprobs is not None
             self._prefill.append(logprobs_of(logits, self.prompt[at], self.parameters.logprobs))
 
-    @property
-    def label_ids(self) -> list[int] | None:
-        """The tokens of the next label to score; None without one."""
-        return None if self.labels is None else self.labels.next_ids
-
     def score_label(self, logits: Logits) -> bool:
-        """Score a label by the logits (1 + T, V) of the prompt's last token and the label's.
+        """Score a path of the labels by the logits (1 + T, V) of the prompt's last token and its.
 
-        After the last label the whole answer is chosen. Returns whether that was the last.
+        After the last path the whole answer is chosen. Returns whether that was the last.
         """
         assert self.labels is not None
         self.labels.score(logits, self.parameters.logprobs or 0)
-        if self.labels.next_ids is not None:
+        if not self.labels.complete:
             return False
         text = self._sampler.pick(self.labels.scores)
         for token, logprobs in self.labels.tokens(text):

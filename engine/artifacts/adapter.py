@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,13 @@ PARTS = {
     "lora_magnitude_vector.weight": "magnitude",
 }
 WHOLE = "="  # in front of the name of a parameter that the adapter replaces
+ROWS = ".rows"  # behind the name where it replaces some rows of the parameter only
+TRAINED_TOKENS = ".token_adapter.trainable_tokens_delta"
 MODULE = re.compile(rf"(?:.*\.)?h\.(\d{{1,4}})\.({'|'.join(map(re.escape, PRODUCTS))})")
 MERGE = "merge it into its base (peft: merge_and_unload, then save_pretrained)"
 # Options that are not supported, with the values that have no effect.
 NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
-    "trainable_token_indices": ([], {}),
     "layer_replication": ([],),
     "target_parameters": ([],),
     "alora_invocation_tokens": ([],),
@@ -80,7 +81,10 @@ class Adapter(MappedWeights):
 
     index: matrices as `3.qkv.down` (rank, inputs) and `3.qkv.up` (outputs, rank); trained biases as
         `3.qkv.bias` (outputs,), the layer's new bias, or `3.qkv.up_bias`, scaled and added; DoRA's
-        `3.qkv.magnitude` (outputs,); under `WHOLE` and its name, what replaces a parameter
+        `3.qkv.magnitude` (outputs,); under `WHOLE` and its name, what replaces a parameter, with
+        `ROWS` behind it what replaces the rows in `tokens`
+    tokens: the ids of these rows, by the parameter's name; a head tied to the embedding gets the
+        embedding's rows where it has none of its own
     scales: the factors of `up`, by `3.qkv`
     """
 
@@ -88,6 +92,7 @@ class Adapter(MappedWeights):
     base: str  # the name or path of the model that it was trained on
     index: Index
     scales: Mapping[str, float]
+    tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     generation: Generation = field(default_factory=Generation)
     content: str = ""
 
@@ -139,6 +144,9 @@ class Adapter(MappedWeights):
         for name, tensor in self.index.items():
             if not name.startswith(WHOLE):
                 continue
+            if name.endswith(ROWS):
+                self._check_rows(name.removesuffix(ROWS), tensor, config)
+                continue
             shape = expected.get(name.removeprefix(WHOLE))
             if name in (WHOLE + EMBEDDING, WHOLE + OUTPUT) and tensor.ndim == 2:
                 shape = (tensor.shape[0], config.units)
@@ -147,6 +155,20 @@ class Adapter(MappedWeights):
                     f"the adapter {self.path.name} does not fit its base:"
                     f" {name.removeprefix(WHOLE)} is {tensor.shape}, must be {shape}"
                 )
+
+    def _check_rows(self, name: str, rows: Tensor, config: GPT2Config) -> None:
+        """Of the matrix `name`, the base's or one that the adapter brings."""
+        ids = self.tokens[name.removeprefix(WHOLE)]
+        if rows.shape != (len(ids), config.units):
+            raise ArtifactError(
+                f"the adapter {self.path.name} does not fit its base: the trained rows of"
+                f" {name.removeprefix(WHOLE)} are {rows.shape}, must be {(len(ids), config.units)}"
+            )
+        size = self.index[name].shape[0] if name in self.index else config.vocab_size
+        if max(ids) >= size:
+            raise ArtifactError(
+                f"{ADAPTER}: trainable_token_indices has {max(ids)}, but the vocabulary has {size}"
+            )
 
 
 def read(path: str | Path) -> Adapter:
@@ -159,10 +181,19 @@ def read(path: str | Path) -> Adapter:
         base = ""
     weights, file = _read_weights(folder)
     index: Index = {}
+    trained, tokens = _tokens(config), dict[str, list[int]]()
     called: dict[str, str] = {}  # what the modules are to PEFT
     for name, tensor in weights.items():
         if (whole := _whole(name)) is not None:
             index[WHOLE + whole] = _checked(name, tensor, file, _transposed(whole))
+            if whole.endswith(ROWS):
+                matrix = whole.removesuffix(ROWS)
+                # The rows of a head that is the embedding are saved once more where both are whole.
+                tokens[matrix] = trained.get(matrix) or trained.get(EMBEDDING, [])
+                if not tokens[matrix]:
+                    raise ArtifactError(f"{ADAPTER} lacks the trainable_token_indices of {name}")
+                if ".transformer." not in name and matrix == EMBEDDING:  # PEFT saw no head
+                    tokens.setdefault(OUTPUT, [])
             continue
         module, part, its_name = _place(name, file)
         index[f"{module}.{part}"] = _checked(name, tensor, file)
@@ -181,7 +212,7 @@ def read(path: str | Path) -> Adapter:
         module: _scale(config, called[module], index[f"{module}.down"].shape[0])
         for module in sorted(called)
     }
-    return Adapter(folder, base, index, scales, read_generation(folder))
+    return Adapter(folder, base, index, scales, tokens, read_generation(folder))
 
 
 def _check_kind(config: Mapping[str, Any]) -> None:
@@ -241,7 +272,10 @@ def _whole(name: str) -> str | None:
     Such are in `modules_to_save`, a resized vocabulary, and `bias` `all`.
     """
     own = name.removeprefix("base_model.model.").replace(".modules_to_save.", ".")
-    own = own.replace(".base_layer.", ".")
+    if own.endswith(TRAINED_TOKENS):
+        matrix = _whole(f"{own.removesuffix(TRAINED_TOKENS)}.weight")
+        return matrix + ROWS if matrix in (EMBEDDING, OUTPUT) else None
+    own = own.replace(".token_adapter.", ".").replace(".base_layer.", ".")
     if own == HEAD:
         return OUTPUT
     own = own.removeprefix("transformer.")
@@ -251,6 +285,25 @@ def _whole(name: str) -> str | None:
         return POSITIONS
     ours = our_name(own)
     return None if ours is None or MODULE.fullmatch(own.removesuffix(".bias")) else ours
+
+
+def _tokens(config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The ids of `trainable_token_indices`, by our names of the matrices.
+
+    A list is for the embedding, an object has modules. Raises `ArtifactError`.
+    """
+    given = config.get("trainable_token_indices") or {}
+    tokens = {}
+    for module, ids in (given if isinstance(given, dict) else {"wte": given}).items():
+        name = _whole(f"{module}.weight")
+        fits = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
+        if name not in (EMBEDDING, OUTPUT) or not fits or not ids:
+            raise ArtifactError(
+                f"{ADAPTER}: trainable_token_indices must be token ids, or token ids of wte and"
+                f" lm_head, is {str(given)[:100]}"
+            )
+        tokens[name] = ids
+    return tokens
 
 
 def _transposed(name: str) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ArtifactError
-from engine.artifacts.adapter import BASE_NAMES, WHOLE, Adapter
+from engine.artifacts.adapter import BASE_NAMES, ROWS, WHOLE, Adapter
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, Artifact
 from engine.artifacts.hugging_face import TOKENIZER_FILE
 from engine.artifacts.tensor_index import Weights
@@ -37,8 +38,12 @@ class Merged(Artifact):
         if not self.config.tie_word_embeddings:
             weights[OUTPUT] = base.get(OUTPUT, base[EMBEDDING])
         for name in adapter:
-            if name.startswith(WHOLE):
+            if name.startswith(WHOLE) and not name.endswith(ROWS):
                 weights[name.removeprefix(WHOLE)] = adapter[name]
+        for name, (ids, rows) in self._rows().items():
+            if name in weights:
+                weights[name] = weights[name].astype(np.float32)
+                weights[name][ids] = rows
         for module, scale in self.adapter.scales.items():
             layer, product = module.split(".")
             name = BASE_NAMES[product].format(layer)
@@ -51,6 +56,14 @@ class Merged(Artifact):
         if self.config.tie_word_embeddings:
             weights.pop(OUTPUT, None)
         return weights
+
+    def _rows(self) -> dict[str, tuple[Sequence[int], Floats]]:
+        """By matrix, which of its rows were trained, and to what."""
+        tokens, adapter = self.adapter.tokens, self.adapter.weights
+        rows = {n: (ids, adapter[WHOLE + n + ROWS]) for n, ids in tokens.items() if ids}
+        if self.base.config.tie_word_embeddings and OUTPUT not in tokens and rows:
+            rows[OUTPUT] = rows[EMBEDDING]
+        return rows
 
 
 def _merged(weight: Floats, adapter: Weights, module: str, scale: float) -> Floats:
@@ -74,6 +87,7 @@ def merge(base: Artifact, adapter: Adapter) -> Merged:
     sizes = {tensor.shape[0] for tensor in (embedding, head) if tensor is not None}
     vocab_size = sizes.pop() if sizes else base.config.vocab_size
     tied = base.config.tie_word_embeddings and embedding is None and head is None
+    tied = tied and OUTPUT not in adapter.tokens
     if sizes or (vocab_size != base.config.vocab_size and (embedding is None or head is None)):
         raise ArtifactError(
             f"the adapter {adapter.path.name} brings an embedding and a head of different sizes"
@@ -92,7 +106,10 @@ def merge(base: Artifact, adapter: Adapter) -> Merged:
         index=base.index,
         tokenizer_file=tokenizer_file,
         generation=adapter.generation.over(base.generation),
-        content=hash_of(f"{base.content} {adapter.content} {sorted(adapter.scales.items())}"),
+        content=hash_of(
+            f"{base.content} {adapter.content} {sorted(adapter.scales.items())}"
+            f" {sorted(adapter.tokens.items())}"
+        ),
         base=base,
         adapter=adapter,
     )

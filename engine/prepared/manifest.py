@@ -217,6 +217,7 @@ def adapter_to_manifest(adapter: Adapter) -> dict[str, Any]:
         "base": adapter.base,
         "index": {name: list(tensor) for name, tensor in adapter.index.items()},
         "scales": dict(adapter.scales),
+        "tokens": dict(adapter.tokens),
         "generation": adapter.generation.to_json(),
         "content": adapter.content,
     }
@@ -272,8 +273,13 @@ def adapter_from_manifest(path: Path, value: Any) -> Adapter:
         for module in scales:
             if (index[f"{module}.down"].ndim, index[f"{module}.up"].ndim) != (2, 2):
                 raise ValueError(module)
+        tokens = {str(name): [int(i) for i in ids] for name, ids in value["tokens"].items()}
+        rows = {n[1:].removesuffix(adapters.ROWS) for n in index if n.endswith(adapters.ROWS)}
+        if rows != {name for name, ids in tokens.items() if ids and min(ids) >= 0}:
+            raise ValueError("tokens")
         generation = Generation.from_json(value["generation"])
-        return Adapter(path, str(value["base"]), index, scales, generation, str(value["content"]))
+        base, content = str(value["base"]), str(value["content"])
+        return Adapter(path, base, index, scales, tokens, generation, content)
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
         raise ArtifactError(f"{path.name} changed while it was read") from None
 

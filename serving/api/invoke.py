@@ -64,7 +64,7 @@ ENDS = 2
 LOOK_AGAIN_S = 0.1
 NO_MODEL = (
     "say which model: X-Amzn-SageMaker-Target-Model, ?model_name=, CustomAttributes model=NAME,"
-    " model in a body of OpenAI's, or /predictions/{name}"
+    " model in a body of OpenAI's, parameters.adapter_id in one of TGI's, or /predictions/{name}"
 )
 AWS_ACCEPT = "x-amzn-sagemaker-accept"
 # What a worker's answer may not set: this connection's own headers, what holds for the whole origin
@@ -130,7 +130,7 @@ async def invoke(
     if name is not None:
         name_model(request, name)
     async with AsyncExitStack() as resources:
-        counted = resources.enter_context(Counted(gateway))
+        counted = request.state.counted = resources.enter_context(Counted(gateway))
         headers = {**forwarded_headers(request), **(headers or {})}
         query = _query(request)
         body = await read_body(gateway, request)
@@ -202,10 +202,17 @@ async def engine_model(
         model = await resources.enter_async_context(gateway.use(name))
         counted.model = name
         check(model)
-        if not model.in_engine:
-            raise NotOfTheEngine(f"{name} answers by its own code: call /predictions/{name}")
+        check_engine(model)
         end = scope.deadline = request.state.started + min(model.request_timeout_s, limit_s)
         yield model, end
+
+
+def check_engine(model: Model) -> None:
+    """Raises `NotOfTheEngine` for a model that answers by its own code."""
+    if not model.in_engine:
+        raise NotOfTheEngine(
+            f"{model.name} answers by its own code: call /predictions/{model.name}"
+        )
 
 
 @contextlib.asynccontextmanager

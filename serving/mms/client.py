@@ -18,7 +18,7 @@ from serving.errors import MMSEnded, NoRoom, Timeout, Unavailable, WorkerFailed
 logger = logging.getLogger(__name__)
 
 PAGE = 100
-BACK_S = 2.0  # Java answers again after 1.6 (docs/reliability.md)
+BACK_S = 2.0  # Java answers again after 1.6 (docs/operate/reliability.md)
 UNQUOTED = "?/:@!$'()*,"  # in a query, which MMS takes up to a length
 
 Query = Mapping[str, str] | Sequence[tuple[str, str]]

@@ -89,15 +89,15 @@ def test_compose_gives_prometheus_the_alerts_where_it_looks_for_them() -> None:
     assert there[config.with_name(name)] == CONFIG.with_name(name)
 
 
-@pytest.mark.parametrize("page", ["docs/operations.md", "docs/operations.ko.md"])
+@pytest.mark.parametrize("page", ["docs/operate/monitoring.md", "docs/operate/monitoring.ko.md"])
 def test_each_alert_has_its_line_in_the_runbook(page: str) -> None:
     lines = re.findall(r"^\| `(KoGPT2\w+)` \|", (ROOT / page).read_text("utf-8"), re.MULTILINE)
     assert lines == list(ALERTS)
     for rule in ALERTS.values():
         assert rule["labels"]["severity"] in {"critical", "warning"}
         assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
-        assert rule["annotations"]["runbook_url"] == "docs/operations.md#alerts"
-    assert "\n## Alerts\n" in (ROOT / "docs/operations.md").read_text("utf-8")
+        assert rule["annotations"]["runbook_url"] == "docs/operate/monitoring.md#alerts"
+    assert "\n## Alerts\n" in (ROOT / "docs/operate/monitoring.md").read_text("utf-8")
 
 
 def test_each_alert_has_a_case_in_which_it_fires() -> None:
