@@ -1,4 +1,4 @@
-"""What the gateway and the workers agree on, beside Multi Model Server's own protocol."""
+"""The gateway's and the workers' headers, beside Multi Model Server's own protocol."""
 
 from __future__ import annotations
 
