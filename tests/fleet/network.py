@@ -22,8 +22,8 @@ PREFIX = "kogpt2-fleet-"  # and the id of the process that made it
 NAMESPACES = Path("/run/netns")
 NET = ipaddress.ip_network("198.18.0.0/15")  # for such tests (RFC 2544)
 MEMORY_MIB, CPUS = 1024, 1.0
-# A narrow line: 0.1 s for a full packet, up to 0.4 s in its queue, and 1% of the packets lost. netem,
-# which could say it more directly, is not in every kernel.
+# A narrow line: 0.1 s for a full packet, up to 0.4 s in its queue, and 1% of the packets lost. Not
+# every kernel has netem.
 QUEUE = "tbf rate 120kbit burst 1600 latency 400ms"
 LOSS = "-m statistic --mode random --probability 0.01"
 
