@@ -26,7 +26,7 @@ from engine.backends.page_cache import read_in
 from engine.budget import Budget
 from engine.cores import Cores
 from engine.guesses import Guesser
-from engine.labels import check_labels
+from engine.labels import check_lengths
 from engine.loader import Loader, Request
 from engine.model import Core, Model
 from engine.native.model import release_memory
@@ -313,7 +313,7 @@ class Engine:
             form, labels = parameters.form, None
             if form is not None and parameters.choice_logprobs:
                 labels = model.texts.labels(form)
-                check_labels(labels, len(ids), model.config.max_length)
+                check_lengths(labels, len(ids), model.config.max_length)
             guesses = self.settings.speculation == "auto"
             sequences = [
                 Sequence(

@@ -10,10 +10,15 @@ from typing import Any
 from common.errors import DeadlineExceeded, EngineError, OutOfMemory
 from engine.backends.interface import BackendModel, Piece, Row
 from engine.budget import Budget
+from engine.labels import Labels
+from engine.native.library import PAGE_TOKENS
 from engine.prefixes import Prefixes, prefix_of, shared_length, to_ids
 from engine.sequence import Sequence, State
 
 MAX_SCORED_TOKENS = 64  # in a pass: each has logits, which take 200 KB with a vocabulary of 50,000
+# Labels of one choice that a pass scores beside each other. Each has a row whose first page may be
+# a copy, so that sixteen rows take 20 MB with a model of KoGPT2's size.
+MAX_LABEL_ROWS = 16
 MAX_FORCED_TOKENS = 16  # of one sequence in a pass, which the others wait for
 
 
@@ -46,6 +51,7 @@ class Batch:
         self.admits = True  # whether sequences that wait get rows
         self._budget, self._prefixes = budget, prefixes
         self._rows: dict[Sequence, Row] = {}
+        self._label_rows: list[Row] = []  # of the pass under way
         self._reserved_bytes = self._weight_bytes = 0
 
     def open(self, model: BackendModel, weight_bytes: int) -> None:
@@ -112,18 +118,23 @@ class Batch:
             sequence = prompts.pop(0) if prompts else self._admit()
             if sequence is None:
                 break
-            scheduled.append(self._next(sequence, prefill_tokens))
-            prefill_tokens -= len(scheduled[-1].piece.ids)
+            labels = sequence.labels
+            if labels is not None and self._rows[sequence].length == len(sequence.prompt) - 1:
+                parts = self._next_labels(sequence, labels)
+            else:
+                parts = [self._next(sequence, prefill_tokens)]
+            scheduled += parts
+            prefill_tokens -= sum(len(part.piece.ids) for part in parts)
         # Rows of one adapter beside each other share the products with its matrices.
         scheduled.sort(key=lambda part: part.piece.adapter.address if part.piece.adapter else 0)
         return scheduled
 
     def _next(self, sequence: Sequence, count: int) -> Scheduled:
-        row, label = self._rows[sequence], sequence.label_ids
-        if label is not None:
-            return self._next_of_label(sequence, label, count)
+        row, last = self._rows[sequence], len(sequence.ids)
+        if sequence.labels is not None:  # its labels come behind all but the last token
+            last -= 1
         count = min(count, MAX_SCORED_TOKENS) if sequence.scores_prompt else count
-        begin, end = row.length, min(row.length + count, len(sequence.ids))
+        begin, end = row.length, min(row.length + count, last)
         completes = end == len(sequence.ids)
         wanted = end - begin if sequence.scores_prompt else int(completes)
         sequence.guesses = self._guess(sequence) if completes else []
@@ -131,14 +142,28 @@ class Batch:
         piece = Piece(row, ids, wanted + len(sequence.guesses), sequence.adapter)
         return Scheduled(sequence, piece, completes)
 
-    def _next_of_label(self, sequence: Sequence, label: list[int], count: int) -> Scheduled:
-        """The prompt but for its last token, then that and a label's, with all their logits."""
-        row, last = self._rows[sequence], len(sequence.prompt) - 1
-        if row.length < last:
-            ids = sequence.ids[row.length : min(row.length + count, last)]
-            return Scheduled(sequence, Piece(row, ids, 0, sequence.adapter), False)
-        ids = [sequence.prompt[-1], *label]
-        return Scheduled(sequence, Piece(row, ids, len(ids), sequence.adapter), False)
+    def _next_labels(self, sequence: Sequence, labels: Labels) -> list[Scheduled]:
+        """The prompt's last token with each of the next labels, on rows that share the others."""
+        row, last = self._rows[sequence], sequence.prompt[-1:]
+        parts: list[Scheduled] = []
+        left = MAX_SCORED_TOKENS
+        for path in labels.paths[labels.num_scored :][: self._max_label_rows]:
+            left -= len(path) + 1
+            if parts and left < 0:
+                break
+            if parts:
+                try:
+                    self._label_rows.append(self.model.open_row(row, row.length))
+                except OutOfMemory:  # fewer at once
+                    break
+            target = self._label_rows[-1] if parts else row
+            piece = Piece(target, last + path, len(path) + 1, sequence.adapter)
+            parts.append(Scheduled(sequence, piece, False))
+        return parts
+
+    @property
+    def _max_label_rows(self) -> int:
+        return MAX_LABEL_ROWS if self.model.keeps else 1
 
     def _guess(self, sequence: Sequence) -> list[int]:
         """Guesses of the tokens that follow. A row has no more tokens with them than at its end.
@@ -164,7 +189,7 @@ class Batch:
             sequence = self.waiting[0]
             if self._is_computed_now(sequence):
                 return None
-            needed = self._kv_bytes(sequence) - self._reserved_bytes
+            needed = self._kv_bytes([*self.running, sequence]) - self._reserved_bytes
             if self._budget.reserve_kv(needed, self):
                 self._reserved_bytes += needed
                 self.waiting.popleft()
@@ -177,7 +202,7 @@ class Batch:
                     self.collect()
                     continue
                 return sequence
-            least = self.model.kv_bytes_for([sequence.max_tokens])
+            least = self._kv_bytes([sequence])
             if self._budget.could_hold_kv(least, self._weight_bytes):
                 return None
             self.waiting.popleft()
@@ -210,9 +235,14 @@ class Batch:
             sequence.cached_tokens = row.length
         return row
 
-    def _kv_bytes(self, *more: Sequence) -> int:
-        """Bytes of keys and values of the running sequences, and of `more`, at their longest."""
-        return self.model.kv_bytes_for([s.max_tokens for s in (*self.running, *more)])
+    def _kv_bytes(self, sequences: list[Sequence]) -> int:
+        """Bytes of keys and values of sequences at their longest."""
+        lengths = [s.max_tokens for s in sequences]
+        for labels in (s.labels for s in sequences if s.labels is not None):
+            # behind the first, which has the sequence's own row
+            more = labels.paths[1 : self._max_label_rows]
+            lengths += [PAGE_TOKENS + labels.longest] * len(more)
+        return self.model.kv_bytes_for(lengths)
 
     def drop(self) -> None:
         """Ends sequences whose client has gone or whose deadline has passed."""
@@ -231,7 +261,10 @@ class Batch:
         self.collect()
 
     def collect(self) -> None:
-        """Closes the rows of finished sequences, or leaves them to the prefix cache."""
+        """Closes the rows of finished sequences, or leaves them to the prefix cache, and those of
+        labels, which a pass has scored."""
+        while self._label_rows:
+            self.model.close_row(self._label_rows.pop())
         left = [s for s in self.running if s.state is not State.FINISHED]
         if len(left) == len(self.running):
             return
@@ -240,7 +273,7 @@ class Batch:
                 row = self._rows.pop(sequence, None)
                 if row is not None and not self._keep(sequence, row):
                     self.model.close_row(row)
-        freed = self._reserved_bytes - self.model.kv_bytes_for([s.max_tokens for s in left])
+        freed = self._reserved_bytes - self._kv_bytes(left)
         self._budget.release_kv(freed)
         self._reserved_bytes -= freed
         self.running = left  # last: another thread may close the model of a batch without work
@@ -276,6 +309,7 @@ class Batch:
         """Forgets everything, ahead of the model's end; returns the unfinished sequences."""
         left = self.unfinished()
         self.running, self._rows = [], {}
+        self._label_rows.clear()
         self.waiting.clear()
         if self.is_open:
             self._prefixes.drop_rows_of(self.model)

@@ -133,17 +133,12 @@ class Sequence:
             found = logprobs_of(logits, self.prompt[at], self.parameters.logprobs)
             self._prefill.append(found)
 
-    @property
-    def label_ids(self) -> list[int] | None:
-        """The tokens of the label that is to be scored next, if there is one."""
-        return None if self.labels is None else self.labels.next_ids
-
     def score_label(self, logits: Logits) -> bool:
-        """Takes the logits (1 + T, V) of the prompt's last token and of a label's. After the last
-        label the whole answer is there, and this is True."""
+        """Takes the logits (1 + T, V) of the prompt's last token and of the next path of the
+        labels. After the last the whole answer is there, and this is True."""
         assert self.labels is not None
         self.labels.score(logits, self.parameters.logprobs or 0)
-        if self.labels.next_ids is not None:
+        if not self.labels.complete:
             return False
         text = self._sampler.pick(self.labels.scores)
         for token, logprobs in self.labels.tokens(text):

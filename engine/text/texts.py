@@ -183,10 +183,17 @@ class Texts:
         """A choice's texts as tokens, with a space before them and without; on the process's
         thread. Raises `InvalidRequest`."""
         spaces = ("", " ") if begins_with_space(form) else ("",)
-        ways = [
-            [self._ids("tokenize", space + text, False) for space in spaces] for text in form.source
-        ]
+        ways: list[list[list[int]]] = []
+        for text in form.source:
+            each = [self._ids("tokenize", space + text, False) for space in spaces]
+            # Not of a text with characters that the vocabulary lacks: all of these are one token.
+            ways.append([ids for ids in each if self._writes(ids, text)])
         return labels_of(form.source, ways, self.stop_ids)
+
+    def _writes(self, ids: list[int], text: str) -> bool:
+        if self._table.kind == PROCESS:
+            return bool(ids)
+        return self._table.join(ids).decode("utf-8", "replace").strip() == text.strip() != ""
 
     def _ids(self, *arguments: Any) -> list[int]:
         ids = self._call(ENCODE_S, *arguments)
