@@ -57,8 +57,7 @@ def words(name: str) -> str:
 def docstrings(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            if text := ast.get_docstring(node):
-                yield text
+            yield from filter(None, [ast.get_docstring(node)])
 
 
 def faults(source: str) -> list[str]:
