@@ -20,7 +20,7 @@ from tests.serving.test_dashboard import STATISTICS
 FOLDER = REPOSITORY / "deploy" / "kubernetes"
 BASE = FOLDER / "base"
 OVERLAYS = ("envoy-gateway", "haproxy-ingress")
-COMPONENTS = ("service-monitor", "cache-on-volumes")
+COMPONENTS = ("service-monitor", "cache-on-volumes", "envoy-bounded-load")
 VERSIONS = ("1.29", "1.37")  # the oldest that managed clusters still run, and the newest here
 # Kinds of others, which Kubernetes' schemas do not know: all that their `spec` may have here.
 FOREIGN = {
@@ -28,8 +28,11 @@ FOREIGN = {
     "Gateway": {"gatewayClassName", "listeners"},
     "HTTPRoute": {"parentRefs", "rules"},
     "EnvoyExtensionPolicy": {"targetRefs", "lua"},
-    "BackendTrafficPolicy": {"targetRefs", "loadBalancer", "retry", "healthCheck", "timeout"},
+    "BackendTrafficPolicy": {
+        *("targetRefs", "loadBalancer", "retry", "healthCheck", "tcpKeepalive", "timeout")
+    },
     "ClientTrafficPolicy": {"targetRefs", "path", "connection"},
+    "EnvoyPatchPolicy": {"targetRef", "type", "jsonPatches"},
     "ServiceMonitor": {"selector", "endpoints"},
 }
 
