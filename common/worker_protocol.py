@@ -1,4 +1,4 @@
-"""What the gateway and the workers agree on, beside Multi Model Server's own protocol."""
+"""The gateway's and the workers' headers, beside Multi Model Server's own protocol."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ REQUEST_HEADER = "x-kogpt2-request"
 WORKER_HEADER = "x-kogpt2-worker"
 # On an answer that the engine made: the tokens of the prompt and those made, as "12 34".
 TOKENS_HEADER = "x-kogpt2-tokens"
+# Of a request for an alias: the model that answers, percent-encoded.
+SERVED_MODEL = "x-served-model"
 REQUEST_ID = "x-request-id"  # the client's own, or the gateway's, for the log
 
 # MMS ends a worker that answers more, with its headers.

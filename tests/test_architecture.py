@@ -1,4 +1,4 @@
-"""docs/architecture.md names what is there, in both languages."""
+"""docs/develop/architecture.md names what is there, in both languages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "docs" / name for name in ("architecture.md", "architecture.ko.md")]
+PAGES = [ROOT / "docs" / "develop" / name for name in ("architecture.md", "architecture.ko.md")]
 PACKAGES = ("common", "engine", "handlers", "serving")
 FILE = re.compile(r"`([\w/]+\.py)`")
 

@@ -204,7 +204,7 @@ def test_a_stop_has_the_time_that_it_may_take() -> None:
 
 
 def test_the_page_makes_what_the_example_needs() -> None:
-    page = (REPOSITORY / "docs" / "kubernetes.md").read_text("utf-8")
+    page = (REPOSITORY / "docs" / "deploy" / "kubernetes.md").read_text("utf-8")
     token = SERVER["env"][0]["valueFrom"]["secretKeyRef"]
     pulled = RESOURCES["ServiceAccount", "kogpt2"]["imagePullSecrets"]
     secrets = {token["name"], *(secret["name"] for secret in pulled)}

@@ -1,4 +1,4 @@
-"""docs/bring-your-own/artifacts.md is true: its commands are run, and answer as it is shown."""
+"""docs/models/artifacts.md is true: its commands are run, and answer as it is shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.server import REPOSITORY, Server
 
 pytestmark = pytest.mark.slow
 
-PAGES_IN = REPOSITORY / "docs" / "bring-your-own"
+PAGES_IN = REPOSITORY / "docs" / "models"
 PAGES = ("artifacts.md", "artifacts.ko.md")
 ANYTHING = "…"
 # Of a model that is trained here: on another processor the last digits differ.

@@ -19,11 +19,11 @@ from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.backends.mxnet.gpt2 import GPT2
+from engine.engine import Engine
 from engine.native.adapter import load_adapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.manifest import Manifests
-from engine.registry import Engine
 from engine.settings import Settings
 from tests.engine.adapters import make_adapter, merged
 from tests.engine.engines import Pause, Request, make_talkative
@@ -392,6 +392,46 @@ def test_parameters_that_an_adapter_brings_take_the_places_of_the_bases(
     check_merged(base, adapter, changes)
 
 
+TOKENS = "base_model.model.transformer.wte.token_adapter.trainable_tokens_delta"
+
+
+def with_tokens(path: Path, base: Path, ids: list[int] | None, rows: int, units: int = 64) -> Path:
+    trained = np.random.default_rng(5).standard_normal((rows, units)).astype(np.float32)
+    config = {"trainable_token_indices": ids}
+    return make_adapter(
+        path, base, modules=["attn.c_attn"], weights={TOKENS: trained}, config=config
+    )
+
+
+def test_rows_that_were_trained_take_the_places_of_the_embeddings(
+    base: Path, tmp_path: Path
+) -> None:
+    adapter = with_tokens(tmp_path / "a", base, [9, 149, 30], 3)
+    embedding = np.array(Manifests().open(base).weights[EMBEDDING])
+    embedding[[9, 149, 30]] = np.random.default_rng(5).standard_normal((3, 64))
+    check_merged(base, adapter, merged_weights(base, adapter) | {EMBEDDING: embedding})
+    other = with_tokens(tmp_path / "b", base, [9, 149, 31], 3)  # the same matrices
+    first, second = (
+        merge(Manifests().open(base), Manifests().open_adapter(path)) for path in (adapter, other)
+    )
+    assert first.content != second.content
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "units", "said"),
+    [
+        ([9], 2, 64, "the trained rows of _embed.weight are (2, 64), must be (1, 64)"),
+        ([9], 1, 63, "the trained rows of _embed.weight are (1, 63), must be (1, 64)"),
+        ([100000], 1, 64, "trainable_token_indices has 100000, but the vocabulary has"),
+        (None, 1, 64, "adapter_config.json lacks the trainable_token_indices of"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(
+    engine: Engine, base: Path, tmp_path: Path, ids: Any, rows: int, units: int, said: str
+) -> None:
+    assert said in refused(engine, with_tokens(tmp_path / "a", base, ids, rows, units), base)
+
+
 def test_an_adapter_may_bring_a_vocabulary_of_its_own(tmp_path: Path) -> None:
     base = make_hugging_face(tmp_path / "base", vocab=700)
     other = make_hugging_face(tmp_path / "other", vocab=730, seed=3)
@@ -449,7 +489,12 @@ BAD_CONFIGS = {
     "peft_type is None": {"peft_type": None},
     "'PROMPT_TUNING'": {"peft_type": "PROMPT_TUNING"},
     "task_type is 'SEQ_CLS'": {"task_type": "SEQ_CLS"},
-    "trainable_token_indices": {"trainable_token_indices": [1, 2]},
+    "must be token ids, or token ids of wte and lm_head, is {'c_attn'": {
+        "trainable_token_indices": {"c_attn": [1]}
+    },
+    "must be token ids, or token ids of wte and lm_head, is [-1]": {
+        "trainable_token_indices": [-1]
+    },
     "arrow_config": {"arrow_config": {"top_k": 1}},
     "'pissa_niter_4'": {"init_lora_weights": "pissa_niter_4"},
     "rank 9": {"r": 9},

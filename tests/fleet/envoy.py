@@ -107,13 +107,13 @@ def listener(port: int) -> dict[str, Any]:
     size = int(clients["connection"]["bufferLimit"].removesuffix("Mi")) << 20
     return {
         "name": "http",
-        "address": address(port),
+        "address": address(f"127.0.0.1:{port}"),
         "per_connection_buffer_limit_bytes": size,
         "filter_chains": [{"filters": [manager]}],
     }
 
 
-def cluster(nodes: Sequence[int]) -> dict[str, Any]:
+def cluster(nodes: Sequence[str]) -> dict[str, Any]:
     check = declared("BackendTrafficPolicy")["healthCheck"]["active"]
     maglev = typed(
         "envoy.load_balancing_policies.maglev", "load_balancing_policies.maglev.v3.Maglev"
@@ -135,25 +135,26 @@ def cluster(nodes: Sequence[int]) -> dict[str, Any]:
         "load_assignment": {
             "cluster_name": "kogpt2",
             "endpoints": [
-                {"lb_endpoints": [{"endpoint": {"address": address(port)}} for port in nodes]}
+                {"lb_endpoints": [{"endpoint": {"address": address(node)}} for node in nodes]}
             ],
         },
     }
 
 
-def address(port: int) -> dict[str, Any]:
-    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+def address(place: str) -> dict[str, Any]:
+    host, _, port = place.partition(":")
+    return {"socket_address": {"address": host, "port_value": int(port)}}
 
 
 class Envoy:
-    """In front of servers on loopback, at these ports; `node1` is the first."""
+    """In front of servers, HOST:PORT each; `node1` is the first."""
 
-    def __init__(self, folder: Path, nodes: Sequence[int]) -> None:
+    def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
         assert ENVOY
         self.port, self._admin = free_port(), free_port()
-        self._names = {port: f"node{number}" for number, port in enumerate(nodes, 1)}
+        self._names = {node: f"node{number}" for number, node in enumerate(nodes, 1)}
         bootstrap = {
-            "admin": {"address": address(self._admin)},
+            "admin": {"address": address(f"127.0.0.1:{self._admin}")},
             "static_resources": {"listeners": [listener(self.port)], "clusters": [cluster(nodes)]},
         }
         file = folder / "envoy.json"
@@ -179,7 +180,7 @@ class Envoy:
         except requests.ConnectionError:
             return set()
         return {
-            self._names[host["address"]["socket_address"]["port_value"]]
+            self._names["{address}:{port_value}".format(**host["address"]["socket_address"])]
             for status in statuses
             for host in status.get("host_statuses", [])
             if not host["health_status"].get("failed_active_health_check")

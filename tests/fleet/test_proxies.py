@@ -43,8 +43,8 @@ def started(
     running: list[Upstream],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Proxy]:
-    ports = [server.port for server in running]
-    proxy: Proxy = request.param(tmp_path_factory.mktemp("proxy"), ports)
+    places = [f"127.0.0.1:{server.port}" for server in running]
+    proxy: Proxy = request.param(tmp_path_factory.mktemp("proxy"), places)
     try:
         proxy.wait_for(*names(3))
         yield proxy
