@@ -63,7 +63,7 @@ KERNEL = {
 }
 # Makes and connects sockets without their calls. Programs do without it where it is not there.
 IO_URING_SETUP = (425, 425)
-# Of files that the user owns, whoever may open them.
+# Attributes of files that the user owns.
 EXTENDED_ATTRIBUTES = {
     "setxattr": (188, 5),
     "lsetxattr": (189, 6),

@@ -2,7 +2,7 @@
 
 {"poem": "sowol-v3", "support": {"support-v7": 90, "support-v8": 10}}
 
-docs/requests.md describes the file. `serving.api.naming` resolves the names of requests.
+docs/api/requests.md describes the file. `serving.api.naming` resolves the names of requests.
 """
 
 from __future__ import annotations

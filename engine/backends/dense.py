@@ -131,11 +131,11 @@ class DenseModel(BackendModel):
         for index, row in enumerate(rows):
             assert isinstance(row, DenseRow)
             if row.index != index:
-                other, spare = self._rows[index], self._cache.add_row()
+                other, free = self._rows[index], self._cache.add_row()
                 try:
-                    self._cache.copy_row(index, spare, other.length)
+                    self._cache.copy_row(index, free, other.length)
                     self._cache.copy_row(row.index, index, row.length)
-                    self._cache.copy_row(spare, row.index, self._cache.lengths[spare])
+                    self._cache.copy_row(free, row.index, self._cache.lengths[free])
                 finally:
                     self._cache.remove_last_row()
                 self._rows[row.index], other.index = other, row.index

@@ -1,5 +1,4 @@
-"""Prepared models: one file a model, as the native library reads it, which is mapped and used as
-it is.
+"""Prepared models: a mapped file for each, which the native library computes with as it is.
 
 The file is in the safetensors format, its tensors at multiples of 64 bytes from a page on. It is
 the same on every processor. Its metadata have the hash of the weights that it was made of, and of

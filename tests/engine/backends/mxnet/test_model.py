@@ -64,7 +64,9 @@ def test_a_cache_that_cannot_grow_is_out_of_memory(
     rows = [model.open_row() for _ in range(2)]
     append(model, rows[0], [1, 2, 3])
     with monkeypatch.context() as patched:
-        patched.setattr(kv_cache, "grown", lambda *_: (2, HUGE // (8 * artifact.config.units)))
+        patched.setattr(
+            kv_cache, "grown_shape", lambda *_: (2, HUGE // (8 * artifact.config.units))
+        )
         with pytest.raises(OutOfMemory, match="has no room for 65 more tokens"):
             append(model, rows[1], [0] * (dense.BLOCK + 1))
     for row in rows[::-1]:
