@@ -1,4 +1,4 @@
-"""`serve` runs the server; any other command line is executed as it is given.
+"""The container's entrypoint: `serve` runs the server, another command is executed unchanged.
 
 python -m serving.entrypoint [serve [--port N] [--management-port N] [--host A] [--model-store D]]
 python -m serving.entrypoint bash -c 'ls /opt/ml'
@@ -43,10 +43,10 @@ logger = logging.getLogger(__name__)
 MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un less its final zero
 LONGEST_SOCKET = ".mms.sock.999999"  # a worker's
 PROBE_TIMEOUT_S = 2.0
-# All clients are the gateway's, and a flood of them is no reason to end it.
+# Longer than for other processes: a gateway that is slow under many clients must not be restarted.
 GATEWAY_TIMEOUT_S = 10.0
-HEALTH_S = 1.0
-# Between two looks at how far the gateway has come.
+HEALTH_S = 1.0  # between health checks of a process
+# Between polls of the gateway until it is ready. Longer: the server is ready later.
 PROGRESS_S = {Progress.STARTING: 0.05, Progress.LOADING: 0.2}
 
 
@@ -67,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def serve(settings: Settings) -> int:
-    """Runs the server until it is told to stop; returns the exit status.
+    """Runs the server until a signal stops it; returns the exit status.
 
-    Raises `StartError` or `SettingError` for what can be known beforehand.
+    Raises `StartError` or `SettingError` for what can be checked before anything is started.
     """
     started = time.monotonic()
     close_to_others()
@@ -93,7 +93,7 @@ def serve(settings: Settings) -> int:
         secret = secrets.token_urlsafe()
         shared = {"RUN_DIR": str(run_dir), "PROBE_SECRET": secret}
         python = {**os.environ, "PYTHONPATH": str(REPOSITORY), **shared}
-        # RUN_DIR may be the one place that can be written: models are prepared there, if need be.
+        # RUN_DIR may be the only writable folder: models are prepared there if there is no other.
         engine = {
             **passed(python, settings.worker_variables),
             **shared,
@@ -104,8 +104,8 @@ def serve(settings: Settings) -> int:
         workers = {**launcher.environment(settings, run_dir), **shared}
         run = [sys.executable, "-m"]
 
-        def watched(works: Callable[..., bool], *arguments: object) -> Poll[bool]:
-            return Poll(functools.partial(works, *arguments), False, lambda works: HEALTH_S)
+        def poll(check: Callable[..., bool], *arguments: object) -> Poll[bool]:
+            return Poll(functools.partial(check, *arguments), False, lambda healthy: HEALTH_S)
 
         children = [
             Child(
@@ -113,26 +113,26 @@ def serve(settings: Settings) -> int:
                 [*run, "engine"],
                 engine,
                 gives_up=2,
-                healthy=watched(_answers, engine["ENGINE_SOCKET"], "/health"),
+                healthy=poll(_answers, engine["ENGINE_SOCKET"], "/health"),
             ),
             Child(
                 "the workers' host",
                 [*run, "handlers.host"],
                 workers,
-                healthy=watched(takes_models, run_dir),
+                healthy=poll(host_accepts, run_dir),
             ),
             Child(
                 "Multi Model Server",
                 [*run, "serving.mms.launcher"],
                 workers,
-                healthy=watched(_answers, launcher.mms_socket(run_dir), "/models?limit=1"),
+                healthy=poll(_answers, launcher.mms_socket(run_dir), "/models?limit=1"),
             ),
             Child(
                 "the gateway",
                 [*run, "serving.gateway", *(str(listener.fileno()) for listener in listeners)],
                 gateway,
                 gives_up=2,
-                healthy=watched(_is_heard, settings),
+                healthy=poll(_gateway_answers, settings),
                 listeners=listeners,
             ),
         ]
@@ -144,7 +144,7 @@ def serve(settings: Settings) -> int:
 
         progress = Poll(_progress(settings), Progress.STARTING, PROGRESS_S.get)
         limits = (settings.start_timeout_s, settings.drain_s)
-        # Of all processes: it is read whatever they do.
+        # All processes print through it, so it lives in this one, which does nothing else.
         output = JsonOutput("entrypoint", functools.partial(counts.add, DROPPED))
         try:
             run_all = Supervisor(children, progress, on_ready, *limits, on_restart=counts.add)
@@ -154,7 +154,7 @@ def serve(settings: Settings) -> int:
 
 
 def check_java() -> None:
-    """Raises `StartError` unless MMS will find a Java >= 8 that runs."""
+    """Raises `StartError` unless the Java that MMS will use runs."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else "java"
     try:
@@ -173,11 +173,14 @@ def _run_dir(settings: Settings) -> Iterator[Path]:
     if settings.run_dir:
         run_dir = Path(settings.run_dir).absolute()
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        run_dir.mkdir(mode=0o700, exist_ok=True)  # one that is there keeps its own
+        run_dir.mkdir(mode=0o700, exist_ok=True)  # an existing folder keeps its mode
     else:
         run_dir = Path(tempfile.mkdtemp(prefix="kogpt2-"))
     if len(os.fsencode(run_dir / LONGEST_SOCKET)) > MAX_SOCKET_PATH:
-        raise StartError(f"RUN_DIR is {run_dir}, too long for a unix socket's path")
+        raise StartError(
+            f"RUN_DIR is {run_dir}, too long for a unix socket's path: with a socket's name it may have"
+            f" {MAX_SOCKET_PATH} bytes"
+        )
     try:
         with open(run_dir / "lock", "w") as lock:
             try:
@@ -191,7 +194,7 @@ def _run_dir(settings: Settings) -> Iterator[Path]:
 
 
 def _progress(settings: Settings) -> Callable[[], Progress]:
-    """A function that says how far the gateway has come."""
+    """A function that returns the progress of the gateway's start."""
 
     def progress() -> Progress:
         try:
@@ -206,8 +209,8 @@ def _progress(settings: Settings) -> Callable[[], Progress]:
     return progress
 
 
-def _is_heard(settings: Settings) -> bool:
-    """Whether the gateway answers, whatever it says: one that loads or drains works."""
+def _gateway_answers(settings: Settings) -> bool:
+    """Whether the gateway answers, with any status: it is healthy while it loads or drains, too."""
     try:
         _ping(settings, GATEWAY_TIMEOUT_S)
     except (OSError, HTTPException):
@@ -216,7 +219,7 @@ def _is_heard(settings: Settings) -> bool:
 
 
 def _ping(settings: Settings, timeout_s: float) -> tuple[int, bytes]:
-    # Not by requests, which would ask a proxy, where the environment names one, for this machine.
+    # Not with requests, which would use a proxy that the environment names.
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
     return _get(HTTPConnection(host, settings.port, timeout_s), "/ping")
 
@@ -236,14 +239,14 @@ def _get(connection: HTTPConnection, url: str) -> tuple[int, bytes]:
         return answer.status, answer.read()
 
 
-def takes_models(run_dir: Path) -> bool:
-    """Whether the workers' host meets who connects to it: it hangs up on who brings no model."""
-    with socket.socket(socket.AF_UNIX) as nobody:
-        nobody.settimeout(PROBE_TIMEOUT_S)
+def host_accepts(run_dir: Path) -> bool:
+    """Whether the workers' host accepts connections: it closes one that names no model."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(PROBE_TIMEOUT_S)
         try:
-            nobody.connect(str(run_dir / "workers.sock"))
-            nobody.send(b"?")
-            return nobody.recv(1) == b""
+            connection.connect(str(run_dir / "workers.sock"))
+            connection.send(b"?")
+            return connection.recv(1) == b""
         except OSError:
             return False
 

@@ -8,8 +8,7 @@ from common.errors import ServiceError
 
 
 class ServingError(ServiceError):
-    """Base of the serving package's errors; `type` is what clients of Multi Model Server know one
-    by, where they know one."""
+    """Base of the serving package's errors; `type` is Multi Model Server's name where it has one."""
 
 
 class StartError(ServingError):
@@ -17,8 +16,10 @@ class StartError(ServingError):
 
 
 class ArchiveError(ServingError, status=400, type="ArtifactError"):
-    """An archive is damaged, too large, or would write outside its folder. Its type is the engine's
-    for a folder that is no model."""
+    """An archive is damaged, too large, or would write outside its folder.
+
+    The type is the one that the engine has for a folder that is no model.
+    """
 
 
 # Requests
@@ -29,7 +30,7 @@ class BadRequest(ServingError, status=400, type="BadRequestException"):
 
 
 class NotOfTheEngine(BadRequest):
-    """The model is no text model of the engine's, which alone can be asked so."""
+    """The route is for text models of the engine, and this model is none."""
 
 
 class Unauthorized(ServingError, status=401, type="UnauthorizedException"): ...
@@ -46,7 +47,7 @@ class ResourceNotFound(ServingError, status=404, type="ResourceNotFoundException
 
 
 class MethodNotAllowed(ServingError, status=405, type="MethodNotAllowedException"):
-    """`allowed` are the methods that the path knows."""
+    """The path has no such method; `allowed` are those that it has."""
 
     def __init__(self, message: str, allowed: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -72,26 +73,26 @@ class UnsupportedMediaType(ServingError, status=415, type="UnsupportedMediaTypeE
 
 
 class UnsupportedEncoding(UnsupportedMediaType):
-    """The body is compressed in a way that is not known here."""
+    """The body's `Content-Encoding` is not supported."""
 
 
 class TooManyRequests(ServingError, status=429, type="TooManyRequestsException"):
-    """As many requests to the model are waiting, or as many sessions are open, as may."""
+    """The queue of the model is full, or the limit of open sessions is reached."""
 
 
 class HeadersTooLarge(ServingError, status=431, type="RequestHeaderFieldsTooLargeException"): ...
 
 
 class WorkerFailed(ServingError, status=500, type="WorkerFailedException"):
-    """The model's worker died, or answered what cannot be understood."""
+    """The model's worker died, or its answer cannot be parsed."""
 
 
 class WorkerLost(WorkerFailed):
-    """Its process ended before it did anything; another one may do better."""
+    """The worker's process ended before it answered; a retry may succeed."""
 
 
 class Unavailable(ServingError, status=503, type="ServiceUnavailableException"):
-    """Starting, draining or broken: worth another try later."""
+    """Starting, draining or broken; a later retry may succeed."""
 
     retry_after_s = 1.0
 
@@ -101,13 +102,13 @@ class MMSEnded(Unavailable):
 
 
 class StillLoading(Unavailable, type="ModelsLoadingException"):
-    """The server itself has started; the models that are to be there first have not all loaded."""
+    """The server has started, and its preloaded models have not all loaded yet."""
 
 
 class Timeout(ServingError, status=504, type="TimeoutException"): ...
 
 
-class NoRoom(ServingError, status=507, type="InsufficientStorageException"):
+class InsufficientStorage(ServingError, status=507, type="InsufficientStorageException"):
     """No memory or disk for the model: unload another one. `missing_bytes` is 0 if unknown."""
 
     def __init__(self, message: str, *, missing_bytes: int = 0) -> None:
@@ -127,26 +128,26 @@ class ModelNotInStore(ModelNotFound):
 
 
 class NotAModel(ServingError, status=400, type="ArtifactError"):
-    """Something has that name in the store, and is none of what is served."""
+    """What has that name in the store is no model."""
 
 
 class StoreAccessDenied(ServingError, status=403, type="AccessDeniedException"):
-    """The store refuses us: missing or wrong credentials, or a missing permission."""
+    """The store refuses access: missing or wrong credentials, or a missing permission."""
 
 
 class StoreUnavailable(Unavailable):
-    """The store does not answer, or breaks off."""
+    """The store does not answer, or ends an answer too early."""
 
-    retry_after_s = 5.0  # it was asked more than once
+    retry_after_s = 5.0  # longer than others: the store client has retried already
 
 
 class ArtifactChanged(Unavailable):
     """The artifact was replaced while it was fetched; the next try gets the new one."""
 
 
-class DiskFull(NoRoom):
-    """The cache has no room: what is in it is in use."""
+class DiskFull(InsufficientStorage):
+    """The cache is full of models that are in use."""
 
 
 class ModelTooLarge(ServingError, status=507, type="InsufficientStorageException"):
-    """The model is larger than the whole cache: no unloading helps."""
+    """The model is larger than the whole cache, so evicting others cannot help."""

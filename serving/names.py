@@ -1,7 +1,7 @@
-"""What a model may be called. One name for all the ways to spell it.
+"""Model names: which are valid, and one normal form for all spellings.
 
 `소월`, `소월.tar.gz` and either of them as macOS writes it (one code point per jamo, NFD) are one
-model: names are brought to their normal form where they come in, and only that is used inside.
+model: names are normalized where they come in, and only the normal form is used inside.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import unicodedata
 
 from serving.errors import UrlNotAllowed
 
-# What archives end with; the first one counts where a name has several.
+# Of archives; where a store has both, the first is used.
 SUFFIXES = (".tar.gz", ".mar")
 MAX_NAME_BYTES = 1000  # S3's keys end at 1,024
 
 
 def normal_name(name: str) -> str:
-    """NFC, without `.tar.gz` or `.mar`; the same for what is normal already."""
+    """The name in NFC without `.tar.gz` or `.mar`; idempotent."""
     while name.endswith(SUFFIXES):
         name = name.removesuffix(SUFFIXES[0]).removesuffix(SUFFIXES[1])
     return unicodedata.normalize("NFC", name)
 
 
 def model_name(name: str) -> str:
-    """The normal form. Raises `UrlNotAllowed` for what can be no model's name."""
+    """The normal form of a name. Raises `UrlNotAllowed` if it is invalid."""
     normal = normal_name(name)
     if not is_clean(normal):
         raise UrlNotAllowed(
@@ -35,7 +35,7 @@ def model_name(name: str) -> str:
 
 
 def is_clean(path: str) -> bool:
-    """Whether a relative path stays where it is put, whatever it is joined to."""
+    """Whether a relative path stays below any folder that it is joined to, and is not hidden."""
     if any(unicodedata.category(c) in ("Cc", "Cs") or c == "\\" for c in path):
         return False
     if len(path.encode()) > MAX_NAME_BYTES:
@@ -49,5 +49,5 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 def archive_spellings(name: str) -> tuple[str, ...]:
-    """The same of its archive, the one that counts first."""
+    """The file names of its archive, in order of preference."""
     return tuple(spelling + suffix for spelling in spellings(name) for suffix in SUFFIXES)

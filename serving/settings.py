@@ -17,7 +17,7 @@ from serving.names import model_name
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 MAX_PORT = 65535
-MAX_SESSION_S = 365 * 86_400  # a much later end would be no date
+MAX_SESSION_S = 365 * 86_400  # far later ends overflow a date
 AT_LEAST_ONE = (
     "script_workers", "max_rows", "max_waiting", "max_connections", "request_timeout_s",
     "start_timeout_s", "sessions_expiration",
@@ -26,7 +26,7 @@ AT_LEAST_ONE = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Each field is an environment variable and some are options, too; README.md lists them."""
+    """Each field is an environment variable; docs/reference/settings.md lists them."""
 
     host: str = setting("HOST", "0.0.0.0", "the address to listen on", "--host")  # noqa: S104
     allowed_hosts: str = setting(
@@ -179,7 +179,7 @@ class Settings:
     show_examples: bool = setting("SHOW_EXAMPLES", False, "print what to type once it is ready")
 
     def __post_init__(self) -> None:
-        if not self.management_token:  # who may not even call does not load either
+        if not self.management_token:  # loading needs a token where requests do
             object.__setattr__(self, "management_token", self.inference_token)
         for name in ("port", "management_port"):
             if not 0 < getattr(self, name) <= MAX_PORT:
@@ -192,9 +192,14 @@ class Settings:
             )
         for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
-                raise SettingError(f"{_variable(name)} must be at least 1")
+                raise SettingError(
+                    f"{_variable(name)} is {getattr(self, name)}, must be at least 1"
+                )
         if self.sessions_expiration > MAX_SESSION_S:
-            raise SettingError(f"SAGEMAKER_SESSIONS_EXPIRATION must be at most {MAX_SESSION_S}")
+            raise SettingError(
+                f"SAGEMAKER_SESSIONS_EXPIRATION is {self.sessions_expiration}, must be at most"
+                f" {MAX_SESSION_S}"
+            )
         module = self.handler.partition(":")[0].removesuffix(".py")
         # The toolkits' own services: ours does what they do.
         if ("." in module or module.startswith("/")) and not module.endswith("handler_service"):
@@ -209,7 +214,7 @@ class Settings:
 
     @property
     def requests_at_once(self) -> int:
-        """Of one model: as many as share its steps, unless it is said otherwise."""
+        """How many requests to one model are worked on at once."""
         return self.workers_per_model or self.max_rows
 
     @functools.cached_property
@@ -221,7 +226,7 @@ class Settings:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Those to listen on: one where both are the same, which then serves everything."""
+        """The ports to listen on; one serves everything where both settings are the same."""
         return tuple(dict.fromkeys((self.port, self.management_port)))
 
     @classmethod
@@ -230,8 +235,8 @@ class Settings:
     ) -> Settings:
         """Environment first, then options. Raises `SettingError` naming the variable."""
         settings = read_settings(cls, environment)
-        given = vars(_parser(cls).parse_args(options))
-        return replace(settings, **{k: v for k, v in given.items() if v is not None})
+        values = vars(_parser(cls).parse_args(options))
+        return replace(settings, **{k: v for k, v in values.items() if v is not None})
 
     def environment(self) -> dict[str, str]:
         """The settings as variables, for a process that reads them again."""
@@ -243,8 +248,8 @@ class Settings:
 
 
 def _variable(name: str) -> str:
-    found: str = next(f.metadata["variable"] for f in fields(Settings) if f.name == name)
-    return found
+    variable: str = next(f.metadata["variable"] for f in fields(Settings) if f.name == name)
+    return variable
 
 
 def _parser(settings: type[Settings]) -> argparse.ArgumentParser:

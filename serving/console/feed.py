@@ -1,9 +1,9 @@
-"""What the console shows, as messages: all of it first, and then what has changed.
+"""The console's event stream: the whole state first, then changes.
 
     {"whole"?, "models": {name: row or null}, "engine", "store", "pace"?, "journal"}
 
-A change of a model's state is told when it happens. The engine counts without telling: while
-somebody watches, it is asked once a second, once for all who do.
+A change of a model's state is sent when it happens. The engine's counters are polled once a second
+for all watchers together, and not at all without one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from serving.models.model import Model
 from serving.store import StoredModel
 
 SAMPLE_S = 1.0
-PACE_SAMPLES = 60  # a minute's
-STORE_S = 30.0  # how long a listing of the store is good
-SETTLE_S = 0.1  # what happens together is told together
+PACE_SAMPLES = 60  # a minute of tokens per second
+STORE_S = 30.0  # how old a listing of the store may be; each one costs a remote store calls
+SETTLE_S = 0.1  # changes within it share a message; more delays the page
 MAX_WATCHERS = 32
 PARTS = ("budget_bytes", "weight_bytes", "kv_bytes", "prefix_bytes")
 
@@ -35,7 +35,7 @@ MaySee = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class Sample:
-    """The engine's counters; `models` by the engine's names, `rates` in tokens a second."""
+    """The engine's counters; `models` by engine name, `rates` in tokens per second."""
 
     at: float = -SAMPLE_S  # on the monotonic clock
     totals: dict[str, Any] | None = None
@@ -53,7 +53,7 @@ class Sample:
 
 
 class Feed:
-    """Shared by all who watch."""
+    """The stream's messages; watchers share samples of the engine and listings of the store."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -67,12 +67,15 @@ class Feed:
         self._watchers = 0
 
     def check_watchers(self) -> None:
-        """Raises `Unavailable` if too many watch."""
+        """Raises `Unavailable` at MAX_WATCHERS."""
         if self._watchers >= MAX_WATCHERS:
-            raise Unavailable(f"{MAX_WATCHERS} pages watch already", retry_after_s=10)
+            raise Unavailable(
+                f"{MAX_WATCHERS} console pages are open, which is the limit; close one",
+                retry_after_s=10,
+            )
 
     async def watch(self, may_see: MaySee = lambda name: True) -> AsyncGenerator[Row, None]:
-        """Until the server stops. `may_see` says of which models."""
+        """Yields messages about the models that `may_see` allows, until the server stops."""
         self._watchers += 1
         try:
             async for message in self._messages(may_see):
@@ -83,13 +86,13 @@ class Feed:
     async def _messages(self, may_see: MaySee) -> AsyncGenerator[Row, None]:
         gateway, journal = self._gateway, self._gateway.journal
         sent: dict[str, Row] = {}
-        told, sampled = 0, -math.inf
+        journaled, sampled = 0, -math.inf  # number of the last entry sent; time of the last sample
         while not gateway.draining:
             news = journal.news
             self._list_store()
             await self._take_sample()
             rows = {name: row for name, row in self._rows().items() if may_see(name)}
-            new = [entry for entry in journal.entries if entry.number > told]
+            new = [entry for entry in journal.entries if entry.number > journaled]
             entries = [asdict(entry) for entry in new if may_see(entry.model)]
             message: dict[str, Any] = {
                 "models": {name: row for name, row in rows.items() if sent.get(name) != row}
@@ -104,7 +107,7 @@ class Feed:
                 message["pace"] = list(self._pace)[-1:]
             yield message
             sent, sampled = rows, self._sample.at
-            told = max([told, *(entry.number for entry in new)])
+            journaled = max([journaled, *(entry.number for entry in new)])
             try:
                 wait_s = self._sample.at + SAMPLE_S - time.monotonic()
                 await asyncio.wait_for(news.wait(), max(wait_s, SETTLE_S))
@@ -125,7 +128,9 @@ class Feed:
                 totals = None
             before, now = self._sample, time.monotonic()
             self._sample = before.followed_by(totals, now)
-            if now - before.at < 3 * SAMPLE_S:  # else nobody has watched for a while
+            if (
+                now - before.at < 3 * SAMPLE_S
+            ):  # else the last sample is from before a time without watchers
                 self._pace.append((_epoch_ms(now), round(sum(self._sample.rates.values()), 1)))
 
     def _engine(self) -> dict[str, Any]:
@@ -144,7 +149,7 @@ class Feed:
     # Models
 
     def _list_store(self) -> None:
-        """In the background: a store may be far away."""
+        """Lists the store in the background, as a remote one may be slow."""
         gateway, busy = self._gateway, self._listing is not None and not self._listing.done()
         if not busy and time.monotonic() >= self._listed_at + STORE_S:
             self._listed_at = time.monotonic()
@@ -157,10 +162,10 @@ class Feed:
             self._listed = True
         except ServingError as error:
             self._store_error = error.message
-        self._gateway.journal.tell()
+        self._gateway.journal.notify()
 
     def _rows(self) -> dict[str, Row]:
-        """By name: what the store has, what is loaded or on its way, and what did not load."""
+        """Rows by name: stored models, loaded and loading ones, and those that failed to load."""
         gateway, failed = self._gateway, self._gateway.journal.failed
         rows: dict[str, Row] = {}
         for stored in self._stored:
@@ -203,5 +208,5 @@ class Feed:
 
 
 def _epoch_ms(at: float) -> int:
-    """Of a time on the monotonic clock."""
+    """A time of the monotonic clock in milliseconds since the epoch."""
     return round((time.time() - time.monotonic() + at) * 1000)

@@ -1,4 +1,4 @@
-"""What has happened to models lately, and why some of them did not load."""
+"""The last events of models, and the reasons of failed loads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from common.errors import ServiceError
 from serving.errors import LoadCancelled
 from serving.models.model import Model, State
 
-KEPT = 50
-MAX_FAILED = 256
+MAX_ENTRIES = 50
+MAX_FAILED = 256  # names
 EVENTS = ("loaded", "unloaded", "evicted")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """seconds: what it took; of an eviction, for how long the model had been idle"""
+    """An event. `seconds` is how long it took; of an eviction, how long the model was idle."""
 
     number: int
     at_ms: int  # since the epoch
@@ -30,30 +30,31 @@ class Entry:
 
 
 class Journal:
-    """Is told by the registry and by residency. Whoever shows it waits for `news`."""
+    """Records the events of `Registry` and `Residency`; a reader waits for `news`."""
 
     def __init__(self) -> None:
-        self.entries: deque[Entry] = deque(maxlen=KEPT)
+        self.entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
         self.failed: dict[str, str] = {}  # reasons by name, until it is loaded again
         self._numbers = itertools.count(1)
         self._news = asyncio.Event()
 
     @property
     def news(self) -> asyncio.Event:
-        """Is set at the next change. To be taken before one looks."""
+        """Is set at the next change. Take it before reading, so as to miss none."""
         return self._news
 
-    def tell(self) -> None:
+    def notify(self) -> None:
+        """Wakes all readers."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     def observe(self, event: str, model: Model, seconds: float) -> None:
-        """A stage in a model's life, as `Registry` and `Residency` tell them."""
+        """Records a stage of a model's life; a callback of `Registry` and `Residency`."""
         if event in EVENTS:
             self._add(event, model.name, seconds)
 
     def changed(self, model: Model) -> None:
-        """To be called whenever a model's state changes, and when it is gone."""
+        """Records a failed load; called at each change of a model's state."""
         if model.error is None:
             if model.state is State.FETCHING:
                 self.failed.pop(model.name, None)
@@ -65,10 +66,10 @@ class Journal:
             if len(self.failed) > MAX_FAILED:
                 del self.failed[next(iter(self.failed))]
             self._add("failed", model.name, None, reason)
-        self.tell()
+        self.notify()
 
     def _add(self, event: str, model: str, seconds: float | None, reason: str = "") -> None:
         at_ms = round(time.time() * 1000)
         entry = Entry(next(self._numbers), at_ms, event, model, seconds, reason)
         self.entries.append(entry)
-        self.tell()
+        self.notify()

@@ -1,8 +1,8 @@
-"""The console's routes, on the port for requests: its own origin answers all that the page asks.
+"""The console's routes, on the port for requests.
 
-GET /                  the page, for who accepts text/html by name; all others get what they got
-GET /console/{file}    its parts
-GET /console/events    what it shows, as server-sent events (`serving.console.feed`)
+GET /                  the page, where `Accept` names text/html; otherwise 405
+GET /console/{file}    scripts and images of the page
+GET /console/events    the data of the page, as server-sent events (`serving.console.feed`)
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from serving.console.feed import Feed
 PAGE = Path(__file__).with_name("page")
 INDEX, STYLE = "index.html", "style.css"
 TYPES = {
-    ".css": "text/css",  # it goes out in the page
+    ".css": "text/css",  # is inlined into the page
     ".html": "text/html",
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-# Scripts are files of this origin, the style is known by its hash, and no text becomes markup.
+# Scripts are from this origin only, the inline style is allowed by its hash, and text cannot become
+# markup.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src '{}'; img-src 'self'; connect-src 'self';"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
@@ -63,7 +64,7 @@ class _File:
 
 
 def _styled(page: bytes, style: bytes) -> tuple[_File, str]:
-    """The page with its style in it, which it is not painted without, and the policy for that."""
+    """The page with its style inlined, so that it needs one request to show, and its policy."""
     link = b'<link rel="stylesheet" href="/console/style.css">'
     digest = base64.b64encode(hashlib.sha256(style).digest()).decode()
     whole = page.replace(link, b"<style>" + style + b"</style>")
@@ -104,7 +105,7 @@ class Console:
         return Response(file.content, headers=headers, media_type=file.kind)
 
     async def events(self, request: Request) -> Response:
-        """Who may call models may look at them, and so may who manages them."""
+        """Needs a token for requests or for management, where there are tokens."""
         check_token(self._gateway, request, Right.LIST)
         self._feed.check_watchers()
         return StreamingResponse(
@@ -112,7 +113,7 @@ class Console:
         )
 
     async def _encoded(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Ends when TOKENS_FILE changes, for a token of it: the page asks again."""
+        """Ends when TOKENS_FILE changes, for a token of it: the page connects again."""
         tokens, may_see = self._gateway.tokens, functools.partial(may_call, request)
         version = tokens.version
         async with aclosing(self._feed.watch(may_see)) as messages:

@@ -13,7 +13,7 @@ from urllib.parse import quote_plus, urlencode
 
 from common.unix_http import UnixHTTP
 from common.worker_protocol import PROBE_HEADER, WORKER_HEADER
-from serving.errors import MMSEnded, NoRoom, Timeout, Unavailable, WorkerFailed
+from serving.errors import MMSEnded, InsufficientStorage, Timeout, Unavailable, WorkerFailed
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class MMSClient:
     async def register(
         self, name: str, folder: Path, options: Mapping[str, Any], timeout_s: float
     ) -> None:
-        """Starts a worker in `folder`. Raises `WorkerFailed` or `NoRoom`."""
+        """Starts a worker in `folder`. Raises `WorkerFailed` or `InsufficientStorage`."""
         body = {"model_name": name, "url": str(folder), "synchronous": True, **options}
         answer = await self.call(
             "POST",
@@ -89,7 +89,7 @@ class MMSClient:
             body=json.dumps(body).encode(),
         )
         if answer.status == 507:
-            raise NoRoom("the model's worker has no memory left")
+            raise InsufficientStorage("the model's worker has no memory left")
         if answer.status != 200:
             raise WorkerFailed(f"the model's worker did not start ({message_of(answer)})")
 

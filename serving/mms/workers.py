@@ -99,7 +99,7 @@ class Workers:
     async def start(self, model: Model) -> None:
         """Registers a fetched model with MMS and asks its worker how the load went.
 
-        Raises that: `EngineError`, `NoRoom`, `WorkerFailed`. Then `end` is due.
+        Raises that: `EngineError`, `InsufficientStorage`, `WorkerFailed`. Then `end` is due.
         """
         assert model.fetched is not None
         path = model.fetched.path

@@ -45,7 +45,7 @@ class OnDemand:
     async def preload(self, name: str) -> None:
         """Loads a model at the start, if there is room: nothing is unloaded for it.
 
-        Raises what `ensure` does, and `NoRoom` or `OutOfMemory`.
+        Raises what `ensure` does, and `InsufficientStorage` or `OutOfMemory`.
         """
         stored = await self._lookups.find(name)
         with contextlib.suppress(Conflict):  # somebody has asked for it already

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 from common.errors import EngineUnavailable, OutOfMemory, ServiceError
-from serving.errors import ModelNotFound, NoRoom, ServingError, Unavailable
+from serving.errors import ModelNotFound, InsufficientStorage, ServingError, Unavailable
 from serving.mms.workers import Workers
 from serving.models.model import Model, State
 from serving.models.registry import Registry
@@ -196,7 +196,7 @@ class Recovery:
         )  # fmt: skip
         with contextlib.suppress(ServingError):
             await self._workers.unregister(model.id)
-        if isinstance(error, NoRoom | OutOfMemory) and not model.settings.pinned:
+        if isinstance(error, InsufficientStorage | OutOfMemory) and not model.settings.pinned:
             self._registry.spawn(self._drop(model))
 
     @staticmethod

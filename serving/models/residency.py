@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from common.errors import NeverFits, OutOfMemory
 from common.eviction import Held, Victims
-from serving.errors import DiskFull, NoRoom
+from serving.errors import DiskFull, InsufficientStorage
 from serving.mms.workers import Workers
 from serving.models.model import LOAD_S, Model, State
 from serving.models.registry import Registry, Step
@@ -25,7 +25,7 @@ IDLE_LOOK_S = 1.0
 # them cost it 4 MB.
 ONE_CONNECTION_S = 30.0
 
-Shortage = NoRoom | OutOfMemory
+Shortage = InsufficientStorage | OutOfMemory
 
 
 class Residency:
@@ -90,7 +90,7 @@ class Residency:
             await step()
         except NeverFits:  # whatever is unloaded
             raise
-        except (NoRoom, OutOfMemory) as error:
+        except (InsufficientStorage, OutOfMemory) as error:
             return error
         return None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.memory import CGROUP, MIB, container_memory
-from serving.errors import NoRoom
+from serving.errors import InsufficientStorage
 
 # A worker that has answered requests (it shares little), and some for what all others grow by.
 # Two loads at the same time may look at the same free memory.
@@ -17,10 +17,10 @@ NEEDED_BYTES = 64 * MIB
 
 
 def check_worker_memory(model: str, cgroup: Path = CGROUP) -> None:
-    """Raises `NoRoom` unless another worker fits into the container."""
+    """Raises `InsufficientStorage` unless another worker fits into the container."""
     memory = container_memory(cgroup)
     if memory is not None and memory.free_bytes < NEEDED_BYTES:
-        raise NoRoom(
+        raise InsufficientStorage(
             f"model {model} needs a worker and {NEEDED_BYTES // MIB} MiB for it, but of the"
             f" container's {memory.limit_bytes // MIB} MiB"
             f" {max(memory.free_bytes, 0) // MIB} are free",

@@ -1,4 +1,4 @@
-"""What the entrypoint counts, in a small mapped file of RUN_DIR from which `/metrics` shows it."""
+"""Counters of the entrypoint, in a small mapped file of RUN_DIR that `/metrics` reads."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ PROCESSES = {
     "the workers' host": "host",
     "Multi Model Server": "mms",
     "the gateway": "gateway",
-}  # by the names that the log has
+}  # label in the metrics, by name in the log
 DROPPED = "dropped log lines"
 NAMES = (*PROCESSES, DROPPED)
 FORMAT = struct.Struct(f"={len(NAMES)}Q")
 
 
 class Counts:
-    """For the entrypoint. Each name is counted by one thread at a time."""
+    """The writer's side, all counters 0. No two threads may add to the same name."""
 
     def __init__(self, run_dir: Path) -> None:
-        """All begin at 0."""
         path = _path(run_dir)
-        path.write_bytes(bytes(FORMAT.size))  # a disk that is full later does not matter
+        path.write_bytes(
+            bytes(FORMAT.size)
+        )  # allocated now: a disk that fills up later does no harm
         file = os.open(path, os.O_RDWR)
         try:
             self._map = mmap.mmap(file, FORMAT.size)
@@ -39,12 +40,12 @@ class Counts:
 
 
 def read_counts(run_dir: Path | None) -> dict[str, int]:
-    """By name; all are 0 where no entrypoint has started this process."""
-    found = dict.fromkeys(NAMES, 0)
+    """The counters by name; all 0 where no entrypoint has started this process."""
+    counts = dict.fromkeys(NAMES, 0)
     if run_dir is not None:
         with contextlib.suppress(OSError, struct.error):
-            found.update(zip(NAMES, FORMAT.unpack(_path(run_dir).read_bytes()), strict=True))
-    return found
+            counts.update(zip(NAMES, FORMAT.unpack(_path(run_dir).read_bytes()), strict=True))
+    return counts
 
 
 def _path(run_dir: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Whether the GPU that the engine is told to use is there, known before anything is started."""
+"""Checks the GPU and its driver before anything is started."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
 
 @dataclass(frozen=True)
 class Build:
-    """What a backend's CUDA build runs on.
+    """The drivers and GPUs that a backend's CUDA build runs on.
 
     The drivers are those of CUDA's release notes. The compute capabilities, as 10 * major + minor,
     are those that the wheel holds code for, read from its libraries. Such code runs on GPUs of the
     same major version from that minor one on; PTX, which a driver compiles, on all later ones.
     """
 
-    cuda: int  # the least that the driver is for; 1000 * major + 10 * minor
+    cuda: int  # oldest CUDA of a driver; 1000 * major + 10 * minor
     driver: str
     code: tuple[int, ...]
     ptx: int | None = None
@@ -47,15 +47,15 @@ else:
 
 
 def check_device(device: str, backend: str) -> None:
-    """Raises `StartError`, in one line, if `device` is `gpu` and `backend` can use none."""
-    if device != "gpu" or backend not in BUILDS:  # the engine says which there are
+    """Raises `StartError`, in one line, if `device` is `gpu` and `backend` cannot use it."""
+    if device != "gpu" or backend not in BUILDS:  # the engine refuses an unknown backend
         return
     needed = f"{backend} {BUILDS[backend].needs}"
     try:
         driver = ctypes.CDLL(LIBRARY)
     except OSError:
         raise StartError(
-            f"no NVIDIA driver here ({LIBRARY} is not found): start the container with"
+            f"there is no NVIDIA driver ({LIBRARY}): start the container with"
             f" `docker run --gpus all` (NVIDIA Container Toolkit); {needed}."
             " Without a GPU use the CPU image"
         ) from None
@@ -80,7 +80,7 @@ def _check_driver(driver: Any, oldest_cuda: int, needed: str) -> None:
 
 
 def _capability(driver: Any) -> int:
-    """The first GPU's; 0 where the driver does not say it."""
+    """The first GPU's compute capability, 10 * major + minor; 0 if the driver returns an error."""
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     statuses = (
         driver.cuDeviceGet(ctypes.byref(device), 0),
@@ -97,7 +97,7 @@ def _check_capability(capability: int, backend: str) -> None:
     instead = (
         f"set ENGINE_BACKEND={others[0]}, with an image that was built with it"
         if others
-        else ("no backend here has; use the CPU image")
+        else "no other backend has it either; use the CPU image"
     )
     raise StartError(
         f"{backend} has no code for this GPU, of compute capability"

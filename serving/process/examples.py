@@ -1,4 +1,4 @@
-"""What to type next, for a person who has just started the server."""
+"""Prints example commands for a person who has just started the server (SHOW_EXAMPLES)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from serving.errors import ServingError
 from serving.settings import Settings
 from serving.store import open_store
 
-SHOWN = 10
+MAX_NAMES = 10  # of models, on one line
 
 TEMPLATE = """
 Models in the store: {names}. Try:
@@ -23,6 +23,7 @@ PROMPTS = {"sowol": "나 보기가 역겨워", "dongju": "죽는 날까지 하�
 
 
 def text(settings: Settings) -> str:
+    """The commands with the name of a model of the store, or why there is none."""
     try:
         names = [model.name for model in open_store(settings.model_store).models()]
     except ServingError as error:
@@ -32,7 +33,7 @@ def text(settings: Settings) -> str:
     name = "sowol" if "sowol" in names else names[0]
     host = "localhost" if settings.host in ("0.0.0.0", "127.0.0.1") else settings.host  # noqa: S104
     return TEMPLATE.format(
-        names=", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else ""),
+        names=", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else ""),
         name=name,
         prompt=PROMPTS.get(name, "안녕하세요"),
         inference=f"{host}:{settings.port}",

@@ -1,4 +1,4 @@
-"""What the server's processes keep from each other and from models' own scripts."""
+"""Keeps secrets of the server from its child processes and from models' own scripts."""
 
 from __future__ import annotations
 
@@ -57,6 +57,9 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def close_to_others() -> None:
-    """Keeps this process's memory and environment from others of the same user, until it executes
-    another program: the kernel would let them read `/proc/<pid>/environ`. Not from root."""
+    """Makes this process's memory and environment unreadable to others of the same user.
+
+    Otherwise they could read `/proc/<pid>/environ`. Ends when this process executes another
+    program; does not hold for root.
+    """
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)

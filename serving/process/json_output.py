@@ -1,7 +1,7 @@
 """Makes a JSON line of every line that this process and those that it starts print.
 
-Printing never waits for the reader of the output: a process that waits in its log answers no
-request and no signal. What does not fit into the queue is dropped, and a line says how much.
+Printing never blocks on a slow reader of the log: a blocked process would answer no request and no
+signal. Lines that do not fit into the queue are dropped and counted in a warning.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from typing import IO
 
 from common.logs import JsonFormatter
 
-FLUSH_S = 0.5
+FLUSH_S = 0.5  # `close` waits so long for queued lines; delays the stop of the server
 MAX_QUEUED_BYTES = 4 << 20  # some 16,000 lines: seconds of the busiest server's
-MAX_LINE_BYTES = 1 << 20  # a longer one is taken for several
-PIPE_BYTES = 1 << 20  # what Linux allows every user
+MAX_LINE_BYTES = 1 << 20  # a longer line is split
+PIPE_BYTES = 1 << 20  # Linux's limit for an unprivileged user
 
 
 class JsonOutput:
-    """From now on, both outputs lead through here to what was stdout. Lines that are JSON objects
-    already stay as they are."""
+    """Redirects stdout and stderr of this process to its old stdout, as JSON lines.
+
+    Lines that are JSON objects already stay as they are. `on_dropped` is called with the number of
+    dropped lines, by one thread at a time.
+    """
 
     def __init__(
         self, process: str, on_dropped: Callable[[int], object] = lambda lines: None
     ) -> None:
-        """`on_dropped` is called with the number of lines that are dropped, by one thread at a
-        time."""
         self._formatter, self._on_dropped = JsonFormatter(process), on_dropped
         self._queued, self._dropped, self._ended = bytearray(), 0, False
         self._changed = threading.Condition()
@@ -50,13 +51,13 @@ class JsonOutput:
         self._writer.start()
 
     def close(self) -> None:
-        """Restore both outputs, and write what was printed, within `FLUSH_S`."""
+        """Restores both outputs and writes queued lines, for at most `FLUSH_S`."""
         for original, output in zip(self._originals, (1, 2), strict=True):
             os.dup2(original, output)
-        self._writer.join(FLUSH_S)  # until the last process with the pipe ends, but not longer
+        self._writer.join(FLUSH_S)  # it ends when the last process with the pipe does
 
     def write(self, line: bytes) -> None:
-        """Queue `line` as it is."""
+        """Queues `line` unchanged."""
         with self._changed:
             if len(self._queued) + len(line) > MAX_QUEUED_BYTES:
                 self._dropped += 1

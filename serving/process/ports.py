@@ -1,4 +1,4 @@
-"""Listening on a port, or saying clearly why not."""
+"""Opens listening sockets."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import socket
 
 from serving.errors import StartError
 
-BACKLOG = 2048
+BACKLOG = 2048  # connections not accepted yet; with fewer, a burst of clients is refused
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises `StartError` if another program listens there, or we may not."""
+    """A listening socket. Raises `StartError` if the port is taken or not allowed."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,8 +1,7 @@
 """Starts, watches and stops the server's processes, and leaves none behind.
 
-Each child leads a session of its own. This process adopts what its children orphan (as PID 1, or as
-a subreaper), because MMS's launcher leaves its Java process, and that its workers, to the next one
-up.
+Each child leads a session of its own. This process adopts orphaned grandchildren (as PID 1, or as a
+subreaper): MMS's launcher orphans its Java process, and Java its workers.
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ from serving.process.system import Processes
 
 logger = logging.getLogger(__name__)
 
-BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
-# A process that ran this long had worked, and is started again at once.
-STEADY_S = 20.0
-# One that runs and does not work for so long is killed, and then started again.
+BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # before the 1st, 2nd, ... restart in a row
+STEADY_S = 20.0  # a process that ran this long is restarted without back-off
+# A process whose health checks fail for so long is killed and restarted. Longer: a hung process
+# answers no request for longer. Shorter: a busy machine loses processes that work.
 UNHEALTHY_S = 15.0
 
-# A stop: DRAIN_S and this for the child that was started last; for all others together; for what
-# is left after SIGKILL. Together 4 s less a reserve, for machines that are busy.
+# Of a stop, after DRAIN_S: for the child that was started last; for all others together; for
+# processes that outlive SIGKILL. Together 3.5 s of the 4 s that `Supervisor` promises.
 LAST_GRACE_S, GRACE_S, KILLED_S = 1.8, 1.2, 0.5
 
 
 class Progress(enum.Enum):
     STARTING = enum.auto()
-    LOADING = enum.auto()  # started; what is to be loaded first has a time limit of its own
+    LOADING = enum.auto()  # started; preloaded models have a time limit of their own
     READY = enum.auto()
 
 
-LOOK_S = {Progress.STARTING: 0.05, Progress.LOADING: 0.2, Progress.READY: 0.5}
+POLL_S = {Progress.STARTING: 0.05, Progress.LOADING: 0.2, Progress.READY: 0.5}
 
 
 @dataclass
 class Child:
     """A process to keep running.
 
-    One that ends with `gives_up` takes the server with it: it has said why it cannot start.
-    `healthy` says at once whether it works. `listeners` it gets as open files, by the numbers they
-    have here: who connects while it is started again waits for it.
+    The server ends when the child exits with the status `gives_up`, having logged why it cannot
+    start. `healthy` returns at once whether the child works. `listeners` are inherited by the
+    child under the same file descriptors, so connections wait while it is restarted.
     """
 
     name: str
@@ -56,12 +55,12 @@ class Child:
     listeners: Sequence[socket.socket] = ()
     pid: int | None = None
     started_at: float = 0.0
-    worked_at: float | None = None  # None until it did, since its start
+    worked_at: float | None = None  # last time it was healthy since its start
     restarts: int = 0
     restart_at: float | None = None
 
     def plan_restart(self, now: float) -> float:
-        """Decides when to start again after an end; returns the delay in seconds."""
+        """Sets `restart_at` after an exit; returns the delay in seconds."""
         if now - self.started_at > STEADY_S:
             self.restarts = 0
         delay = BACK_OFF_S[min(self.restarts, len(BACK_OFF_S) - 1)]
@@ -72,19 +71,22 @@ class Child:
 
 @dataclass
 class Supervisor:
-    """Runs `children` until SIGTERM or SIGINT, or until one gives up, or when they have not started
-    after `start_timeout_s`. A stop takes at most `drain_s` and 4 s."""
+    """Runs `children` until a signal, or until they cannot be started.
+
+    Ends on SIGTERM, SIGINT and SIGHUP, when a child exits with its `gives_up`, and when they have
+    not started within `start_timeout_s`. A stop takes at most `drain_s` and 4 s.
+    """
 
     children: list[Child]
-    progress: Callable[[], Progress]  # answers at once
+    progress: Callable[[], Progress]  # must not block
     on_ready: Callable[[], None]
     start_timeout_s: float
     drain_s: float
     processes: Processes = field(default_factory=Processes)
-    on_restart: Callable[[str], None] = lambda name: None  # of a child that is to be started again
+    on_restart: Callable[[str], None] = lambda name: None  # gets the name of the child
 
     def run(self) -> int:
-        """Returns the exit status: 0 after a signal, otherwise 1 (and the log says why)."""
+        """Returns the exit status: 0 after a signal, otherwise 1, with the reason logged."""
         for child in self.children:
             self._start(child)
         try:
@@ -117,20 +119,23 @@ class Supervisor:
                 elif progress is Progress.LOADING:
                     give_up_at = processes.now() + self.start_timeout_s
                 elif processes.now() >= give_up_at:
-                    logger.error("the server was not ready after %.0f s", self.start_timeout_s)
+                    logger.error(
+                        "the server was not ready after %.0f s (START_TIMEOUT_S)",
+                        self.start_timeout_s,
+                    )
                     return 1
-            processes.sleep(LOOK_S[progress])
+            processes.sleep(POLL_S[progress])
         logger.info("stopping: %s", signal.Signals(processes.stop_signal).name)
         return 0
 
     def _one_gave_up(self) -> bool:
-        """Looks at what has ended, and plans to start it again."""
+        """Reaps exited processes and plans restarts of children; true if one gave up."""
         for pid, status in self.processes.ended():
             child = next((c for c in self.children if c.pid == pid), None)
             if child is None:
                 continue
             how = describe_end(status)
-            self.processes.signal_session(pid, signal.SIGKILL)  # what it had started
+            self.processes.signal_session(pid, signal.SIGKILL)  # its own children
             if child.gives_up is not None and os.waitstatus_to_exitcode(status) == child.gives_up:
                 logger.error("%s %s, so the server ends", child.name, how)
                 return True
@@ -150,14 +155,13 @@ class Supervisor:
         if now - (child.worked_at or child.started_at) >= limit_s:
             logger.error("%s has not worked for %.0f s and is killed", child.name, limit_s)
             self.processes.signal_session(child.pid, signal.SIGKILL)
-            child.worked_at = now  # once; it is reaped like any other that ends
+            child.worked_at = now  # not killed twice before it is reaped
 
     def _stop(self) -> None:
-        """The last child started stops first, then all others. TERM to their whole sessions, some
-        time, KILL."""
+        """Stops the child that was started last, then all others: TERM, a grace period, KILL."""
         *others, last = self.children
         for listener in last.listeners:
-            listener.close()  # once it has ended itself, nobody is to wait
+            listener.close()  # connections are refused once the child has closed it, too
         self._end([last], self.drain_s + LAST_GRACE_S)
         self._end(others, GRACE_S)
         end = self.processes.now() + KILLED_S

@@ -1,4 +1,4 @@
-"""What the supervisor asks of the operating system: processes, their sessions, signals, time."""
+"""The operating system for the supervisor: processes, sessions, signals, time."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ import psutil
 from common.oom import SERVER, oom_score_adj
 
 PR_SET_CHILD_SUBREAPER = 36
-# What a killed session may take to end. Long on a machine that is busy; one whose process hangs in
-# the kernel holds up the others no longer.
+# How long a killed session may take to end. Longer: a process that hangs in the kernel delays the
+# restart of others. Shorter: on a busy machine, processes of an old session meet the new one.
 KILLED_S = 2.0
 
 T = TypeVar("T")
 
 
 class Processes:
-    """Its owner adopts what its children orphan, as PID 1 or as a subreaper, and reaps it."""
+    """Starts, reaps and kills processes; makes this process a subreaper, which adopts orphans."""
 
     def __init__(self) -> None:
-        self.stop_signal: int | None = None  # the first that was received of those that mean it
+        self.stop_signal: int | None = None  # the first received of SIGTERM, SIGINT and SIGHUP
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._wake, self._writer = socket.socketpair()
         self._writer.setblocking(False)
@@ -50,15 +50,14 @@ class Processes:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Until a signal (an ended child sends one), or this time."""
+        """Sleeps so long, or until a signal; an exited child sends one."""
         select.select([self._wake], [], [], max(seconds, 0))
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
 
     @staticmethod
     def start(command: Sequence[str], environment: Mapping[str, str], files: Sequence[int]) -> int:
-        """In a session of its own, with these open `files`; returns its pid, which is the session's
-        id, too."""
+        """Starts a process with these open `files`; returns its pid and session id."""
         process = subprocess.Popen(
             list(command), env=dict(environment), start_new_session=True, pass_fds=files
         )
@@ -67,29 +66,29 @@ class Processes:
 
     @staticmethod
     def ended() -> list[tuple[int, int]]:
-        """Every child that has ended, adopted ones too, with its wait status."""
-        found: list[tuple[int, int]] = []
+        """The pid and wait status of every exited child, adopted ones included."""
+        ended: list[tuple[int, int]] = []
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return found
+                return ended
             if pid == 0:
-                return found
-            found.append((pid, status))
+                return ended
+            ended.append((pid, status))
 
     @staticmethod
     def session(id: int) -> list[int]:
-        """Processes of a session that have not ended."""
-        found = []
+        """The running processes of a session."""
+        pids = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 if os.getsid(process.pid) == id and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process.pid)
-        return found
+                    pids.append(process.pid)
+        return pids
 
     def signal_session(self, id: int, number: int) -> None:
-        """SIGKILL until none is left: one may have been forked since they were listed."""
+        """Signals a session's processes; SIGKILL until none is left, as one may fork meanwhile."""
         end = time.monotonic() + KILLED_S
         while pids := self.session(id):
             for pid in pids:
@@ -101,9 +100,11 @@ class Processes:
 
     @staticmethod
     def end_strays(sessions: Set[int]) -> None:
-        """Kills what has come to this process from a session that is none of these: a model's
-        script began it, and the worker that would have ended it is gone. What an operator has left
-        running in the container is not as expendable."""
+        """Kills adopted processes outside of `sessions`: a model's script has started them.
+
+        Their worker, which would have ended them, is gone. Processes that an operator has started
+        in the container stay: they have a lower OOM score.
+        """
         for children in Path("/proc/self/task").glob("*/children"):
             with contextlib.suppress(OSError):  # of a thread, or a process, that has ended
                 for pid in map(int, children.read_text().split()):
@@ -112,7 +113,7 @@ class Processes:
 
     @staticmethod
     def kill_descendants() -> bool:
-        """Whoever has left its session, too. Says whether there were any."""
+        """Kills all descendants, of any session; returns whether there were any."""
         below = psutil.Process().children(recursive=True)
         for process in below:
             with contextlib.suppress(psutil.Error):
@@ -121,15 +122,15 @@ class Processes:
 
 
 class Poll(Generic[T]):
-    """Asks again and again on a thread of its own; a call gives the latest answer at once.
+    """Calls `poll` repeatedly on a thread of its own; calling this returns its latest result.
 
-    `pause_s` says how long to wait after an answer, None for never to ask again.
+    `pause_s` maps a result to the seconds until the next call, None for no more calls.
     """
 
     def __init__(
-        self, ask: Callable[[], T], first: T, pause_s: Callable[[T], float | None]
+        self, poll: Callable[[], T], first: T, pause_s: Callable[[T], float | None]
     ) -> None:
-        self._ask, self._latest, self._pause_s = ask, first, pause_s
+        self._poll, self._latest, self._pause_s = poll, first, pause_s
         threading.Thread(target=self._run, name="poll", daemon=True).start()
 
     def __call__(self) -> T:
@@ -137,7 +138,7 @@ class Poll(Generic[T]):
 
     def _run(self) -> None:
         while True:
-            self._latest = self._ask()
+            self._latest = self._poll()
             pause_s = self._pause_s(self._latest)
             if pause_s is None:
                 return

@@ -17,7 +17,7 @@ import pytest
 
 from handlers.dispatch import is_hosted
 from handlers.host import Sources
-from serving.entrypoint import takes_models
+from serving.entrypoint import host_accepts
 from serving.mms.launcher import MMS_HOME
 from tests.e2e.server import REPOSITORY, eventually
 from tests.handlers.messages import load_message, request_message
@@ -197,7 +197,7 @@ def test_threads_of_many_requests_at_once_end_with_them(start: Callable[..., Pro
         model.load(connection)
         connection.sendall(request_message(b"x")[:1])  # keeps one who waits for the rest
     eventually(lambda: host.num_threads() > 60)
-    assert takes_models(processes.folder)
+    assert host_accepts(processes.folder)
     for connection in connections:
         connection.sendall(request_message(b"x")[1:])
         assert b"a heard x" in connection.recv(1 << 16)
@@ -304,7 +304,7 @@ def test_owners_that_end_at_once_take_nobody_with_them(start: Callable[..., Proc
 
 def test_an_owner_that_says_nothing_holds_up_no_other(start: Callable[..., Processes]) -> None:
     processes = start()
-    eventually(lambda: takes_models(processes.folder))
+    eventually(lambda: host_accepts(processes.folder))
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(str(processes.folder / "workers.sock"))
         model = processes.own("a")
@@ -314,12 +314,12 @@ def test_an_owner_that_says_nothing_holds_up_no_other(start: Callable[..., Proce
 
 def test_a_host_that_stands_still_takes_no_models(start: Callable[..., Processes]) -> None:
     processes = start()
-    eventually(lambda: takes_models(processes.folder))
+    eventually(lambda: host_accepts(processes.folder))
     processes.host.send_signal(signal.SIGSTOP)
-    assert not takes_models(processes.folder)
+    assert not host_accepts(processes.folder)
     processes.host.kill()
     processes.host.wait()
-    assert not takes_models(processes.folder)
+    assert not host_accepts(processes.folder)
 
 
 def test_a_source_whose_reading_fails_is_read_again() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ArtifactError
-from serving.console.journal import KEPT
+from serving.console.journal import MAX_ENTRIES
 from tests.serving.fakes import Parts
 from tests.serving.virtual_time import run
 
@@ -80,9 +80,9 @@ def test_a_load_that_was_called_off_has_not_failed(tmp_path: Path) -> None:
 def test_the_journal_forgets_what_is_old(tmp_path: Path) -> None:
     async def test() -> None:
         parts = Parts(tmp_path)
-        for _ in range(KEPT):
+        for _ in range(MAX_ENTRIES):
             await parts.load("a")
             await parts.registry.unload("a")
-        assert len(parts.journal.entries) == KEPT
+        assert len(parts.journal.entries) == MAX_ENTRIES
 
     run(test)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.errors import NeverFits, OutOfMemory
-from serving.errors import DiskFull, LoadCancelled, NoRoom, Unavailable
+from serving.errors import DiskFull, LoadCancelled, InsufficientStorage, Unavailable
 from serving.models.model_settings import ModelSettings
 from serving.store import StoredModel
 from tests.serving.fakes import START_S, Parts, stored
@@ -183,8 +183,10 @@ def test_a_shortage_of_unknown_size_unloads_as_much_as_the_artifact_has(tmp_path
         await used(parts, "a", "b", "c", "d")
         (tmp_path / "f").mkdir()
         (tmp_path / "f" / "model.params").write_bytes(bytes(150))
-        parts.workers.errors["f"] = [NoRoom("the worker has no memory left") for _ in range(9)]
-        with pytest.raises(NoRoom):
+        parts.workers.errors["f"] = [
+            InsufficientStorage("the worker has no memory left") for _ in range(9)
+        ]
+        with pytest.raises(InsufficientStorage):
             await use(parts, "f")
         assert parts.loaded() == ["c", "d"]
         assert not parts.registry.find("f")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.memory import MIB, Memory, container_memory
-from serving.errors import NoRoom
+from serving.errors import InsufficientStorage
 from serving.models.worker_memory import check_worker_memory
 
 LIMIT = 1024 * MIB
@@ -39,7 +39,9 @@ def test_the_page_cache_is_no_memory_in_use(tmp_path: Path, version: int) -> Non
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_full_container_has_no_room_and_says_how_full_it_is(tmp_path: Path, version: int) -> None:
     cgroup(tmp_path, version, LIMIT, 1000 * MIB, 0)
-    with pytest.raises(NoRoom, match=r"model 시 .* of the container's 1024 MiB 24 are free"):
+    with pytest.raises(
+        InsufficientStorage, match=r"model 시 .* of the container's 1024 MiB 24 are free"
+    ):
         check_worker_memory("시", tmp_path)
 
 

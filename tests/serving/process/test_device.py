@@ -102,13 +102,13 @@ def test_a_driver_that_will_not_do_is_told(
     ("backend", "capability", "words"),
     [
         ("mxnet", 90, "compute capability 9.0: set ENGINE_BACKEND=onnxruntime"),  # H100
-        ("mxnet", 37, "compute capability 3.7: no backend here has"),  # K80
+        ("mxnet", 37, "compute capability 3.7: no other backend has it"),  # K80
         pytest.param(
             *("onnxruntime", 70, "compute capability 7.0: set ENGINE_BACKEND=mxnet"),  # V100
             marks=pytest.mark.skipif(not NEWER, reason="CUDA 12's build has code for it"),
         ),
         pytest.param(
-            *("onnxruntime", 100, "compute capability 10.0: no backend here has"),  # B200
+            *("onnxruntime", 100, "compute capability 10.0: no other backend has it"),  # B200
             marks=pytest.mark.skipif(not NEWER, reason="CUDA 12's build has PTX for it"),
         ),
     ],
