@@ -178,8 +178,8 @@ def _run_dir(settings: Settings) -> Iterator[Path]:
         run_dir = Path(tempfile.mkdtemp(prefix="kogpt2-"))
     if len(os.fsencode(run_dir / LONGEST_SOCKET)) > MAX_SOCKET_PATH:
         raise StartError(
-            f"RUN_DIR is {run_dir}, too long for a unix socket's path: with a socket's name it may have"
-            f" {MAX_SOCKET_PATH} bytes"
+            f"RUN_DIR is {run_dir}, too long for a unix socket's path: at most"
+            f" {MAX_SOCKET_PATH - len(LONGEST_SOCKET) - 1} bytes"
         )
     try:
         with open(run_dir / "lock", "w") as lock:

@@ -8,7 +8,7 @@ from common.errors import ServiceError
 
 
 class ServingError(ServiceError):
-    """Base of the serving package's errors; `type` is Multi Model Server's name where it has one."""
+    """Base of the serving package's errors; `type` is Multi Model Server's where it has one."""
 
 
 class StartError(ServingError):

@@ -13,7 +13,7 @@ from urllib.parse import quote_plus, urlencode
 
 from common.unix_http import UnixHTTP
 from common.worker_protocol import PROBE_HEADER, WORKER_HEADER
-from serving.errors import MMSEnded, InsufficientStorage, Timeout, Unavailable, WorkerFailed
+from serving.errors import InsufficientStorage, MMSEnded, Timeout, Unavailable, WorkerFailed
 
 logger = logging.getLogger(__name__)
 

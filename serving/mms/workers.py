@@ -24,7 +24,7 @@ from serving.mms.leftovers import remove_leftovers, unix_sockets
 from serving.mms.worker_options import worker_options
 from serving.models.model import Model
 from serving.settings import Settings
-from serving.store.disk import full_disk_is_an_error_of_ours
+from serving.store.disk import raise_disk_full
 
 LOADS_AT_ONCE = 2
 # MMS is given this much longer than the request itself has.
@@ -322,7 +322,7 @@ def _describe(folder: Path, described: Mapping[str, Any], hosted: bool) -> None:
     with contextlib.suppress(OSError):
         if file.read_text(encoding="utf-8") == text:
             return
-    with full_disk_is_an_error_of_ours(f"the worker's folder of {described['name']} in RUN_DIR"):
+    with raise_disk_full(f"the worker's folder of {described['name']} in RUN_DIR"):
         folder.mkdir(exist_ok=True)
         if hosted:
             (folder / "hosted").touch()

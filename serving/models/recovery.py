@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 from common.errors import EngineUnavailable, OutOfMemory, ServiceError
-from serving.errors import ModelNotFound, InsufficientStorage, ServingError, Unavailable
+from serving.errors import InsufficientStorage, ModelNotFound, ServingError, Unavailable
 from serving.mms.workers import Workers
 from serving.models.model import Model, State
 from serving.models.registry import Registry

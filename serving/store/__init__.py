@@ -1,4 +1,4 @@
-"""Where models come from: stores, and the cache that holds what was fetched."""
+"""Model stores, and the cache of fetched models."""
 
 from serving.store.cache import Cache, Fetched
 from serving.store.catalog import Store, StoredModel, public_url

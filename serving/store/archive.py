@@ -1,4 +1,4 @@
-"""Unpacks a model's `.tar.gz` or `.mar`: nothing outside its folder, and no more than a bound."""
+"""Unpacks a model's `.tar.gz` or `.mar` safely: inside one folder and within limits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from serving.errors import ArchiveError
 from serving.store.archive_limits import Output
 from serving.store.archive_tar import extract_tar
 from serving.store.archive_zip import MAGIC, extract_zip
-from serving.store.disk import full_disk_is_an_error_of_ours
+from serving.store.disk import raise_disk_full
 
 
 class Readable(Protocol):
-    """A file, or one that is being downloaded; reading waits for what is not there yet."""
+    """A file, or a running download, whose `read` waits for missing bytes."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -33,14 +33,14 @@ def extract(
     max_bytes: int,
     reserve: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Unpacks a tar.gz or a zip into `folder`, which is empty and there.
+    """Unpacks a tar.gz or a zip of at most `max_bytes` into the empty `folder`.
 
-    A tar.gz is read once, forwards; a zip has its list of members at the end. Raises
-    `ArchiveError` for what `Output` refuses, sparse files, devices and pipes, and damaged archives;
-    `DiskFull`; and what `reserve` raises. What was written by then stays for the caller to remove.
+    A tar.gz is read once, forwards; of a zip, the end is read first. Raises `ArchiveError` for
+    what `Output` refuses, sparse files, devices and pipes, and damaged archives; `DiskFull`; and
+    what `reserve` raises. After an error the caller has to remove the files written so far.
     """
     try:
-        with full_disk_is_an_error_of_ours(name):
+        with raise_disk_full(name):
             start = stream.read(len(MAGIC))
             stream.seek(0)
             output = Output(folder, max_bytes, reserve)
@@ -50,7 +50,7 @@ def extract(
                 extract_tar(cast(IO[bytes], stream), output)
     except ArchiveError as error:
         raise ArchiveError(f"{name} cannot be unpacked: {error.message}") from error
-    except OSError as error:  # its text has the path in it, where there is a number
+    except OSError as error:  # `strerror`: the whole text would contain the path
         reason = error.strerror or error
         raise ArchiveError(f"{name} cannot be unpacked, it is damaged: {reason}") from error
     except (

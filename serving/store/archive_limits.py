@@ -1,4 +1,4 @@
-"""What every archive is held to, whatever its format."""
+"""Limits and path checks for archives of every format."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Protocol
 
 from serving.errors import ArchiveError
 
-MAX_FILES = 10_000  # folders count, too
-MAX_DEPTH = 32
+MAX_FILES = 10_000  # files, links and folders
+MAX_DEPTH = 32  # folders
 CHUNK_BYTES = 256 << 10
-# What the engine keeps beside a model and trusts: nobody else may bring it.
+# The engine writes it beside a model and trusts it, so an archive must not contain it.
 OWN_FOLDER = ".prepared"
 
 
@@ -22,11 +22,11 @@ class Source(Protocol):
 
 
 class Output:
-    """The folder that an archive is unpacked to: all that is put there is checked before.
+    """The folder that an archive is unpacked to; checks each member before it is written.
 
-    Refused, with `ArchiveError`: absolute paths, `..`, names not in UTF-8, what lies deeper than
-    `MAX_DEPTH`, links to anything but a file of the archive before them, a name twice, more than
-    `MAX_FILES` members or `max_bytes` bytes. What the engine alone may write is left out.
+    Raises `ArchiveError` for absolute paths, `..`, names not in UTF-8, paths deeper than
+    `MAX_DEPTH`, links to anything but an earlier file of the archive, duplicate names, more than
+    `MAX_FILES` members or `max_bytes` bytes. Files in `OWN_FOLDER` are skipped.
     `reserve` is called with a file's size in bytes before it is written and may raise.
     """
 
@@ -37,19 +37,20 @@ class Output:
         self._members = self._bytes = 0
 
     def check(self, members: int, size: int) -> None:
-        """Whether so much may be in an archive."""
+        """Raises `ArchiveError` for too many members or bytes."""
         if members > MAX_FILES or not 0 <= size <= self._max_bytes:
             raise ArchiveError(
                 f"it has more than {MAX_FILES} files or {self._max_bytes >> 20} MiB (MODEL_MAX_MIB)"
             )
 
     def finish(self) -> None:
+        """Raises `ArchiveError` for an archive without files."""
         if not self._files:
             raise ArchiveError("there are no files in it")
 
     def add_folder(self, name: str) -> None:
         path = inside(name, name)
-        if _is_left_out(path) or path in self._folders:
+        if _is_skipped(path) or path in self._folders:
             self._count(0)
         else:
             self._make_folder(path)
@@ -58,7 +59,7 @@ class Output:
         """Writes `size` bytes of `source`."""
         self._count(size)
         path = inside(name, name)
-        if _is_left_out(path):
+        if _is_skipped(path):
             return
         target = self._target(path, name)
         self._reserve(size)
@@ -72,14 +73,13 @@ class Output:
             target.chmod(0o755)
 
     def add_link(self, name: str, linked: str) -> None:
-        """Links are made as hard links, and only to what is known to be a file: however links are
-        combined, none leads out."""
+        """Makes a hard link, and only to an unpacked file, so that no link leads out."""
         self._count(0)
         path, linked = inside(name, name), inside(linked, name)
-        if _is_left_out(path):
+        if _is_skipped(path):
             return
         if linked not in self._files:
-            raise ArchiveError(f"{name!r} links to what is no file before it")
+            raise ArchiveError(f"{name!r} is a link, but not to an earlier file of the archive")
         os.link(self._files[linked], self._target(path, name))
 
     def _count(self, size: int) -> None:
@@ -122,5 +122,5 @@ def inside(path: str, member: str) -> str:
     return normal
 
 
-def _is_left_out(path: str) -> bool:
+def _is_skipped(path: str) -> bool:
     return OWN_FOLDER in path.split("/")

@@ -17,10 +17,9 @@ from typing import IO, NamedTuple
 from serving.errors import ArchiveError
 from serving.store.archive_limits import CHUNK_BYTES, Output
 
-# Of all headers in front of members together: long names, extended attributes.
-MAX_HEADER_BYTES = 16 << 20
-MAX_PADDING_BYTES = 16 << 20
-MAX_DIGITS = 18
+MAX_HEADER_BYTES = 16 << 20  # of all extended headers together: long names, attributes
+MAX_PADDING_BYTES = 16 << 20  # zeros after the last member
+MAX_DIGITS = 18  # of a number; fits into 64 bits
 EXTENSIONS = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
@@ -31,7 +30,7 @@ EXTENSIONS = (
 
 
 class Extended(NamedTuple):
-    """What the headers in front of a member say of it, instead of its own."""
+    """Fields of the extended headers before a member, which override those of its own header."""
 
     name: str | None = None
     linked: str | None = None
@@ -39,8 +38,7 @@ class Extended(NamedTuple):
 
 
 def extract_tar(stream: IO[bytes], output: Output) -> None:
-    """Reads `stream` once, forwards. Raises what `serving.store.archive.extract` turns into
-    `ArchiveError`."""
+    """Unpacks `stream`, reading it once, forwards. See `serving.store.archive.extract`."""
     with gzip.GzipFile("", "rb", fileobj=stream) as plain:
         for member in _members(plain):
             _unpack(plain, member, output)
@@ -49,18 +47,18 @@ def extract_tar(stream: IO[bytes], output: Output) -> None:
 
 
 def _members(plain: gzip.GzipFile) -> Iterator[tarfile.TarInfo]:
-    """Each once all before it has been read, with what the headers in front of it say."""
+    """Yields each member, its extended headers applied; the caller reads its data in between."""
     extended, header_bytes = Extended(), 0
     while (member := _header(plain)) is not None:
         if member.type == tarfile.GNUTYPE_SPARSE:
             raise _sparse()
         if member.type not in EXTENSIONS:
-            yield _told(member, extended)
+            yield _apply(extended, member)
             extended = Extended()
             continue
         header_bytes += tarfile.BLOCKSIZE + member.size
         if member.size < 0 or header_bytes > MAX_HEADER_BYTES:
-            raise ArchiveError(f"it has headers of more than {MAX_HEADER_BYTES} bytes")
+            raise ArchiveError(f"its extended headers have more than {MAX_HEADER_BYTES} bytes")
         extended = _extended(member.type, _read(plain, member.size), extended)
         _skip_padding(plain, member.size)
     if extended != Extended():
@@ -68,7 +66,7 @@ def _members(plain: gzip.GzipFile) -> Iterator[tarfile.TarInfo]:
 
 
 def _header(plain: gzip.GzipFile) -> tarfile.TarInfo | None:
-    """None at the end."""
+    """The next header; None at the end of the archive."""
     block = plain.read(tarfile.BLOCKSIZE)
     if not block or block == bytes(tarfile.BLOCKSIZE):
         return None
@@ -82,7 +80,7 @@ def _extended(kind: bytes, data: bytes, extended: Extended) -> Extended:
         return extended._replace(name=_text(data.partition(b"\0")[0]))
     if kind == tarfile.GNUTYPE_LONGLINK:
         return extended._replace(linked=_text(data.partition(b"\0")[0]))
-    if kind == tarfile.XGLTYPE:  # what holds for all members says nothing of one
+    if kind == tarfile.XGLTYPE:  # global headers apply to all members: ignored
         return extended
     for key, value in _records(data):
         if key.startswith(b"GNU.sparse."):
@@ -97,7 +95,7 @@ def _extended(kind: bytes, data: bytes, extended: Extended) -> Extended:
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Of a pax header: length, key and value of each, the length that of the whole record."""
+    """The keys and values of a pax header: records of `length key=value`, length of the record."""
     at = 0
     while at < len(data) and data[at]:
         digits, space, _ = data[at : at + MAX_DIGITS].partition(b" ")
@@ -115,7 +113,7 @@ def _number(digits: bytes) -> int:
     return int(digits)
 
 
-def _told(member: tarfile.TarInfo, extended: Extended) -> tarfile.TarInfo:
+def _apply(extended: Extended, member: tarfile.TarInfo) -> tarfile.TarInfo:
     if extended.name is not None:
         member.name = extended.name
     if extended.linked is not None:
@@ -132,7 +130,7 @@ def _unpack(plain: gzip.GzipFile, member: tarfile.TarInfo, output: Output) -> No
     elif member.isreg():
         start = plain.tell()
         output.add_file(name, plain, member.size, bool(member.mode & 0o100))
-        plain.seek(start + member.size)  # past what was left out
+        plain.seek(start + member.size)  # over a skipped file
         _skip_padding(plain, member.size)
     elif member.issym():
         output.add_link(name, posixpath.join(posixpath.dirname(name), member.linkname))
@@ -150,17 +148,17 @@ def _read(plain: gzip.GzipFile, size: int) -> bytes:
 
 
 def _skip_padding(plain: gzip.GzipFile, size: int) -> None:
-    """To the end of the block, after `size` bytes."""
+    """Reads to the end of the block, after `size` bytes."""
     plain.read(-size % tarfile.BLOCKSIZE)
 
 
 def _finish(plain: gzip.GzipFile) -> None:
-    """Reads to the end, where gzip's check sum is."""
+    """Reads to the end, so that gzip's checksum is verified."""
     padding = 0
     while data := plain.read(CHUNK_BYTES):
         padding += len(data)
         if data.strip(b"\0") or padding > MAX_PADDING_BYTES:
-            raise ArchiveError("more data follows where it should end")
+            raise ArchiveError("it has data after its end")
 
 
 def _text(name: bytes) -> str:

@@ -11,15 +11,14 @@ from serving.errors import ArchiveError
 from serving.store.archive_limits import MAX_FILES, Output
 
 MAGIC = b"PK\x03\x04"
-# zipfile reads the whole list of members at once, whatever size it claims.
-MAX_LIST_BYTES = 4 << 20
+MAX_LIST_BYTES = 4 << 20  # zipfile reads the list of members into memory
 END = b"PK\x05\x06"
 END_BYTES, MAX_COMMENT_BYTES = 22, 65_535
 LOCATOR, LOCATOR_BYTES = b"PK\x06\x07", 20  # of zip64
 
 
 def extract_zip(stream: IO[bytes], output: Output) -> None:
-    """See `serving.store.archive.extract`; `stream` can seek."""
+    """Unpacks a seekable `stream`. See `serving.store.archive.extract`."""
     _check_list(stream)
     with zipfile.ZipFile(stream) as archive:
         members = archive.infolist()
@@ -30,7 +29,7 @@ def extract_zip(stream: IO[bytes], output: Output) -> None:
 
 
 def _check_list(stream: IO[bytes]) -> None:
-    """Refuses a list of members that would take much memory, before zipfile reads it."""
+    """Raises `ArchiveError` for a list of members that is too large for zipfile to read."""
     size = stream.seek(0, 2)
     start = max(size - END_BYTES - MAX_COMMENT_BYTES - LOCATOR_BYTES, 0)
     stream.seek(start)
@@ -39,12 +38,14 @@ def _check_list(stream: IO[bytes]) -> None:
         tail += data
     at = tail.rfind(END)
     if at < 0 or len(tail) - at < END_BYTES:
-        raise ArchiveError("it has no end, so it is cut off or no zip")
+        raise ArchiveError("it has no end record: it is cut off, or no zip")
     if LOCATOR in tail[:at][-LOCATOR_BYTES:]:
         raise ArchiveError("it is a zip64, for more than 4 GiB; use a .tar.gz for such a model")
     count, list_bytes = struct.unpack("<HI", tail[at + 10 : at + 16])
     if count > MAX_FILES or list_bytes > MAX_LIST_BYTES:
-        raise ArchiveError(f"it has more than {MAX_FILES} files, or too long names")
+        raise ArchiveError(
+            f"it has more than {MAX_FILES} files, or their names more than {MAX_LIST_BYTES} bytes"
+        )
 
 
 def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, output: Output) -> None:
@@ -58,6 +59,8 @@ def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, output: Output) -
     if member.flag_bits & 1:
         raise ArchiveError(f"{name!r} is encrypted")
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ArchiveError(f"{name!r} is packed in a way that is not known here")
+        raise ArchiveError(
+            f"{name!r} uses compression method {member.compress_type}; use stored or deflate"
+        )
     with archive.open(member) as source:
         output.add_file(name, source, member.file_size, bool(mode & 0o100))

@@ -1,4 +1,4 @@
-"""Models as a store offers them: names, versions, and which files make a model."""
+"""Models of a store: their names, versions and files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from serving.names import SUFFIXES, archive_spellings, is_clean, normal_name, sp
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model that can be fetched. `url` is a path where it is on this machine's disk.
+    """A model that can be fetched. `url` is a path if it is on this machine's disk.
 
-    `key` names this version in the cache: readable for people, distinct for programs.
+    `key` is the version's name in the cache: the model's name and a hash of url and version.
     """
 
     name: str
@@ -35,8 +35,7 @@ class StoredModel:
             object.__setattr__(self, "key", key)
 
     def without_secrets(self) -> StoredModel:
-        """For a file: what is in the cache is found there by its key; a pre-signed url that would
-        fetch it again is not kept."""
+        """The model with the credentials of its url removed; the same `key` in the cache."""
         return replace(self, url=public_url(self.url))
 
 
@@ -51,7 +50,7 @@ class StoredFile:
 
 
 class Store(Protocol):
-    """Offers models by name."""
+    """A place with models by name."""
 
     location: str
 
@@ -59,11 +58,11 @@ class Store(Protocol):
         """All of them, by name. Raises `StoreUnavailable`, `StoreAccessDenied`."""
 
     def find(self, name: str, handler: str | None = None) -> StoredModel:
-        """One, with or without `.tar.gz` or `.mar`, without listing the store.
+        """One model, without listing the store; `name` may end with `.tar.gz` or `.mar`.
 
-        A folder with the file of `handler` is a model, too: what a load request names.
-        Raises `ModelNotInStore`, `NotAModel` for what is there and is none, `UrlNotAllowed` for
-        what cannot be a name, and what `models` raises.
+        A folder with the file of `handler`, which a load request names, is a model, too.
+        Raises `ModelNotInStore`, `NotAModel`, `UrlNotAllowed` for an invalid name, and what
+        `models` raises.
         """
 
     def file(self, path: str) -> StoredFile | None:
@@ -74,10 +73,10 @@ class Store(Protocol):
 
 
 class Remote(Protocol):
-    """Where files are read from over the network, from several threads at once."""
+    """A store over the network. Thread-safe."""
 
-    ranged: bool  # whether `read` can start anywhere
-    paced: bool  # whether it gives what comes as it comes
+    ranged: bool  # whether `read` can start at any byte
+    paced: bool  # whether `read` yields bytes as they arrive, so that their pace can be checked
 
     def files(self, model: StoredModel) -> list[StoredFile]:
         """The model's files, paths relative to its folder; one for an archive.
@@ -94,7 +93,7 @@ class Remote(Protocol):
 
 
 def public_url(url: str) -> str:
-    """For people and logs: a web address without user, password and query, where keys are."""
+    """The url for logs and messages: without user, password and query, which may be secret."""
     scheme, separator, rest = url.partition("://")
     if not separator or scheme in ("s3", "abfs", "gs", "file"):
         return url
@@ -103,14 +102,16 @@ def public_url(url: str) -> str:
 
 
 def folder_version(files: Iterable[StoredFile]) -> str:
-    """Changes when any file does."""
+    """A hash of the files' names, sizes and versions."""
     lines = sorted(f"{file.path}\0{file.size_bytes}\0{file.version}" for file in files)
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def holds_model(files: Iterable[StoredFile], handler: str | None) -> bool:
-    """Whether a folder of these files is a model by the `handler` that a load names, or without:
-    then whoever loads it says that the handler is not there."""
+    """Whether a folder of these files is a model, with or without `handler`.
+
+    If only without, its load fails with the error that the handler is missing.
+    """
     paths = [file.path for file in files]
     return is_model(paths, handler) or is_model(paths)
 
@@ -120,22 +121,22 @@ def not_a_model(name: str, paths: Iterable[str], links: int = 0) -> NotAModel:
 
 
 def folder_model(name: str, url: str, files: list[StoredFile]) -> StoredModel:
-    """An unpacked model of these files, paths relative to its folder."""
+    """An unpacked model with these files, paths relative to its folder."""
     size_bytes = sum(file.size_bytes for file in files)
     return StoredModel(name, url, folder_version(files), size_bytes, "folder")
 
 
 def models_among(files: Iterable[StoredFile], url: Callable[[str], str]) -> list[StoredModel]:
-    """The models that a listing shows: archives and unpacked folders, by name, nested ones too.
+    """The models in a listing of files, sorted by name: archives and folders, at any depth.
 
-    `url` makes a model's url from its path in the store. Where a name has both, the archive
-    counts.
+    `url` makes a model's url from its path in the store. An archive takes precedence over a folder
+    of the same name.
     """
     shown = [file for file in files if is_clean(file.path)]
     folders: dict[str, list[StoredFile]] = {
         root: [] for root in model_folders(f.path for f in shown)
     }
-    found: dict[str, StoredModel] = {}  # by path in the store
+    models: dict[str, StoredModel] = {}  # by path in the store
     for file in shown:
         root = next((parent for parent in parents(file.path) if parent in folders), None)
         if root is not None:
@@ -143,13 +144,13 @@ def models_among(files: Iterable[StoredFile], url: Callable[[str], str]) -> list
             folders[root].append(StoredFile(path, file.address, file.size_bytes, file.version))
         elif file.path.endswith(SUFFIXES):
             name, address = normal_name(file.path), url(file.path)
-            found[file.path] = StoredModel(name, address, file.version, file.size_bytes, "archive")
+            models[file.path] = StoredModel(name, address, file.version, file.size_bytes, "archive")
     for root, content in folders.items():
-        found[root] = folder_model(normal_name(root), url(root + "/"), content)
-    names = sorted({model.name for model in found.values()})
-    # As `Store.find` looks for them.
+        models[root] = folder_model(normal_name(root), url(root + "/"), content)
+    names = sorted({model.name for model in models.values()})
+    # The same precedence as `Store.find`.
     first = (
-        next((path for path in (*archive_spellings(n), *spellings(n)) if path in found), None)
+        next((path for path in (*archive_spellings(n), *spellings(n)) if path in models), None)
         for n in names
     )
-    return [found[path] for path in first if path is not None]
+    return [models[path] for path in first if path is not None]

@@ -1,4 +1,4 @@
-"""Small things about files: locks between processes, a disk that is full, trees of any depth."""
+"""File helpers: locks between processes, full disks, folder trees of any depth."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
-    """Locks the file `path`, made if it is not there; closing what is returned unlocks it.
+    """Locks the file `path`, creating it; returns a descriptor whose closing unlocks it.
 
-    Holds between threads and between processes; a process that dies lets go. None if another
+    Works between threads and processes; the kernel unlocks it when a process dies. None if another
     holds it and `wait` is false.
     """
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
@@ -26,7 +26,7 @@ def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, kind)
-            # Whoever held it may have removed the file meanwhile: then this locks nothing.
+            # The previous holder may have removed the file: then this lock protects nothing.
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
         except BlockingIOError:
@@ -42,7 +42,7 @@ def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Waits for the lock and holds it; yields the file's descriptor."""
+    """Holds the lock of `path`, waiting for it; yields the descriptor."""
     descriptor = lock(path)
     assert descriptor is not None
     try:
@@ -52,8 +52,8 @@ def locked(path: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def full_disk_is_an_error_of_ours(what: str) -> Iterator[None]:
-    """Turns the system's error about a full disk into `DiskFull`; others pass."""
+def raise_disk_full(what: str) -> Iterator[None]:
+    """Raises `DiskFull` in place of the system's errors for a full disk or quota."""
     try:
         yield
     except OSError as error:
@@ -63,9 +63,9 @@ def full_disk_is_an_error_of_ours(what: str) -> Iterator[None]:
 
 
 def walk(folder: Path, *, hidden: bool = True) -> Iterator[os.DirEntry[str]]:
-    """All below that is no folder, links to folders included; what is `hidden` where that is asked.
+    """All files and links below `folder`; without `hidden`, those whose path has no dot names.
 
-    What cannot be read, or vanishes meanwhile, is left out. Unlike `os.walk`, it does not recurse.
+    Skips unreadable folders and files that vanish. Unlike `os.walk`, it does not recurse.
     """
     pending = [str(folder)]
     while pending:
@@ -80,13 +80,13 @@ def walk(folder: Path, *, hidden: bool = True) -> Iterator[os.DirEntry[str]]:
 
 
 def size_bytes(folder: Path, *, allocated: bool = False) -> int:
-    """Of all files in `folder`; 0 if it is not there. Files that vanish meanwhile do not count.
+    """The size of all files in `folder`; 0 if there is none. Files that vanish do not count.
 
-    `allocated`: without the holes of files that are still being downloaded.
+    `allocated`: without the holes of sparse files, such as running downloads.
     """
     size = 0
     for entry in walk(folder):
         with contextlib.suppress(OSError):
-            found = entry.stat(follow_symlinks=False)
-            size += min(found.st_size, found.st_blocks * 512) if allocated else found.st_size
+            status = entry.stat(follow_symlinks=False)
+            size += min(status.st_size, status.st_blocks * 512) if allocated else status.st_size
     return size

@@ -1,7 +1,7 @@
-"""Downloads a model's files in ranges, several at once, and goes on where a killed one stopped.
+"""Downloads a model's files in parallel ranges, and resumes interrupted downloads.
 
-Finished ranges are noted in a file beside the data. The folder is that of one version of one
-model, and every range is asked for as of that version, so ranges of two versions never mix.
+Finished ranges are listed in a file beside the data. Each folder is for one version of a model, and
+each range is requested for that version, so ranges of two versions never mix.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import NamedTuple
 from common.trees import remove
 from serving.errors import ArchiveError, StoreUnavailable
 from serving.store.catalog import Remote, StoredFile, public_url
-from serving.store.disk import full_disk_is_an_error_of_ours
+from serving.store.disk import raise_disk_full
 from serving.store.stopping import Stop
 
-RANGE_BYTES = 8 << 20
+RANGE_BYTES = 8 << 20  # larger: an interrupted range loses more; smaller: more requests
 CONNECTIONS = 8
-# Tries in a row that bring no byte.
-ATTEMPTS = 3
-PAUSE_S = 0.3
-# A download that brings fewer bytes in so many seconds is given up; the next one resumes it. At
-# this pace KoGPT2 takes more than an hour.
+ATTEMPTS = 3  # without a byte, in a row
+PAUSE_S = 0.3  # before the 2nd attempt; twice as long before the 3rd
+# A download of fewer than PACE_BYTES in PACE_S fails; the next one resumes it. At this pace KoGPT2
+# takes more than an hour.
 PACE_BYTES, PACE_S = 512 << 10, 20.0
-LOOK_S, JOIN_S = 0.5, 1.0
+PACE_POLL_S = 0.5  # between checks of the pace
+JOIN_S = 1.0  # for threads of a failed download, which may still be connecting
 
 
 class Stopping(StoreUnavailable):
-    """The server ends, or nobody wants the model any more; the next download resumes this one."""
+    """The server stops, or the load was cancelled; the next download resumes this one."""
 
 
 class Range(NamedTuple):
@@ -45,9 +45,9 @@ class Range(NamedTuple):
 
 
 class Download:
-    """A download into `folder`: `files/` holds the data, at full length from the start.
+    """A download into `folder`: `files/` has the data, at full length from the start.
 
-    As a context, it ends its threads when left. An archive's one file is `files/archive`.
+    A context manager that joins its threads. An archive is the one file `files/archive`.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Download:
     ) -> None:
         self._remote, self._files, self._stopping = remote, files, stopping
         self.folder = folder / "files"
-        # After a crash of the machine, what was noted may not have reached the disk.
+        # After a crash of the machine, data of listed ranges may not have reached the disk.
         self._notes = folder / f"finished-{_boot()}"
-        with full_disk_is_an_error_of_ours("a model"):
+        with raise_disk_full("a model"):
             if folder.exists() and not self._notes.exists():
                 remove(folder)
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ class Download:
         self._error: BaseException | None = None
         self._failed = Stop()
         self._received = 0  # bytes
-        self._paced = time.monotonic(), 0  # when so many had been received
+        self._paced = time.monotonic(), 0  # time and received bytes of the last check of the pace
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self.missing_bytes = sum(r.stop - r.start for r in self._pending)
@@ -80,7 +80,7 @@ class Download:
     def __enter__(self) -> Download:
         self._started = time.monotonic()
         for _ in range(min(CONNECTIONS, len(self._pending))):
-            # Daemons: a process that ends need not wait for them, what they did is resumed.
+            # Daemons: a process may end without them, as downloads can be resumed.
             thread = threading.Thread(target=self._work, name="download", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -90,18 +90,17 @@ class Download:
         if error is not None:
             self._fail(error)
         for thread in self._threads:
-            # One that is just connecting may take longer: what it writes then is what the next
-            # download would write there.
+            # A late thread does no harm: it writes the same bytes as the next download.
             thread.join(None if error is None else JOIN_S)
 
     def wait(self) -> None:
-        """Until all is there. Raises what went wrong."""
+        """Waits for the end of the download. Raises its error."""
         self._wait_until(lambda: len(self._finished) == self._count)
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
         with self._changed:
             while self._error is None and not done():
-                self._changed.wait(LOOK_S)
+                self._changed.wait(PACE_POLL_S)
                 self._check_pace()
             if self._error is not None:
                 raise self._error
@@ -121,14 +120,14 @@ class Download:
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Reader]:
-        """Reads the archive from its beginning while it is downloaded."""
+        """A reader of the archive that can be used during the download."""
         with self._path(self._files[0]).open("rb", buffering=0) as data:
             yield Reader(self, data)
 
     def wait_for(self, position: int) -> int:
-        """Until the archive's byte at `position` is there; returns how many follow, it included.
+        """Waits for the archive's byte at `position`; returns the number of bytes ready from there.
 
-        0 at the end. Raises what went wrong.
+        0 at the end. Raises the download's error.
         """
         file = self._files[0]
         if position >= file.size_bytes:
@@ -158,7 +157,7 @@ class Download:
         return [Range(number, at, min(at + step, size)) for at in range(0, size, step)]
 
     def _noted(self) -> set[Range]:
-        # A killed process may leave half a line, and the next one writes on there.
+        # A killed process may leave a partial line, to which the next one appends.
         lines = re.findall(
             r"^range (\d+) (\d+) (\d+)\n", self._notes.read_text("ascii"), re.MULTILINE
         )
@@ -176,7 +175,7 @@ class Download:
                         if self._error is not None or not self._pending:
                             return
                         wanted = self._pending.popleft()
-                    with full_disk_is_an_error_of_ours("a model"):
+                    with raise_disk_full("a model"):
                         self._fetch(wanted)
                         notes.write(b"range %d %d %d\n" % wanted)
                     with self._changed:
@@ -193,7 +192,7 @@ class Download:
         self._failed.set()
 
     def _fetch(self, wanted: Range) -> None:
-        """Goes on where a connection broke; gives up after `ATTEMPTS` without a byte in a row."""
+        """Downloads a range; continues broken ones, and fails after `ATTEMPTS` without a byte."""
         descriptor = os.open(self._path(self._files[wanted.file]), os.O_WRONLY)
         try:
             self._fetch_into(descriptor, self._files[wanted.file], wanted)
@@ -213,10 +212,11 @@ class Download:
                     self._received += len(data)
                     if position + len(data) > wanted.stop:
                         raise StoreUnavailable(
-                            f"{public_url(file.address)} sends more than was asked for"
+                            f"{public_url(file.address)} sends more than the requested"
+                            f" {wanted.stop - wanted.start} bytes"
                         )
                     end = position + len(data)
-                    while position < end:  # an almost full disk takes a part of it
+                    while position < end:  # an almost full disk may write less
                         position += os.pwrite(descriptor, data[position - end :], position)
                 if position < wanted.stop:
                     raise StoreUnavailable(f"{public_url(file.address)} broke off")
@@ -235,21 +235,21 @@ class Download:
 
 
 class Reader:
-    """A file that grows; reading waits for the bytes that are not there yet."""
+    """The archive of a running download, as a file; `read` waits for missing bytes."""
 
     def __init__(self, download: Download, data: FileIO) -> None:
         self._download, self._data = download, data
 
     def read(self, size: int = -1, /) -> bytes:
-        """All that is asked for, less at the end only, as zipfile needs it."""
-        pieces = []
-        while size and (there := self._download.wait_for(self._data.tell())):
-            piece = self._data.read(there if size < 0 else min(size, there))
-            if not piece:
+        """Returns `size` bytes, fewer at the end only, as zipfile requires."""
+        parts = []
+        while size and (ready := self._download.wait_for(self._data.tell())):
+            part = self._data.read(ready if size < 0 else min(size, ready))
+            if not part:
                 break
-            pieces.append(piece)
-            size -= len(piece) if size > 0 else 0
-        return b"".join(pieces)
+            parts.append(part)
+            size -= len(part) if size > 0 else 0
+        return b"".join(parts)
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         return self._data.seek(offset, whence)
@@ -262,7 +262,7 @@ class Reader:
 
 
 def _boot() -> str:
-    """Names this run of the machine's kernel."""
+    """The id of this boot of the machine."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     return "unknown"

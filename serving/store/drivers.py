@@ -21,19 +21,19 @@ from serving.store.catalog import StoredFile
 
 DRIVERS = {"abfs": "adlfs", "gs": "gcsfs"}
 DENIED = (401, 403)
-# The drivers' own retries may take minutes.
-QUESTION_S, RANGE_S = 20.0, 60.0
+# Limits of a call, retries of the driver included, which alone may take minutes.
+CALL_S, RANGE_S = 20.0, 60.0
 
 
 class DriverBucket:
     """A container or bucket. Raises `StartError` if the driver is missing or not configured."""
 
-    paced = False  # a range comes as one
+    paced = False  # a range arrives as a whole
 
     def __init__(self, scheme: str, name: str) -> None:
         self._scheme, self._name = scheme, name
         try:
-            import fsspec.asyn  # type: ignore[import-not-found, import-untyped, unused-ignore]
+            import fsspec.asyn  # type: ignore[import-not-info, import-untyped, unused-ignore]
 
             self._sync = fsspec.asyn.sync
             options = {"use_listings_cache": False, "skip_instance_cache": True}
@@ -49,10 +49,10 @@ class DriverBucket:
     def head(self, key: str) -> StoredFile | None:
         try:
             with self._errors(key):
-                found = self._call(self._files._info, f"{self._name}/{key}", refresh=True)
+                info = self._call(self._files._info, f"{self._name}/{key}", refresh=True)
         except FileNotFoundError:
             return None
-        return self._stored(key, found) if found["type"] == "file" else None
+        return self._stored(key, info) if info["type"] == "file" else None
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
         try:
@@ -62,10 +62,10 @@ class DriverBucket:
                 below = self._call(self._files._find, path, detail=True)
         except FileNotFoundError:
             return
-        for path, found in below.items():
+        for path, info in below.items():
             key = path.removeprefix(f"{self._name}/")
             if key.startswith(prefix):
-                yield self._stored(key, found)
+                yield self._stored(key, info)
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         try:
@@ -74,27 +74,27 @@ class DriverBucket:
                 data = self._call(
                     self._files._cat_file, path, timeout_s=RANGE_S, start=start, end=stop
                 )
-            found = self.head(file.address)
+            info = self.head(file.address)
         except FileNotFoundError:
-            found = None
-        # Versions are never used again: what is unchanged after reading was so before, too.
-        if found is None or found.version != file.version:
+            info = None
+        # Versions are never reused: one that is unchanged after reading was so before, too.
+        if info is None or info.version != file.version:
             raise ArtifactChanged(f"{self._scheme}://{self._name}/{file.address} has changed")
         yield data
 
     def _call(
-        self, method: Callable[..., Any], path: str, timeout_s: float = QUESTION_S, **options: Any
+        self, method: Callable[..., Any], path: str, timeout_s: float = CALL_S, **options: Any
     ) -> Any:
         """Runs one of the driver's asynchronous methods, from any thread."""
         return self._sync(self._files.loop, method, path, timeout=timeout_s, **options)
 
-    def _stored(self, key: str, found: Mapping[str, Any]) -> StoredFile:
-        changed = found.get("etag") or found.get("last_modified") or found.get("mtime")
-        return StoredFile(key, key, int(found["size"]), str(changed).strip('"'))
+    def _stored(self, key: str, info: Mapping[str, Any]) -> StoredFile:
+        changed = info.get("etag") or info.get("last_modified") or info.get("mtime")
+        return StoredFile(key, key, int(info["size"]), str(changed).strip('"'))
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
-        """Turns the drivers' errors, of which there is no list, into ours."""
+        """Raises a driver's error, whose types are undocumented, as `ServingError`."""
         where = f"{self._scheme}://{self._name}/{key}"
         try:
             yield

@@ -21,10 +21,10 @@ from serving.store.disk import walk
 
 
 class FolderStore:
-    """Models in a folder of this machine: `<name>.tar.gz` or `.mar`, or folders, used in place.
+    """Models in a folder of this machine: `<name>.tar.gz`, `<name>.mar`, or folders used in place.
 
-    Links that lead out of the folder are not followed; links are not listed. Raises `StartError`
-    if there is no such folder.
+    Links out of the folder are not followed, and links are not listed. Raises `StartError` if
+    `root` is no folder.
     """
 
     def __init__(self, root: Path) -> None:
@@ -54,11 +54,11 @@ class FolderStore:
         raise ModelNotInStore(f"there is no model {name} in the store")
 
     def file(self, path: str) -> StoredFile | None:
-        found = _resolved(self.root / path, (self.root,))
-        if found is None or not found.is_file():
+        resolved = _resolved(self.root / path, (self.root,))
+        if resolved is None or not resolved.is_file():
             return None
-        status = found.stat()
-        return StoredFile(path, str(found), status.st_size, file_version(status))
+        status = resolved.stat()
+        return StoredFile(path, str(resolved), status.st_size, file_version(status))
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         yield Path(file.address).read_bytes()[start:stop]
@@ -67,33 +67,35 @@ class FolderStore:
 def find_path(path: Path, roots: tuple[Path, ...]) -> StoredModel:
     """The model at an absolute path, a folder or an archive, under one of `roots`.
 
-    Raises `UrlNotAllowed` if it lies elsewhere, also by way of links or `..`, and
-    `ModelNotInStore` if nothing is there.
+    Raises `UrlNotAllowed` if the path, with links and `..` resolved, is outside of them, and
+    `ModelNotInStore` if it does not exist.
     """
-    found = _resolved(path, roots)
-    if found is None:
-        raise UrlNotAllowed(f"{path} is outside of {', '.join(map(str, roots)) or 'what is known'}")
-    return local_model(found, normal_name(found.name))
+    resolved = _resolved(path, roots)
+    if resolved is None:
+        raise UrlNotAllowed(
+            f"{path} is outside of {', '.join(map(str, roots)) or 'all model folders'}"
+        )
+    return local_model(resolved, normal_name(resolved.name))
 
 
 def local_model(path: Path, name: str) -> StoredModel:
-    """The model at this resolved path. Raises `ModelNotInStore`."""
+    """The model at a resolved path. Raises `ModelNotInStore`."""
     if path.is_dir():
         return folder_model(name, str(path), list(_files(path)))
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         raise ModelNotInStore(f"there is no model at {path}") from None
-    return StoredModel(name, str(path), file_version(found), found.st_size, "archive")
+    return StoredModel(name, str(path), file_version(status), status.st_size, "archive")
 
 
-def file_version(found: os.stat_result) -> str:
-    """Changes when the file is written or replaced."""
-    return f"{found.st_size}-{found.st_mtime_ns}"
+def file_version(status: os.stat_result) -> str:
+    """The file's size and time of modification."""
+    return f"{status.st_size}-{status.st_mtime_ns}"
 
 
 def _raise_for_alike(path: Path, name: str, root: Path) -> None:
-    """Raises `NotAModel` where a file or link beside others in the store is called so."""
+    """Raises `NotAModel` if a file or link in the store is named like the model."""
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         alike = [
             Path(entry.path)
@@ -103,14 +105,14 @@ def _raise_for_alike(path: Path, name: str, root: Path) -> None:
         ]
         if any(_resolved(file, (root,)) is None or not file.exists() for file in alike):
             raise NotAModel(
-                f"{name} is a link that leads out of the store, or nowhere: copy what it leads to"
+                f"{name} is a link out of the store, or to nothing: copy the model into the store"
             )
         if alike:
             raise not_a_model(name, [file.name for file in alike])
 
 
 def _resolved(path: Path, roots: tuple[Path, ...]) -> Path | None:
-    """`path` without links and `..`, if it then is one of `roots` or lies below."""
+    """`path` with links and `..` resolved; None if that is outside of `roots`."""
     try:
         resolved = path.resolve()
     except (OSError, RuntimeError, ValueError):  # a loop of links, a zero byte
@@ -120,10 +122,10 @@ def _resolved(path: Path, roots: tuple[Path, ...]) -> Path | None:
 
 
 def _files(folder: Path) -> Iterator[StoredFile]:
-    """All files below, hidden ones and links left out."""
+    """All files below a folder, except hidden ones and links."""
     for entry in walk(folder, hidden=False):
         with contextlib.suppress(OSError):
             if not entry.is_symlink():
-                found = entry.stat(follow_symlinks=False)
+                status = entry.stat(follow_symlinks=False)
                 relative = entry.path.removeprefix(f"{folder}/")
-                yield StoredFile(relative, entry.path, found.st_size, file_version(found))
+                yield StoredFile(relative, entry.path, status.st_size, file_version(status))

@@ -1,4 +1,4 @@
-"""`https://`: archives from hosts that are allowed by name."""
+"""`https://`: archives from allowed hosts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from serving.names import normal_name
 from serving.store.catalog import StoredFile, StoredModel, public_url
 from serving.store.stopping import StoppableAdapter
 
-TIMEOUT_S = (3.0, 20.0)  # to connect, to the next byte
+TIMEOUT_S = (3.0, 20.0)  # to connect; between two bytes
 MAX_REDIRECTS = 5
-CHUNK_BYTES = 32 << 10  # read whole: what a slow store sends is seen so much later
+CHUNK_BYTES = 32 << 10  # progress of a slow store is measured in such chunks
 PORTS = {"https": 443, "http": 80}
 
 
@@ -40,7 +40,7 @@ class Https:
         self.ranged = True
 
     def locate(self, url: str) -> StoredModel:
-        """Asks for the first byte, which tells size and version.
+        """The model at a url; its size and version come from a request for the first byte.
 
         Raises `UrlNotAllowed`, `ModelNotInStore`, `StoreAccessDenied`, `StoreUnavailable`.
         """
@@ -75,7 +75,7 @@ class Https:
         target = url
         for _ in range(MAX_REDIRECTS):
             try:
-                # Unchanged bytes: what is asked for and counted is the file, not a compression.
+                # Not compressed: ranges and sizes are those of the file.
                 headers = {"Accept-Encoding": "identity", **({"Range": wanted} if wanted else {})}
                 with requests.Session() as session:
                     for scheme in PORTS:
@@ -104,13 +104,13 @@ class Https:
         names = {f"{host}:{port}"} | ({host} if port == PORTS.get(scheme) else set())
         if not names & self._hosts:
             allowed = ", ".join(sorted(self._hosts)) or "none"
-            raise UrlNotAllowed(f"{public_url(url)}: allowed hosts are {allowed}")
+            raise UrlNotAllowed(f"{public_url(url)}: allowed hosts (HTTPS_HOSTS) are {allowed}")
         if scheme == "http" and not _is_loopback(host):
             raise UrlNotAllowed(f"{public_url(url)} is not https://")
 
 
 def _origin(url: str) -> tuple[str, str, int]:
-    """Scheme, host and port. Raises `UrlNotAllowed` for what parsers could read differently."""
+    """Scheme, host and port. Raises `UrlNotAllowed` for urls that parsers read differently."""
     try:
         parts = urlsplit(url)
         port = parts.port or PORTS[parts.scheme]
@@ -140,12 +140,14 @@ def _raise_for_status(status: int, url: str) -> None:
 
 
 def _size_bytes(answer: requests.Response) -> int:
-    """Of the whole file, also where the answer is a part of it."""
+    """The size of the whole file, also for a partial answer."""
     size = answer.headers.get("Content-Length", "")
     if answer.status_code == 206:
         size = answer.headers.get("Content-Range", "").rpartition("/")[2]
     if not size.isdecimal():
-        raise StoreUnavailable(f"{public_url(answer.url)} does not say its size")
+        raise StoreUnavailable(
+            f"{public_url(answer.url)} has no size: no Content-Length or Content-Range"
+        )
     return int(size)
 
 
@@ -155,5 +157,5 @@ def _version(answer: requests.Response, size: int) -> str:
 
 
 def _why(error: Exception) -> str:
-    """The reason without the url, which requests repeats with its query."""
+    """The type of an error: its text would contain the url with its query."""
     return type(error).__name__

@@ -1,4 +1,4 @@
-"""From an address to a store, and from a load request's `url` to a model."""
+"""Opens stores by address, and locates the model of a load request's `url`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OBJECTS = ("s3", *DRIVERS)
 def open_store(location: str) -> Store:
     """The store at `s3://bucket/prefix/`, `abfs://`, `gs://`, `file:///path` or a path.
 
-    Asks nothing of the network. Raises `StartError` or `SettingError`.
+    Makes no request. Raises `StartError` or `SettingError`.
     """
     scheme, separator, rest = location.partition("://")
     if separator and scheme in OBJECTS:
@@ -44,9 +44,9 @@ def _object_store(scheme: str, name: str, prefix: str) -> ObjectStore:
 
 
 def open_remote(model: StoredModel, store: Store | None, settings: StoreSettings) -> Remote | None:
-    """Where the model's files are read from; None where `model.url` is a path.
+    """The store with the model's files; None if `model.url` is a path.
 
-    Raises `UrlNotAllowed` for what is in no store that is known.
+    Raises `UrlNotAllowed` for a url of another store.
     """
     scheme, separator, _ = model.url.partition("://")
     if not separator:
@@ -61,7 +61,7 @@ def open_remote(model: StoredModel, store: Store | None, settings: StoreSettings
 
 
 def is_here(url: str, store: Store | None) -> bool:
-    """Whether `locate` finds it on this machine, without a word to another."""
+    """Whether `locate` needs this machine's disk only, not the network."""
     scheme, separator, _ = url.partition("://")
     own_name = not separator and isinstance(store, FolderStore)
     return url.startswith("/") or (bool(separator) and scheme == "file") or own_name
@@ -70,11 +70,10 @@ def is_here(url: str, store: Store | None) -> bool:
 def locate(
     url: str, store: Store | None, settings: StoreSettings, handler: str | None = None
 ) -> StoredModel:
-    """The model that a load request means: a name in the store, or an address that is allowed.
+    """The model of a load request: a name in the store, or an allowed address.
 
-    `handler` is what it names.
-
-    Raises `UrlNotAllowed`, which says what is; `ModelNotInStore`; and what `Store.find` raises.
+    `handler` is that of the request. Raises `UrlNotAllowed` with the allowed addresses,
+    `ModelNotInStore`, and what `Store.find` raises.
     """
     scheme, separator, _ = url.partition("://")
     try:
@@ -97,7 +96,7 @@ def locate(
 
 
 def _allowed(store: Store | None, settings: StoreSettings) -> str:
-    """What a url may be, for people."""
+    """The allowed urls, for a message."""
     ways = [f"a name in the store {store.location}"] if store is not None else []
     if isinstance(store, ObjectStore):
         ways.append(f"{store.location}<name>.tar.gz")
@@ -107,12 +106,12 @@ def _allowed(store: Store | None, settings: StoreSettings) -> str:
 
 
 def _local_path(location: str) -> Path | None:
-    """The path of a `file://` url, or of what is no url at all."""
+    """The path of a `file://` url or of a plain path; None for other urls."""
     if "://" not in location:
         return Path(location)
     try:
         parts = urlsplit(location)
-    except ValueError:  # half an IPv6 address
+    except ValueError:  # an incomplete IPv6 address
         return None
     if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
         return None

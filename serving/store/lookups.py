@@ -1,4 +1,4 @@
-"""Asks the store what it has, for a gateway of many requests and one event loop."""
+"""Asynchronous lookups in the store, with concurrent and repeated ones combined."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from serving.store.locate import is_here, locate
 from serving.store.settings import StoreSettings
 from serving.store.stopping import Stop
 
-# A name that the store does not have is not looked up again for so long.
+# How long a missing name is cached. Longer: a model that is uploaded now is found later. Shorter:
+# clients with a wrong name cost the store more requests.
 MISSING_S = 1.0
-MAX_MISSING = 4096
-# A listing of a remote store is as old at most; those who ask meanwhile share one.
-LISTED_S = 1.0
-ANSWER_S, LISTING_S = 15.0, 60.0
-# Threads of its own: a store that hangs holds up nothing else, and nothing of this machine.
+MAX_MISSING = 4096  # names
+LISTED_S = 1.0  # how long the listing of a remote store is cached
+LOOKUP_LIMIT_S, LISTING_LIMIT_S = 15.0, 60.0  # then 503
+# Apart, so that a remote store that hangs blocks no lookup on this machine's disk.
 THREADS, THREADS_HERE = 64, 8
-MAX_WAITING = 256
+MAX_WAITING = 256  # lookups; one more gets 503
 
 T = TypeVar("T")
 Key = tuple[str, ...]
 
 
 class Lookups:
-    """Looks each name up once for all who ask at the same time. Not thread-safe.
+    """Lookups for one event loop; concurrent ones of a name share one request to the store.
 
     `now` is a clock, in seconds.
     """
@@ -43,8 +43,8 @@ class Lookups:
         self._store, self._settings, self._now = store, settings, now
         self._threads = ThreadPoolExecutor(THREADS, "store")
         self._threads_here = ThreadPoolExecutor(THREADS_HERE, "folder")
-        self._asked: dict[Key, asyncio.Future[StoredModel]] = {}
-        # Until when, and what was said; in order.
+        self._running: dict[Key, asyncio.Future[StoredModel]] = {}
+        # The time until which the error is valid, and the error; the oldest first.
         self._missing: dict[Key, tuple[float, ModelNotInStore | NotAModel]] = {}
         self._waiting = 0
         self._listing: asyncio.Future[list[StoredModel]] | None = None
@@ -70,8 +70,11 @@ class Lookups:
     async def file(
         self, path: str, known: str | None, max_bytes: int
     ) -> tuple[str | None, bytes | None]:
-        """The version of a file beside the models, None where there is none, and at most
-        `max_bytes` of it unless the version is `known`. Raises what `Store.file` does."""
+        """The version and first `max_bytes` of a file beside the models.
+
+        The bytes are None if the version is `known`, both are None if there is no such file.
+        Raises what `Store.file` does.
+        """
 
         def read() -> tuple[str | None, bytes | None]:
             try:
@@ -85,10 +88,10 @@ class Lookups:
             except OSError as error:
                 raise StoreUnavailable(f"{path} cannot be read: {error.strerror}") from None
 
-        return await self._ask(read, is_here("", self._store), ANSWER_S)
+        return await self._call(read, is_here("", self._store), LOOKUP_LIMIT_S)
 
     async def _list(self) -> list[StoredModel]:
-        return await self._ask(self._store.models, is_here("", self._store), LISTING_S)
+        return await self._call(self._store.models, is_here("", self._store), LISTING_LIMIT_S)
 
     def _listed(self, listing: asyncio.Future[list[StoredModel]]) -> None:
         failed = listing.cancelled() or listing.exception() is not None
@@ -96,40 +99,39 @@ class Lookups:
         self._listed_until = 0.0 if fresh else self._now() + LISTED_S
 
     def close(self) -> None:
-        """What is being asked may go on for a while; nobody waits for it."""
+        """Cancels waiting lookups; running ones end on their own."""
         for threads in (self._threads, self._threads_here):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _once(self, key: Key, url: str, look_up: Callable[[], StoredModel]) -> StoredModel:
+    async def _once(self, key: Key, url: str, find: Callable[[], StoredModel]) -> StoredModel:
         until, error = self._missing.get(key, (0.0, None))
         if error is not None and self._now() < until:
             raise type(error)(error.message)
-        asked = self._asked.get(key)
-        if asked is None:
+        lookup = self._running.get(key)
+        if lookup is None:
             here = is_here(url, self._store)
-            asked = self._asked[key] = asyncio.ensure_future(self._look_up(key, look_up, here))
-            asked.add_done_callback(lambda done: self._done(key, done))
-        return await asyncio.shield(asked)
+            lookup = self._running[key] = asyncio.ensure_future(self._find(key, find, here))
+            lookup.add_done_callback(lambda done: self._done(key, done))
+        return await asyncio.shield(lookup)
 
-    async def _look_up(
-        self, key: Key, look_up: Callable[[], StoredModel], here: bool
-    ) -> StoredModel:
+    async def _find(self, key: Key, find: Callable[[], StoredModel], here: bool) -> StoredModel:
         try:
-            return await self._ask(look_up, here, ANSWER_S)
-        except OSError as error:  # a name that the file system cannot have
+            return await self._call(find, here, LOOKUP_LIMIT_S)
+        except OSError as error:  # a name that the file system does not allow
             raise ModelNotInStore(f"Model not found: {key[1]} ({error.strerror})") from None
 
-    async def _ask(self, question: Callable[[], T], here: bool, limit_s: float) -> T:
+    async def _call(self, function: Callable[[], T], here: bool, limit_s: float) -> T:
+        """The result of `function`, run on a thread. Raises `StoreUnavailable` after `limit_s`."""
         if self._waiting >= MAX_WAITING:
-            raise Unavailable("the store does not answer fast enough")
+            raise Unavailable(f"{MAX_WAITING} lookups in the store are waiting, which is the limit")
         stop, threads = Stop(), self._threads_here if here else self._threads
 
-        def ask() -> T:
+        def call() -> T:
             with stop.covers():
-                return question()
+                return function()
 
         self._waiting += 1
-        answer = asyncio.get_running_loop().run_in_executor(threads, ask)
+        answer = asyncio.get_running_loop().run_in_executor(threads, call)
         answer.add_done_callback(self._answered)
         try:
             return await asyncio.wait_for(asyncio.shield(answer), limit_s)
@@ -140,11 +142,11 @@ class Lookups:
     def _answered(self, answer: asyncio.Future[T]) -> None:
         self._waiting -= 1
         if not answer.cancelled():
-            answer.exception()  # one that comes too late is of no interest
+            answer.exception()  # of a call that has timed out: not logged as never retrieved
 
     def _done(self, key: Key, done: asyncio.Future[StoredModel]) -> None:
-        del self._asked[key]
-        error = None if done.cancelled() else done.exception()  # whoever asked may have gone
+        del self._running[key]
+        error = None if done.cancelled() else done.exception()
         if isinstance(error, ModelNotInStore | NotAModel):
             self._missing.pop(key, None)
             self._missing[key] = self._now() + MISSING_S, type(error)(error.message)

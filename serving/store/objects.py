@@ -21,9 +21,10 @@ from serving.store.catalog import (
 
 
 class Bucket(Protocol):
-    """The few things that a provider must do; keys are whole, versions are ETags.
+    """The operations of a provider; keys are complete, versions are ETags.
 
-    `paced`: see `Remote`. Each raises `StoreUnavailable`, `StoreAccessDenied` or `ModelNotInStore`.
+    `paced`: see `Remote`. Methods raise `StoreUnavailable`, `StoreAccessDenied`,
+    `ModelNotInStore`.
     """
 
     paced: bool
@@ -32,13 +33,13 @@ class Bucket(Protocol):
         """The object; None if there is none."""
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
-        """All objects whose key begins with `prefix`, with their keys as paths."""
+        """All objects whose key begins with `prefix`; their paths are the keys."""
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         """See `Remote.read`."""
 
 
-MAX_SHOWN = 5
+MAX_SHOWN = 5  # objects, in a message
 
 
 class ObjectStore:
@@ -69,7 +70,7 @@ class ObjectStore:
             files = self._folder(url)
             if holds_model(files, handler):
                 return folder_model(name, url, files)
-            if paths := [file.path for file in files] or self._called(spelling):
+            if paths := [file.path for file in files] or self._named(spelling):
                 raise not_a_model(name, paths)
         raise ModelNotInStore(f"there is no model {name} in the store")
 
@@ -94,13 +95,13 @@ class ObjectStore:
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         return self._bucket.read(file, start, stop)
 
-    def _called(self, name: str) -> list[str]:
-        """Objects that are called so, whatever they end with."""
+    def _named(self, name: str) -> list[str]:
+        """Objects of this name with any suffix."""
         below = itertools.islice(self._below(f"{self._prefix}{name}."), MAX_SHOWN)
         return [f"{name}.{file.path}" for file in below if "/" not in file.path]
 
     def _folder(self, url: str) -> list[StoredFile]:
-        """The files of an unpacked model; hidden ones are none of it."""
+        """The files of an unpacked model, except hidden ones."""
         below = self._below(url.removeprefix(self._address))
         files = list(itertools.islice((f for f in below if is_clean(f.path)), MAX_FILES + 1))
         if len(files) > MAX_FILES:

@@ -21,8 +21,8 @@ from serving.errors import (
 from serving.store.catalog import StoredFile
 from serving.store.stopping import Stoppable
 
-CHUNK_BYTES = 32 << 10  # read whole: what a slow store sends is seen so much later
-# No answer within about half a minute, with all attempts, is an error.
+CHUNK_BYTES = 32 << 10  # progress of a slow store is measured in such chunks
+# A bucket without an answer fails after about half a minute, all attempts together.
 CLIENT_OPTIONS: dict[str, Any] = {
     "retries": {"mode": "standard", "max_attempts": 5},
     "connect_timeout": 3,
@@ -48,13 +48,13 @@ class _HTTP(Stoppable, awsrequest.AWSHTTPConnection): ...  # type: ignore[misc]
 class _HTTPS(Stoppable, awsrequest.AWSHTTPSConnection): ...  # type: ignore[misc]
 
 
-# boto3 has no option for it.
+# boto3 has no option for the class of connections.
 awsrequest.AWSHTTPConnectionPool.ConnectionCls = _HTTP
 awsrequest.AWSHTTPSConnectionPool.ConnectionCls = _HTTPS
 
 
 class S3Bucket:
-    """Raises `SettingError` if boto3 finds its configuration wrong."""
+    """A bucket of S3. Raises `SettingError` if boto3 rejects its configuration."""
 
     paced = True
 
@@ -68,33 +68,33 @@ class S3Bucket:
     def head(self, key: str) -> StoredFile | None:
         try:
             with self._errors("s3:GetObject", key):
-                found = self._client.head_object(Bucket=self.name, Key=key)
+                answer = self._client.head_object(Bucket=self.name, Key=key)
         except ModelNotInStore:
             return None
-        return StoredFile(key, key, found["ContentLength"], found["ETag"].strip('"'))
+        return StoredFile(key, key, answer["ContentLength"], answer["ETag"].strip('"'))
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
         pages = self._client.get_paginator("list_objects_v2")
         with self._errors("s3:ListBucket", prefix):
             for page in pages.paginate(Bucket=self.name, Prefix=prefix):
-                for found in page.get("Contents", ()):
-                    key = found["Key"]
-                    yield StoredFile(key, key, found["Size"], found["ETag"].strip('"'))
+                for item in page.get("Contents", ()):
+                    key = item["Key"]
+                    yield StoredFile(key, key, item["Size"], item["ETag"].strip('"'))
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         with self._errors("s3:GetObject", file.address):
-            found = self._client.get_object(
+            answer = self._client.get_object(
                 Bucket=self.name,
                 Key=file.address,
                 Range=f"bytes={start}-{stop - 1}",
                 IfMatch=f'"{file.version}"',
             )
-            with contextlib.closing(found["Body"]) as body:
+            with contextlib.closing(answer["Body"]) as body:
                 yield from body.iter_chunks(CHUNK_BYTES)
 
     @contextlib.contextmanager
     def _errors(self, action: str, key: str) -> Iterator[None]:
-        """Turns boto3's errors into ours."""
+        """Raises boto3's errors as `ServingError`."""
         where = f"s3://{self.name}/{key}"
         try:
             yield
@@ -109,13 +109,13 @@ class S3Bucket:
             if code in DENIED:
                 raise StoreAccessDenied(
                     f"{where}: {action} was denied ({code}); without s3:ListBucket on the bucket"
-                    f" {self.name}, what is missing is denied, too"
+                    f" {self.name}, S3 denies missing objects, too"
                 ) from None
             raise StoreUnavailable(f"{where}: {action} failed: {error}") from None
         except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
             raise StoreAccessDenied(
                 f"{where}: {error}; give a role, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             ) from None
-        # Within a body, urllib3's errors come as they are.
+        # boto3 does not wrap urllib3's errors while a body is read.
         except (exceptions.BotoCoreError, HTTPError, OSError) as error:
             raise StoreUnavailable(f"{where} cannot be read: {error}") from None

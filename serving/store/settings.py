@@ -1,4 +1,4 @@
-"""What the gateway tells the store and its cache."""
+"""Settings of the store and its cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class StoreSettings:
     """`location` is the store's address; `roots` are folders whose models may be loaded by path.
 
     `https_hosts` are the hosts that archives may be downloaded from, as `host` or `host:port`;
-    none by default. `cache_max_bytes` 0 means: whatever the disk holds. `model_max_bytes` bounds
+    none by default. `cache_max_bytes` 0: no limit but the disk. `model_max_bytes` bounds
     one model, unpacked.
     """
 

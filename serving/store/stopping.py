@@ -1,8 +1,7 @@
-"""Ends what a store does not answer in time.
+"""Stops store requests that take too long, by shutting down their connections.
 
-requests and boto3 limit the wait for the next byte only: a store that sends one every few seconds
-holds a thread for as long as it likes. Here the connection that a thread waits on is known, and is
-shut down when the thread's work is given up.
+requests and boto3 limit the time between two bytes only, so a store that sends one every few
+seconds blocks a thread for ever.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 
 
 class Stop(threading.Event):
-    """Set when work is given up: shuts down the connections of the threads that do it."""
+    """An event that, when set, shuts down the connections of the threads that it covers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +27,7 @@ class Stop(threading.Event):
 
     @contextlib.contextmanager
     def covers(self) -> Iterator[None]:
-        """What the calling thread does inside is this work."""
+        """Covers the requests that the calling thread makes inside."""
         _here.stops.append(self)
         try:
             yield
@@ -44,6 +43,7 @@ class Stop(threading.Event):
                 _shut_down(connection)
 
     def waits_on(self, connection: socket.socket) -> None:
+        """Registers the connection on which the calling thread waits."""
         with self._guard:
             self._connections[threading.get_ident()] = connection
             if self.is_set():
@@ -64,7 +64,7 @@ def _shut_down(connection: socket.socket) -> None:
 
 
 class Stoppable:
-    """Of an `HTTPConnection`: it can be shut down while an answer is waited for."""
+    """Mixin of `HTTPConnection`: registers its socket with the thread's `Stop`s."""
 
     sock: socket.socket
 
@@ -89,7 +89,7 @@ class _HTTPSPool(HTTPSConnectionPool):
 
 
 class StoppableAdapter(HTTPAdapter):
-    """For a session of requests."""
+    """An adapter for requests' `Session` whose connections are `Stoppable`."""
 
     def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
         super().init_poolmanager(*arguments, **options)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.errors import NeverFits, OutOfMemory
-from serving.errors import DiskFull, LoadCancelled, InsufficientStorage, Unavailable
+from serving.errors import DiskFull, InsufficientStorage, LoadCancelled, Unavailable
 from serving.models.model_settings import ModelSettings
 from serving.store import StoredModel
 from tests.serving.fakes import START_S, Parts, stored

@@ -319,13 +319,13 @@ def test_a_fetch_can_be_ended(
             fetch.result(60)
 
 
-def test_an_archive_of_this_machine_is_unpacked_for_nobody(tmp_path: Path) -> None:
+def test_a_stopped_fetch_does_not_unpack_an_archive_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "a.tar.gz").write_bytes(archive({"a.params": noise(400 * KIB)}))
     model = open_store(str(tmp_path / "store")).find("a")
     cache, given_up = Cache(settings(tmp_path / "cache")), Stop()
     given_up.set()
-    with pytest.raises(StoreUnavailable, match="given up"):
+    with pytest.raises(StoreUnavailable, match="stopped"):
         cache.acquire(model, given_up)
     assert not entries(tmp_path / "cache")
     assert cache.acquire(model).path.is_dir()

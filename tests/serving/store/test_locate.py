@@ -205,7 +205,7 @@ def test_no_error_and_no_log_has_the_query_of_an_address(
     with monkeypatch.context() as broken:
         broken.setattr(Https, "read", lambda self, file, start, stop: iter([b"x" * (stop + 1)]))
         cache = Cache(settings(tmp_path / "other", https_hosts=(host,)))
-        with pytest.raises(StoreUnavailable, match="more than was asked") as raised:
+        with pytest.raises(StoreUnavailable, match="more than the requested") as raised:
             cache.acquire(model)
         assert "0123abcd" not in raised.value.message
     assert "/ranged/a.tar.gz" in caplog.text

@@ -1,0 +1,220 @@
+"""The disk of the cache: its folders, pins, sizes and eviction.
+
+    models/<key>      complete: put there by a rename
+    parts/<key>       a download, perhaps interrupted
+    temporary/<key>   being unpacked or removed; garbage after a kill
+    locks/<key>.pin   held shared while the model is used or fetched, exclusively for its removal
+    locks/<key>.fetch held during its fetch; contains the bytes that the fetch has reserved
+    lock              held during an eviction
+
+A key is made of url and version. Several processes may share a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from common.trees import remove
+from serving.errors import DiskFull, ModelTooLarge, StartError
+from serving.store.disk import lock, locked, size_bytes
+from serving.store.download import Stopping
+from serving.store.stopping import Stop
+
+logger = logging.getLogger(__name__)
+
+# A fetch reserves space in steps of 1/STEPS of the cache, STEP_BYTES where it has no limit. Smaller
+# steps: an archive of many small files takes longer. Larger ones: each fetch exceeds the limit by
+# up to a step.
+STEPS = 1000
+STEP_BYTES = 4 << 20
+
+
+class CacheDisk:
+    """Models on disk, within `max_bytes` (0: no limit). Raises `StartError` for a bad folder."""
+
+    def __init__(self, root: Path, max_bytes: int) -> None:
+        self._root, self._max_bytes = root, max_bytes
+        self.step_bytes = max_bytes // STEPS or STEP_BYTES
+        self.models, self.parts = root / "models", root / "parts"
+        self.temporary, self._locks = root / "temporary", root / "locks"
+        self.published: set[str] = set()  # keys that this process has fetched
+        try:
+            for folder in (self.models, self.parts, self.temporary, self._locks):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+        except OSError as error:
+            raise StartError(f"the model cache {root} cannot be used: {error}") from None
+
+    def pin(self, key: str) -> int:
+        """Prevents a model's eviction until the returned descriptor is closed."""
+        pin = lock(self._pin_file(key), shared=True)
+        assert pin is not None
+        return pin
+
+    def publish(self, key: str) -> Path:
+        """Moves a complete model from `temporary` to `models`."""
+        os.rename(self.temporary / key, self.models / key)
+        self.published.add(key)
+        return self.models / key
+
+    def free(
+        self, key: str, wanted: int, growth: int, reserve: Callable[[], object], least: int = 0
+    ) -> None:
+        """Evicts the least recently used models not in use until `wanted` bytes for `key` fit.
+
+        `growth` of them are not on the disk yet. At least `least` bytes are freed. Calls `reserve`
+        before another thread or process can evict. Raises `DiskFull`, and then evicts nothing, or
+        `ModelTooLarge`.
+        """
+        most = self._max_bytes
+        if most and wanted > most:
+            raise ModelTooLarge(
+                f"the model needs {megabytes(wanted)} on disk, more than the whole cache:"
+                f" {megabytes(most)} (CACHE_MAX_MIB)"
+            )
+        with locked(self._root / "lock"):
+            others = {k: size for k, size in self.sizes().items() if k != key}
+            over = sum(others.values()) + wanted - most if most else 0
+            missing = max(over, growth - shutil.disk_usage(self._root).free, least)
+            if missing > 0:
+                self._evict(others, missing, wanted)
+            reserve()
+
+    def _evict(self, sizes: dict[str, int], missing: int, wanted: int) -> None:
+        victims: list[tuple[str, int]] = []
+        try:
+            freed = 0
+            for key in sorted(sizes, key=self._last_used):
+                if freed >= missing:
+                    break
+                pin = self._pin_alone(key) if sizes[key] else None
+                if pin is not None:
+                    victims.append((key, pin))
+                    freed += sizes[key]
+            if freed < missing:
+                raise DiskFull(
+                    f"the model needs {megabytes(wanted)} on disk;"
+                    f" {megabytes(missing - freed)} of it are in use by models that are loaded or"
+                    " being fetched",
+                    missing_bytes=missing - freed,
+                )
+            for key, _ in victims:
+                logger.info("removing %s from the cache: %s", key, megabytes(sizes[key]))
+                self._remove(key)
+        finally:
+            for _, pin in victims:
+                os.close(pin)
+
+    def remove_if_unused(self, key: str) -> None:
+        pin = self._pin_alone(key)
+        if pin is not None:
+            self._remove(key)
+            os.close(pin)
+
+    def _remove(self, key: str) -> None:
+        """Removes a model whose pin is held exclusively. A kill leaves no part in `models`."""
+        self.published.discard(key)
+        remove(self.temporary / key)
+        try:
+            os.rename(self.models / key, self.temporary / key)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning("%s in the cache cannot be removed: %s", key, error)
+            return
+        self._remove_all(key, self.temporary / key, self.parts / key)
+
+    def _remove_leftovers(self) -> None:
+        """Removes what a killed process left, except for downloads, which can be resumed."""
+        with locked(self._root / "lock"):
+            for key in {path.name for path in self.temporary.iterdir()} | self._locked_keys():
+                pin = self._pin_alone(key)
+                if pin is not None:
+                    self._remove_all(key, self.temporary / key)
+                    os.close(pin)
+
+    def _pin_alone(self, key: str) -> int | None:
+        """The pin, exclusively; None if the model is in use or its files belong to another user."""
+        try:
+            return lock(self._pin_file(key), wait=False)
+        except OSError as error:
+            logger.warning("%s in the cache is not touched: %s", key, error)
+            return None
+
+    def _remove_all(self, key: str, *folders: Path) -> None:
+        for path in (*folders, self.fetch_lock(key), self._pin_file(key)):
+            remove(path)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes by key, on disk or reserved."""
+        names = {path.name for folder in (self.models, self.parts) for path in folder.iterdir()}
+        return {key: self._size(key) for key in names | self._locked_keys()}
+
+    def _size(self, key: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return int(self.fetch_lock(key).read_text("ascii"))
+        return size_bytes(self.models / key) + size_bytes(self.parts / key)
+
+    def _last_used(self, key: str) -> int:
+        for path in (self.models / key, self.parts / key):
+            with contextlib.suppress(OSError):
+                return path.stat().st_mtime_ns
+        return 0
+
+    def _locked_keys(self) -> set[str]:
+        return {path.stem for path in self._locks.iterdir()}
+
+    def _pin_file(self, key: str) -> Path:
+        return self._locks / f"{key}.pin"
+
+    def fetch_lock(self, key: str) -> Path:
+        return self._locks / f"{key}.fetch"
+
+
+class Reservation:
+    """The disk space of one fetch, written into its lock for all processes to see."""
+
+    def __init__(self, disk: CacheDisk, key: str, stopping: Stop) -> None:
+        self._disk, self._key = disk, key
+        self.descriptor = -1  # of the lock
+        self.stopping = stopping
+        self._wanted = self._granted = 0
+        self._resumed: Path | None = None
+
+    def grow(self, size: int, resumed: Path | None = None) -> None:
+        """Reserves `size` more bytes; `resumed` is a download that has some of them already.
+
+        Raises `DiskFull`, `ModelTooLarge`, `Stopping`.
+        """
+        if self.stopping.is_set():
+            raise Stopping("the fetch was stopped")
+        self._wanted += size
+        self._resumed = resumed or self._resumed
+        if self._wanted - self._granted > self._disk.step_bytes:
+            self._disk.free(self._key, self._wanted, self._growth(self._granted), self._write)
+
+    def retry(self) -> None:
+        """Frees space for a further attempt: the disk was full before the reservation was.
+
+        Evicts at least one model, or raises `DiskFull`.
+        """
+        self._disk.free(self._key, self._wanted, self._growth(0), lambda: None, least=1)
+        self._wanted = self._granted = 0
+
+    def _growth(self, granted: int) -> int:
+        on_disk = size_bytes(self._resumed, allocated=True) if self._resumed else 0
+        return max(self._wanted - granted - on_disk, 0)
+
+    def _write(self) -> None:
+        self._granted = self._wanted
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, b"%d" % self._granted, 0)
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
