@@ -3,7 +3,7 @@
 In classic BPF, as the kernel's Documentation/userspace-api/seccomp_filter.rst has it. `install` is
 for a process that only computes: no network, no other process, no program, and, where it may not
 write, no change of any file. Not hidden are files that this user may read: nothing leaves the
-process but its answers. `handlers.scripts.confinement.seccomp` is for a model's own program.
+process but its answers. `handlers.user_code.confinement.seccomp` is for a model's own program.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 from common.errors import ArtifactError
-from handlers.scripts.entry_point import find_script
 from handlers.tensors import files
+from handlers.user_code.entry_point import find_script
 
 if TYPE_CHECKING:
-    from handlers.scripts.handler import ScriptHandler
+    from handlers.user_code.handler import ScriptHandler
 
 
 class Handler(Protocol):
@@ -74,7 +74,7 @@ def handler_for(model_dir: str, handler: str | None = None) -> Handler | ScriptH
     """`handler` is what the load request names. Raises `ArtifactError` for what no one serves."""
     script = find_script(model_dir, handler)
     if script is not None:
-        from handlers.scripts.handler import ScriptHandler
+        from handlers.user_code.handler import ScriptHandler
 
         return ScriptHandler(script)
     return built_in(model_dir)
@@ -82,10 +82,10 @@ def handler_for(model_dir: str, handler: str | None = None) -> Handler | ScriptH
 
 def built_in(model_dir: str) -> Handler:
     """The handler for a model without a script, by its files. Raises `ArtifactError`."""
-    from handlers.text import kogpt2
+    from handlers.text import text_model
 
     if files.is_symbol(model_dir):
         return importlib.import_module("handlers.tensors.symbol")
     if files.is_graph(model_dir):
         return importlib.import_module("handlers.tensors.onnx_graph")
-    return kogpt2
+    return text_model

@@ -25,7 +25,7 @@ from common.lazy_imports import lazily_imported
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
 from handlers.mms_connection import Connection, LoadedModel
-from handlers.scripts.confinement.rules import missing
+from handlers.user_code.confinement.rules import missing
 from handlers.worker import CONNECTIONS_AT_ONCE, LEFT_ALONE_S, NEVER_CONNECTED_S
 
 # Each request in flight has one, and so has each load.

@@ -26,8 +26,8 @@ from handlers.dispatch import Handler, handler_for
 from handlers.model_spec import ModelSpec
 from handlers.payload import to_json
 from handlers.request_id import request_id, token_counts
-from handlers.scripts.handler import ScriptHandler
-from handlers.scripts.messages import Answer, Part, Request
+from handlers.user_code.handler import ScriptHandler
+from handlers.user_code.messages import Answer, Part, Request
 
 logger = logging.getLogger(__name__)
 

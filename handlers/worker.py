@@ -1,6 +1,6 @@
 """One model's worker process: a thread per connection of Multi Model Server.
 
-For a model's own script, whose process for each connection is below this one (handlers.scripts),
+For a model's own script, whose process for each connection is below this one (handlers.user_code),
 and for a model of tensors, which this one computes, confined like a script; `handlers.host` answers
 for the engine's models.
 
@@ -31,9 +31,9 @@ from common.settings import read_settings
 from handlers.dispatch import computes_tensors
 from handlers.mms_connection import Connection, LoadedModel
 from handlers.model_spec import ModelSpec
-from handlers.scripts.confinement.rules import Confinement, OwnUser
-from handlers.scripts.output import print_anything
 from handlers.settings import Settings
+from handlers.user_code.confinement.rules import Confinement, OwnUser
+from handlers.user_code.output import print_anything
 
 # The worker goes when MMS has closed all connections for this long: the model was unregistered, or
 # MMS itself is gone.

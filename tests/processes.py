@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from handlers.scripts.confinement import capabilities
+from handlers.user_code.confinement import capabilities
 
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 4, 8
 

@@ -17,11 +17,11 @@ from typing import Any
 from common.errors import ArtifactError, InvalidRequest
 from common.media_types import accepted, media_type
 from common.mxnet_compat import mx
-from handlers.scripts.conventions import formats
 from handlers.tensors import codec
 from handlers.tensors.checkpoint import data_shapes, load_symbol, reason
 from handlers.tensors.codec import NAMES, TensorSpec
 from handlers.tensors.files import PARAMS, symbol_folder
+from handlers.user_code.conventions import formats
 
 os.environ.setdefault("MXNET_SUBGRAPH_VERBOSE", "0")  # a line on stderr for each bind
 

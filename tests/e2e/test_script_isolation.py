@@ -15,7 +15,7 @@ import psutil
 import pytest
 import requests
 
-from handlers.scripts.confinement import landlock
+from handlers.user_code.confinement import landlock
 from tests.e2e.scripts import script, transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, text

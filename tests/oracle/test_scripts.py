@@ -11,9 +11,9 @@ from pathlib import Path
 import mms
 import pytest
 
-from handlers.scripts.entry_point import find_script
-from handlers.scripts.messages import Answer, Part, Request
-from handlers.scripts.process import ScriptProcess
+from handlers.user_code.entry_point import find_script
+from handlers.user_code.messages import Answer, Part, Request
+from handlers.user_code.process import ScriptProcess
 from tests.engine.models import SENTENCES
 
 pytestmark = pytest.mark.oracle
