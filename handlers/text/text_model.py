@@ -1,4 +1,4 @@
-"""The built-in handler: a KoGPT2 fine-tune, its tokens made by the engine process."""
+"""The handler for text models (any GPT-2), whose tokens the engine process generates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _client() -> EngineClient:
 
 
 def model_fn(model_dir: str, name: str | None = None, **options: Any) -> ModelHandle:
-    """Has the engine load the artifact in `model_dir`, under `name` or else under its path.
+    """Loads the artifact in `model_dir` into the engine, under `name` or else its path.
 
     `options` are the engine's: `backend`, `precision`, `max_rows`, `base`.
 
@@ -38,7 +38,7 @@ def model_fn(model_dir: str, name: str | None = None, **options: Any) -> ModelHa
 
 
 def describe(model: ModelHandle) -> dict[str, Any]:
-    """As `GET /v2/models/{name}` answers."""
+    """The answer of `GET /v2/models/{name}`."""
     return v2.metadata(client_name(model.model["name"]))
 
 
@@ -54,13 +54,13 @@ def transform_fn(
     Returns the answer's bytes and content type. Raises `common.errors.EngineError`.
     """
     timeout_s = timeout_s or _settings().request_timeout_s
-    asked = v2.parse(body, content_type)
-    if asked is not None:
-        plain, _ = transform_fn(model, asked.body, JSON, JSON, timeout_s)
-        return v2.answer(asked, plain, client_name(model.model["name"]))
+    v2_request = v2.parse(body, content_type)
+    if v2_request is not None:
+        plain, _ = transform_fn(model, v2_request.body, JSON, JSON, timeout_s)
+        return v2.answer(v2_request, plain, client_name(model.model["name"]))
     request = parse(body, content_type)
     media_type = answer_type(accept, request.form)
     answer = model.generate(request.inputs, request.parameters, timeout_s, request_id.get())
-    made = sum(completion["tokens"] for completion in answer["completions"])
-    token_counts.set((answer["prompt_tokens"], made))
+    generated = sum(completion["tokens"] for completion in answer["completions"])
+    token_counts.set((answer["prompt_tokens"], generated))
     return format_answer(request, answer, media_type)

@@ -1,1 +1,1 @@
-"""Models that bring their own Python: each runs in processes of its own, watched by its worker."""
+"""Models with their own Python code, which runs in confined child processes of the worker."""

@@ -1,7 +1,7 @@
 """The process that runs one model's own script: `python child.py <worker's pid> <sockets>`.
 
-Started by `handlers.user_code.process`: loads the script that its worker names, then answers batches
-one after the other until the worker ends.
+Started by `handlers.user_code.process`: loads the script that its worker names, then answers one
+batch at a time until the worker ends.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    del sys.path[0]  # the folder of this file: its modules would stand in for Python's own
+    del sys.path[0]  # this file's folder, whose modules would hide the standard library's
 
 import contextlib
 import logging
@@ -21,16 +21,16 @@ from typing import Any
 
 from common.errors import EngineError
 from handlers.user_code import hooks
-from handlers.user_code.confinement.rules import Confinement, belong_to
+from handlers.user_code.confinement.rules import Confinement, become_model_process
 from handlers.user_code.conventions.detect import Service, service_of
-from handlers.user_code.failures import explained
+from handlers.user_code.failures import to_script_error
 from handlers.user_code.messages import (
     Answer,
     Request,
     ScriptError,
     error_row,
     receive,
-    requests_of,
+    requests_from,
     send,
     send_answers,
 )
@@ -43,12 +43,12 @@ def main() -> None:
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     connection, engine = (Connection(descriptor) for descriptor in descriptors)
-    # What the script forks shall not hold them open when the script is gone.
+    # A process that the script forks must not keep the connections open after the script's end.
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=engine.close)
     spec, _ = receive(connection)
     confinement = spec["confinement"]
-    belong_to(worker, Confinement(**confinement) if confinement else None)
+    become_model_process(worker, Confinement(**confinement) if confinement else None)
     spec["engine"] = engine
     print_anything()
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
@@ -58,14 +58,14 @@ def main() -> None:
     sys.argv = [spec["file"]]
     try:
         service = _load(spec)
-    except BaseException as error:  # SystemExit, too
-        send(connection, {"error": error_row(explained(error))})
+    except BaseException as error:  # also SystemExit
+        send(connection, {"error": error_row(to_script_error(error))})
         return
     send(connection, {})
     with contextlib.suppress(EOFError):
         while True:
             message, bodies = receive(connection)
-            requests = requests_of(message, bodies)
+            requests = requests_from(message, bodies)
             answers = _answer(service, requests, message["timeout_s"])
             send_answers(connection, _checked(answers, spec["max_answer_bytes"]))
 
@@ -89,16 +89,22 @@ def _answer(
     try:
         return service.answer(requests, timeout_s)
     except BaseException as error:
-        return [explained(error)] * len(requests)
+        return [to_script_error(error)] * len(requests)
     finally:
         sys.stdout.flush()
 
 
 def _checked(answers: Sequence[Answer | EngineError], max_bytes: int) -> list[Answer | EngineError]:
-    """Multi Model Server ends a worker that answers more than it takes."""
+    """Replaces an answer by an error if it exceeds Multi Model Server's limit for a batch.
+
+    MMS kills a worker that answers more.
+    """
     limit = max_bytes // max(len(answers), 1) - 65_536
     return [
-        ScriptError(f"the answer has {len(answer.body)} bytes, at most {limit} can be sent")
+        ScriptError(
+            f"the answer has {len(answer.body)} bytes, must be at most {limit} ({max_bytes} for the"
+            " batch)"
+        )
         if isinstance(answer, Answer) and len(answer.body) > limit
         else answer
         for answer in answers
@@ -108,4 +114,4 @@ def _checked(answers: Sequence[Answer | EngineError], max_bytes: int) -> list[An
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # not held up by the script's threads
+    os._exit(0)  # without waiting for the script's threads

@@ -1,6 +1,6 @@
-"""A model in the engine, for a script around it: the script asks its worker, which asks the engine.
+"""Forwards a script's calls to its own model in the engine, through the worker.
 
-Scripts cannot reach the engine's socket, where anybody may unload any model.
+Scripts cannot connect to the engine's socket: whoever connects to it may unload any model.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from common.errors import EngineError, EngineUnavailable
-from handlers.user_code.messages import error_of, error_row, receive, send
+from handlers.user_code.messages import error_from, error_row, receive, send
 
 if TYPE_CHECKING:
     from engine.http.client import ModelHandle
 
 logger = logging.getLogger(__name__)
 
-CALLS_AT_ONCE = 16
-RETRY_S = 0.1  # of a thread that does not start
+MAX_CONCURRENT_CALLS = 16  # per script process; further calls wait
+THREAD_RETRY_S = 0.1  # between attempts to start the first thread
 
 
 def serve(connection: Connection, name: str, model_dir: str) -> None:
-    """In a thread of the worker, answers what `EngineModel` asks about this one model until the
-    script is gone; then the engine may unload it."""
-    from handlers.text import text_model  # no script needs to wait for its imports
+    """Answers `EngineModel`'s calls for one model until the script ends; then releases the model.
+
+    Runs in a thread of the worker.
+    """
+    from handlers.text import text_model  # late: its imports need not delay the script
 
     lock = threading.Lock()
     handle: ModelHandle | None = None
@@ -49,23 +51,23 @@ def serve(connection: Connection, name: str, model_dir: str) -> None:
 
     def respond(call: dict[str, Any]) -> None:
         try:
-            said = {"answer": answer(call)}
+            reply = {"answer": answer(call)}
         except EngineError as error:
-            said = {"error": error_row(error)}
+            reply = {"error": error_row(error)}
         except Exception:
             logger.exception("%s: a call of its script to the engine failed", name)
-            said = {"error": error_row(EngineError("the call to the engine failed"))}
+            reply = {"error": error_row(EngineError("the call to the engine failed"))}
         with contextlib.suppress(OSError), lock:
-            send(connection, {**said, "call": call.get("call")})
+            send(connection, {**reply, "call": call.get("call")})
 
-    nonsense = (ValueError, KeyError, TypeError, AttributeError)
+    malformed = (ValueError, KeyError, TypeError, AttributeError)
     with (
         connection,
-        ThreadPoolExecutor(CALLS_AT_ONCE) as pool,
-        contextlib.suppress(EOFError, OSError, *nonsense),
+        ThreadPoolExecutor(MAX_CONCURRENT_CALLS) as pool,
+        contextlib.suppress(EOFError, OSError, *malformed),
     ):
         while not _submitted(pool, int):  # its first thread
-            time.sleep(RETRY_S)
+            time.sleep(THREAD_RETRY_S)
         while True:
             _submitted(pool, respond, receive(connection)[0])
     if handle is not None:
@@ -73,8 +75,7 @@ def serve(connection: Connection, name: str, model_dir: str) -> None:
 
 
 def _submitted(pool: ThreadPoolExecutor, *work: Any) -> bool:
-    """Whether the pool has a thread for it, or had no need of a new one; else the work is in its
-    queue, for the next thread that is free."""
+    """False if the pool could start no thread; the work then waits for one that becomes free."""
     try:
         pool.submit(*work)
     except RuntimeError:
@@ -83,7 +84,7 @@ def _submitted(pool: ThreadPoolExecutor, *work: Any) -> bool:
 
 
 class EngineModel:
-    """In the script, as `engine.http.client.ModelHandle`. Thread-safe."""
+    """The script's side, with the interface of `engine.http.client.ModelHandle`. Thread-safe."""
 
     def __init__(self, connection: Connection) -> None:
         """Loads the model. Raises what the engine raises."""
@@ -92,7 +93,7 @@ class EngineModel:
         self._calls = itertools.count()
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         threading.Thread(target=self._read, name="engine", daemon=True).start()
-        self.model = self._ask({})
+        self.model = self._call({})
 
     def generate(
         self,
@@ -102,26 +103,26 @@ class EngineModel:
         request_id: str | None = None,
     ) -> dict[str, Any]:
         """The engine's answer. Raises what `ModelHandle.generate` does."""
-        asked = {"inputs": inputs, "parameters": parameters, "timeout_s": timeout_s}
-        return self._ask({**asked, "request_id": request_id})
+        call = {"inputs": inputs, "parameters": parameters, "timeout_s": timeout_s}
+        return self._call({**call, "request_id": request_id})
 
-    def _ask(self, call: dict[str, Any]) -> dict[str, Any]:
-        answered: Future[dict[str, Any]] = Future()
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        future: Future[dict[str, Any]] = Future()
         number = next(self._calls)
-        self._waiting[number] = answered
+        self._waiting[number] = future
         with self._lock:
             send(self._connection, {**call, "call": number})
-        said = answered.result()
-        if "error" in said:
-            raise error_of(said["error"])
-        answer: dict[str, Any] = said["answer"]
+        reply = future.result()
+        if "error" in reply:
+            raise error_from(reply["error"])
+        answer: dict[str, Any] = reply["answer"]
         return answer
 
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                said, _ = receive(self._connection)
-                self._waiting.pop(said["call"]).set_result(said)
-        gone = {"error": error_row(EngineUnavailable("the worker does not answer any more"))}
+                reply, _ = receive(self._connection)
+                self._waiting.pop(reply["call"]).set_result(reply)
+        closed = {"error": error_row(EngineUnavailable("the worker closed its connection"))}
         while self._waiting:
-            self._waiting.popitem()[1].set_result(gone)
+            self._waiting.popitem()[1].set_result(closed)

@@ -1,4 +1,4 @@
-"""What people are told of an exception that a script let out; its traceback goes to the log."""
+"""Turns an exception of a script into an error for the client; its traceback goes to the log."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ import traceback
 from common.errors import EngineError
 from handlers.user_code.messages import ScriptError, out_of_memory
 
-MAX_REASON = 300
+MAX_REASON_CHARACTERS = 300
 
 
-def explained(error: BaseException) -> EngineError:
-    """The exception as an error with a reason, in one sentence."""
+def to_script_error(error: BaseException) -> EngineError:
+    """An error whose message is the exception's kind and reason in one sentence."""
     if isinstance(error, EngineError):
         return error
-    with contextlib.suppress(Exception):  # of an exception that cannot say what it is
+    with contextlib.suppress(Exception):  # of an exception whose `__str__` fails
         traceback.print_exception(error, file=sys.stdout)
         sys.stdout.flush()
-    what = "the model's script"
     if isinstance(error, MemoryError):
-        return out_of_memory(f"{what} ran out of memory")
+        return out_of_memory("the model's script ran out of memory")
     if isinstance(error, SystemExit):
-        return ScriptError(f"{what} called sys.exit({error.code!r:.100})")
+        return ScriptError(f"the model's script called sys.exit({error.code!r:.100})")
     if isinstance(error, SyntaxError):
         where = f"{os.path.basename(error.filename or '')}, line {error.lineno}"
-        return ScriptError(f"{what} is not Python: {error.msg} ({where})")
+        return ScriptError(f"the model's script is not Python: {error.msg} ({where})")
     text = ""
     with contextlib.suppress(Exception):
-        text = " ".join(str(error).split())[:MAX_REASON]
-    return ScriptError(f"{what} raised {type(error).__name__}" + (f": {text}" if text else ""))
+        text = " ".join(str(error).split())[:MAX_REASON_CHARACTERS]
+    return ScriptError(
+        f"the model's script raised {type(error).__name__}" + (f": {text}" if text else "")
+    )

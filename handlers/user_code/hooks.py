@@ -1,6 +1,6 @@
-"""What a script's imports need changed here, done as the modules are imported.
+"""Import hooks that patch MXNet, gluonnlp and the toolkit when a script imports them.
 
-numpy and the others cost memory and time, so nothing is imported that the script does not import.
+A script that does not import them does not pay for their memory and load time.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from common import numpy_aliases
 
 
 def install() -> None:
-    """Once a process: an image's sitecustomize has done it, too."""
-    if not any(isinstance(finder, _Hooks) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Hooks())
+    """Installs the hooks; does nothing if an image's sitecustomize has installed them."""
+    if not any(isinstance(finder, _PatchFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PatchFinder())
 
 
-class _Hooks(MetaPathFinder):
+class _PatchFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == "mxnet":
             numpy_aliases.restore()
             return None
-        change = _CHANGES.get(fullname)
-        if change is None:
+        patch = _PATCHES.get(fullname)
+        if patch is None:
             return None
         sys.meta_path.remove(self)
         try:
@@ -38,15 +38,15 @@ class _Hooks(MetaPathFinder):
         finally:
             sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Changed(spec.loader, change)
+            spec.loader = _PatchingLoader(spec.loader, patch)
         return spec
 
 
-class _Changed(Loader):
-    """Changes a module once it is there."""
+class _PatchingLoader(Loader):
+    """Patches a module after it is executed."""
 
-    def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
-        self._loader, self._change = loader, change
+    def __init__(self, loader: Any, patch: Callable[[Any], None]) -> None:
+        self._loader, self._patch = loader, patch
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         created: ModuleType | None = self._loader.create_module(spec)
@@ -54,15 +54,18 @@ class _Changed(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        self._change(module)
+        self._patch(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
 
-def _best_pieces(transforms: Any) -> None:
-    """`SentencepieceTokenizer(path)` samples by default (`num_best=0, alpha=1.0`). sentencepiece up
-    to 0.1.86 took that for its best pieces, later ones give single characters or refuse it."""
+def _disable_sampling(transforms: Any) -> None:
+    """Makes `SentencepieceTokenizer(path)` return the best segmentation.
+
+    For its `num_best=0, alpha=1.0` sentencepiece up to 0.1.86 returned that; later versions sample
+    single characters or raise.
+    """
     tokenizer = transforms.SentencepieceTokenizer
     sampled = tokenizer.__call__
 
@@ -76,8 +79,8 @@ def _best_pieces(transforms: Any) -> None:
     tokenizer.__call__ = call
 
 
-def _no_pickles(decoder: Any) -> None:
-    """The toolkit reads NPY with `allow_pickle=True`: a client could run code."""
+def _disable_pickle(decoder: Any) -> None:
+    """Makes the toolkit read NPY without pickle, by which a client could run code."""
 
     def npy_to_numpy(data: bytes) -> Any:
         import io
@@ -90,7 +93,7 @@ def _no_pickles(decoder: Any) -> None:
     decoder._decoder_map[decoder.content_types.NPY] = npy_to_numpy
 
 
-_CHANGES: dict[str, Callable[[Any], None]] = {
-    "gluonnlp.data.transforms": _best_pieces,
-    "sagemaker_inference.decoder": _no_pickles,
+_PATCHES: dict[str, Callable[[Any], None]] = {
+    "gluonnlp.data.transforms": _disable_sampling,
+    "sagemaker_inference.decoder": _disable_pickle,
 }

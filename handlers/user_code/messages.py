@@ -1,7 +1,7 @@
-"""What a worker and its script processes say to each other.
+"""The messages between a worker and its script processes.
 
-A message is a JSON object and the bytes that go with it, over a socket pair. Nothing is pickled:
-what a script writes is only data here.
+A message is a JSON object followed by bodies of bytes, over a socket pair. Nothing is unpickled: a
+script cannot make its worker run code.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any
 
 from common.errors import EngineError, cut, named
 
-MAX_MESSAGE_BYTES = 1 << 30
-MAX_BODIES = 100_000
-MAX_HEADER_CHARACTERS = 6000  # together; Multi Model Server and the gateway take 8192
+MAX_MESSAGE_BYTES = 1 << 30  # of the JSON, and of each body
+MAX_BODIES = 100_000  # of one message
+# Of all names and values of an answer's headers; Multi Model Server and the gateway accept 8192.
+MAX_HEADER_CHARACTERS = 6000
 
-# What Multi Model Server sends of its own accord, and what no answer through it can have.
-OWN_HEADERS = ("connection", "content-length", "keep-alive", "transfer-encoding", "upgrade")
+# Headers that Multi Model Server sets itself; a script's are dropped.
+CONNECTION_HEADERS = ("connection", "content-length", "keep-alive", "transfer-encoding", "upgrade")
 HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A named value of a request: `body`, or a field of a form."""
+    """A named value of a request: `body`, or a form field."""
 
     name: str
     content_type: str
@@ -46,9 +47,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """Raises `ScriptError` for what Multi Model Server cannot pass on: its worker would die of it.
+    """An answer that Multi Model Server can send; names of `headers` are in lower case.
 
-    `headers` have names in lower case.
+    Raises `ScriptError` for a status or header that would crash MMS's worker.
     """
 
     body: bytes
@@ -59,11 +60,13 @@ class Answer:
     def __post_init__(self) -> None:
         if not isinstance(self.status, int) or not 200 <= self.status <= 599:
             raise ScriptError(f"the status is {self.status!r:.40}, must be from 200 to 599")
-        for name in OWN_HEADERS:
+        for name in CONNECTION_HEADERS:
             self.headers.pop(name, None)
         for name, value in {**self.headers, "content-type": self.content_type}.items():
             if not isinstance(name, str) or not HEADER_NAME.fullmatch(name):
-                raise ScriptError(f"{name!r:.80} is a header, must be a name in ASCII")
+                raise ScriptError(
+                    f"{name!r:.80} is no header name, must be ASCII letters, digits and -_"
+                )
             if not isinstance(value, str) or not value.isascii() or not value.isprintable():
                 raise ScriptError(f"the header {name} is {value!r:.80}, must be printable ASCII")
         size = sum(len(name) + len(value) for name, value in self.headers.items())
@@ -75,7 +78,7 @@ class Answer:
 
 
 class ScriptError(EngineError):
-    """A model's own script did something wrong; the message says what, in a sentence."""
+    """A model's own script failed; the message is the reason, in one sentence."""
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class ScriptError(EngineError):
 
 
 def out_of_memory(message: str) -> ScriptError:
-    """Not the engine's `OutOfMemory`: other models do not make room for this one."""
+    """A `ScriptError`, because other models are evicted for the engine's `OutOfMemory`."""
     return ScriptError(message, 507, "ScriptOutOfMemory")
 
 
@@ -101,11 +104,14 @@ def send(connection: Connection, message: dict[str, Any], bodies: Sequence[bytes
 
 
 def receive(connection: Connection) -> tuple[dict[str, Any], list[bytes]]:
-    """Raises `EOFError` or `OSError` when the other side is gone, `ValueError` for nonsense."""
+    """The JSON object and its bodies.
+
+    Raises `EOFError` or `OSError` if the connection is closed, `ValueError` if it is malformed.
+    """
     message = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
     count = message.pop("bodies")
     if not 0 <= count <= MAX_BODIES:
-        raise ValueError(f"a message with {count} bodies")
+        raise ValueError(f"a message has {count} bodies, must be from 0 to {MAX_BODIES}")
     return message, [connection.recv_bytes(MAX_MESSAGE_BYTES) for _ in range(count)]
 
 
@@ -118,7 +124,7 @@ def send_requests(connection: Connection, requests: Sequence[Request], timeout_s
     send(connection, {"requests": rows, "timeout_s": timeout_s}, bodies)
 
 
-def requests_of(message: dict[str, Any], bodies: list[bytes]) -> list[Request]:
+def requests_from(message: dict[str, Any], bodies: list[bytes]) -> list[Request]:
     values = iter(bodies)
     return [
         Request(
@@ -143,15 +149,15 @@ def send_answers(connection: Connection, answers: Sequence[Answer | EngineError]
     send(connection, {"answers": rows}, bodies)
 
 
-def answers_of(message: dict[str, Any], bodies: list[bytes]) -> list[Answer | EngineError]:
+def answers_from(message: dict[str, Any], bodies: list[bytes]) -> list[Answer | EngineError]:
     values = iter(bodies)
     return [
-        error_of(row["error"]) if "error" in row else _answer_of(row, next(values))
+        error_from(row["error"]) if "error" in row else _answer_from(row, next(values))
         for row in message["answers"]
     ]
 
 
-def _answer_of(row: dict[str, Any], body: bytes) -> Answer | EngineError:
+def _answer_from(row: dict[str, Any], body: bytes) -> Answer | EngineError:
     try:
         return Answer(body, row["content_type"], row["status"], dict(row["headers"]))
     except ScriptError as error:
@@ -167,8 +173,8 @@ def error_row(error: EngineError) -> dict[str, Any]:
     }
 
 
-def error_of(row: dict[str, Any]) -> EngineError:
-    """The error as it was there: the engine's own type where it is one."""
+def error_from(row: dict[str, Any]) -> EngineError:
+    """The error of an `error_row`, of its class in `common.errors` or else a `ScriptError`."""
     kind, message, retry_after_s = str(row["type"]), row["message"], row.get("retry_after_s")
-    found = named(kind, message, retry_after_s)
-    return found or ScriptError(message, int(row["status"]), kind, retry_after_s)
+    error = named(kind, message, retry_after_s)
+    return error or ScriptError(message, int(row["status"]), kind, retry_after_s)

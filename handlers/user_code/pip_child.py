@@ -1,6 +1,6 @@
-"""pip for one model, which may run code of the packages: `python pip_child.py <pid> <JSON> ...`.
+"""Runs pip for one model, confined: `python pip_child.py <pid> <JSON> <pip's arguments>`.
 
-The worker's pid, a `Confinement` or null, and pip's arguments.
+`pid` is the worker's; the JSON is a `Confinement` or null. pip may run code of the packages.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    del sys.path[0]  # the folder of this file: its modules would stand in for Python's own
+    del sys.path[0]  # this file's folder, whose modules would hide the standard library's
 
 import json
 import os
 import runpy
 from pathlib import Path
 
-from handlers.user_code.confinement.rules import REPOSITORY, Confinement, belong_to
+from handlers.user_code.confinement.rules import REPOSITORY, Confinement, become_model_process
 
 
 def main() -> None:
     worker, confinement = int(sys.argv[1]), json.loads(sys.argv[2])
-    belong_to(worker, Confinement(**confinement) if confinement else None)
-    # It looks for packages everywhere on the path, and what it starts needs none of ours.
+    become_model_process(worker, Confinement(**confinement) if confinement else None)
+    # pip takes every package on the path as installed.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != REPOSITORY]
     os.environ.pop("PYTHONPATH", None)
     sys.argv[:] = ["pip", *sys.argv[3:]]

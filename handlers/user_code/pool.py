@@ -1,4 +1,4 @@
-"""The script processes of one model: one for each connection of Multi Model Server."""
+"""The script processes of one model: one per connection of Multi Model Server."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from handlers.user_code.process import ScriptProcess
 
 logger = logging.getLogger(__name__)
 
-TIDY_S = 0.5
+# A crashed process's children and zombies remain at most this long while no request comes.
+REAP_INTERVAL_S = 0.5
 
 
 class ScriptPool:
-    """Thread-safe. A connection has one batch in flight, so there is a free process for each."""
+    """Thread-safe. A connection has one batch in flight, so each batch has a free process."""
 
     def __init__(self, make: Callable[[], ScriptProcess]) -> None:
         self._make = make
@@ -28,16 +29,19 @@ class ScriptPool:
         self._count = self._connections = 0
 
     def load(self) -> None:
-        """Starts the first process. Raises why its script does not load."""
+        """Starts the first process. Raises the reason if its script does not load."""
         process = self._make()
         process.start()
         process.wait_until_loaded()
-        self._give_back(process, new=True)
-        threading.Thread(target=self._tidy, name="tidy", daemon=True).start()
+        self._count += 1
+        self._release(process)
+        threading.Thread(target=self._reap, name="reaper", daemon=True).start()
 
     def connected(self) -> None:
-        """One more connection: one more process, unless there is one for it. Waits for its load,
-        but one that does not load or start is only logged: it is tried again when it is needed."""
+        """Adds a process if there are now more connections than processes, and waits for its load.
+
+        A failure is only logged: the next request that needs the process starts it again.
+        """
         with self._changed:
             self._connections += 1
             if self._connections <= self._count:
@@ -48,10 +52,10 @@ class ScriptPool:
             process.start()
             process.wait_until_loaded()
         except Exception as error:  # such as EMFILE, or a thread that does not start
-            why = error.message if isinstance(error, EngineError) else str(error)
-            logger.error("one more process of the model's script: %s", why)
+            reason = error.message if isinstance(error, EngineError) else str(error)
+            logger.error("another process of the model's script did not start: %s", reason)
         finally:
-            self._give_back(process)
+            self._release(process)
 
     def disconnected(self) -> None:
         with self._changed:
@@ -62,37 +66,42 @@ class ScriptPool:
             self._count -= 1
         process.stop()
 
-    def ask(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
-        with self._process(timeout_s) as process:
-            return process.ask(requests, timeout_s)
+    def answer(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
+        """One answer per request. Raises an error that all of them share."""
+        with self._acquired(timeout_s) as process:
+            return process.answer(requests, timeout_s)
 
-    def _tidy(self) -> None:
-        """What a process leaves that ends while nobody asks does not wait for the next request."""
+    def _reap(self) -> None:
+        """Cleans up after processes that end between requests, so that no request waits for it."""
         while True:
-            time.sleep(TIDY_S)
+            time.sleep(REAP_INTERVAL_S)
             descendants.reap()
             with self._changed:
                 ended = [process for process in self._free if process.has_ended]
                 self._free = [process for process in self._free if process not in ended]
-            for process in ended:  # that takes seconds where what it has left keeps forking
+            for process in ended:
                 try:
-                    process.stop()
+                    process.stop()  # takes seconds if its children keep forking
                 finally:
-                    self._give_back(process)
+                    self._release(process)
 
     @contextlib.contextmanager
-    def _process(self, timeout_s: float) -> Iterator[ScriptProcess]:
+    def _acquired(self, timeout_s: float) -> Iterator[ScriptProcess]:
         with self._changed:
             if not self._changed.wait_for(lambda: self._free, timeout_s):
-                raise ScriptError("no process of the model's script is free", 503, retry_after_s=1)
+                raise ScriptError(
+                    f"no process of the model's script was free within {timeout_s:g} s; try again"
+                    " later",
+                    503,
+                    retry_after_s=1,
+                )
             process = self._free.pop()
         try:
             yield process
         finally:
-            self._give_back(process)
+            self._release(process)
 
-    def _give_back(self, process: ScriptProcess, new: bool = False) -> None:
+    def _release(self, process: ScriptProcess) -> None:
         with self._changed:
-            self._count += new
             self._free.append(process)
             self._changed.notify()

@@ -1,7 +1,7 @@
-"""One process that runs a model's own script, as its worker sees it.
+"""Starts, calls and stops one process that runs a model's own script, from its worker.
 
-The worker answers in the place of a script that dies or hangs, so Multi Model Server never notices
-and never makes clients wait for its own repair of a worker.
+If the script crashes or hangs, the worker answers with an error. Multi Model Server sees no crash,
+so clients do not wait while it restarts a worker.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from handlers.user_code.messages import (
     Answer,
     Request,
     ScriptError,
-    answers_of,
-    error_of,
+    answers_from,
+    error_from,
     out_of_memory,
     receive,
     send,
@@ -40,15 +40,15 @@ from handlers.user_code.output import relay
 logger = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).with_name("child.py")
-# One that has closed its connection is about to end, unless it is up to something.
-END_S = 1.0
+# How long to wait for the exit status of a process that has closed its connection.
+EXIT_TIMEOUT_S = 1.0
 
 
 class ScriptProcess:
-    """Started by `start`, again by `ask` where it has ended. Used by one thread at a time."""
+    """Started by `start`, and restarted by `answer`. Used by one thread at a time."""
 
     def __init__(self, name: str, spec: Mapping[str, Any], load_timeout_s: float) -> None:
-        """`spec` is what `handlers.user_code.child` is told to load."""
+        """`spec` is `handlers.user_code.entry_point.Script.spec`'s."""
         self._name, self._spec, self._load_timeout_s = name, spec, load_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -57,19 +57,19 @@ class ScriptProcess:
         self._timed_out = False
 
     def start(self) -> None:
-        """Begins to load the model; `wait_until_loaded` tells how that went.
+        """Starts the process, which loads the model; `wait_until_loaded` returns the outcome.
 
-        Raises `ScriptError` where no process, thread or socket can be had.
+        Raises `ScriptError` if no process, thread or socket can be created.
         """
         self.stop()
         try:
             self._start()
         except (OSError, RuntimeError) as error:  # RuntimeError: a thread does not start
             self.stop()
-            why = getattr(error, "strerror", None) or error
-            raise ScriptError(f"the model's script cannot be started: {why}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise ScriptError(f"the model's script cannot be started: {reason}") from None
         assert self._connection is not None
-        with contextlib.suppress(OSError):  # it has ended already: seen when its answer is read
+        with contextlib.suppress(OSError):  # it has ended already; `wait_until_loaded` raises that
             send(self._connection, dict(self._spec))
 
     def _start(self) -> None:
@@ -98,9 +98,9 @@ class ScriptProcess:
         relay(process.stdout, self._name)
 
     def wait_until_loaded(self, timeout_s: float | None = None) -> None:
-        """Raises the reason why the script is not loaded.
+        """Raises the reason if the script does not load.
 
-        Without `timeout_s` it has the whole time that a load may take, and is stopped after that.
+        After the load timeout the process is stopped. A shorter `timeout_s` leaves it loading.
         """
         if self._loaded:
             return
@@ -109,19 +109,19 @@ class ScriptProcess:
         if connection is None:
             raise ScriptError("the model's script is not running")
         if timeout_s is not None and timeout_s < left_s and not connection.poll(timeout_s):
-            raise EngineUnavailable("the model's script is being loaded again")
+            raise EngineUnavailable("the model's script is being loaded again; try again later")
         try:
-            with self._at_most(left_s):
+            with self._killed_after(left_s):
                 outcome, _ = receive(connection)
         except (EOFError, OSError, ValueError, KeyError, TypeError):
             raise self._ended("while it was loaded", self._load_timeout_s) from None
         if "error" in outcome:
             self.stop()
-            raise error_of(outcome["error"])
+            raise error_from(outcome["error"])
         self._loaded = True
 
-    def ask(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
-        """An answer or an error for each. Raises what is wrong with all of them."""
+    def answer(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
+        """An answer or an error per request. Raises an error that all of them share."""
         end = time.monotonic() + timeout_s
         if self._process is None or has_ended(self._process):
             self.start()
@@ -129,25 +129,28 @@ class ScriptProcess:
         assert self._connection is not None
         left_s = max(end - time.monotonic(), 0.1)
         try:
-            with self._at_most(left_s):
+            with self._killed_after(left_s):
                 send_requests(self._connection, requests, left_s)
-                answers = answers_of(*receive(self._connection))
+                answers = answers_from(*receive(self._connection))
         except (EOFError, OSError, ValueError, KeyError, TypeError, StopIteration):
             error = self._ended("while it answered", timeout_s)
             with contextlib.suppress(ScriptError):
                 self.start()  # for the next request
             raise error from None
         if len(answers) != len(requests):
-            raise ScriptError("the model's script gave another number of answers than of requests")
+            raise ScriptError(
+                f"the model's script returned {len(answers)} answers, must be {len(requests)}: one"
+                " for each request"
+            )
         return answers
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended by itself; `stop` ends what it has started."""
+        """Whether the process has ended by itself; its children may still run, until `stop`."""
         return self._process is not None and has_ended(self._process)
 
     def stop(self) -> None:
-        """Ends the process and what it has started, and waits until it is gone."""
+        """Kills the process and its children, and waits for their end."""
         process, self._process = self._process, None
         if process is not None:
             descendants.end(process)
@@ -156,32 +159,34 @@ class ScriptProcess:
             self._connection = None
 
     @contextlib.contextmanager
-    def _at_most(self, seconds: float) -> Iterator[None]:
-        """Kills the process when the time is over: what waits for it then sees its end."""
+    def _killed_after(self, timeout_s: float) -> Iterator[None]:
+        """Kills the process after `timeout_s`, which closes its connection."""
         process = self._process
         assert process is not None
 
-        def give_up() -> None:
+        def kill() -> None:
             self._timed_out = True
             descendants.kill(process)
 
         self._timed_out = False
-        timer = threading.Timer(max(seconds, 0.0), give_up)
+        timer = threading.Timer(max(timeout_s, 0.0), kill)
         timer.daemon = True
         try:
             timer.start()
-        except RuntimeError as error:  # nothing would end a script that hangs
-            raise ScriptError(f"{error} for the request's deadline", 503, retry_after_s=1) from None
+        except RuntimeError as error:  # without a timer nothing would stop a script that hangs
+            raise ScriptError(
+                f"{error} for the request's timeout; try again later", 503, retry_after_s=1
+            ) from None
         try:
             yield
         finally:
             timer.cancel()
 
     def _ended(self, when: str, timeout_s: float) -> EngineError:
-        """Why the process is gone, for people; it is gone afterwards in any case."""
+        """Stops the process; returns the reason of its end as an error."""
         process = self._process
         assert process is not None
-        end = time.monotonic() + END_S
+        end = time.monotonic() + EXIT_TIMEOUT_S
         while not (ended := has_ended(process)) and time.monotonic() < end:
             time.sleep(0.005)
         self.stop()
@@ -193,7 +198,7 @@ class ScriptProcess:
             )
         if code == -signal.SIGKILL:
             return out_of_memory(
-                f"the model's script was killed {when} (SIGKILL), most likely for want of memory"
+                f"the model's script was killed {when} (SIGKILL), most likely for lack of memory"
             )
         if code is not None and code < 0:
             return ScriptError(

@@ -1,4 +1,4 @@
-"""The packages that a model asks for in `requirements.txt`, in a folder of the model's own."""
+"""Installs a model's `requirements.txt` into a folder of that model."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ PROGRAM = Path(__file__).with_name("pip_child.py")
 def install(
     script: Script, spec: ModelSpec, settings: Settings, confinement: Confinement | None
 ) -> str | None:
-    """The folder with the packages, None where none are asked for.
+    """The folder with the packages; None if the model has no `requirements.txt`.
 
-    Raises `ArtifactError` where models may not ask for any, and with pip's reason.
+    Raises `ArtifactError` without ALLOW_MODEL_REQUIREMENTS, and with pip's reason if pip fails.
     """
     file = script.requirements
     if file is None:
@@ -62,7 +62,7 @@ def _pip(
     command = [sys.executable, str(PROGRAM), str(os.getpid()), confined]
     command += ["install", "--no-input", "--quiet", "--disable-pip-version-check"]
     command += ["--target", str(folder), "-r", str(file)]
-    with tempfile.TemporaryFile(dir=folder.parent) as output:  # a pipe could outlive pip
+    with tempfile.TemporaryFile(dir=folder.parent) as output:  # pip's children could hold a pipe
         process = descendants.start(
             command,
             env=pip_environment(str(folder.parent / TEMPORARY)),
@@ -74,13 +74,15 @@ def _pip(
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise DeadlineExceeded(f"{shown} was not installed within {timeout_s:g} s") from None
+            raise DeadlineExceeded(
+                f"{shown} was not installed within {timeout_s:g} s (LOAD_TIMEOUT_S)"
+            ) from None
         finally:
             descendants.end(process)
         output.seek(0)
-        said = output.read().decode("utf-8", "replace")
+        log = output.read().decode("utf-8", "replace")
     if process.returncode != 0:
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        lines = [line.strip() for line in log.splitlines() if line.strip()]
         for line in lines:
             logger.error("pip: %s", line)
         reason = next((line for line in reversed(lines) if "ERROR" in line), "pip failed")

@@ -24,7 +24,7 @@ import sys
 import handlers.worker as worker
 from tests.processes import become_a_user
 import tests.handlers.tries  # which a confined one cannot read
-worker.NEVER_CONNECTED_S = float(sys.argv.pop(1))
+worker.FIRST_CONNECTION_TIMEOUT_S = float(sys.argv.pop(1))
 if user := int(sys.argv.pop(1)):
     become_a_user(user)
 worker.main()

@@ -107,7 +107,7 @@ def test_a_flan_t5_answers_as_transformers_does(
         body = json.dumps({"inputs": prompt, "parameters": {"max_new_tokens": 8}}).encode()
         parts = [Part("body", "application/json", body)]
         for _ in range(2):
-            (answer,) = process.ask([Request("1", {}, parts)], TIMEOUT_S)
+            (answer,) = process.answer([Request("1", {}, parts)], TIMEOUT_S)
             assert isinstance(answer, Answer), answer
             assert json.loads(answer.body) == {"generated_text": expected}
     finally:

@@ -1,1 +1,1 @@
-"""What a model's own program may see and do."""
+"""Confines a model's own programs: Landlock, seccomp, capabilities, a user of their own."""

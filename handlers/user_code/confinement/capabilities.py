@@ -7,8 +7,8 @@ import os
 from collections.abc import Set
 
 CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, KILL, SETGID, SETUID = 0, 1, 2, 5, 6, 7
-# To start a program as another user, give it a folder, and end it.
-OF_USERS = frozenset({CHOWN, KILL, SETGID, SETUID})
+# What root needs to start a program as another user, give it a folder, and kill it.
+SWITCH_USER = frozenset({CHOWN, KILL, SETGID, SETUID})
 
 VERSION_3 = 0x20080522
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
@@ -26,23 +26,23 @@ class _Data(ctypes.Structure):
     )
 
 
-def held() -> set[int]:
-    """Those that this process may use."""
+def permitted() -> set[int]:
+    """The capabilities that this process may use."""
     data = (_Data * 2)()
     _call("capget", data)
     return {bit for bit in range(32) if data[0].permitted >> bit & 1}
 
 
-def keep(kept: Set[int]) -> None:
-    """Gives up all but these, for this thread and what it executes. Raises `OSError`."""
-    bits = sum(1 << bit for bit in kept)
+def drop_all_but(remaining: Set[int]) -> None:
+    """Drops all other capabilities of this thread and the programs it runs. Raises `OSError`."""
+    bits = sum(1 << bit for bit in remaining)
     _call("capset", (_Data * 2)(_Data(bits, bits, bits)))
-    for bit in kept:
+    for bit in remaining:
         ctypes.CDLL(None).prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, bit, 0, 0)
 
 
 def _call(name: str, data: ctypes.Array[_Data]) -> None:
-    """The first half of `data` has those below 32, with all that are of use here."""
+    """Calls `capget` or `capset`; the first half of `data` has the capabilities below 32."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     if function(ctypes.byref(_Header(VERSION_3, 0)), data) != 0:
         error = ctypes.get_errno()

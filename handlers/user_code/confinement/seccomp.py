@@ -1,8 +1,8 @@
-"""Which system calls a model's script is refused, it and all that it starts.
+"""The seccomp filter of a model's script: which system calls fail in it and in its children.
 
-A script makes no sockets but those of IP, with `network`, netlink's for routes, and connected
-pairs, which `multiprocessing` and `asyncio` use: neither Multi Model Server nor the engine, which
-trust what reaches their sockets, hear from it. A `multiprocessing.Manager` does not work.
+The only sockets are IP's (with `network`), netlink's for routes, and connected pairs, which
+`multiprocessing` and `asyncio` use. So no script connects to Multi Model Server or to the engine,
+whose sockets need no authentication. `multiprocessing.Manager` does not work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from common.seccomp import (
     refused,
 )
 
-NETLINK_ROUTE = 0  # tells of addresses and routes; the other protocols of netlink list sockets
+NETLINK_ROUTE = 0  # addresses and routes; other netlink protocols list sockets
 SOCKET_TYPE = 0xF  # without SOCK_CLOEXEC and SOCK_NONBLOCK
 O_TRUNC, O_ACCMODE, O_WRONLY, O_RDWR = 0o1000, 0o3, 0o1, 0o2
 
@@ -45,19 +45,21 @@ def available() -> bool:
 
 
 def refuse_calls(network: bool, truncation: bool) -> None:
-    """Filters this thread and what it starts, for good. Needs `no_new_privs`.
+    """Permanently filters this thread and its children. Needs `no_new_privs`. Raises `OSError`.
 
-    `truncation`: whether files are truncated only that were opened to be written, for a Landlock
-    that does not know it. Raises `OSError`.
+    `truncation`: also refuse to truncate files that are not open for writing, which Landlock before
+    ABI 3 does not restrict.
     """
     rules = [*_rules(network), *(_truncation() if truncation else ())]
     if not load(ctypes.CDLL(None), rules):
-        raise OSError(ENOSYS, "the kernel takes no seccomp filter")
+        raise OSError(ENOSYS, "the kernel does not support seccomp filters")
 
 
 def _rules(network: bool) -> Iterator[Rule]:
     yield from always()
-    yield from refuse(EXTENDED_ATTRIBUTES.values(), EOPNOTSUPP)  # as by many a file system
+    yield from refuse(
+        EXTENDED_ATTRIBUTES.values(), EOPNOTSUPP
+    )  # as file systems without attributes
     yield CLONE, [argument(0), (JSET, 0, 1, NEW_NAMESPACES), refused(), ALLOWED]
     families = (socket.AF_INET, socket.AF_INET6) if network else ()
     yield (
@@ -70,7 +72,7 @@ def _rules(network: bool) -> Iterator[Rule]:
             ALLOWED,
         ],
     )
-    # Half of a pair of datagrams sends to any socket of datagrams.
+    # Either half of a pair of datagram sockets could send to any datagram socket.
     yield (
         OTHERS["socketpair"],
         [
@@ -84,7 +86,7 @@ def _rules(network: bool) -> Iterator[Rule]:
 
 
 def _truncation() -> Iterator[Rule]:
-    """Refuses it by path, and in opening a file that is not opened to be written."""
+    """Refuses `truncate` by path, and `O_TRUNC` unless the file is opened for writing."""
     yield from refuse([WRITES["truncate"]], EACCES)
     yield from refuse([OPENAT2], ENOSYS)
     for call, flags in ((OPEN, 1), (OPENAT, 2)):

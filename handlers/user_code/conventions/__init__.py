@@ -1,1 +1,1 @@
-"""What a model's script may define, and what stands in for what it leaves out."""
+"""The functions and classes that a script may define, and the defaults for those it does not."""

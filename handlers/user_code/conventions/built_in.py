@@ -1,6 +1,6 @@
-"""The built-in handlers as the defaults of a script without a `model_fn`.
+"""The built-in handlers as defaults of a script without a `model_fn`.
 
-Such a script changes what goes in or comes out of a model that the server can run by itself.
+Such a script changes the input or output of a model that the server can run by itself.
 """
 
 from __future__ import annotations
@@ -16,28 +16,26 @@ from handlers.dispatch import Handler, built_in
 from handlers.payload import to_json
 from handlers.user_code.conventions import formats
 from handlers.user_code.messages import ScriptError
-from handlers.user_code.module import ours
+from handlers.user_code.module import server_imports
 
 
 class BuiltIn:
-    """The toolkit's functions around a built-in handler: `input_fn` gives the JSON value or the
-    text of the body, `predict_fn` takes such a value (text alone is `{"inputs": text}`) and gives
-    the handler's JSON answer as a value.
+    """The toolkit's functions around a built-in handler.
+
+    `input_fn` returns the JSON value or text of the body; `predict_fn` takes it (a text as
+    `{"inputs": text}`) and returns the handler's JSON answer as a value.
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self._spec = spec
-        with ours():
+        with server_imports():
             self.handler: Handler = built_in(spec["root"])
 
-    def load(self, *, alone: bool) -> Any:
-        """The model as the script's functions expect it, or as `handler` does, if it is `alone`.
-
-        Raises `EngineError`.
-        """
-        handler = self.handler if alone else getattr(self.handler, "FOR_SCRIPTS", self.handler)
+    def load(self, *, for_script: bool) -> Any:
+        """The model, as a script's functions or as `handler` takes it. Raises `EngineError`."""
+        handler = getattr(self.handler, "FOR_SCRIPTS", self.handler) if for_script else self.handler
         try:
-            with ours():
+            with server_imports():
                 if self.handler.IN_ENGINE:
                     from handlers.user_code.engine_proxy import EngineModel
 
@@ -47,11 +45,11 @@ class BuiltIn:
             raise ArtifactError(
                 "Please provide a model_fn implementation (or load_model and predict, or"
                 " handle(data, context), or one class with initialize and handle): the script has"
-                f" none, and its model is none that the server can run by itself ({error.message})"
+                f" none, and the server cannot run its model without it ({error.message})"
             ) from None
 
     def input_fn(self, body: bytes | str, content_type: str | None, model: Any) -> Any:
-        """Raises `InvalidRequest`, or 415."""
+        """Raises `InvalidRequest`, or `ScriptError` with status 415."""
         kind = (content_type or JSON).split(";")[0].strip()
         if kind == JSON:
             return read_json(body)
@@ -69,7 +67,9 @@ class BuiltIn:
         try:
             body = to_json(value)
         except (TypeError, ValueError) as error:
-            raise ScriptError(f"input_fn gave what is no JSON value: {error}") from None
+            raise ScriptError(
+                f"input_fn returned {type(data).__name__}, must be a JSON value: {error}"
+            ) from None
         answer, kind = self.handler.transform_fn(model, body, JSON, JSON, timeout_s)
         return json.loads(answer) if kind.startswith(JSON) else answer
 

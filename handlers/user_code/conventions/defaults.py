@@ -1,28 +1,28 @@
-"""The functions that stand in for those that a script leaves out, by what its model is."""
+"""Chooses the defaults for functions that a script does not define, by the type of its model."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any, Protocol
 
-from handlers.user_code.module import ours
+from handlers.user_code.module import server_imports
 
 
 class Defaults(Protocol):
-    """Each raises `EngineError` for what the client or the script got wrong."""
+    """Each function raises `EngineError` for a mistake of the client or the script."""
 
     def input_fn(self, body: bytes | str, content_type: str | None, model: Any) -> Any: ...
 
     def predict_fn(self, data: Any, model: Any, timeout_s: float) -> Any: ...
 
     def output_fn(self, prediction: Any, accept: str) -> Any:
-        """The body, or body and content type."""
+        """Returns the body, or body and content type."""
 
 
-def defaults_for(model: Any, other: Defaults) -> Defaults:
-    """The SageMaker MXNet container's for MXNet's modules and blocks, else the `other`."""
-    mxnet = sys.modules.get("mxnet")  # a model of its kinds has imported it
-    with ours():
+def defaults_for(model: Any, fallback: Defaults) -> Defaults:
+    """The SageMaker MXNet container's defaults for MXNet's modules and blocks, else `fallback`."""
+    mxnet = sys.modules.get("mxnet")  # imported by the script if the model is MXNet's
+    with server_imports():
         if mxnet is not None and isinstance(model, mxnet.mod.BaseModule):
             from handlers.tensors import symbol_module
 
@@ -31,4 +31,4 @@ def defaults_for(model: Any, other: Defaults) -> Defaults:
             from handlers.user_code.conventions import gluon_block
 
             return gluon_block
-    return other
+    return fallback

@@ -1,10 +1,10 @@
-"""The conventions that a model's script may follow, told apart by what it defines.
+"""Detects which convention a model's script follows, by the functions and classes it defines.
 
 model_fn, transform_fn, input_fn, predict_fn, output_fn    the SageMaker Inference Toolkit's
 load_model(model_dir), predict(model, payload)             the payload is the batch
 handle(data, context), or a class with initialize/handle   Multi Model Server's
 
-One that defines none of them leaves it all to the defaults, as on SageMaker.
+A script that defines none of them is served by the defaults, as on SageMaker.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from handlers.user_code.messages import Answer, Request
 
 
 class Service(Protocol):
-    """A script that can be asked."""
+    """A script behind one of the conventions."""
 
     def load(self) -> None:
         """Loads the model. Raises what the script raises."""
 
     def answer(self, requests: list[Request], timeout_s: float) -> Sequence[Answer | EngineError]:
-        """One for each request; or raises what the script raises, for all of them."""
+        """One answer per request. Raises what the script raises for the whole batch."""
 
 
 def service_of(module: ModuleType, spec: Mapping[str, Any]) -> Service:

@@ -1,6 +1,6 @@
 """The toolkit's default functions: arrays in JSON, CSV, NPY and sparse NPZ.
 
-Its own decoders and encoders; what a client got wrong is told as such.
+They use its decoders and encoders, and report a client's mistake as a 4xx with the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from handlers.user_code.messages import ScriptError
 
 
 def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
-    """A numpy array (of NPZ: a scipy sparse matrix). Raises `InvalidRequest`, or 415."""
+    """A numpy array, or a scipy sparse matrix from NPZ. Raises `InvalidRequest`, or status 415."""
     from sagemaker_inference import decoder, errors
 
     try:
@@ -26,16 +26,16 @@ def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
         ) from None
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise InvalidRequest(f"the body is no {content_type}: {reason}") from None
+        raise InvalidRequest(f"the body is not {content_type}: {reason}") from None
 
 
 def predict_fn(data: Any, model: Any, timeout_s: float) -> Any:
-    """There is none: a script whose model nobody else knows is not loaded without its own."""
+    """Never called: a script with such a model must define `predict_fn`, or it is not loaded."""
     raise NotImplementedError
 
 
 def output_fn(prediction: Any, accept: str) -> tuple[Any, str]:
-    """Body and content type. Raises 406, or `ScriptError` for what cannot be written so."""
+    """Body and content type. Raises `ScriptError`: 406, or 500 if the value cannot be encoded."""
     from sagemaker_inference import encoder, utils
 
     for content_type in utils.parse_accept(accept):

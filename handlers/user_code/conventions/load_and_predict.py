@@ -1,7 +1,7 @@
 """Scripts with `load_model(model_dir)` and `predict(model, payload)`.
 
-`payload` is the batch as Multi Model Server has it, a dict a request with the body as bytes:
-`payload[0]["body"]`. `predict` returns a list with an answer for each.
+`payload` is the batch in Multi Model Server's form: a list of one dict per request, whose body is
+bytes, `payload[0]["body"]`. `predict` returns a list with one answer per request.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from types import ModuleType
 from typing import Any
 
 from common.errors import ArtifactError, EngineError
-from handlers.user_code.conventions.mms_context import ScriptContext, answer_of
+from handlers.user_code.conventions.mms_context import ScriptContext, to_answer
 from handlers.user_code.messages import Answer, Request, ScriptError
 
 
 class LoadAndPredict:
     def __init__(self, module: ModuleType, spec: Mapping[str, Any]) -> None:
         if not callable(getattr(module, "predict", None)):
-            raise ArtifactError("the script defines load_model without predict(model, payload)")
+            raise ArtifactError(
+                "the script defines load_model without predict(model, payload), must define both"
+            )
         self._module, self._spec = module, spec
 
     def load(self) -> None:
@@ -31,7 +33,7 @@ class LoadAndPredict:
 
 
 def answers_of_batch(values: Any, context: ScriptContext, what: str) -> list[Answer | EngineError]:
-    """What a script returned for a batch. Raises `ScriptError` unless it is a list that fits."""
+    """Converts a script's result for a batch. Raises `ScriptError` if it is no list that fits."""
     if not isinstance(values, list):
         raise ScriptError(
             f"{what} returned a {type(values).__name__}, must return a list with an answer for each"
@@ -43,10 +45,10 @@ def answers_of_batch(values: Any, context: ScriptContext, what: str) -> list[Ans
             f"{what} returned {len(values)} answers, must return one for each request"
             f" ({len(processors)})"
         )
-    found: list[Answer | EngineError] = []
+    answers: list[Answer | EngineError] = []
     for value, processor in zip(values, processors, strict=True):
         try:
-            found.append(answer_of(value, None, processor, what))
+            answers.append(to_answer(value, None, processor, what))
         except ScriptError as error:
-            found.append(error)
-    return found
+            answers.append(error)
+    return answers

@@ -1,7 +1,7 @@
-"""Multi Model Server's context, as scripts know it, and a request's values.
+"""Multi Model Server's context for scripts, and conversion of requests and answers.
 
-Its classes are MMS's own; what differs is that headers are found whatever their case (the gateway
-writes them small) and that metrics are made when they are asked for.
+Uses MMS's own classes. Two differences: headers are found in any case (the gateway sends lower
+case), and metrics are created on first use.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ TEXT, BYTES = "text/plain; charset=utf-8", "application/octet-stream"
 
 
 class Headers(dict[str, Any]):
-    """A request's headers under names as in `Content-Type`, found in any case."""
+    """A request's headers, with names like `Content-Type`, found in any case."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
-        super().__init__({_titled(name): value for name, value in headers.items()})
+        super().__init__({_title_case(name): value for name, value in headers.items()})
         self._names = {name.lower(): name for name in self}
 
     def __getitem__(self, name: str) -> Any:
@@ -37,12 +37,12 @@ class Headers(dict[str, Any]):
         return super().get(self._names.get(name.lower(), name), default)
 
 
-def _titled(name: str) -> str:
+def _title_case(name: str) -> str:
     return "-".join(part.capitalize() for part in name.split("-"))
 
 
 class ScriptContext(Context):  # type: ignore[misc]
-    """`requests` of the batch are at their indices; none while the model is loaded."""
+    """The context of a batch of `requests`; of none while the model loads."""
 
     _metrics: Any
 
@@ -73,18 +73,18 @@ class ScriptContext(Context):  # type: ignore[misc]
         self._metrics = metrics
 
 
-def answer_of(value: Any, kind: str | None, processor: RequestProcessor, what: str) -> Answer:
-    """What a script returned for a request, with the status and headers that it has set.
+def to_answer(value: Any, kind: str | None, processor: RequestProcessor, what: str) -> Answer:
+    """Converts a script's return value: bytes and text as they are, any other value as JSON.
 
-    Bytes and text go out as they are, anything else as JSON. Raises `ScriptError` for what cannot
-    be sent; Multi Model Server's worker would die of it.
+    Adds the status and headers that the script has set. Raises `ScriptError` for a value that
+    cannot be sent, which would crash Multi Model Server's worker.
     """
     if value is None:
         raise ScriptError(f"{what} returned nothing (None), must return bytes, text or JSON values")
     if isinstance(value, bytes | bytearray | memoryview):
-        body, own = bytes(value), BYTES
+        body, default_type = bytes(value), BYTES
     elif isinstance(value, str):
-        body, own = value.encode("utf-8", "replace"), TEXT
+        body, default_type = value.encode("utf-8", "replace"), TEXT
     else:
         try:
             body = to_json(value)
@@ -93,18 +93,18 @@ def answer_of(value: Any, kind: str | None, processor: RequestProcessor, what: s
             raise ScriptError(
                 f"{what} returned a {name}, must return bytes, text or JSON values"
             ) from None
-        own = JSON
+        default_type = JSON
     headers = {
         name.lower() if isinstance(name, str) else name: header
         for name, header in processor.get_response_headers().items()
     }
     status = processor.get_response_status_code()
-    kind = headers.pop("content-type", None) or kind or own
+    kind = headers.pop("content-type", None) or kind or default_type
     return Answer(b"" if status in (204, 304) else body, kind, status, headers)
 
 
-def decoded(request: Request) -> dict[str, Any]:
-    """The values as Multi Model Server gives them to a service: JSON and text decoded.
+def decode(request: Request) -> dict[str, Any]:
+    """The request's values as Multi Model Server passes them: JSON and text decoded.
 
     Raises `InvalidRequest`.
     """

@@ -1,7 +1,7 @@
-"""Services of Multi Model Server's own kind: `handle(data, context)`, or a class that has it.
+"""Multi Model Server's own convention: a function `handle(data, context)`, or a class with it.
 
-As mms/model_loader.py and mms/service.py (1.1.11) run them, but for what a client is told: there an
-error of `initialize` is lost, and errors have no reasons.
+Runs them as mms/model_loader.py and mms/service.py (1.1.11) do, but reports the reason of an error
+to the client, also of an error in `initialize`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from typing import Any
 
 from common.errors import ArtifactError, EngineError, InvalidRequest
 from handlers.user_code.conventions.load_and_predict import answers_of_batch
-from handlers.user_code.conventions.mms_context import ScriptContext, decoded
+from handlers.user_code.conventions.mms_context import ScriptContext, decode
 from handlers.user_code.messages import Answer, Request, ScriptError
 
 STEPS = ("preprocess", "inference", "postprocess")
 
 
 def find_handler(module: ModuleType, entry: str | None) -> Any:
-    """The function or class that answers: the one named `entry`, else `handle`, else the only class
-    that can. None if there is none, or several. Raises `ArtifactError` if `entry` is not there."""
+    """The function or class `entry`, else `handle`, else the only class that can handle requests.
+
+    None if there is none, or several. Raises `ArtifactError` if `entry` does not exist.
+    """
     if entry is not None:
-        found = getattr(module, entry, None)
-        if not callable(found):
+        handler = getattr(module, entry, None)
+        if not callable(handler):
             raise ArtifactError(
                 f"the handler {module.__name__}:{entry} is not in {module.__name__}.py"
             )
-        return found
+        return handler
     if callable(getattr(module, "handle", None)):
         return module.handle
     classes = [
@@ -36,7 +38,7 @@ def find_handler(module: ModuleType, entry: str | None) -> Any:
         for _, c in inspect.getmembers(module, inspect.isclass)
         if c.__module__ == module.__name__ and _can_handle(c)
     ]
-    # A base class of another one is no service of its own.
+    # Base classes of other classes are not candidates.
     classes = [c for c in classes if not any(o is not c and issubclass(o, c) for o in classes)]
     return classes[0] if len(classes) == 1 else None
 
@@ -50,13 +52,16 @@ class MMSService:
         self._handler, self._spec = handler, spec
         self._what = getattr(handler, "__name__", "handle")
         if inspect.isclass(handler) and not _can_handle(handler):
-            raise ArtifactError(f"the class {self._what} has no handle(data, context)")
+            raise ArtifactError(
+                f"the class {self._what} has no handle(data, context), must have it or"
+                f" {', '.join(STEPS)}"
+            )
 
     def load(self) -> None:
         context = ScriptContext(self._spec)
         if not inspect.isclass(self._handler):
             self._handle: Callable[[Any, Any], Any] = self._handler
-            self._handle(None, context)  # a function is told to load with no data
+            self._handle(None, context)  # MMS's convention for loading with a function
             return
         service: Any = self._handler()
         if hasattr(service, "initialize"):
@@ -69,21 +74,21 @@ class MMSService:
             )
 
     def answer(self, requests: list[Request], timeout_s: float) -> Sequence[Answer | EngineError]:
-        found: list[Answer | EngineError | None] = []
+        answers: list[Answer | EngineError | None] = []
         readable: list[Request] = []
         data = []
         for request in requests:
             try:
-                data.append(decoded(request))
-            except InvalidRequest as error:  # is no matter of the others in its batch
-                found.append(error)
+                data.append(decode(request))
+            except InvalidRequest as error:  # does not fail the rest of the batch
+                answers.append(error)
             else:
                 readable.append(request)
-                found.append(None)
-        handled = iter(self._ask(data, readable) if data else [])
-        return [next(handled) if answer is None else answer for answer in found]
+                answers.append(None)
+        handled = iter(self._call(data, readable) if data else [])
+        return [next(handled) if answer is None else answer for answer in answers]
 
-    def _ask(self, data: list[Any], requests: list[Request]) -> list[Answer | EngineError]:
+    def _call(self, data: list[Any], requests: list[Request]) -> list[Answer | EngineError]:
         from mms.service import PredictionException
 
         context = ScriptContext(self._spec, requests)

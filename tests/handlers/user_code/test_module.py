@@ -40,4 +40,4 @@ def test_modules_called_like_ours_are_the_models(
         assert reply.status == 200, reply.body.decode()
         assert len(json.loads(reply.body)) == 1
     finally:
-        worker.handler._service.handler._pool._free[0].stop()
+        worker.handler._service.pool._free[0].stop()

@@ -61,7 +61,9 @@ def scripts(tmp_path: Path) -> Iterator[ScriptPool]:
 
 
 def ask(scripts: ScriptPool, text: str) -> int:
-    (answer,) = scripts.ask([Request("1", {}, [Part("body", "text/plain", text.encode())])], WIDE_S)
+    (answer,) = scripts.answer(
+        [Request("1", {}, [Part("body", "text/plain", text.encode())])], WIDE_S
+    )
     assert isinstance(answer, Answer), answer
     return int(answer.body)
 

@@ -27,8 +27,8 @@ from typing import Any
 
 from common import seccomp
 from handlers.user_code.confinement import landlock
-from handlers.user_code.confinement.capabilities import held
-from handlers.user_code.confinement.rules import Confinement, OwnUser, environment
+from handlers.user_code.confinement.capabilities import permitted
+from handlers.user_code.confinement.rules import Confinement, allocate_user, environment
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 COLUMN = list(seccomp.ARCHITECTURES).index(platform.machine())
@@ -58,9 +58,9 @@ def main() -> None:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
         LIBC.prctl(4, 1, 0, 0, 0)  # as after a program is executed
-    own = OwnUser(str(folder))
-    if own.uid is not None:
-        os.chown(temporary, own.uid, own.uid)
+    uid = allocate_user(str(folder))
+    if uid is not None:
+        os.chown(temporary, uid, uid)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "mms.sock"))
     listener.listen()
@@ -77,10 +77,10 @@ def main() -> None:
         for each in (listener, datagrams, abstract):
             each.close()
         os.environ.update(environment(str(temporary)))
-        Confinement(read=[str(model)], write=[str(temporary)], uid=own.uid).enter()
+        Confinement(read=[str(model)], write=[str(temporary)], uid=uid).enter()
         tried = attempts(folder, model, other, temporary, server, network.getsockname())
         said = {name: outcome(function) for name, function in tried.items()}
-        said["user"], said["capabilities"] = str(own.uid or ""), str(sorted(held()))
+        said["user"], said["capabilities"] = str(uid or ""), str(sorted(permitted()))
         os.write(writer, json.dumps(said).encode())
         os._exit(0)
     os.close(writer)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from handlers.user_code.confinement import landlock, seccomp
-from handlers.user_code.confinement.rules import environment, may_change_user, missing
+from handlers.user_code.confinement.rules import environment, may_change_user, unenforced
 from tests.e2e.server import REPOSITORY
 
 A_USER = 54321
@@ -148,17 +148,17 @@ def _python_is_for_all(tried: dict[str, str]) -> bool:
 def test_what_this_machine_cannot_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landlock, "abi", lambda: 0)
     monkeypatch.setattr(seccomp, "available", lambda: False)
-    said = " ".join(missing())
+    said = " ".join(unenforced())
     assert "no Landlock" in said
     assert "sockets and make user namespaces" in said
     assert "truncate" not in said  # they write
     monkeypatch.setattr(landlock, "abi", lambda: landlock.TRUNCATE_ABI - 1)
-    assert "truncate other models' files" in " ".join(missing())
+    assert "truncate other models' files" in " ".join(unenforced())
     monkeypatch.setattr(seccomp, "available", lambda: True)
-    assert "truncate" not in " ".join(missing())
+    assert "truncate" not in " ".join(unenforced())
     monkeypatch.undo()
     if landlock.abi() >= landlock.SCOPES_ABI:
-        assert not missing()
+        assert not unenforced()
 
 
 def test_a_script_gets_no_variables_of_the_server() -> None:

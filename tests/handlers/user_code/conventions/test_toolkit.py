@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import EngineError, InvalidRequest
 from handlers.dispatch import handler_for
-from handlers.user_code.handler import ScriptHandler
+from handlers.user_code.entry_point import Script
 from tests.handlers.tensors.graphs import classifier
 from tests.handlers.user_code.asked import Asked
 
@@ -46,13 +46,13 @@ def test_an_entry_point_that_says_nothing_is_none(
         (tmp_path / "inference.py").write_text("raise SystemExit('another entry point')")
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / (program or "inference.py")).write_text(source, encoding="utf-8")
-    assert not isinstance(handler_for(str(tmp_path)), ScriptHandler)
+    assert not isinstance(handler_for(str(tmp_path)), Script)
 
 
 @pytest.mark.parametrize("source", ["import logging\n", '"""문서"""\n', "#" * 100_000, "def", "\0"])
 def test_any_other_is_for_python_to_read(tmp_path: Path, source: str) -> None:
     (tmp_path / "inference.py").write_text(source, encoding="utf-8")
-    assert isinstance(handler_for(str(tmp_path)), ScriptHandler)
+    assert isinstance(handler_for(str(tmp_path)), Script)
 
 
 @pytest.mark.parametrize("source", ["import logging", "def pre_model_fn(model_dir): pass"])
@@ -129,7 +129,7 @@ def test_several_outputs_of_a_block_come_by_number(tmp_path: Path) -> None:
     ("body", "said"),
     [
         (b"[[1, 2]]", "the model cannot compute this"),
-        (b"[[1, 2], [3]]", "the body is no application/json"),
+        (b"[[1, 2], [3]]", "the body is not application/json"),
         (b'[["\xea\xb0\x80"]]', "must be numbers"),
         (b'{"a": 1}', "must be numbers"),
     ],
