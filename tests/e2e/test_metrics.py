@@ -22,7 +22,7 @@ def server(clean: Server) -> Server:
 
 def metrics(server: Server, port: str = "port") -> dict[tuple[str, ...], float]:
     """By name and the values of labels in the order of their names."""
-    url = f"http://127.0.0.1:{getattr(server, port)}/metrics"
+    url = f"http://{server.host}:{getattr(server, port)}/metrics"
     answer = requests.get(url, timeout=60)
     assert answer.headers["content-type"].startswith("text/plain")
     return {

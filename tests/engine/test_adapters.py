@@ -19,11 +19,11 @@ from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.backends.mxnet.gpt2 import GPT2
+from engine.engine import Engine
 from engine.native.adapter import load_adapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.manifest import Manifests
-from engine.registry import Engine
 from engine.settings import Settings
 from tests.engine.adapters import make_adapter, merged
 from tests.engine.engines import Pause, Request, make_talkative

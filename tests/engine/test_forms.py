@@ -14,9 +14,9 @@ import pytest
 from common.errors import ArtifactError, InvalidRequest, OutOfMemory
 from common.mxnet_compat import mx
 from engine.backends.interface import Logits, Piece
+from engine.engine import Engine
 from engine.native.arena import NativeRow
 from engine.native.model import NativeModel
-from engine.registry import Engine
 from engine.scheduler import MAX_LABEL_ROWS, MAX_SCORED_TOKENS
 from engine.settings import Settings
 from tests.engine.engines import Pause, Request, uncached_model

@@ -27,7 +27,7 @@ from engine.backends.interface import BackendModel, Piece
 from engine.backends.onnx import gpu
 from engine.backends.onnx.device import CPU, buffers
 from engine.backends.onnx.gpu import OnnxGpuModel
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 from engine.text.sentencepiece import SentencePieceTokenizer
 from tests.engine.backends.onnx import fp16

@@ -26,8 +26,8 @@ from common.errors import (
     PromptTooLong,
 )
 from common.parameters import Parameters
+from engine.engine import Engine, Model
 from engine.http.answer import Answer
-from engine.registry import Engine, Model
 from engine.settings import Settings
 from engine.text.sentencepiece import SentencePieceTokenizer
 from tests.engine.engines import (
@@ -659,7 +659,7 @@ def test_a_model_can_be_loaded_again_after_it_was_unloaded(
 def test_loads_of_one_name_at_once_do_the_work_once(
     engine: Engine, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "engine.registry")
+    caplog.set_level(logging.INFO, "engine.engine")
     together = threading.Barrier(8)
 
     def load(_: int) -> Model:
