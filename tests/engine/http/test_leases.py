@@ -15,6 +15,7 @@ from common.errors import ModelNotFound
 from engine.engine import Engine
 from engine.http.leases import Leases
 from engine.settings import Settings
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import WAIT_S, Request, make_talkative
 from tests.engine.models import make_artifact
 
@@ -102,9 +103,11 @@ def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
     run(test)
 
 
-def test_a_model_without_a_lease_finishes_what_was_begun(tmp_path: Path) -> None:
+def test_a_model_without_a_lease_finishes_what_was_begun(
+    tmp_path: Path, new_engine: NewEngine
+) -> None:
     """As a stream goes on whose worker's process was killed."""
-    engine = Engine(Settings(memory_mib=64))
+    engine = new_engine(memory_mib=64)
     engine.load(NAME, str(make_talkative(tmp_path / "모델", layers=1)))
     asked, unload = threading.Event(), engine.unload
 
@@ -126,10 +129,7 @@ def test_a_model_without_a_lease_finishes_what_was_begun(tmp_path: Path) -> None
         await finished(leases)
         assert not engine.models()
 
-    try:
-        run(test)
-    finally:
-        engine.close()
+    run(test)
 
 
 def test_while_the_engine_stops_its_models_outlive_their_leases(engine: Engine) -> None:
