@@ -12,6 +12,8 @@ REQUEST_HEADER = "x-kogpt2-request"
 WORKER_HEADER = "x-kogpt2-worker"
 # On a response of the engine: the tokens of the prompt and of the answer, as "12 34".
 TOKENS_HEADER = "x-kogpt2-tokens"
+# Of a request for an alias: the model that answers, percent-encoded.
+SERVED_MODEL = "x-served-model"
 REQUEST_ID = "x-request-id"  # the client's own, or the gateway's, for the log
 
 # With its headers; MMS kills a worker that sends a longer response.
