@@ -599,6 +599,14 @@ def test_a_failed_load_leaves_the_name_free_and_the_budget_as_before(
     assert len(Request(engine, "m", PROMPT, max_new_tokens=3).wait().ids()) == 3
 
 
+def test_a_model_says_what_it_is(engine: Engine, model: Model, model_dir: Path) -> None:
+    found = model.describe()
+    assert (found["name"], found["model_dir"]) == ("m", str(model_dir))
+    assert (found["backend"], found["precision"]) == ("mxnet", "fp32")
+    assert found["max_length"] == CONTEXT
+    assert 0 <= found["weight_bytes"] - engine.budget.weight_bytes < 32768  # the file's header
+
+
 def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
     engine: Engine, model: Model, model_dir: Path
 ) -> None:
