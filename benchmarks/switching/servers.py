@@ -1,5 +1,4 @@
-"""The servers that switch: ours, and llama.cpp's, which has adapters or is a router: then each model
-has a process of its own.
+"""The servers that switch: ours, and llama.cpp's, which has adapters or is a router of models.
 
 That router does what llama-swap does: it starts a process for a model that is asked for, and ends
 that of the least recently used one where there would be more than so many.
