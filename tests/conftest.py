@@ -2,7 +2,22 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 # What pytest makes of the tests' modules is kept, also where PYTHONDONTWRITEBYTECODE is set: to
 # rewrite their asserts takes half of the collection, in each worker. Programs that tests start keep
 # none still.
 sys.dont_write_bytecode = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a path, `-m` or `-k` only the quick tests run."""
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    if config.option.markexpr or config.option.keyword:
+        return
+    slow = [
+        i for i in items if {m.name for m in i.iter_markers()} & {"slow", "oracle", "container"}
+    ]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in {*slow}]

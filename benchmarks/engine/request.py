@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from common.errors import EngineError
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.sequence import Token
 from engine.text.prompts import Raw
 

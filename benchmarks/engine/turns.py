@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.engine.request import Request
 from benchmarks.worker import Channel
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 
 

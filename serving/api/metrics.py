@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import (
@@ -23,6 +25,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from common.histogram import SECONDS
+from serving.aliases import Aliases
+from serving.process.counts import DROPPED, PROCESSES, read_counts
 from serving.tokens import Token
 
 LABELS = ("model",)
@@ -51,7 +55,10 @@ class Tally:
 class Metrics:
     """Everything that `/metrics` shows."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, run_dir: Path | None = None
+    ) -> None:
+        """`run_dir` has what the entrypoint counts."""
         self._registry = CollectorRegistry()
         on = self._registry
         self._requests = Counter(
@@ -95,6 +102,15 @@ class Metrics:
         self._registry.register(self._engine)
         self._usage = _TokenUsage()
         self._registry.register(self._usage)
+        self._aliases = _AliasRequests()
+        self._registry.register(self._aliases)
+        self._registry.register(_Counts(run_dir))
+        self._failed_loads = Counter(
+            "kogpt2_load_failures",
+            "Loads by POST /models, /adapters and the model repository that failed, by status",
+            ["status"],
+            registry=on,
+        )
 
     def request(self, model: str, status: int, seconds: float) -> None:
         if status == 404:  # names that do not exist are no label
@@ -103,6 +119,20 @@ class Metrics:
         self.tallies[model].add(status, seconds)
         self._requests.labels(model, str(status)).inc()
         self._seconds.labels(model).observe(seconds)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Counts a load by hand that fails."""
+        try:
+            yield
+        except Exception as error:
+            self._failed_loads.labels(str(getattr(error, "status", 500))).inc()
+            raise
+
+    async def loaded(self, load: Awaitable[Any]) -> None:
+        """Waits for a load by hand, which is counted if it fails."""
+        with self.loading():
+            await load
 
     def observe(self, event: str, model: Any, seconds: float) -> None:
         """A stage in a model's life; see `serving.models.registry` and `.on_demand`."""
@@ -121,6 +151,7 @@ class Metrics:
         names: dict[str, str],
         waiting: Mapping[str, int],
         tokens: Sequence[Token] = (),
+        aliases: Aliases | None = None,
     ) -> bytes:
         """The exposition format. `names` maps the engine's names to those of all models that there
         are; what belongs to others is dropped after `GONE_S`, or to make room for later ones.
@@ -139,7 +170,7 @@ class Metrics:
         self._engine.statistics, self._engine.names, self._engine.waiting = (
             statistics, names, waiting
         )  # fmt: skip
-        self._usage.tokens = tokens
+        self._usage.tokens, self._aliases.aliases = tokens, aliases or Aliases()
         return generate_latest(self._registry)
 
 
@@ -171,6 +202,53 @@ class _TokenUsage(Collector):
             for reason, count in token.usage.refused.items():
                 family.add_metric([token.name, reason], count)
         yield family
+
+
+class _AliasRequests(Collector):
+    """Of the store's aliases.json: no other names are labels."""
+
+    def __init__(self) -> None:
+        self.aliases = Aliases()
+
+    def collect(self) -> Iterator[Any]:
+        yield GaugeMetricFamily("kogpt2_aliases", "Aliases in use", len(self.aliases.all()))
+        yield GaugeMetricFamily(
+            "kogpt2_aliases_wrong",
+            "Whether the store's aliases.json is wrong or cannot be read, and an older one is used",
+            float(self.aliases.wrong),
+        )
+        family = CounterMetricFamily(
+            "kogpt2_alias_requests",
+            "Requests for an alias, by the model that was chosen",
+            labels=["alias", "model"],
+        )
+        for alias in self.aliases.all():
+            for model, count in [*alias.requests.items()]:  # the event loop adds to it
+                family.add_metric([alias.name, model], count)
+        yield family
+
+
+class _Counts(Collector):
+    """What the entrypoint counts. It outlives the gateway."""
+
+    def __init__(self, run_dir: Path | None) -> None:
+        self._run_dir = run_dir
+
+    def collect(self) -> Iterator[Any]:
+        counts = read_counts(self._run_dir)
+        family = CounterMetricFamily(
+            "kogpt2_process_restarts",
+            "Times that a process of the server ended and was started again",
+            labels=["process"],
+        )
+        for name, label in PROCESSES.items():
+            family.add_metric([label], counts[name])
+        yield family
+        yield CounterMetricFamily(
+            "kogpt2_dropped_log_lines",
+            "Lines of the log that were dropped: what reads it was too slow",
+            counts[DROPPED],
+        )
 
 
 COUNTERS = {

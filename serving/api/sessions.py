@@ -53,6 +53,7 @@ class Sessions:
         ends = {path.name: int(path.stat().st_mtime) for path in files}
         # By id, in seconds since 1970; the first to end comes first.
         self._ends = dict(sorted(ends.items(), key=operator.itemgetter(1)))
+        self._models: dict[str, dict[str, str]] = {}
 
     async def open(self) -> tuple[str, int]:
         """A new session's id and end, in seconds since 1970.
@@ -63,6 +64,7 @@ class Sessions:
         ended = list(itertools.takewhile(lambda id: self._ends[id] <= now, self._ends))
         for id in ended:
             del self._ends[id]
+            self._models.pop(id, None)
         if len(self._ends) >= MAX_SESSIONS:
             first_end = next(iter(self._ends.values()))
             raise TooManyRequests(
@@ -89,10 +91,17 @@ class Sessions:
         if self._ends.get(id, 0) <= self._clock():
             raise BadRequest(f"session not found: {id[:100]}; it may have ended")
 
+    def models(self, id: str) -> dict[str, str]:
+        """The models that answer an open session, by alias, for the caller to fill; nothing is kept
+        of another id."""
+        is_open = self._ends.get(id, 0) > self._clock()
+        return self._models.setdefault(id, {}) if is_open else {}
+
     async def close(self, id: str) -> None:
         """Raises `BadRequest` for the id of a session that is not open."""
         self.check(id)
         del self._ends[id]
+        self._models.pop(id, None)
         await asyncio.to_thread((self._folder / id).unlink, missing_ok=True)
 
 

@@ -81,7 +81,7 @@ def run(tmp_path: Path, server: Server, work: Callable[[UnixHTTP], Awaitable[T]]
 
 
 async def ask(client: UnixHTTP, method: str = "POST", timeout_s: float = WAIT_S) -> bytes:
-    status, _, body = await client.ask(method, "/m?a=b", timeout_s, {"x-id": "1"}, b"body")
+    status, _, body = await client.request(method, "/m?a=b", timeout_s, {"x-id": "1"}, b"body")
     assert status == 200
     return body
 
@@ -89,7 +89,9 @@ async def ask(client: UnixHTTP, method: str = "POST", timeout_s: float = WAIT_S)
 def test_a_request_is_sent_as_it_is_and_its_answer_read_in_whatever_pieces(tmp_path: Path) -> None:
     server = Server(says(*(OK[i : i + 1] for i in range(len(OK)))))
     answer = run(
-        tmp_path, server, lambda c: c.ask("POST", "/m?a=b", WAIT_S, {"x-id": "1"}, "가".encode())
+        tmp_path,
+        server,
+        lambda c: c.request("POST", "/m?a=b", WAIT_S, {"x-id": "1"}, "가".encode()),
     )
     assert answer == (200, {"content-length": "6", "x-name": "a"}, "시인".encode())
     assert server.requests == [
@@ -113,7 +115,7 @@ def test_a_connection_is_used_again_unless_it_is_closed(tmp_path: Path) -> None:
 def test_a_connection_that_has_rested_too_long_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unix_http, "RESTS_S", -1.0)
+    monkeypatch.setattr(unix_http, "MAX_IDLE_S", -1.0)
     server = Server(says(OK), says(OK))
 
     async def work(client: UnixHTTP) -> None:
@@ -163,7 +165,7 @@ def test_a_broken_answer_is_none(tmp_path: Path, told: bytes) -> None:
 
 def test_an_answer_may_come_behind_another_that_is_none(tmp_path: Path) -> None:
     server = Server(says(b"HTTP/1.1 100 Continue\r\nx-early: 1\r\n\r\n", OK))
-    answer = run(tmp_path, server, lambda c: c.ask("POST", "/", WAIT_S, {}, b""))
+    answer = run(tmp_path, server, lambda c: c.request("POST", "/", WAIT_S, {}, b""))
     assert answer == (200, {"content-length": "6", "x-name": "a"}, "시인".encode())
 
 
@@ -251,6 +253,6 @@ def test_the_sender_of_a_stream_that_nobody_reads_waits_for_its_reader(tmp_path:
 def test_a_line_that_would_end_early_is_not_sent(tmp_path: Path) -> None:
     async def work(client: UnixHTTP) -> None:
         with pytest.raises(ValueError, match="cannot be sent"):
-            await client.ask("GET", "/", WAIT_S, {"x": "1\r\ny: 2"}, None)
+            await client.request("GET", "/", WAIT_S, {"x": "1\r\ny: 2"}, None)
 
     run(tmp_path, Server(), work)

@@ -19,11 +19,11 @@ from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.backends.mxnet.gpt2 import GPT2
+from engine.engine import Engine
 from engine.native.adapter import load_adapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.manifest import Manifests
-from engine.registry import Engine
 from engine.settings import Settings
 from tests.engine.adapters import make_adapter, merged
 from tests.engine.engines import Pause, Request, make_talkative
@@ -155,6 +155,46 @@ def test_adapters_and_their_base_answer_together_as_whole_models_do(
         }
         assert {name: request.wait().text() for name, request in together.items()} == wanted
     assert len(set(wanted.values())) == len(names)  # each its own
+
+
+def test_forms_and_labels_of_adapters_are_those_of_whole_models(
+    engine: Engine, base: Path, adapters: dict[str, Path], wholes: dict[str, Path]
+) -> None:
+    load(engine, base, adapters)
+    for kind, path in wholes.items():
+        engine.load(f"whole {kind}", str(path))
+    labels = ["날씨가 참 좋습니다", "한국어 모델", "날씨가"]
+    forms: list[dict[str, Any]] = [
+        {"choice": labels, "choice_logprobs": True},
+        {"regex": "[가-힣]{2,4} (책|물)"},
+        {"choice": labels},
+    ]
+
+    def ask(prefix: str) -> dict[tuple[str, int], Request]:
+        with Pause(engine):  # all in the same passes
+            requests = {
+                (kind, i): Request(engine, prefix + kind, PROMPT, max_new_tokens=60, **form)
+                for kind in KINDS
+                for i, form in enumerate(forms)
+            }
+        return {key: request.wait() for key, request in requests.items()}
+
+    wanted = ask("whole ")
+    for key, request in ask("").items():
+        assert request.error is None
+        assert request.text() == wanted[key].text()
+        found, expected = (dict(r.tokens[-1].choices) for r in (request, wanted[key]))
+        assert found == pytest.approx(expected, abs=1e-3)
+        assert len(found) == (len(labels) if key[1] == 0 else 0)
+
+
+def test_labels_with_characters_that_the_vocabulary_lacks_are_refused(
+    engine: Engine, base: Path
+) -> None:
+    """All such characters are one token, with which two labels would be as likely."""
+    engine.load("base", str(base))
+    with pytest.raises(InvalidRequest, match="has no tokens that write '긍정뷁'"):
+        Request(engine, "base", PROMPT, choice=["날씨가", "긍정뷁"], choice_logprobs=True)
 
 
 def test_rows_of_different_adapters_share_each_step(

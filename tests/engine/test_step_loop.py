@@ -27,9 +27,9 @@ from engine.artifacts.config import GPT2Config
 from engine.backends.interface import Piece
 from engine.backends.page_cache import Span
 from engine.budget import Budget
+from engine.engine import Engine
 from engine.model import Core, Model
 from engine.prefixes import Prefixes
-from engine.registry import Engine
 from engine.scheduler import Batch
 from engine.sequence import Sequence, Token
 from engine.settings import Settings
@@ -52,7 +52,7 @@ class Fake:
     config = GPT2Config(VOCAB, 8, 1, 1, 32, 1024)
     weight_bytes, max_rows, kv_bytes = 0, 32, 0
     mapped: ClassVar[list[Span]] = []
-    keeps = False
+    caches_rows = False
 
     def __init__(self, name: str, done: list[tuple[str, list[int]]]) -> None:
         self.name, self.done = name, done
@@ -92,8 +92,8 @@ class Untold:
 
     def write(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            for token in sequence.take():
-                sequence.tell(token)
+            for token in sequence.take_tokens():
+                sequence.send(token)
 
 
 class Asked:
@@ -439,7 +439,7 @@ def test_a_model_that_was_lost_is_loaded_anew(tmp_path: Path) -> None:
         def broken() -> None:
             raise RuntimeError("a fault")
 
-        model.batch.collect = broken  # type: ignore[method-assign]
+        model.batch.close_finished = broken  # type: ignore[method-assign]
         Request(engine, "m", "가", max_new_tokens=2).wait()
         until(lambda: not engine.models())
         with pytest.raises(ModelNotFound):

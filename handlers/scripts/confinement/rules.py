@@ -2,7 +2,8 @@
 
 It reads Python, the system's libraries and its model, writes to a temporary folder, and talks to
 its worker and, unless that is forbidden, to the network. It has no capabilities to speak of, and a
-user of its own where the server is root. See docs/security.md for what each kernel enforces.
+user of its own where the server is root. docs/operate/security.md says what each kernel
+enforces.
 """
 
 from __future__ import annotations

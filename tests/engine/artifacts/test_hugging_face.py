@@ -20,7 +20,7 @@ from engine.artifacts.artifact import EMBEDDING, OUTPUT, shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 from scripts.lib.safetensors_writer import write_safetensors
 from tests.engine.artifacts.reading import read_safetensors

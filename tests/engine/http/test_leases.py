@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from common.errors import ModelNotFound
+from engine.engine import Engine
 from engine.http.leases import Leases
-from engine.registry import Engine
 from engine.settings import Settings
 from tests.engine.engines import WAIT_S, Request, make_talkative
 from tests.engine.models import make_artifact

@@ -21,9 +21,9 @@ import psutil
 import pytest
 from starlette.requests import Request
 
+from engine.engine import Engine
 from engine.http import protocol, server
 from engine.http.server import EngineApp
-from engine.registry import Engine
 from engine.settings import Settings
 from engine.text.sentencepiece import SentencePieceTokenizer
 from tests.engine.engines import (

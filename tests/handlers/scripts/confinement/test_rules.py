@@ -1,4 +1,5 @@
-"""What a model's program may do and what not, as root and as a user. docs/security.md names these.
+"""What a model's program may do and what not, as root and as a user; docs/operate/security.md names
+these tests.
 
 A kernel without Landlock or signal scopes skips what it cannot keep, and says so.
 """
@@ -131,7 +132,7 @@ def test_no_program_of_a_model(tried: dict[str, str], what: str) -> None:
     if what in BY_SCOPE_OR_USER and not tried["user"] and int(tried["abi"]) < landlock.SCOPES_ABI:
         pytest.skip("this kernel's Landlock knows no scopes of signals")
     if what in BY_USER and not tried["user"]:
-        pytest.skip("not prevented without a user of its own: see docs/security.md")
+        pytest.skip("not prevented without a user of its own: see docs/operate/security.md")
     assert tried[what] in ("PermissionError", "OSError", "CalledProcessError"), tried[what]
 
 
