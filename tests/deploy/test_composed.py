@@ -23,7 +23,12 @@ COMPONENTS = sorted(path.name for path in (DEPLOY / "kubernetes" / "components")
 WAYS_IN = ("envoy-gateway", "haproxy-ingress")
 PLAIN = ["kubernetes/base", *(f"kubernetes/{way}" for way in WAYS_IN), "kubernetes/example"]
 OF_OTHERS = ["kserve", "seldon"]
-WITH_COMPONENT = [f"{way} {component}" for way in WAYS_IN for component in COMPONENTS]
+WITH_COMPONENT = [
+    f"{way} {component}"
+    for way in WAYS_IN
+    for component in COMPONENTS
+    if not component.startswith("envoy-") or way == "envoy-gateway"
+]
 EVERYTHING = "example with everything"
 ALL = [*PLAIN, *OF_OTHERS, *WITH_COMPONENT, EVERYTHING]
 EDITS = {  # what a person writes in the example's three lines

@@ -55,8 +55,6 @@ ALL = {
 POD = RESOURCES["Deployment", "kogpt2"]["spec"]["template"]
 SERVER = POD["spec"]["containers"][0]
 PROBES = ("startup", "readiness", "liveness")
-
-
 OWN = [key for key, document in ALL.items() if group(document) not in {*GROUPS, *ELSEWHERE}]
 
 
@@ -204,3 +202,21 @@ def test_a_stop_has_the_time_that_it_may_take() -> None:
     assert POD["spec"]["terminationGracePeriodSeconds"] >= needed
     cache = next(v for v in POD["spec"]["volumes"] if v["name"] == "cache")["emptyDir"]
     assert int(settings["CACHE_MAX_MIB"]) < int(cache["sizeLimit"].removesuffix("Gi")) * 1024
+
+
+def test_the_page_makes_what_the_example_needs() -> None:
+    page = (REPOSITORY / "docs" / "deploy" / "kubernetes.md").read_text("utf-8")
+    token = SERVER["env"][0]["valueFrom"]["secretKeyRef"]
+    pulled = RESOURCES["ServiceAccount", "kogpt2"]["imagePullSecrets"]
+    secrets = {token["name"], *(secret["name"] for secret in pulled)}
+    assert set(re.findall(r"create secret \S+ (\S+)", page)) == secrets
+    assert f"--from-literal={token['key']}=" in page
+    assert set(re.findall(r"kubectl -n (\S+) (?:create|rollout)", page)) == {
+        ALL["example", "Namespace", "kogpt2"]["metadata"]["name"]
+    }
+    (rule,) = ALL["haproxy-ingress", "NetworkPolicy", "kogpt2-proxy"]["spec"]["ingress"]
+    (home,) = rule["from"][0]["namespaceSelector"]["matchLabels"].values()
+    assert f"--namespace {home} " in page
+    said = (FOLDER / "haproxy-ingress" / "ingress.yaml").read_text("utf-8")
+    (buffer,) = re.findall(r"config-global: (.*)", said)
+    assert f"config-global={buffer}'" in page
