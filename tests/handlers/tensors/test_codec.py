@@ -16,6 +16,7 @@ from common.media_types import BINARY, HEADER_SIZE, JSON
 from handlers.model_spec import client_name
 from handlers.tensors import codec, tensor_model, v2
 from handlers.tensors.codec import CSV, NPY, TensorSpec
+from tests.handlers.tensors.graphs import npy
 
 IMAGE = TensorSpec("data", "FP32", ("batch", 2, 3))
 ROWS = TensorSpec("data", "FP32", ("batch", 2))
@@ -23,12 +24,6 @@ IDS = TensorSpec("input_ids", "INT64", ("batch", "sequence"))
 WIDE = TensorSpec("ids", "UINT64", ("batch", "sequence"))
 TEXTS = TensorSpec("text", "BYTES", ("batch",))
 VALUES = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
-
-
-def npy(array: Any, **options: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array, **options)
-    return file.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from common.mxnet_compat import mx
 from handlers.dispatch import handler_for
 from handlers.tensors import symbol, symbol_module
 from handlers.tensors.codec import CSV, NPY
-from tests.handlers.tensors.graphs import classifier, save_checkpoint
+from tests.handlers.tensors.graphs import classifier, npy, save_checkpoint
 
 SIZE, CLASSES = 16, 5
 
@@ -55,12 +55,6 @@ def ask(model: Any, body: bytes, kind: str = JSON, accept: str | None = None) ->
     if told == NPY:
         return np.load(io.BytesIO(answer), allow_pickle=False)
     return np.loadtxt(io.BytesIO(answer), delimiter=",", ndmin=2)
-
-
-def npy(array: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
 
 
 def csv(array: Any) -> bytes:
