@@ -84,7 +84,7 @@ class Processes:
         return self._start(command, self.folder)
 
     def own(self, name: str, within: Sequence[str] = ()) -> Model:
-        """Starts a model's owner, below the program `within` if given, and waits until it listens."""
+        """Starts a model's owner, below the program `within`, and waits until it listens."""
         model = self.begin(name, within)
         assert model.owner.stdout is not None
         first_line = model.owner.stdout.readline()
@@ -360,23 +360,19 @@ def test_the_next_host_takes_over_what_a_killed_one_had(start: Start) -> None:
     assert b"a heard x" in model.ask(after, b"x")
 
 
-def test_an_owner_without_a_host_ends_with_multi_model_server(start: Start) -> None:
+@pytest.mark.parametrize("had_a_host", [False, True])
+def test_an_owner_without_a_host_ends_with_multi_model_server(
+    start: Start, had_a_host: bool
+) -> None:
     processes = start()
-    processes.host.kill()
-    processes.host.wait()
+    if not had_a_host:
+        processes.host.kill()
+        processes.host.wait()
     model = processes.own("a", within=MMS)
+    if had_a_host:
+        assert b"loaded model" in model.load(model.connect())
+        processes.host.send_signal(signal.SIGSTOP)  # so that it does not react to the owner's end
     (owner,) = eventually(psutil.Process(model.owner.pid).children)
-    model.owner.kill()
-    eventually(lambda: has_ended(owner))
-    assert not model.path.exists()
-
-
-def test_an_owner_whose_host_has_ended_ends_with_multi_model_server(start: Start) -> None:
-    processes = start()
-    model = processes.own("a", within=MMS)
-    assert b"loaded model" in model.load(model.connect())
-    (owner,) = eventually(psutil.Process(model.owner.pid).children)
-    processes.host.send_signal(signal.SIGSTOP)  # says nothing of what it sees
     model.owner.kill()
     processes.host.kill()
     eventually(lambda: has_ended(owner))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import shutil
@@ -105,9 +106,6 @@ def test_the_open_inference_protocol_works_here_too(model: Any, direct: Any) -> 
         (json.dumps(images(1)[0].tolist()).encode(), JSON, "[3, 16, 16], must be FP32 [batch, 3,"),
         (npy(images(1)[:, :, :8]), NPY, "[1, 3, 8, 16], must be FP32 [batch, 3, 16, 16]"),
         (npy(images(0)), NPY, "has no rows"),
-        (npy(np.array([[{}]], dtype=object)), NPY, "must be of numbers"),
-        (b"1,2,NaN", CSV, "'NaN', must be a number"),
-        (b"1,2,3", CSV, "must be a multiple of 768"),
         (b'{"image": [1]}', JSON, "data is missing; the model takes data FP32 [batch, 3, 16, 16]"),
     ],
 )
@@ -129,13 +127,11 @@ def test_many_at_once_get_their_own_answers(model: Any, direct: Any) -> None:
 
 
 def test_a_request_does_not_wait_for_a_turn_longer_than_it_may(model: Any) -> None:
-    turns = [model._slots.acquire() for _ in range(model._slots._value)]
-    try:
+    with contextlib.ExitStack() as slots:
+        for _ in range(model._slots._value):
+            slots.enter_context(model._slots)
         with pytest.raises(DeadlineExceeded):
             symbol.transform_fn(model, npy(images(1)), NPY, None, 0.1)
-    finally:
-        for _ in turns:
-            model._slots.release()
     assert len(ask(model, npy(images(1)), NPY)) == 1
 
 
