@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 SECRETS = {"AWS_SECRET_ACCESS_KEY": "SECRET-1", "MANAGEMENT_TOKEN": "", "HF_TOKEN": "SECRET-2"}
 SECRETS |= {"ORDERS_PASSWORD": "SECRET-3", "ORDERS_URL": "postgres://me:SECRET-4@db/orders"}
 MEMORY_MIB = 512
-WORKER, CHILD = "model_service_worker", "scripts/child.py"
+WORKER, CHILD = "model_service_worker", "user_code/child.py"
 
 
 @pytest.fixture(scope="module")

@@ -207,7 +207,7 @@ def test_threads_of_many_requests_at_once_end_with_them(start: Start) -> None:
     assert b"a heard x" in model.ask(connections[0], b"x")
 
 
-def test_threads_that_do_not_start_hold_up_no_request(start: Start) -> None:
+def test_threads_that_do_not_start_delay_no_request(start: Start) -> None:
     processes = start(user=54323)
     models = [processes.own("a"), processes.own("b")]
     held, free = ([model.connect() for _ in range(10)] for model in models)
@@ -272,15 +272,15 @@ def test_a_failed_request_does_not_close_its_connection(start: Start) -> None:
 def test_a_model_ends_with_its_owner(start: Start) -> None:
     processes = start()
     killed, other = processes.own("a"), processes.own("b")
-    connection, kept = killed.connect(), other.connect()
+    connection, other_connection = killed.connect(), other.connect()
     killed.load(connection)
-    other.load(kept)
+    other.load(other_connection)
     killed.owner.kill()
     assert connection.recv(1) == b""  # MMS sees its worker end
     eventually(lambda: "closed" in killed.notes())
     with pytest.raises(ConnectionRefusedError):
         killed.connect()
-    assert b"b heard x" in other.ask(kept, b"x")
+    assert b"b heard x" in other.ask(other_connection, b"x")
     assert "closed" not in other.notes()
 
 
@@ -399,7 +399,7 @@ def test_an_owner_that_cannot_print_ends_with_multi_model_server(start: Start) -
     eventually(lambda: has_ended(owner))
 
 
-def test_an_owner_whose_model_is_held_takes_no_memory(start: Start) -> None:
+def test_an_owner_whose_model_is_hosted_takes_no_memory(start: Start) -> None:
     model = start().own("a")
     assert b"loaded model" in model.load(model.connect())
     owner = psutil.Process(model.owner.pid)

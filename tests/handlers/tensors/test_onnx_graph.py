@@ -98,7 +98,7 @@ def test_weights_outside_of_the_artifact_are_not_read(tmp_path: Path, location: 
 
 
 @pytest.mark.parametrize("damage", [b"", b"no graph", None])
-def test_a_damaged_graph_is_told_in_a_sentence(tmp_path: Path, damage: bytes | None) -> None:
+def test_a_damaged_graph_is_refused_in_one_sentence(tmp_path: Path, damage: bytes | None) -> None:
     path = GPT2.save(tmp_path / "model.onnx")
     path.write_bytes(path.read_bytes()[:4000] if damage is None else damage)
     with pytest.raises(ArtifactError, match=r"^model.onnx cannot be loaded: .+") as caught:
@@ -108,21 +108,19 @@ def test_a_damaged_graph_is_told_in_a_sentence(tmp_path: Path, damage: bytes | N
 
 
 @pytest.mark.parametrize(
-    ("node", "said"),
+    ("node", "message"),
     [
         (helper.make_node("Nope", ["x"], ["y"]), "Nope"),
         (helper.make_node("Mine", ["x"], ["y"], domain="my.ops"), "my.ops"),
         (helper.make_node("Add", ["x", "absent"], ["y"]), "absent"),
     ],
 )
-def test_an_operator_or_value_that_is_not_there_is_named(
-    tmp_path: Path, node: Any, said: str
-) -> None:
+def test_an_unknown_operator_or_value_is_named(tmp_path: Path, node: Any, message: str) -> None:
     path = save_graph(tmp_path / "model.onnx", [node], [("x", F, [1])], [("y", F, [1])])
     model = onnx.load(str(path))
     model.opset_import.append(helper.make_opsetid("my.ops", 1))
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(ArtifactError, match=said):
+    with pytest.raises(ArtifactError, match=message):
         onnx_graph.model_fn(str(tmp_path))
 
 
@@ -149,7 +147,7 @@ def test_each_datatype_passes_through(
     assert answer == [{"name": "y", "datatype": datatype, "shape": [2], "data": values}]
 
 
-def test_only_outputs_that_are_asked_for_are_sent_in_that_order(tmp_path: Path) -> None:
+def test_only_requested_outputs_are_sent_in_that_order(tmp_path: Path) -> None:
     nodes = [helper.make_node(kind, ["x"], [kind]) for kind in ("Neg", "Abs", "Exp")]
     outputs = [(kind, F, ["n"]) for kind in ("Neg", "Abs", "Exp")]
     save_graph(tmp_path / "model.onnx", nodes, [("x", F, ["n"])], outputs)
@@ -161,7 +159,7 @@ def test_only_outputs_that_are_asked_for_are_sent_in_that_order(tmp_path: Path) 
     assert set(ask(model, {"x": [-2]})) == {"Neg", "Abs", "Exp"}
 
 
-def test_outputs_that_are_no_tensors_are_left_out_and_told(tmp_path: Path) -> None:
+def test_outputs_that_are_no_tensors_are_not_served(tmp_path: Path) -> None:
     path = identity(tmp_path / "model.onnx", F, [1])
     model = onnx.load(str(path))
     model.graph.node.append(helper.make_node("SequenceConstruct", ["x"], ["s"]))
@@ -174,7 +172,7 @@ def test_outputs_that_are_no_tensors_are_left_out_and_told(tmp_path: Path) -> No
         ask(loaded, {**value, "outputs": [{"name": "s"}]})
 
 
-def test_inputs_that_do_not_fit_together_are_told_with_what_would(tmp_path: Path) -> None:
+def test_inputs_that_do_not_fit_together_are_refused_with_the_right_ones(tmp_path: Path) -> None:
     GPT2.save(tmp_path / "model.onnx")
     model = onnx_graph.model_fn(str(tmp_path))
     for ids, mask in (([[1, 2]], [[1, 1, 1]]), ([[1, 99]], [[1, 1]])):

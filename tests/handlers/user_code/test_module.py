@@ -23,7 +23,7 @@ SAYS = f"import {', '.join(OURS)}\nprint({' + '.join(f'{name}.WORD' for name in 
 @pytest.mark.parametrize(
     ("source", "rows"), [(BLOCK, [[1.0, 2.0, 3.0]]), ("", np.ones((1, 3, 16, 16)).tolist())]
 )
-def test_modules_called_like_ours_are_the_models(
+def test_a_script_may_have_modules_named_as_the_servers_packages(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,

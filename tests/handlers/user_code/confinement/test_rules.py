@@ -102,10 +102,10 @@ def _python_is_for_all(tried: dict[str, str]) -> bool:
 def test_what_this_machine_cannot_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landlock, "abi", lambda: 0)
     monkeypatch.setattr(seccomp, "available", lambda: False)
-    said = " ".join(unenforced())
-    assert "no Landlock" in said
-    assert "sockets and make user namespaces" in said
-    assert "truncate" not in said  # they write
+    clauses = " ".join(unenforced())
+    assert "no Landlock" in clauses
+    assert "sockets and make user namespaces" in clauses
+    assert "truncate" not in clauses  # they write
     monkeypatch.setattr(landlock, "abi", lambda: landlock.TRUNCATE_ABI - 1)
     assert "truncate other models' files" in " ".join(unenforced())
     monkeypatch.setattr(seccomp, "available", lambda: True)

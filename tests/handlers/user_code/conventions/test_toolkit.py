@@ -32,7 +32,7 @@ def array(answer: Any) -> Any:
 
 @pytest.mark.parametrize("source", ["", EMPTY, "\n# 주석뿐\r\n", "\ufeff# BOM\n"])
 @pytest.mark.parametrize("program", [None, "empty_module.py"])
-def test_an_entry_point_that_says_nothing_is_none(
+def test_a_file_without_code_is_no_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, program: str | None
 ) -> None:
     if program is not None:
@@ -44,7 +44,7 @@ def test_an_entry_point_that_says_nothing_is_none(
 
 
 @pytest.mark.parametrize("source", ["import logging\n", '"""문서"""\n', "#" * 100_000, "def", "\0"])
-def test_any_other_is_for_python_to_read(tmp_path: Path, source: str) -> None:
+def test_any_other_file_is_an_entry_point(tmp_path: Path, source: str) -> None:
     (tmp_path / "inference.py").write_text(source, encoding="utf-8")
     assert isinstance(handler_for(str(tmp_path)), Script)
 
@@ -120,7 +120,7 @@ def test_several_outputs_of_a_block_come_by_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b"[[1, 2]]", "the model cannot compute this"),
         (b"[[1, 2], [3]]", "the body is not application/json"),
@@ -128,11 +128,11 @@ def test_several_outputs_of_a_block_come_by_number(tmp_path: Path) -> None:
         (b'{"a": 1}', "must be numbers"),
     ],
 )
-def test_what_a_block_cannot_compute_is_the_clients_mistake(
-    tmp_path: Path, body: bytes, said: str
+def test_input_that_a_block_cannot_compute_is_a_client_error(
+    tmp_path: Path, body: bytes, message: str
 ) -> None:
     ask = InProcessScript(tmp_path, HYBRID)
-    with pytest.raises(InvalidRequest, match=said):
+    with pytest.raises(InvalidRequest, match=message):
         ask(body)
     assert array(ask(b"[[1, 2, 3]]")).tolist() == SUMS
 
