@@ -21,7 +21,7 @@ from benchmarks.run import Results, Run
 from common.errors import EngineError
 from common.form import json_schema
 from engine.artifacts.config import GPT2Config
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.sequence import Token
 from engine.settings import Settings
 from engine.text.prompts import Raw

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.run import Results
 from common.errors import EngineError
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.sequence import Token
 from engine.text.prompts import Raw
 

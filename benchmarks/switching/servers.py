@@ -1,7 +1,6 @@
-"""The servers that switch: ours, and llama.cpp's, which has adapters or is a router: then each model
-has a process of its own.
+"""The servers that switch: ours, and llama.cpp's, with adapters or as a router.
 
-That router does what llama-swap does: it starts a process for a model that is asked for, and ends
+The router does what llama-swap does: it starts a process for a model that is requested, and ends
 that of the least recently used one where there would be more than so many.
 """
 

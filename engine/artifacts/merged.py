@@ -1,4 +1,4 @@
-"""A base with an adapter in its weights: a whole model, where it cannot be computed beside it."""
+"""A base with an adapter merged into its weights, where it is not computed beside them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class Merged(Artifact):
-    """`path` is the adapter's folder; `index` is the base's, of which `weights` are made."""
+    """A whole model made of a base and an adapter.
+
+    `path` is the adapter's folder, `index` the base's.
+    """
 
     base: Artifact
     adapter: Adapter
 
     @functools.cached_property
     def weights(self) -> Weights:
-        """In fp32 where the adapter changes them. Raises `ArtifactError`."""
+        """The merged weights, in fp32 where the adapter changes them. Raises `ArtifactError`."""
         base, adapter = self.base.weights, self.adapter.weights
         weights = dict(base)
         if not self.config.tie_word_embeddings:
@@ -64,8 +67,10 @@ class Merged(Artifact):
 
 
 def _merged(weight: Floats, adapter: Weights, module: str, scale: float) -> Floats:
-    """A matrix (outputs, inputs) with what the adapter adds. DoRA, https://arxiv.org/abs/2402.09353,
-    gives each output a magnitude of its own."""
+    """A matrix (outputs, inputs) with the adapter's product added.
+
+    DoRA, https://arxiv.org/abs/2402.09353, gives each output a magnitude of its own.
+    """
     up, down = (adapter[f"{module}.{part}"].astype(np.float64) for part in ("up", "down"))
     whole = weight.astype(np.float64) + scale * (up @ down)
     if f"{module}.magnitude" in adapter:
@@ -75,7 +80,7 @@ def _merged(weight: Floats, adapter: Weights, module: str, scale: float) -> Floa
 
 
 def merge(base: Artifact, adapter: Adapter) -> Merged:
-    """Raises `ArtifactError` where the adapter does not fit its base."""
+    """Merge. Raises `ArtifactError` where the adapter does not fit its base."""
     adapter.check_fits(base.config)
     index = adapter.index
     embedding, head = (index.get(WHOLE + name) for name in (EMBEDDING, OUTPUT))

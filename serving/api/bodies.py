@@ -18,11 +18,12 @@ from common.json_body import MAX_VALUES, read_json
 from common.media_types import JSON, media_type
 from serving.api import tgi
 from serving.api.invoke import Direct, check_engine
+from serving.api.naming import choose_model, name_model
 from serving.api.openai import asked
 from serving.api.openai.answering import answer as answer_openai
 from serving.api.openai.answers import Answer
 from serving.api.openai.errors import respond
-from serving.api.shared import Gateway, error_response, name_model
+from serving.api.shared import Gateway, error_response
 from serving.api.stream import open_stream, wanted
 from serving.models.model import Model
 
@@ -71,7 +72,7 @@ def _openai(body: dict[str, Any]) -> Direct:
             return respond(request, error)
 
     named = body.get("model")
-    return Direct(answer, named if isinstance(named, str) else "")
+    return Direct(answer, named if isinstance(named, str) else "", asked.user(body))
 
 
 def read_tgi(request: Request, body: bytes, headers: Mapping[str, str], *, stream: bool) -> Direct:
@@ -88,9 +89,10 @@ def _tgi(body: dict[str, Any]) -> Direct:
     ) -> Response:
         try:
             asked = tgi.parse(body)
-            if asked.adapter and asked.adapter != model.name:
-                name_model(request, asked.adapter)
-                model = await resources.enter_async_context(gateway.use(asked.adapter))
+            if asked.adapter and asked.adapter not in (model.name, request.state.alias):
+                name_model(gateway, request, asked.adapter)
+                name = choose_model(gateway, request, asked.adapter)
+                model = await resources.enter_async_context(gateway.use(name))
                 request.state.counted.model = model.name
                 check_engine(model)
                 end = min(end, request.state.started + model.request_timeout_s)

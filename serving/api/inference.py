@@ -31,6 +31,7 @@ from serving.api import openapi, sessions
 from serving.api.bodies import read, read_tgi, tgi_error
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.invoke import invoke
+from serving.api.naming import described_models, name_model
 from serving.api.shared import (
     CUSTOM_ATTRIBUTES,
     LARGE_BYTES,
@@ -39,7 +40,6 @@ from serving.api.shared import (
     Right,
     check_token,
     header_text,
-    name_model,
     off_loop,
 )
 from serving.api.stream import TokenStream
@@ -83,8 +83,9 @@ class Inference:
         """What a model takes and answers, as Multi Model Server tells it; asking loads nothing."""
         name = request.path_params["name"]
         check_token(self._gateway, request, Right.CALL)
-        name_model(request, name)
-        await self._gateway.find(name)
+        name_model(self._gateway, request, name)
+        for model in described_models(self._gateway, name):
+            await self._gateway.find(model)
         return JSONResponse(openapi.of_model(name))
 
     async def invocations(self, request: Request) -> Response:

@@ -67,7 +67,7 @@ class MMSClient:
             url += "?" + urlencode(query, safe=UNQUOTED, quote_via=quote_plus)
         try:
             sent = {"accept": "*/*", **(headers or {})}
-            return Answer(*await self._http.ask(method, url, timeout_s, sent, body))
+            return Answer(*await self._http.request(method, url, timeout_s, sent, body))
         except asyncio.TimeoutError:
             raise Timeout(f"no answer within {timeout_s:.0f} s") from None
         except OSError as error:

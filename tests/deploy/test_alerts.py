@@ -3,6 +3,7 @@ when it should, and only then."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.api.metrics import Metrics
+from serving.errors import StoreUnavailable
 from tests.deploy.test_monitoring import mounts
 from tests.serving.test_dashboard import STATISTICS
 
@@ -51,6 +53,8 @@ def served() -> dict[str, dict[str, set[str]]]:
     metrics.request("시", 200, 0.1)
     for event in ("fetched", "loaded", "unloaded", "evicted"):
         metrics.observe(event, model, 0.1)
+    with contextlib.suppress(StoreUnavailable), metrics.loading():
+        raise StoreUnavailable("gone")
     text = metrics.text(STATISTICS, {"시#m1": "시"}, {"시": 3}).decode()
     found: dict[str, dict[str, set[str]]] = {"up": {}}
     for family in text_string_to_metric_families(text):

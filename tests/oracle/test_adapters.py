@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from common.errors import ArtifactError
 from engine.artifacts.adapter import read
 from engine.artifacts.open import open_artifact
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 from tests.engine.engines import Pause, Request
 from tests.engine.hugging_face import make_hugging_face

@@ -1,7 +1,8 @@
-"""The engine: holds all models, and queues what is asked of them."""
+"""The engine: loads models, queues requests, and owns what both share."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -39,15 +40,16 @@ from engine.step_loop import Loop
 from engine.text.prompts import Inputs, check_bytes
 from engine.text.texts import Texts
 
-# Two workers (`serving.models.worker_memory`).
-FOR_OTHERS = 128 * MIB
+# Memory of the container that the prefix cache leaves to other processes: two workers
+# (`serving.models.worker_memory`). Less: a worker that starts may be killed for want of memory.
+RESERVE_BYTES = 128 * MIB
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
 class Engine:
-    """Thread-safe. `close` ends the thread and frees every model."""
+    """All loaded models and their step loop. Thread-safe."""
 
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
@@ -57,15 +59,15 @@ class Engine:
         self._unloading: dict[str, threading.Event] = {}  # set once their memory is given back
         self._changed = threading.Condition()  # guards what is loaded, where it is, what waits
         limit = self.settings.prefix_cache_mib * MIB
-        self._prefixes = Prefixes(limit, self._unwanted_bytes, _short_bytes)
-        self.budget.given = self._prefixes.shrink
+        self._prefixes = Prefixes(limit, lambda: self.budget.free_bytes, _container_shortage_bytes)
+        self.budget.on_growth = self._prefixes.shrink
         self._cores = Cores(self._changed)
         self._residency = Residency(self._changed, self._cores.by_name, self.budget, self._prefixes)
         self._loader = Loader(
             self.settings, self.budget, self._prefixes, self._residency, self._cores
         )
         idle = release_memory if self.settings.device == "cpu" else lambda: None
-        self._loop = Loop(self._changed, self._lose, self._residency.advance, idle)
+        self._loop = Loop(self._changed, self._lose, self._residency.open_waiting, idle)
         self._closed = False
 
     # Models
@@ -80,14 +82,14 @@ class Engine:
         reading: Reading | None = None,
         base: str | None = None,
     ) -> Model:
-        """Loads the model in `model_dir`, or the adapter there for the model in the folder `base`.
-        Of several loads of one name at once, one does the work.
+        """Load the model in `model_dir`, or the adapter there for the base model in `base`.
 
-        A base and its adapters share its weights and their steps.
-        At most `max_rows` sequences share a step, ENGINE_MAX_ROWS where it is not given. Whoever
-        gives up `reading` ends it, with `Cancelled`; another load then takes over. Raises
-        `ArtifactError`, `OutOfMemory`, `InvalidRequest`; `ModelAlreadyLoaded` if the name stands
-        for another folder, backend or precision. A failed load leaves nothing behind.
+        Of several loads of one name at once, one does the work. A base and its adapters share
+        weights and steps. At most `max_rows` sequences share a step, by default ENGINE_MAX_ROWS.
+
+        `reading` cancels the load; another load of the name then takes over. Raises
+        `ArtifactError`, `OutOfMemory`, `InvalidRequest`, `Cancelled`, and `ModelAlreadyLoaded` if
+        the name has another folder, backend or precision. A failed load leaves nothing behind.
         """
         wanted = self._request(name, model_dir, backend, precision, max_rows, base)
         reading = reading or Reading()
@@ -103,7 +105,7 @@ class Engine:
             try:
                 return self._same(future.result(), wanted)
             except Cancelled:
-                continue  # it was given up by whoever did the work
+                continue  # the load that did the work was cancelled
         try:
             model = self._loader.load(wanted, reading)
         except BaseException as error:
@@ -135,11 +137,10 @@ class Engine:
         promised: Mapping[str, int] | None = None,
         base: str | None = None,
     ) -> int:
-        """What the weights of the model in `model_dir` will take, in bytes, if they may come now
-        beside those that are `promised`: bytes, by the names of models whose loads are to come.
+        """Return the bytes of a model's weights if it can be loaded now.
 
-        What it reads, a load need not read again. Raises what `load` would for want of room or for
-        an artifact that is none.
+        `promised` has the bytes of models that will be loaded, by name. A load reads nothing again
+        that was read here. Raises what `load` raises for a lack of memory or a faulty artifact.
         """
         wanted = self._request(name, model_dir, backend, precision, None, base)
         needed, row = self._loader.needs(wanted, reading or Reading())
@@ -168,8 +169,8 @@ class Engine:
     @staticmethod
     def _same(model: Model, wanted: Request) -> Model:
         core = model.core
-        found = (model.path, model.base, core.backend, core.precision)
-        if found != (wanted.path, wanted.base, wanted.backend, wanted.precision):
+        loaded = (model.path, model.base, core.backend, core.precision)
+        if loaded != (wanted.path, wanted.base, wanted.backend, wanted.precision):
             raise ModelAlreadyLoaded(
                 f"{model.name} is loaded already, from {model.path}"
                 f" ({core.backend}, {core.precision}); unload it first"
@@ -177,11 +178,11 @@ class Engine:
         return model
 
     def unload(self, name: str, unless: Callable[[Model], bool] = lambda _: False) -> bool:
-        """Frees a model and gives its memory back; its running requests fail with 404.
+        """Unload a model and free its memory; its running requests fail with 404.
 
-        `unless` is asked while nobody can load or find the model: it stays if that says so. Says
-        whether it went. Raises `ModelNotFound`: of a model that another thread is unloading, once
-        its memory is given back, too.
+        `unless` is called while no request can find the model; if it returns True the model stays.
+        Returns whether the model was unloaded. Raises `ModelNotFound`, for a model that another
+        thread is unloading only once its memory is free.
         """
         with self._changed:
             freed = self._unloading.get(name) if name not in self._models else None
@@ -197,7 +198,7 @@ class Engine:
             raise ModelNotFound(f"model {name} is not loaded")
         try:
             if last:
-                self._residency.leave(model.core)
+                self._residency.dequeue(model.core)
             self._loop.call(lambda: self._free(model, last, ModelNotFound(f"{name} was unloaded")))
         finally:
             with self._changed:
@@ -208,7 +209,7 @@ class Engine:
         return True
 
     def _lose(self, core: Core) -> None:
-        """Frees a core and its models after a fault in its batch."""
+        """Unload all models of a core whose batch failed as a whole."""
         with self._changed:
             core.lost = True
             self._cores.forget(core)
@@ -227,17 +228,13 @@ class Engine:
             sequence.fail(reason)
         self._loader.free(model, last, reason)
 
-    def _unwanted_bytes(self) -> int:
-        """Bytes of the budget that neither requests nor models hold."""
-        return self.budget.free_bytes
-
     def _find(self, name: str) -> Model:
         if name not in self._models:
             raise ModelNotFound(f"model {name} is not loaded")
         return self._models[name]
 
     def describe(self, model: Model) -> dict[str, Any]:
-        """Raises `ModelNotFound` if it was unloaded meanwhile."""
+        """Status and counters of a model. Raises `ModelNotFound` if it was unloaded meanwhile."""
         with self._changed:
             if self._models.get(model.name) is not model:
                 raise ModelNotFound(f"model {model.name} is not loaded")
@@ -266,21 +263,26 @@ class Engine:
     # Requests
 
     def check_bytes(self, name: str, length: int) -> None:
-        """Before a request is read. Raises `ModelNotFound`, `PromptTooLong`."""
+        """Check the length of a request's body. Raises `ModelNotFound`, `PromptTooLong`."""
         check_bytes(length, self._find(name).config.max_length)
 
     def parameters(self, name: str, given: Any) -> Parameters:
-        """A request's parameters over the model's own. Raises `ModelNotFound`, `InvalidRequest`."""
+        """Parse a request's parameters, with the model's defaults.
+
+        Raises `ModelNotFound`, `InvalidRequest`.
+        """
         return self._find(name).texts.parameters(given)
 
     def with_texts(self, name: str, task: Callable[[Texts], Result]) -> Future[Result]:
-        """Runs `task` on the thread of the model's text process. Raises `ModelNotFound`,
-        `Overloaded`."""
+        """Run `task` on the thread of the model's text process.
+
+        Raises `ModelNotFound`, `Overloaded`.
+        """
         texts = self._find(name).texts
         return texts.soon(lambda: task(texts))
 
     def submit(self, name: str, *arguments: Any, **options: Any) -> list[Sequence]:
-        """As `submit_soon`, and waits for it."""
+        """Call `submit_soon` and wait for the sequences."""
         return self.submit_soon(name, *arguments, **options).result()
 
     def submit_soon(
@@ -292,11 +294,10 @@ class Engine:
         timeout_s: float | None = None,
         stream: bool = True,
     ) -> Future[list[Sequence]]:
-        """Queues a prompt, a text or the fields of the model's template, once it is cut into
-        tokens, which the model's text process does.
+        """Have a prompt tokenized by the model's text process, then queue its sequences.
 
-        `emit` is called on a thread of the model's and must not block; without `stream` some
-        tokens come together.
+        `inputs` are a text or the fields of the model's template. `emit` is called on a text thread
+        and must not block; without `stream` it gets several tokens at a time.
 
         Raises `ModelNotFound`, `Overloaded`; the future raises those, `InvalidRequest`,
         `PromptTooLong`, and what `Texts.encode` does.
@@ -315,6 +316,7 @@ class Engine:
                 labels = model.texts.labels(form)
                 check_lengths(labels, len(ids), model.config.max_length)
             guesses = self.settings.speculation == "auto"
+            rules = model.texts.rules(parameters, ids)  # indexes the prompt, once for all answers
             sequences = [
                 Sequence(
                     prompt=ids,
@@ -330,7 +332,7 @@ class Engine:
                     guesser=Guesser(model.recent) if guesses else None,
                     constraint=None if form is None or labels else model.texts.constrain(form),
                     labels=labels,
-                    rules=model.texts.rules(parameters, ids),
+                    rules=list(map(copy.copy, rules)),
                 )
                 for i in range(parameters.num_return_sequences)
             ]
@@ -376,16 +378,16 @@ class Engine:
             model.statistics.requests += 1
             model.statistics.prompt_tokens += len(sequences[0].prompt)
             model.batch.waiting.extend(sequences)
-            self._residency.want(model.core)
+            self._residency.request(model.core)
             self._loop.add(model.core)
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """Frees the places of a request whose client has gone, at the next step."""
+        """Cancel the sequences of a request; the next step frees their rows."""
         for sequence in sequences:
             sequence.cancelled = True
 
     def health(self) -> dict[str, Any]:
-        """Whether its thread lives and gets on, see `Loop.health`."""
+        """The health of the step loop, see `Loop.health`."""
         return self._loop.health()
 
     def close(self) -> None:
@@ -398,7 +400,7 @@ class Engine:
         self._loader.close()
 
 
-def _short_bytes() -> int:
-    """What the container lacks for processes that may come beside the engine."""
+def _container_shortage_bytes() -> int:
+    """Bytes that the container lacks to start other processes; 0 or less if none."""
     container = container_memory()
-    return 0 if container is None else FOR_OTHERS - container.free_bytes
+    return 0 if container is None else RESERVE_BYTES - container.free_bytes
