@@ -37,10 +37,6 @@ class Plan:
     rounds: int = 3
     cpus: float | None = None  # of a server; without it, a core of its own
 
-    @classmethod
-    def quick(cls) -> Plan:
-        return cls(random_model.TINY, 30, 1.0, 4, 1)
-
 
 class HAProxy(Program):
     """In front of servers on loopback, at these ports."""
@@ -87,6 +83,8 @@ def gained(many: int) -> Callable[[Results], list[float]]:
 
 
 class FleetRun(Run):
+    plan: Plan
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 30, 1.0, 4, 1)
     PARTS = DEFAULT = ("proxy", "nodes")
     GOALS: Sequence[Goal] = (
         ("tokens a second of two servers against one", ">=", 1.8, "x", gained(2)),
@@ -96,7 +94,7 @@ class FleetRun(Run):
 
     def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
         super().__init__(plan, wanted, workdir)
-        self.plan, self.store = plan, workdir / "models"
+        self.store = workdir / "models"
 
     def measure(self, save: Callable[[], object]) -> None:
         self.model = random_model.make(self.store, self.plan.config, 0)
