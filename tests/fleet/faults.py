@@ -34,10 +34,9 @@ def _server(fleet: Fleet, chance: random.Random) -> str:
 def _shares(fleet: Fleet, clients: Clients) -> dict[str, str]:
     """By hash alone: under load the next server on the ring may have some."""
     clients.pause()
-    try:
-        return fleet.shares(NAMES)
-    finally:
-        clients.resume()
+    found = fleet.shares(NAMES)
+    clients.resume()
+    return found
 
 
 def _moved_only(with_it: dict[str, str], without: dict[str, str], server: str) -> None:
@@ -102,13 +101,10 @@ def parted_from_proxy(fleet: Fleet, clients: Clients, chance: random.Random) -> 
 def parted_from_store(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
     """Another server answers in its place for what it cannot load."""
     clients.pause()  # so that it is by hash alone that the call comes to that one
-    try:
-        with _no_store(fleet, clients, fleet.home(COLD)) as call:
-            assert call.result().status == 200
-            clients.resume()
-            yield
-    finally:
+    with _no_store(fleet, clients, fleet.home(COLD)) as call:
+        assert call.result().status == 200
         clients.resume()
+        yield
 
 
 @contextlib.contextmanager
@@ -183,15 +179,7 @@ def another_comes_and_goes(fleet: Fleet, clients: Clients, chance: random.Random
 FAULTS: dict[str, Fault] = {
     fault.__name__: fault
     for fault in (
-        killed,
-        engine_killed,
-        paused,
-        parted_from_proxy,
-        parted_from_store,
-        store_gone,
-        slow,
-        reloaded,
-        replaced,
-        another_comes_and_goes,
+        killed, engine_killed, paused, parted_from_proxy, parted_from_store, store_gone, slow,
+        reloaded, replaced, another_comes_and_goes,
     )
-}
+}  # fmt: skip

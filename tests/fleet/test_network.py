@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -38,9 +39,8 @@ def test_what_a_killed_test_left_is_removed_and_nothing_else() -> None:
     assert len(left) == 2
     with Network() as network:  # which removes it
         network.host("node")
-        before = set(NAMESPACES.glob(f"{PREFIX}*"))
         remove_left()
-        assert set(NAMESPACES.glob(f"{PREFIX}*")) == before
-        assert not before & left
+        assert not set(NAMESPACES.glob(f"{PREFIX}*")) & left
+        assert len(set(NAMESPACES.glob(f"{PREFIX}{os.getpid()}-*"))) == 2
     assert not control_groups(maker.pid)
     assert has_ended(inside)
