@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,36 +23,52 @@ class Way:
     ids: list[int]
     ends: frozenset[int] = frozenset()
 
+    @property
+    def path(self) -> list[int]:
+        """The tokens behind which logits are needed."""
+        return self.ids if self.ends else self.ids[:-1]
+
 
 @dataclass(eq=False)
 class Labels:
-    """The texts of one request's choice, scored one way a pass; each pass begins anew at the last
-    token of the prompt."""
+    """The texts of one request's choice and their probabilities.
+
+    The model computes `paths`, each behind the prompt. No path is the beginning of another, so ways
+    that begin alike share one, and labels of one token share the prompt's own logits.
+    """
 
     texts: tuple[str, ...]
     ways: list[Way]
-    _found: list[tuple[float, list[TokenLogprobs]]] = field(default_factory=list)  # of each way
+
+    def __post_init__(self) -> None:
+        each = sorted({tuple(way.path) for way in self.ways})
+        self.paths = [
+            list(path)
+            for path, behind in zip(each, [*each[1:], ()], strict=True)
+            if behind[: len(path)] != path or path == behind
+        ]
+        self.num_scored = 0  # paths
+        self._scores: dict[int, tuple[float, list[TokenLogprobs]]] = {}  # by way
 
     @property
-    def next_ids(self) -> list[int] | None:
-        """Of the way that is to be scored; None once all are."""
-        at = len(self._found)
-        return self.ways[at].ids if at < len(self.ways) else None
+    def complete(self) -> bool:
+        return self.num_scored == len(self.paths)
 
     @property
     def longest(self) -> int:
         return max(len(way.ids) for way in self.ways)
 
     def score(self, logits: Logits, top: int) -> None:
-        """Takes the logits (1 + T, V) before each token of the next way, and after its last; `top`
-        likeliest tokens of each are kept."""
-        way = self.ways[len(self._found)]
-        steps = [logprobs_of(row, i, top) for row, i in zip(logits, way.ids, strict=False)]
-        logprob = sum(step.chosen for step in steps)
-        if way.ends:
-            ends = [logprobs_of(logits[-1], end, 0).chosen for end in way.ends]
-            logprob += float(np.logaddexp.reduce(ends))
-        self._found.append((logprob, steps))
+        """Scores the next path by its logits (1 + T, V).
+
+        These are behind the prompt and behind each token of the path. top: of how many of the
+        likeliest tokens in each place the log-probabilities are returned by `tokens`
+        """
+        path = self.paths[self.num_scored]
+        self.num_scored += 1
+        for i, way in enumerate(self.ways):
+            if i not in self._scores and path[: len(way.path)] == way.path:
+                self._scores[i] = _score(way, logits, top)
 
     @property
     def logprobs(self) -> list[tuple[str, float]]:
@@ -66,39 +82,51 @@ class Labels:
     def scores(self) -> Weights:
         """The log-probability of each text (N,) among all that the model could write."""
         scores = np.full(len(self.texts), -np.inf)
-        for way, (logprob, _) in zip(self.ways, self._found, strict=True):
-            scores[way.text] = np.logaddexp(scores[way.text], logprob)
+        for i, way in enumerate(self.ways):
+            scores[way.text] = np.logaddexp(scores[way.text], self._scores[i][0])
         return scores
 
     def tokens(self, text: int) -> list[tuple[int, TokenLogprobs]]:
         """Of the likeliest way to write one of the texts."""
         ways = [i for i, way in enumerate(self.ways) if way.text == text]
-        best = max(ways, key=lambda i: self._found[i][0])
-        return list(zip(self.ways[best].ids, self._found[best][1], strict=True))
+        best = max(ways, key=lambda i: self._scores[i][0])
+        return list(zip(self.ways[best].ids, self._scores[best][1], strict=True))
+
+
+def _score(way: Way, logits: Logits, top: int) -> tuple[float, list[TokenLogprobs]]:
+    """The log-probability of all of a way's tokens, and of each."""
+    steps = [logprobs_of(row, i, top) for row, i in zip(logits, way.ids, strict=False)]
+    logprob = sum(step.chosen for step in steps)
+    if way.ends:
+        ends = [logprobs_of(logits[len(way.ids)], end, 0).chosen for end in way.ends]
+        logprob += float(np.logaddexp.reduce(ends))
+    return logprob, steps
 
 
 def labels_of(
     texts: tuple[str, ...], ways: Seq[Seq[list[int]]], stop_ids: frozenset[int]
 ) -> Labels:
-    """`ways`: of each text, the sequences of tokens that write it."""
-    found = []
+    """Makes labels of texts and, for each, the sequences of tokens that write it.
+
+    Raises `InvalidRequest` for a text without tokens.
+    """
+    all_ways = []
     for i, text in enumerate(texts):
+        if not ways[i]:
+            raise InvalidRequest(
+                f"parameters.choice: this model's tokenizer has no tokens that write {text!r:.80}"
+            )
         goes_on = any(other.startswith(text) and other != text for other in texts)
         ends = stop_ids if goes_on else frozenset[int]()
-        found += [Way(i, ids, ends) for n, ids in enumerate(ways[i]) if ids not in ways[i][:n]]
-    return Labels(texts, found)
+        all_ways += [Way(i, ids, ends) for n, ids in enumerate(ways[i]) if ids not in ways[i][:n]]
+    return Labels(texts, all_ways)
 
 
-def check_labels(labels: Labels, prompt_tokens: int, max_length: int) -> None:
-    """Raises `InvalidRequest` where a text has no tokens or does not fit behind the prompt."""
+def check_lengths(labels: Labels, prompt_tokens: int, max_length: int) -> None:
+    """Raises `InvalidRequest` where a text does not fit behind the prompt."""
     for way in labels.ways:
-        text = labels.texts[way.text]
-        if not way.ids:
-            raise InvalidRequest(
-                f"parameters.choice: this model's tokenizer makes no tokens of {text!r:.80}"
-            )
         if prompt_tokens + len(way.ids) > max_length:
             raise InvalidRequest(
-                f"parameters.choice: {text!r:.80} has {len(way.ids)} tokens, and the prompt"
-                f" {prompt_tokens} of the {max_length} that the model's context has"
+                f"parameters.choice: {labels.texts[way.text]!r:.80} has {len(way.ids)} tokens, and"
+                f" the prompt {prompt_tokens} of the {max_length} that the model's context has"
             )

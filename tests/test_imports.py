@@ -1,5 +1,5 @@
-"""Imports between the packages go down only, through the doors that docs/architecture.md names, and
-in no circle."""
+"""Imports between the packages go down only, through the doors that
+docs/develop/architecture.md names, and in no circle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOORS = {
         "engine.http.async_client",
         "handlers.dispatch",
         "handlers.payload",
-        "handlers.scripts.entry_point",
+        "handlers.user_code.entry_point",
     },
 }
 

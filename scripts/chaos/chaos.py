@@ -53,7 +53,7 @@ def run(options: Chaos) -> int:
     the right model and version with the right text, or with an error that is true; what was loaded
     is there, what was unloaded is gone; nothing after its deadline; all parts agree when it is
     quiet; nothing is left. It fails where that does not hold, and prints the seed and the shortest
-    plan that still shows it. docs/reliability.md has the rules.
+    plan that still shows it. docs/develop/chaos.md has the rules.
 
     What this machine does not allow is skipped and said: full disks need mounts.
 

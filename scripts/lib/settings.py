@@ -1,4 +1,4 @@
-"""The environment variables of the server, as docs/settings.md shows them."""
+"""The environment variables of the server, as docs/reference/settings.md shows them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Nothing:
 
 
 def run(options: Nothing) -> None:
-    """Prints the environment variables of the server as the table of docs/settings.md."""
+    """Prints the environment variables of the server as the table of docs/reference/settings.md."""
     import engine.settings
     import handlers.settings
     import serving.settings

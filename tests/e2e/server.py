@@ -148,6 +148,6 @@ def eventually(condition: Any, seconds: float = WIDE_S) -> Any:
     """Waits for a true value and returns it. `seconds` is a net, not what is tested."""
     end = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < end, "it did not come true in time"
+        assert time.monotonic() < end, f"not within {seconds:g} s; the last value: {value!r:.500}"
         time.sleep(0.05)
     return value

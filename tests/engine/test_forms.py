@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from common.errors import ArtifactError, InvalidRequest
+from common.errors import ArtifactError, InvalidRequest, OutOfMemory
 from common.mxnet_compat import mx
-from engine.registry import Engine
+from engine.backends.interface import Logits, Piece
+from engine.engine import Engine
+from engine.native.arena import NativeRow
+from engine.native.model import NativeModel
+from engine.scheduler import MAX_LABEL_ROWS, MAX_SCORED_TOKENS
 from engine.settings import Settings
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import Pause, Request, uncached_model
 from tests.engine.hugging_face import EOS, make_hugging_face, write_json
 
@@ -40,11 +45,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine(folder: Path) -> Iterator[Engine]:
-    made = Engine(Settings(memory_mib=64, max_rows=8, precision="fp32"))
+def engine(folder: Path, new_engine: NewEngine) -> Engine:
+    made = new_engine(memory_mib=64, max_rows=8, precision="fp32")
     made.load("m", str(folder))
-    yield made
-    made.close()
+    return made
 
 
 def ask(engine: Engine, max_new_tokens: int = 100, prompt: str = PROMPT, **given: Any) -> Request:
@@ -182,25 +186,24 @@ def test_a_request_whose_form_is_wrong_harms_nobody(engine: Engine) -> None:
     assert ask(engine, 20).wait().ids() == expected
 
 
-def test_a_models_own_form_is_its_requests_default(folder: Path, tmp_path: Path) -> None:
+def test_a_models_own_form_is_its_requests_default(
+    folder: Path, tmp_path: Path, new_engine: NewEngine
+) -> None:
     made = make_hugging_face(tmp_path / "labels", kind="byte-level")
     write_json(made / "generation.json", {"parameters": {"choice": ["긍정", "부정"]}})
-    engine = Engine(Settings(memory_mib=64, precision="fp32"))
-    try:
-        engine.load("m", str(made))
+    engine = new_engine(memory_mib=64, precision="fp32")
+    engine.load("m", str(made))
 
-        def answer(**given: Any) -> str:
-            return Request(engine, "m", PROMPT, max_new_tokens=8, **given).wait().text()
+    def answer(**given: Any) -> str:
+        return Request(engine, "m", PROMPT, max_new_tokens=8, **given).wait().text()
 
-        assert answer() in ("긍정", "부정")
-        assert answer(regex="[ab]{3}") in {f"{a}{b}{c}" for a in "ab" for b in "ab" for c in "ab"}
-        assert answer(choice=[]) not in ("긍정", "부정")
-        write_json(made / "generation.json", {"parameters": {"regex": "("}})
-        with pytest.raises(ArtifactError, match=r"generation\.json: parameters\.regex: .*unclosed"):
-            engine.load("wrong", str(made))
-        assert [model["name"] for model in engine.models()] == ["m"]
-    finally:
-        engine.close()
+    assert answer() in ("긍정", "부정")
+    assert answer(regex="[ab]{3}") in {f"{a}{b}{c}" for a in "ab" for b in "ab" for c in "ab"}
+    assert answer(choice=[]) not in ("긍정", "부정")
+    write_json(made / "generation.json", {"parameters": {"regex": "("}})
+    with pytest.raises(ArtifactError, match=r"generation\.json: parameters\.regex: .*unclosed"):
+        engine.load("wrong", str(made))
+    assert [model["name"] for model in engine.models()] == ["m"]
 
 
 def label_scores(folder: Path, prompt: list[int], ways: list[list[int]]) -> float:
@@ -246,6 +249,95 @@ def test_the_probabilities_of_a_choice_are_those_of_its_texts_as_a_whole(
     again = ask(engine, choice=labels, choice_logprobs=True).wait()  # on a kept prefix
     assert again.sequences[0].cached_tokens > 0
     assert dict(again.tokens[-1].choices) == pytest.approx(dict(found), abs=1e-6)
+
+
+def record_passes(engine: Engine) -> list[list[int]]:
+    """The tokens of each piece of each pass that the model runs from now on."""
+    compute = engine._models["m"].core.compute
+    assert compute is not None
+    passes: list[list[int]] = []
+    run = compute.run
+
+    def recorded(pieces: Sequence[Piece]) -> Logits:
+        passes.append([len(piece.ids) for piece in pieces])
+        return run(pieces)
+
+    compute.run = recorded  # type: ignore[method-assign]
+    return passes
+
+
+def test_labels_are_scored_beside_each_other_in_one_pass(engine: Engine) -> None:
+    """Labels of one token need no row of their own; those that begin alike share one."""
+    passes = record_passes(engine)
+    labels = ["긍정", "부정", "중립", "산에는 꽃"]
+    first = ask(engine, choice=labels, choice_logprobs=True).wait()
+    texts = engine._models["m"].texts
+    ways = [texts._ids("tokenize", s + label, False) for label in labels for s in ("", " ")]
+    longest = {
+        tuple(way[:-1])
+        for way in ways
+        if not any(len(o) > len(way) and o[: len(way) - 1] == way[:-1] for o in ways)
+    }
+    assert len(passes) == 2  # the prompt but for its last token, and that with each label
+    assert sorted(passes[-1]) == sorted(len(path) + 1 for path in longest)
+    del passes[:]
+    ask(engine, choice=labels, choice_logprobs=True, prompt=PROMPT).wait()
+    assert len(passes) == 1  # the prompt is in the prefix cache
+    many = [f"{i}번 산에는 꽃 피네 꽃이 피네" for i in range(40)]
+    del passes[:]
+    wide = ask(engine, 100, choice=many, choice_logprobs=True).wait()
+    assert len(wide.tokens[-1].choices) == 40
+    for pieces in passes:
+        assert len(pieces) <= MAX_LABEL_ROWS
+        assert sum(pieces) <= MAX_SCORED_TOKENS or len(pieces) == 1
+    assert first.text() in labels
+
+
+def test_rows_of_labels_are_reserved_and_closed(folder: Path) -> None:
+    engine = Engine(Settings(memory_mib=64, precision="fp32", prefix_cache_mib=0))
+    engine.load("m", str(folder))
+    compute = engine._models["m"].core.compute
+    assert isinstance(compute, NativeModel)
+    arena, run = compute._arena, compute.run
+    used: list[int] = []
+
+    def bytes_in_use() -> int:
+        return int(np.count_nonzero(arena._references)) * arena.page_bytes
+
+    def measured(pieces: Sequence[Piece]) -> Logits:
+        found = run(pieces)
+        used.append(bytes_in_use())
+        assert used[-1] <= engine.budget.kv_bytes
+        return found
+
+    compute.run = measured  # type: ignore[method-assign]
+    for prompt in (PROMPT, "꽃이 피네 " * 20):
+        labels = ["긍정", "부정", "중립", "산에는 꽃"]
+        ask(engine, prompt=prompt, choice=labels, choice_logprobs=True).wait()
+    engine._loop.call(lambda: None)  # after the last pass
+    assert max(used) > min(used) > 0
+    assert (bytes_in_use(), engine.budget.kv_bytes, compute.kv_bytes) == (0, 0, 0)
+    engine.close()
+
+
+def test_labels_are_scored_one_by_one_where_memory_is_short(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = ["긍정", "부정", "중립", "산에는 꽃"]
+    wanted = ask(engine, choice=labels, choice_logprobs=True).wait().tokens[-1].choices
+    passes = record_passes(engine)
+
+    def short(row: NativeRow, source: NativeRow, length: int) -> None:
+        raise OutOfMemory("all pages of keys and values are in use")
+
+    with Pause(engine) as pause:
+        again = ask(engine, choice=labels, choice_logprobs=True, prompt=PROMPT)
+        engine._prefixes.shrink(1 << 40)
+        monkeypatch.setattr(NativeRow, "begin_with", short)
+        pause.go_on()
+        assert again.wait().tokens[-1].choices == wanted
+    assert len(passes) > 2
+    assert {len(pieces) for pieces in passes} == {1}
 
 
 def test_a_label_is_drawn_by_its_probability(engine: Engine) -> None:
