@@ -3,7 +3,7 @@
 They are classic BPF, see the kernel's Documentation/userspace-api/seccomp_filter.rst. `install` is
 for a process that only computes: no network, no other process, no program, and, unless it may
 write, no change of any file. Files that this user may read are not hidden: only the answers leave
-the process. `handlers.scripts.confinement.seccomp` is for a model's own program.
+the process. `handlers.user_code.confinement.seccomp` is for a model's own program.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ServiceError, SettingError, quoted
-from serving.errors import ArtifactChanged, ServingError, StoreAccessDenied, UrlNotAllowed
+from serving.errors import ArtifactChanged, ServingError, UrlNotAllowed
 from serving.names import model_name
 from serving.store import Lookups
 
@@ -122,13 +122,14 @@ class Aliases:
             return
         if version == self._version:
             return
-        self._version = version
+        self._version, before = version, self._aliases
         try:
             self._take({} if content is None else await asyncio.to_thread(parse, content))
         except SettingError as error:
             self._failed(error)
             return
-        logger.info("%s has %d aliases", FILE, len(self._aliases))
+        if content is not None or before:
+            logger.info("%s has %d aliases", FILE, len(self._aliases))
         self._problem, self.wrong = "", False
         if self._copy is not None:
             with contextlib.suppress(OSError):
@@ -138,8 +139,9 @@ class Aliases:
         if error.message != self._problem:
             logger.error("%s; the %d aliases before stay", error.message, len(self._aliases))
         self._problem = error.message
-        # Where the server may not list a bucket, a file that is not there is denied, too.
-        self.wrong = bool(self._aliases) or not isinstance(error, StoreAccessDenied)
+        # A store that does not answer may have none. Where the server may not list a bucket, a file
+        # that is not there is denied.
+        self.wrong = bool(self._aliases) or isinstance(error, SettingError)
 
     def _take(self, found: dict[str, Alias]) -> None:
         for name, alias in found.items():

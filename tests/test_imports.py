@@ -19,7 +19,7 @@ DOORS = {
         "engine.http.async_client",
         "handlers.dispatch",
         "handlers.payload",
-        "handlers.scripts.entry_point",
+        "handlers.user_code.entry_point",
     },
 }
 

@@ -15,7 +15,7 @@ from zipfile import ZipFile
 import pytest
 
 from serving.process.isolation import passed
-from tests.handlers.scripts.confinement import test_rules
+from tests.handlers.user_code.confinement import test_rules
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "operate" / "security.md").read_text("utf-8")

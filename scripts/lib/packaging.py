@@ -21,6 +21,7 @@ from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import content_of
 from engine.text.prompts import Prompts
 from handlers.dispatch import handler_for
+from handlers.user_code.entry_point import Script
 from scripts.lib.folders import belongs
 from scripts.lib.problem import Problem
 from serving.settings import Settings
@@ -57,7 +58,10 @@ def check(folder: Path) -> Checked:
         )
     try:
         handler = handler_for(str(folder))
-        summary = _check_model(folder) if handler.IN_ENGINE else _check_tensors(handler, folder)
+        if isinstance(handler, Script):  # never run here
+            summary = "the model's own script"
+        else:
+            summary = _check_model(folder) if handler.IN_ENGINE else _check_tensors(handler, folder)
     except EngineError as error:
         raise Problem(f"{folder} cannot be served: {error.message}") from None
     return Checked(folder, summary, files)
@@ -94,15 +98,13 @@ def _check_adapter(folder: Path) -> str:
 
 
 def _check_tensors(handler: Any, folder: Path) -> str:
-    """Loads it, as its worker would, but runs nobody's script."""
-    if not hasattr(handler, "describe"):
-        return "the model's own script"
-    told = handler.describe(handler.model_fn(str(folder)))
+    """Loads the model as its worker would; returns its platform, inputs and outputs."""
+    metadata = handler.describe(handler.model_fn(str(folder)))
     sides = [
-        ", ".join(f"{t['name']} {t['datatype']} {t['shape']}" for t in told[side])
+        ", ".join(f"{t['name']} {t['datatype']} {t['shape']}" for t in metadata[side])
         for side in ("inputs", "outputs")
     ]
-    return f"{told['platform']}, {' -> '.join(sides)}"
+    return f"{metadata['platform']}, {' -> '.join(sides)}"
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -44,11 +44,12 @@ def choose_model(gateway: Gateway, request: Request, name: str, user: str = "") 
         return name
     headers = request.headers
     session = headers.get(SAGEMAKER_SESSION, "")
-    kept = gateway.sessions.models(session) if gateway.sessions is not None else {}
-    model = kept.get(name, "")
+    sessions = gateway.sessions
+    model = sessions.model(session, name) if sessions is not None else ""
     if model not in alias.weights:
-        key = session or header_text(headers.get(SESSION_ID, "")) or user
-        model = kept[name] = alias.choose(key)
+        model = alias.choose(session or header_text(headers.get(SESSION_ID, "")) or user)
+        if sessions is not None:
+            sessions.keep(session, name, model)
     alias.requests[model] = alias.requests.get(model, 0) + 1
     request.state.model, request.state.alias = model, name
     return model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 
 from common.errors import (
     ArtifactError,
-    DeadlineExceeded,
     EngineError,
     InvalidRequest,
     ModelAlreadyLoaded,
@@ -25,11 +23,10 @@ from common.errors import (
     Overloaded,
     PromptTooLong,
 )
-from common.parameters import Parameters
 from engine.engine import Engine, Model
-from engine.http.answer import Answer
 from engine.settings import Settings
 from engine.text.sentencepiece import SentencePieceTokenizer
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import (
     EOS,
     WAIT_S,
@@ -54,10 +51,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = Engine(Settings(memory_mib=64, max_rows=8, precision="fp32"))
-    yield made
-    made.close()
+def engine(new_engine: NewEngine) -> Engine:
+    return new_engine(memory_mib=64, max_rows=8, precision="fp32")
 
 
 @pytest.fixture
@@ -199,36 +194,10 @@ def test_each_of_two_models_gives_its_own_text(
 # Requests
 
 
-def test_the_prompt_alone_is_no_part_of_the_text(engine: Engine, model: Model) -> None:
-    done = threading.Event()
-    answer = Answer(1, done.set)
-    engine.submit("m", PROMPT, Parameters(max_new_tokens=5), answer.emit)
-    assert done.wait(WAIT_S)
-    found = answer.result()
-    (completion,) = found["completions"]
-    assert (completion["tokens"], completion["finish_reason"]) == (5, "length")
-    assert 0 < found["time_to_first_token_s"] <= found["seconds"]
-
-
 def test_a_prompt_that_fills_the_context_is_too_long(engine: Engine, model: Model) -> None:
     with pytest.raises(PromptTooLong, match=rf"{CONTEXT} tokens, at most {CONTEXT - 1}"):
         Request(engine, "m", prompt(model, CONTEXT))
     assert Request(engine, "m", prompt(model, CONTEXT - 1)).wait().finish_reason() == "length"
-
-
-def test_an_empty_prompt_is_refused(engine: Engine, model: Model) -> None:
-    with pytest.raises(InvalidRequest, match="inputs"):
-        Request(engine, "m", "")
-
-
-def test_a_prompt_that_is_no_unicode_is_refused(engine: Engine, model: Model) -> None:
-    with pytest.raises(InvalidRequest, match="surrogate"):
-        Request(engine, "m", "가\ud83d")
-
-
-def test_a_request_to_an_unknown_model_is_refused(engine: Engine) -> None:
-    with pytest.raises(ModelNotFound, match="모르는 모델"):
-        Request(engine, "모르는 모델", PROMPT)
 
 
 def test_the_same_seed_gives_the_same_text(engine: Engine, model: Model) -> None:
@@ -248,16 +217,6 @@ def test_several_answers_are_drawn_with_seeds_one_after_another(
         one = Request(engine, "m", PROMPT, seed=10 + index, max_new_tokens=15, top_k=50).wait()
         assert several.ids(index) == one.ids()
         assert several.text(index) == one.text()
-
-
-def test_log_probabilities_of_a_greedy_answer_have_the_chosen_token_first(
-    engine: Engine, model: Model
-) -> None:
-    for token in Request(engine, "m", PROMPT, max_new_tokens=5, logprobs=3).wait().tokens:
-        assert token.logprobs is not None
-        assert token.logprobs.top[0] == (token.id, token.logprobs.chosen)
-        assert len(token.logprobs.top) == 3
-        assert token.logprobs.chosen < 0
 
 
 def test_statistics_count_requests_and_tokens(engine: Engine, model: Model) -> None:
@@ -325,99 +284,47 @@ def test_a_long_prompt_does_not_hold_up_another_model(
         request.wait()
 
 
-def test_a_cancelled_request_leaves_its_row_at_the_next_step(engine: Engine, model: Model) -> None:
-    def cancel(request: Request) -> None:
-        if len(request.tokens) == 5:
-            engine.cancel(request.sequences)
-
+def test_a_full_queue_says_when_to_come_back(model_dir: Path, new_engine: NewEngine) -> None:
+    engine = new_engine(memory_mib=64, max_rows=1, max_queue=2)
+    engine.load("m", str(model_dir))
     with Pause(engine):
-        cancelled = Request(engine, "m", PROMPT, cancel, max_new_tokens=300)
-    other = Request(engine, "m", SENTENCES[2], max_new_tokens=50).wait()
-
-    assert len(other.ids()) == 50
-    assert len(cancelled.tokens) == 5
-    settle(engine)
-    assert engine.statistics()["models"][0]["running"] == 0
-    assert engine.budget.kv_bytes == 0
-
-
-def test_a_late_request_fails_and_the_others_go_on(
-    engine: Engine, model: Model, model_dir: Path
-) -> None:
-    with Pause(engine):
-        first = Request(engine, "m", PROMPT, max_new_tokens=30)
-        late = Request(engine, "m", SENTENCES[1], max_new_tokens=30, timeout_s=0.01)
-        other = Request(engine, "m", SENTENCES[2], max_new_tokens=30, timeout_s=WAIT_S)
-        threading.Event().wait(0.05)
-    assert isinstance(late.wait().error, DeadlineExceeded)
-    for request in (first, other):
-        assert len(request.wait().ids()) == 30
-        assert is_greedy(model_dir, request.prompt, request.ids())
-
-
-def test_a_deadline_ends_a_running_answer(engine: Engine, model: Model) -> None:
-    def hurry(request: Request) -> None:
-        if len(request.tokens) == 10:
-            request.sequences[0].deadline = 0
-
-    with Pause(engine):
-        late = Request(engine, "m", PROMPT, hurry, max_new_tokens=300, timeout_s=WAIT_S)
-    assert isinstance(late.wait().error, DeadlineExceeded)
-    assert 10 <= len(late.tokens) < 300
-    settle(engine)
-    assert engine.budget.kv_bytes == 0
-
-
-def test_a_full_queue_says_when_to_come_back(model_dir: Path) -> None:
-    engine = Engine(Settings(memory_mib=64, max_rows=1, max_queue=2))
-    try:
-        engine.load("m", str(model_dir))
-        with Pause(engine):
-            waiting = [Request(engine, "m", PROMPT, max_new_tokens=3) for _ in range(2)]
-            with pytest.raises(Overloaded, match="2 requests wait") as caught:
-                Request(engine, "m", PROMPT)
-            assert caught.value.retry_after_s is not None
-            assert caught.value.retry_after_s >= 1
-        for request in waiting:
-            assert len(request.wait().ids()) == 3
-        Request(engine, "m", PROMPT, max_new_tokens=1).wait()
-    finally:
-        engine.close()
+        waiting = [Request(engine, "m", PROMPT, max_new_tokens=3) for _ in range(2)]
+        with pytest.raises(Overloaded, match="2 requests wait") as caught:
+            Request(engine, "m", PROMPT)
+        assert caught.value.retry_after_s is not None
+        assert caught.value.retry_after_s >= 1
+    for request in waiting:
+        assert len(request.wait().ids()) == 3
+    Request(engine, "m", PROMPT, max_new_tokens=1).wait()
 
 
 # Memory
 
 
-def test_a_model_that_does_not_fit_is_refused_with_numbers(model_dir: Path, tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_numbers(
+    model_dir: Path, tmp_path: Path, new_engine: NewEngine
+) -> None:
     big = make_artifact(tmp_path / "big", units=256, layers=4, heads=4)  # 13 MiB
-    engine = Engine(Settings(memory_mib=14, overcommit=1, precision="fp32"))
-    try:
-        small = engine.load("small", str(model_dir))
-        before = engine.budget.weight_bytes
-        for try_it in (engine.check, engine.load):
-            with pytest.raises(OutOfMemory, match=r"big needs \d+ MiB, but of the engine's 14 MiB"):
-                try_it("big", str(big))
-        assert engine.budget.weight_bytes == before == small.core.reserved_bytes
-        assert [m["name"] for m in engine.models()] == ["small"]
-        Request(engine, "small", PROMPT, max_new_tokens=3).wait()
-    finally:
-        engine.close()
+    engine = new_engine(memory_mib=14, overcommit=1, precision="fp32")
+    small = engine.load("small", str(model_dir))
+    before = engine.budget.weight_bytes
+    for try_it in (engine.check, engine.load):
+        with pytest.raises(OutOfMemory, match=r"big needs \d+ MiB, but of the engine's 14 MiB"):
+            try_it("big", str(big))
+    assert engine.budget.weight_bytes == before == small.core.reserved_bytes
+    assert [m["name"] for m in engine.models()] == ["small"]
+    Request(engine, "small", PROMPT, max_new_tokens=3).wait()
 
 
 def test_a_model_larger_than_the_whole_budget_is_told_from_one_that_has_to_wait(
-    tmp_path: Path,
+    tmp_path: Path, new_engine: NewEngine
 ) -> None:
     big = make_artifact(tmp_path / "big", units=256, layers=4, heads=4)  # 13 MiB
-    engine = Engine(Settings(memory_mib=4, precision="fp32"))
-    try:
-        for try_it in (engine.check, engine.load):
-            with pytest.raises(
-                NeverFits, match=r"big needs 1\d MiB .* the engine has 4 MiB in all"
-            ):
-                try_it("big", str(big))
-        assert engine.budget.weight_bytes == 0
-    finally:
-        engine.close()
+    engine = new_engine(memory_mib=4, precision="fp32")
+    for try_it in (engine.check, engine.load):
+        with pytest.raises(NeverFits, match=r"big needs 1\d MiB .* the engine has 4 MiB in all"):
+            try_it("big", str(big))
+    assert engine.budget.weight_bytes == 0
 
 
 def test_a_model_that_is_unloaded_makes_room(model_dir: Path) -> None:
@@ -438,57 +345,53 @@ def test_a_model_that_is_unloaded_makes_room(model_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_weights_leave_room_for_one_request_of_the_whole_context(
-    model_dir: Path, tmp_path: Path
+    model_dir: Path, tmp_path: Path, new_engine: NewEngine
 ) -> None:
     long = make_talkative(tmp_path / "long", max_length=2 * CONTEXT)
-    engine = Engine(Settings(memory_mib=64, overcommit=1, precision="fp32"))
-    try:
-        first = engine.load("m", str(model_dir))
-        row = first.core.compute.kv_bytes_for([CONTEXT])
-        size = first.core.reserved_bytes
-        engine.budget.total_bytes = 2 * size + row - 1
-        for try_it in (engine.check, engine.load):
-            with pytest.raises(OutOfMemory, match="other needs 1 MiB"):
-                try_it("other", str(model_dir))
-        engine.budget.total_bytes += 1
-        engine.load("other", str(model_dir))
-        whole = [Request(engine, name, PROMPT, max_new_tokens=9999) for name in ("m", "other")]
-        assert all(request.wait().finish_reason() == "length" for request in whole)
+    engine = new_engine(memory_mib=64, overcommit=1, precision="fp32")
+    first = engine.load("m", str(model_dir))
+    row = first.core.compute.kv_bytes_for([CONTEXT])
+    size = first.core.reserved_bytes
+    engine.budget.total_bytes = 2 * size + row - 1
+    for try_it in (engine.check, engine.load):
+        with pytest.raises(OutOfMemory, match="other needs 1 MiB"):
+            try_it("other", str(model_dir))
+    engine.budget.total_bytes += 1
+    engine.load("other", str(model_dir))
+    whole = [Request(engine, name, PROMPT, max_new_tokens=9999) for name in ("m", "other")]
+    assert all(request.wait().finish_reason() == "length" for request in whole)
 
-        engine.unload("other")
-        engine.budget.total_bytes = 64 << 20
-        needed = engine.check("long", str(long)) + 2 * row
-        engine.budget.total_bytes = needed - 1
-        with pytest.raises(NeverFits):
-            engine.load("long", str(long))
-        engine.budget.total_bytes = size + needed
+    engine.unload("other")
+    engine.budget.total_bytes = 64 << 20
+    needed = engine.check("long", str(long)) + 2 * row
+    engine.budget.total_bytes = needed - 1
+    with pytest.raises(NeverFits):
         engine.load("long", str(long))
-        engine.budget.total_bytes += size - 1
-        with pytest.raises(OutOfMemory):  # the longer context's row has to stay
-            engine.load("other", str(model_dir))
-    finally:
-        engine.close()
+    engine.budget.total_bytes = size + needed
+    engine.load("long", str(long))
+    engine.budget.total_bytes += size - 1
+    with pytest.raises(OutOfMemory):  # the longer context's row has to stay
+        engine.load("other", str(model_dir))
 
 
-def test_what_is_missing_for_a_model_is_told_in_bytes(model_dir: Path) -> None:
-    engine = Engine(Settings(memory_mib=64, overcommit=1))
-    try:
-        model = engine.load("a", str(model_dir))
-        row = model.core.compute.kv_bytes_for([CONTEXT])
-        assert model.describe()["row_bytes"] == row
-        engine.budget.total_bytes = 2 * model.core.reserved_bytes + row - 7
-        for try_it in (engine.check, engine.load):
-            with pytest.raises(OutOfMemory) as refused:
-                try_it("b", str(model_dir))
-            assert refused.value.missing_bytes == 7
-    finally:
-        engine.close()
+def test_what_is_missing_for_a_model_is_told_in_bytes(
+    model_dir: Path, new_engine: NewEngine
+) -> None:
+    engine = new_engine(memory_mib=64, overcommit=1)
+    model = engine.load("a", str(model_dir))
+    row = model.core.compute.kv_bytes_for([CONTEXT])
+    assert model.describe()["row_bytes"] == row
+    engine.budget.total_bytes = 2 * model.core.reserved_bytes + row - 7
+    for try_it in (engine.check, engine.load):
+        with pytest.raises(OutOfMemory) as refused:
+            try_it("b", str(model_dir))
+        assert refused.value.missing_bytes == 7
 
 
 def test_memory_promised_to_a_load_is_its_own_before_the_load_has_taken_it(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, new_engine: NewEngine
 ) -> None:
-    engine = Engine(Settings(memory_mib=64, overcommit=1, precision="fp32"))
+    engine = new_engine(memory_mib=64, overcommit=1, precision="fp32")
     opening, opened = threading.Event(), threading.Event()
     manifests = engine._loader._manifests
     open_manifest = manifests.open
@@ -500,65 +403,30 @@ def test_memory_promised_to_a_load_is_its_own_before_the_load_has_taken_it(
         return open_manifest(*arguments)
 
     monkeypatch.setattr(manifests, "open", open_slowly)
-    try:
-        promised = {"봄": engine.check("봄", str(model_dir))}
-        engine.budget.total_bytes = 1_300_000  # for one of them
-        with ThreadPoolExecutor(1) as pool:
-            load = pool.submit(engine.load, "봄", str(model_dir))
-            assert opening.wait(WAIT_S)
-            try:
-                with pytest.raises(OutOfMemory):
-                    engine.check("여름", str(model_dir), promised=promised)
-            finally:
-                opened.set()
-            assert load.result(WAIT_S).core.reserved_bytes == promised["봄"]
-        engine.budget.total_bytes += promised["봄"]  # no more is taken twice
-        engine.check("여름", str(model_dir), promised=promised)
-    finally:
-        engine.close()
+    promised = {"봄": engine.check("봄", str(model_dir))}
+    engine.budget.total_bytes = 1_300_000  # for one of them
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(engine.load, "봄", str(model_dir))
+        assert opening.wait(WAIT_S)
+        try:
+            with pytest.raises(OutOfMemory):
+                engine.check("여름", str(model_dir), promised=promised)
+        finally:
+            opened.set()
+        assert load.result(WAIT_S).core.reserved_bytes == promised["봄"]
+    engine.budget.total_bytes += promised["봄"]  # no more is taken twice
+    engine.check("여름", str(model_dir), promised=promised)
 
 
-def test_a_model_has_as_many_rows_as_it_was_loaded_with(model_dir: Path) -> None:
-    engine = Engine(Settings(memory_mib=64, max_rows=5))
-    try:
-        assert engine.load("a", str(model_dir)).batch.max_rows == 5
-        assert engine.load("b", str(model_dir), max_rows=2).batch.max_rows == 2
-        for try_it in (engine.check, engine.load):
-            with pytest.raises(InvalidRequest, match="precision is 'int8-kv8'"):
-                try_it("c", str(model_dir), "mxnet", "int8-kv8")
-    finally:
-        engine.close()
-
-
-def test_memory_for_keys_and_values_is_given_back_after_each_request(
-    engine: Engine, model: Model
+def test_a_model_has_as_many_rows_as_it_was_loaded_with(
+    model_dir: Path, new_engine: NewEngine
 ) -> None:
-    seen: list[int] = []
-    run = model.core.compute.run
-
-    def noted(pieces: Any) -> Any:
-        seen.append(engine.budget.kv_bytes)
-        return run(pieces)
-
-    model.core.compute.run = noted  # type: ignore[method-assign]
-    for sentence in SENTENCES:
-        request = Request(engine, "m", sentence, max_new_tokens=4).wait()
-        assert seen[-1] == model.core.compute.kv_bytes_for([len(request.prompt) + 4]) > 0
-        settle(engine)
-        assert engine.budget.kv_bytes == 0
-
-
-def test_a_request_that_can_never_have_memory_is_refused_at_once(
-    engine: Engine, model: Model
-) -> None:
-    per_token = model.core.compute.config.kv_bytes_per_token
-    engine.budget.total_bytes = engine.budget.weight_bytes + 64 * per_token
-    refused = Request(engine, "m", PROMPT, max_new_tokens=400).wait()
-    assert isinstance(refused.error, OutOfMemory)
-    assert "K/V" in refused.error.message
-    assert len(Request(engine, "m", PROMPT, max_new_tokens=20).wait().ids()) == 20
-    settle(engine)
-    assert engine.budget.kv_bytes == 0
+    engine = new_engine(memory_mib=64, max_rows=5)
+    assert engine.load("a", str(model_dir)).batch.max_rows == 5
+    assert engine.load("b", str(model_dir), max_rows=2).batch.max_rows == 2
+    for try_it in (engine.check, engine.load):
+        with pytest.raises(InvalidRequest, match="precision is 'int8-kv8'"):
+            try_it("c", str(model_dir), "mxnet", "int8-kv8")
 
 
 def test_models_wait_for_memory_that_another_model_uses(

@@ -110,6 +110,7 @@ class Fleet:
         """Three servers, all of them up."""
         if spare := self.nodes.pop(SPARE, None):
             spare.stop()
+            self.proxy.reload(1, 2, 3)
         for name, server in self.nodes.items():
             if server.process.poll() is not None:
                 self.start(name)

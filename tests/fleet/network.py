@@ -6,7 +6,6 @@ import contextlib
 import ipaddress
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.process import BenchmarkError
+from benchmarks.switching.control_group import NAME as GROUP
 from benchmarks.switching.control_group import ROOT as CONTROL_GROUPS
 from benchmarks.switching.control_group import ControlGroup
 
@@ -102,17 +102,13 @@ class Network:
     def __enter__(self) -> Network:
         remove_left()
         bridge = f"{self._prefix}bridge"
-        try:
-            run("ip", "netns", "add", bridge)
-            run("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge")
-            run("ip", "-n", bridge, "link", "set", "bridge", "up")
-            link = f"kogpt2-{os.getpid()}"
-            self._connect(link, "us")
-            run("ip", "address", "add", f"{self.address}/28", "dev", link)
-            run("ip", "link", "set", link, "up")
-        except BaseException:
-            self.__exit__()
-            raise
+        run("ip", "netns", "add", bridge)
+        run("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", bridge, "link", "set", "bridge", "up")
+        link = f"kogpt2-{os.getpid()}"
+        self._connect(link, "us")
+        run("ip", "address", "add", f"{self.address}/28", "dev", link)
+        run("ip", "link", "set", link, "up")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,17 +137,25 @@ def remove_left() -> None:
     for pid in {int(path.name.removeprefix(PREFIX).partition("-")[0]) for path in found}:
         if not psutil.pid_exists(pid):
             _remove(pid)
-            for group in CONTROL_GROUPS.glob(f"**/kogpt2-benchmark-{pid}-*"):
-                with contextlib.suppress(OSError):  # its last process is about to go
-                    group.rmdir()
+            for group in control_groups(pid):
+                group.rmdir()
+
+
+def control_groups(pid: int) -> list[Path]:
+    """Those that this process has made."""
+    return [*CONTROL_GROUPS.glob(f"*/{GROUP}{pid}-*"), *CONTROL_GROUPS.glob(f"{GROUP}{pid}-*")]
 
 
 def _remove(pid: int) -> None:
     """What this process has made, and what runs in it."""
     for path in sorted(NAMESPACES.glob(f"{PREFIX}{pid}-*")):
-        for inside in run("ip", "netns", "pids", path.name).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(inside), signal.SIGKILL)
+        ended = []
+        for inside in map(int, run("ip", "netns", "pids", path.name).split()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(inside)
+                process.kill()
+                ended.append(process)
+        psutil.wait_procs(ended, 10)
         run("ip", "netns", "del", path.name)
     # The other cables go with their namespaces, soon.
     subprocess.run(["ip", "link", "del", f"kogpt2-{pid}"], capture_output=True)

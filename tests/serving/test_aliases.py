@@ -177,15 +177,16 @@ def test_aliases_stay_while_the_store_does_not_answer(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_a_store_that_denies_a_file_that_may_not_be_there_is_no_alarm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [StoreAccessDenied("denied"), StoreUnavailable("gone")])
+def test_a_store_that_may_have_no_aliases_is_no_alarm(error: Exception, tmp_path: Path) -> None:
     async def test() -> None:
         at = Setup(tmp_path)
-        at.store.error = StoreAccessDenied("denied")
+        at.store.error = error
         await at.aliases.refresh()
         assert not at.aliases.wrong
         at.store.error = None
         await at.read('{"시": "소월"}')
-        at.store.error = StoreAccessDenied("denied")
+        at.store.error = error
         await at.aliases.refresh()
         assert (len(at.weights()), at.aliases.wrong) == (1, True)
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -30,10 +30,10 @@ from common.errors import (
     PromptTooLong,
 )
 from engine.engine import Engine
-from engine.settings import Settings
 from engine.text.process import About, TextProcesses, Turns
 from engine.text.prompts import CHARACTERS_PER_TOKEN
 from engine.text.table import RUNS, Table
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import (
     WAIT_S,
     Pause,
@@ -58,10 +58,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine_() -> Iterator[Engine]:
-    made = Engine(Settings(memory_mib=64))
-    yield made
-    made.close()
+def engine_(new_engine: NewEngine) -> Engine:
+    return new_engine(memory_mib=64)
 
 
 def hugging_face(path: Path, change: Callable[[Tokenizer], None]) -> Path:

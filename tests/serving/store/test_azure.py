@@ -92,7 +92,7 @@ def test_a_wrong_key_and_a_wrong_address_are_told_apart(
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection(port, wrong))
     with pytest.raises(StoreAccessDenied, match="access was denied"):
         open_store(LOCATION).find("a")
-    monkeypatch.setattr(drivers, "QUESTION_S", 1.0)
+    monkeypatch.setattr(drivers, "CALL_S", 1.0)
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection(1))
     started = time.monotonic()
     with pytest.raises(StoreUnavailable, match="cannot be read"):

@@ -75,7 +75,7 @@ def test_versions_of_google_do_not_mix(bucket: Any, tmp_path: Path) -> None:
 
 
 def test_a_google_store_that_is_away_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drivers, "QUESTION_S", 1.0)
+    monkeypatch.setattr(drivers, "CALL_S", 1.0)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     started = time.monotonic()
     with pytest.raises(StoreUnavailable, match="cannot be read"):

@@ -34,7 +34,7 @@ def own(store: TricklingStore, tmp_path: Path) -> StoreSettings:
 def test_heads_that_trickle_end_in_time_and_hold_up_no_other_look_up(
     store: TricklingStore, own: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookups, "ANSWER_S", 30.0)
+    monkeypatch.setattr(lookups, "LOOKUP_LIMIT_S", 30.0)
     asked = Lookups(open_store(own.location), own)
 
     async def run() -> None:
@@ -51,7 +51,7 @@ def test_heads_that_trickle_end_in_time_and_hold_up_no_other_look_up(
     asyncio.run(run())
     asked.close()
 
-    monkeypatch.setattr(lookups, "ANSWER_S", 0.3)
+    monkeypatch.setattr(lookups, "LOOKUP_LIMIT_S", 0.3)
     again = Lookups(open_store(own.location), own)
 
     async def run_again() -> None:
@@ -69,7 +69,7 @@ def test_a_thread_whose_question_is_given_up_is_free(
 ) -> None:
     for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": store.url}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(lookups, "ANSWER_S", 0.3)
+    monkeypatch.setattr(lookups, "LOOKUP_LIMIT_S", 0.3)
     location = "s3://head/" if scheme == "s3" else own.location
     name = "봄" if scheme == "s3" else f"{store.url}/head/봄.tar.gz"
     asked = Lookups(open_store(location), own)

@@ -28,10 +28,10 @@ from engine.backends.onnx import gpu
 from engine.backends.onnx.device import CPU, buffers
 from engine.backends.onnx.gpu import OnnxGpuModel
 from engine.engine import Engine
-from engine.settings import Settings
 from engine.text.sentencepiece import SentencePieceTokenizer
 from tests.engine.backends.onnx import fp16
 from tests.engine.backends.running import append, greedy, single, some_ids
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import Request
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact, write_params
@@ -242,14 +242,11 @@ def test_weights_beyond_fp16_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(monkeypatch: pytest.MonkeyPatch, new_engine: NewEngine) -> Engine:
     """As with ENGINE_DEVICE=gpu, on the CPU provider."""
     load = gpu.load
     monkeypatch.setattr(gpu, "load", lambda artifact: load(artifact, CPU))
-    settings = Settings(backend="onnxruntime", device="gpu", memory_mib=8, max_rows=8, overcommit=1)
-    made = Engine(settings)
-    yield made
-    made.close()
+    return new_engine(backend="onnxruntime", device="gpu", memory_mib=8, max_rows=8, overcommit=1)
 
 
 def test_the_engine_batches_requests_in_fp16(engine: Engine, tmp_path: Path) -> None:
