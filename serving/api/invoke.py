@@ -50,7 +50,7 @@ from serving.errors import (
 )
 from serving.mms.client import Answer, Query, message_of
 from serving.mms.workers import MMS_GRACE_S
-from serving.models.model import Model, no_room_yet
+from serving.models.model import Model, eviction_timeout
 from serving.names import normal_name
 from serving.tokens import current
 
@@ -255,7 +255,7 @@ async def until(
         limit_s = scope.deadline - request.state.started
         model = gateway.registry.find(name)
         if model is not None and model.shortage is not None:
-            raise no_room_yet(model.shortage, limit_s)
+            raise eviction_timeout(model.shortage, limit_s)
         raise Timeout(f"no answer within {limit_s:g} s")
 
 
@@ -386,11 +386,11 @@ async def _ask_once(
 ) -> Answer | None:
     """None if the worker is given up meanwhile: MMS would not answer then."""
     with CancelScope() as scope:
-        model.asked.add(scope)
+        model.pending.add(scope)
         try:
             return await gateway.mms.invoke(model.id, body, headers, timeout_s, query)
         finally:
-            model.asked.remove(scope)
+            model.pending.remove(scope)
     return None
 
 

@@ -166,7 +166,7 @@ class Management:
         found |= _listed(model)
         if alias is not None:
             found["aliasOf"] = alias.weights
-        found["settings"] = model.settings.said()
+        found["settings"] = model.settings.values()
         restarts = model.restarts
         if restarts.reason:
             wait_s = round(max(restarts.next_at - time.monotonic(), 0), 1)

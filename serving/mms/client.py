@@ -17,8 +17,8 @@ from serving.errors import InsufficientStorage, MMSEnded, Timeout, Unavailable, 
 
 logger = logging.getLogger(__name__)
 
-PAGE = 100
-BACK_S = 2.0  # Java answers again after 1.6 (docs/operate/reliability.md)
+PAGE = 100  # models in a page of a list
+BACK_S = 2.0  # sent as Retry-After; a restarted MMS answers after 1.6 (docs/operate/reliability.md)
 UNQUOTED = "?/:@!$'()*,"  # in a query, which MMS takes up to a length
 
 Query = Mapping[str, str] | Sequence[tuple[str, str]]
@@ -26,7 +26,7 @@ Query = Mapping[str, str] | Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Answer:
-    """`headers` have their names in lower case; the body is as its model wrote it."""
+    """An answer of MMS. Names in `headers` are in lower case; the body is unchanged."""
 
     status: int
     headers: Mapping[str, str]
@@ -34,12 +34,12 @@ class Answer:
 
     @property
     def by_worker(self) -> bool:
-        """Whether a worker answered, not MMS in its place."""
+        """Whether the answer is a worker's, not MMS's own."""
         return WORKER_HEADER in self.headers
 
 
 class MMSClient:
-    """Names are MMS's own, which the gateway makes: ASCII and never used again."""
+    """Names are ids of models (`Model.id`), which are ASCII and never reused."""
 
     def __init__(self, socket_path: str, probe_secret: str) -> None:
         self._http = UnixHTTP(socket_path)
@@ -58,10 +58,9 @@ class MMSClient:
         body: bytes | None = None,
         query: Query | None = None,
     ) -> Answer:
-        """Raises `Unavailable` when MMS is not there, `MMSEnded` when it ends meanwhile, `Timeout`
-        when it is silent.
+        """Sends one request; the type of `body` is in `headers`.
 
-        A body has the type that `headers` say, or none.
+        Raises `Unavailable` if MMS does not run, `MMSEnded` if it ends meanwhile, `Timeout`.
         """
         if query:
             url += "?" + urlencode(query, safe=UNQUOTED, quote_via=quote_plus)
@@ -104,8 +103,10 @@ class MMSClient:
             raise Unavailable("Multi Model Server could not scale the workers")
 
     async def probe(self, name: str, timeout_s: float) -> dict[str, Any]:
-        """How the worker's load went: `{"status": 200, "in_engine": bool}` for well, or else
-        `{"status", "type", "message"}`."""
+        """The result of the worker's load.
+
+        `{"status": 200, "in_engine": bool}`, or `{"status", "type", "message"}` of an error.
+        """
         answer = await self.invoke(name, b"", {PROBE_HEADER: self._probe_secret}, timeout_s)
         try:
             outcome = json.loads(answer.body)
@@ -123,7 +124,7 @@ class MMSClient:
         timeout_s: float,
         query: Query | None = None,
     ) -> Answer:
-        """`query` becomes values beside the body: `row["data"]` of a service is `?data=`."""
+        """Calls a model. MMS adds `query` to the body: a service's `row["data"]` is `?data=`."""
         return await self.call(
             "POST",
             f"/models/{name}/invoke",
@@ -134,17 +135,17 @@ class MMSClient:
         )
 
     async def unregister(self, name: str) -> None:
-        """Ends the model's worker. A model that MMS does not know is fine."""
+        """Ends the model's worker, if there is one."""
         await self.call("DELETE", f"/models/{name}", timeout_s=30)
 
     async def describe(self, name: str) -> dict[str, Any]:
-        """MMS's own description; `{}` of a model that MMS does not know."""
+        """MMS's description of a model; `{}` if it has none of that name."""
         answer = await self.call("GET", f"/models/{name}", timeout_s=10)
         try:
-            found = json.loads(answer.body) if answer.status == 200 else {}
+            description = json.loads(answer.body) if answer.status == 200 else {}
         except ValueError:
-            found = {}
-        return found if isinstance(found, dict) else {}
+            description = {}
+        return description if isinstance(description, dict) else {}
 
     async def socket_number(self, name: str) -> str:
         """N of the socket `.mms.sock.N` of a model's worker. Raises `WorkerFailed`."""
@@ -155,27 +156,27 @@ class MMSClient:
             raise WorkerFailed("the model's worker is gone") from None
 
     async def names(self) -> set[str]:
-        """Of all models that MMS has. Raises `Unavailable` for an answer that is none, too."""
-        found: set[str] = set()
+        """The names of all models. Raises `Unavailable`, also for an invalid answer."""
+        names: set[str] = set()
         query = {"limit": str(PAGE)}
         for _ in range(1000):
             answer = await self.call("GET", "/models", timeout_s=10, query=query)
             try:
                 page = json.loads(answer.body)
-                found |= {str(model["modelName"]) for model in page["models"]}
+                names |= {str(model["modelName"]) for model in page["models"]}
                 token = page.get("nextPageToken")
             except (ValueError, LookupError, TypeError, AttributeError):
                 raise Unavailable(
                     f"Multi Model Server listed its models with {message_of(answer)}"
                 ) from None
             if token is None or not page["models"]:
-                return found
+                return names
             query["next_page_token"] = str(token)
-        return found
+        return names
 
 
 def message_of(answer: Answer) -> str:
-    """MMS's own message, in one line."""
+    """The message of MMS's error, or its status."""
     try:
         return str(json.loads(answer.body)["message"])
     except (ValueError, KeyError, TypeError):

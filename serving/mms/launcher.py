@@ -1,8 +1,8 @@
 """Starts Multi Model Server through the SageMaker Inference Toolkit, in a process of its own.
 
 `python -m serving.mms.launcher` runs as long as MMS's Java process does. The toolkit looks for that
-process among all of the machine and waits ten minutes for it; here it is looked for in our own
-session, and a Java process that ends at its start is noticed at once.
+process among all of the machine and waits ten minutes for it. Here only this session is searched,
+and a Java process that exits during its start is noticed at once.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from serving.settings import REPOSITORY, Settings
 HANDLER = "handlers.handler_service"
 MMS_HOME = REPOSITORY / "handlers" / "mms_home"
 EXIT_NOT_STARTED = 3
-LAUNCHER_S = 5
-# How much longer than a request may take MMS waits for its worker.
-WORKER_GRACE_S = 15
-QUEUE_SIZE = 1000
-# Each model that is being registered holds up one of them, and with it all requests on a share of
-# the connections: half of them where there are as many threads as two cores.
+LAUNCHER_S = 5  # for the exit of the process that starts Java
+WORKER_GRACE_S = 15  # added to REQUEST_TIMEOUT_S, so that the gateway times out before MMS
+QUEUE_SIZE = 1000  # jobs of a model in MMS; the gateway's queue is the one that limits requests
+# Each registration blocks a thread, and with it the requests on 1/NETTY_THREADS of the connections.
+# MMS's default is one per core: half of all requests on two cores.
 NETTY_THREADS = 16
-HEADROOM_BYTES = 65_536
+HEADROOM_BYTES = 65_536  # beyond MAX_REQUEST_BYTES, for what the gateway adds to a body
 
-# MMS's own log lines as JSON. Its access and metrics logs stay silent; what a worker prints comes
-# from WorkerLifeCycle, whose own chatter is left out.
+# MMS's log lines as JSON, without its access and metrics logs. The logger WorkerLifeCycle has the
+# output of workers; its own messages are filtered out.
 LOG_CONFIGURATION = """<?xml version="1.0" encoding="UTF-8"?>
 <Configuration>
   <Appenders>
@@ -64,13 +63,13 @@ LOG_CONFIGURATION = """<?xml version="1.0" encoding="UTF-8"?>
 def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
     """The environment of `python -m serving.mms.launcher`, of MMS, and of its workers.
 
-    Of the server's own it has what `serving.process.isolation` passes: a model's code runs there.
+    Variables of the server are filtered by `serving.process.isolation`, as models' code runs there.
     """
-    kept = passed(os.environ, settings.worker_variables)
-    path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
+    inherited = passed(os.environ, settings.worker_variables)
+    path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", "")])
     address = f"unix:{mms_socket(run_dir)}"
     return {
-        **kept,
+        **inherited,
         "PATH": path,
         "PYTHONPATH": str(REPOSITORY),
         "PYTHONUNBUFFERED": "1",
@@ -87,7 +86,7 @@ def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
         "SAGEMAKER_STARTUP_TIMEOUT": str(settings.start_timeout_s),
         "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": str(settings.request_timeout_s + WORKER_GRACE_S),
         "SAGEMAKER_MODEL_SERVER_VMARGS": settings.jvm_options,
-        # MMS lets its environment win over the configuration file that the toolkit writes.
+        # In MMS, the environment overrides the configuration file that the toolkit writes.
         "MMS_INFERENCE_ADDRESS": address,
         "MMS_MANAGEMENT_ADDRESS": address,
         "MMS_DEFAULT_WORKERS_PER_MODEL": str(settings.requests_at_once),
@@ -109,7 +108,7 @@ def engine_socket(run_dir: Path) -> str:
 
 
 def remove_stale_files(run_dir: Path) -> None:
-    """What a server that was killed left behind; a stale pid file would stop the next start."""
+    """Removes files of a killed server; its pid file would prevent the start of MMS."""
     patterns = (".model_server.pid", "mms.sock", ".mms.sock.*", "*-stdout", "*-stderr")
     for pattern in (*patterns, "models.json", "aliases.json"):
         for path in run_dir.glob(pattern):
@@ -118,11 +117,11 @@ def remove_stale_files(run_dir: Path) -> None:
 
 
 def _find_java(output: JsonOutput) -> psutil.Process:
-    """MMS's Java process in our session. Ends this process if there can be none any more."""
+    """MMS's Java process in this session. Exits if the process that starts Java failed."""
     from sagemaker_inference import model_server
 
     session = os.getsid(0)
-    # Before looking: what starts Java ends once it has, which may be while this looks.
+    # Before the search: the starter exits once Java runs, perhaps during the search.
     launchers = psutil.Process().children()
     ended = all(child.status() == psutil.STATUS_ZOMBIE for child in launchers)
     for process in psutil.process_iter():
@@ -140,7 +139,7 @@ def _find_java(output: JsonOutput) -> psutil.Process:
 
 
 def _wait_for_java(output: JsonOutput, timeout_s: int) -> psutil.Process:
-    """In place of the toolkit's own loop, which looks once a second."""
+    """Replaces the toolkit's loop, which polls once a second."""
     find = retry(wait_fixed=100, stop_max_delay=timeout_s * 1000)(_find_java)
     process: psutil.Process = find(output)
     psutil.wait_procs(psutil.Process().children(), LAUNCHER_S)  # the toolkit does not reap it
@@ -149,9 +148,9 @@ def _wait_for_java(output: JsonOutput, timeout_s: int) -> psutil.Process:
 
 def main() -> None:
     expendable(SERVER)
-    output = JsonOutput("mms")  # Java and MMS itself print some lines past its log
+    output = JsonOutput("mms")  # Java and MMS print some lines without the logger
     warnings.filterwarnings("ignore", "pkg_resources is deprecated")  # the toolkit uses it
-    # All models wait for this process after Java has died.
+    # After a crash of Java all models wait for this process: import only what it needs.
     with lazily_imported("numpy", "scipy", "scipy.sparse", "boto3"):
         from sagemaker_inference import model_server
 

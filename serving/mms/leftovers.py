@@ -1,4 +1,4 @@
-"""What workers and Multi Model Server leave in RUN_DIR."""
+"""Removes files that workers and Multi Model Server leave in RUN_DIR."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ LISTENING = "00010000"  # __SO_ACCEPTCON in the column of flags
 
 
 def unix_sockets() -> list[tuple[str, bool]]:
-    """Every one with a path, and whether it listens."""
+    """The path of each unix socket of the machine, and whether it listens."""
     lines = SOCKETS.read_text(encoding="utf-8", errors="replace").splitlines()
     columns = (line.split(maxsplit=7) for line in lines[1:])
     return [(c[7], c[3] == LISTENING) for c in columns if len(c) == 8]
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Removes the socket files of workers that are gone, of which MMS leaves one a load, and the
-    two empty files that it makes for each connection (see `handlers.mms_connection`).
+    """Removes socket files of exited workers and MMS's output files.
 
-    Whether a socket is in use is looked up, not tried: a worker takes a connection for MMS's.
+    MMS leaves a socket for each load and two empty files for each connection (see
+    `handlers.mms_connection`). Sockets are not tested by connecting, because a worker would take
+    the connection for MMS's.
     """
     files = list(run_dir.glob(".mms.sock.*"))
     used = {path for path, _ in unix_sockets()} if files else set()

@@ -1,4 +1,4 @@
-"""What Multi Model Server is told of a model's worker, by what the model holds."""
+"""Multi Model Server's options for a model's worker, by the model's files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ BATCHING = ("batch_size", "max_batch_delay")
 
 
 def worker_options(
-    path: Path, asked: Mapping[str, Any], settings: Settings
+    path: Path, requested: Mapping[str, Any], settings: Settings
 ) -> tuple[dict[str, Any], str | None]:
-    """The options for MMS and the `handler` for the worker, from those of the load request.
+    """The options for MMS and the `handler` for the worker, from those `requested` for the load.
 
-    A model's own script gets the batches that were asked for, and one process unless more were.
-    The built-in handlers only pass requests on: many at once, and never in MMS's batches, where a
-    lone request waits and each ends with the longest.
+    A model's own script gets the requested batches and SCRIPT_WORKERS processes by default. The
+    built-in handlers forward requests concurrently and without MMS's batches, in which a single
+    request waits for others and all take as long as the longest.
     """
-    options = dict(asked)
+    options = dict(requested)
     handler: str | None = options.pop("handler", None)
     if handler is None and has_handler(path, settings.handler):
         handler = settings.handler

@@ -1,4 +1,4 @@
-"""The worker of each model: started by Multi Model Server, asked how its load went, ended."""
+"""The worker of each model: starts it in Multi Model Server, checks its load, ends it."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from serving.settings import Settings
 from serving.store.disk import raise_disk_full
 
 LOADS_AT_ONCE = 2
-# MMS is given this much longer than the request itself has.
-MMS_GRACE_S = 20.0
-# While a worker starts its process is looked for: one that was there has ended if it is not so
-# often; one that was never seen, if it is not for longer than a busy machine takes to start it.
-LOOK_S, LOOKS, LOOKS_UNSEEN = 1.5, 3, 10
-# A worker and what it has started are killed as one; memory of many gigabytes takes a while.
-GONE_S, GONE_LOOK_S = 10.0, 0.005
-# Of what the engine says of a model: what it holds of the budget.
+MMS_GRACE_S = 20.0  # added to a request's limit, so that the gateway times out before MMS
+# While a worker starts, its process is polled. It has exited if it was seen and is missing
+# MISSING_POLLS times in a row, or was not seen in UNSEEN_POLLS: a busy machine starts it later.
+# More polls: a lost worker is noticed later. Fewer: a slow start is taken for an exit.
+START_POLL_S, MISSING_POLLS, UNSEEN_POLLS = 1.5, 3, 10
+# How long killed processes may take to free their memory; many gigabytes take seconds.
+EXIT_S, EXIT_POLL_S = 10.0, 0.005
+# Counters of a model in the engine that add up to its part of the budget.
 ENGINE_PARTS = ("reserved_bytes", "row_bytes", "kv_bytes")
 
 logger = logging.getLogger(__name__)
 
 
 class Workers:
-    """One worker a model, each with a folder, which MMS takes for the model's."""
+    """One worker per model, each with a folder that MMS takes for the model's."""
 
     def __init__(
         self, settings: Settings, run_dir: Path, mms: MMSClient, engine: AsyncEngineClient
@@ -50,21 +50,21 @@ class Workers:
         self._run_dir, self._folders = run_dir, run_dir / "workers"
         self._folders.mkdir(parents=True, exist_ok=True)
         self.turn = asyncio.Semaphore(LOADS_AT_ONCE)  # held while one starts
-        # By the engine's name, what each load will take that has asked for room. Whoever asks later
-        # does not get it; the engine knows which of them it has begun.
+        # Bytes that each pending load needs, by engine name, in order of `check`. A later load
+        # cannot use them; the engine knows which of these loads it has begun.
         self._promised: dict[str, int] = {}
 
     async def check(self, model: Model) -> bool:
-        """Raises `OutOfMemory` and what is wrong with a model's settings before a worker is started
-        in vain; says whether it could be known.
+        """Checks a model's settings and memory before its worker is started.
 
-        From now on its memory is promised to it: until it has started, or `end` is called.
+        Returns whether the engine could check it. Reserves its memory until it has started, or
+        `end` is called. Raises `OutOfMemory`, `BadRequest`.
         """
         assert model.fetched is not None
         path = model.fetched.path
-        asked = model.settings
+        settings = model.settings
         if not is_hosted(path, model.options.get("handler")):  # and need not use the engine
-            if engine := asked.of_engine():
+            if engine := settings.of_engine():
                 raise BadRequest(
                     f"{' and '.join(engine)} cannot be set for model {model.name}: the engine does"
                     " not compute it"
@@ -72,17 +72,22 @@ class Workers:
             return False
         name, needed = model.engine_name, 0
         before: dict[str, int] | None = None
-        # Those that were promised theirs while the engine was asked come before it, too.
+        # Repeat if an earlier load has reserved memory during the call.
         while before is None or self._promised_before(name).keys() - before:
             before = self._promised_before(name)
             try:
                 needed = await self._engine.check(
-                    model.name, str(path), asked.backend, asked.precision, before, _base(model)
+                    model.name,
+                    str(path),
+                    settings.backend,
+                    settings.precision,
+                    before,
+                    _base(model),
                 )
             except OutOfMemory as error:
                 needed = error.needed_bytes
                 raise
-            except (ArtifactError, EngineUnavailable):  # its worker knows more
+            except (ArtifactError, EngineUnavailable):  # its worker returns the error
                 return False
             finally:
                 if needed:
@@ -93,23 +98,23 @@ class Workers:
         return dict(itertools.takewhile(lambda row: row[0] != name, self._promised.items()))
 
     def promised_bytes(self, model: Model) -> int:
-        """What a load that waits for room or has begun will take of the engine's memory."""
+        """The engine's memory that is reserved for a pending load."""
         return self._promised.get(model.engine_name, 0)
 
     async def start(self, model: Model) -> None:
-        """Registers a fetched model with MMS and asks its worker how the load went.
+        """Registers a fetched model with MMS and waits for its worker's load.
 
-        Raises that: `EngineError`, `InsufficientStorage`, `WorkerFailed`. Then `end` is due.
+        Raises `EngineError`, `InsufficientStorage`, `WorkerFailed`; after these, call `end`.
         """
         assert model.fetched is not None
         path = model.fetched.path
-        asked = dict(model.options)
+        requested = dict(model.options)
         if model.settings.max_rows is not None:
-            asked.setdefault("initial_workers", model.settings.max_rows)
-        options, handler = worker_options(path, asked, self._settings)
+            requested.setdefault("initial_workers", model.settings.max_rows)
+        options, handler = worker_options(path, requested, self._settings)
         folder = self._folders / model.id
-        # MMS puts the folder it is told on the worker's import path, before Python's own modules;
-        # so it is told an empty one, and the worker reads here where the model is.
+        # MMS puts the registered folder on the worker's import path, before Python's own modules.
+        # So it gets a folder without modules, in which model.json has the model's path.
         described: dict[str, Any] = {"name": model.name, "engine_name": model.engine_name}
         described["path"] = str(path)
         if handler is not None:
@@ -122,12 +127,12 @@ class Workers:
         hosted = is_hosted(path, handler)
         await asyncio.to_thread(_describe, folder, described, hosted)
         timeout_s = self._settings.load_timeout_s
-        # MMS has one limit for loads and requests; the gateway and the engine keep the requests'.
+        # MMS has one limit for loads and requests; the gateway and the engine limit requests.
         limit_s = max(timeout_s, model.request_timeout_s + MMS_GRACE_S)
         options["response_timeout"] = int(limit_s)
         capacity = options["initial_workers"] * options.get("batch_size", 1)
         if hosted and "initial_workers" not in model.options and model.in_flight < 2:
-            options["initial_workers"] = 1  # each is a thread of MMS's; see `connect`
+            options["initial_workers"] = 1  # each costs a thread of MMS; `connect` adds more
         model.connections = options["initial_workers"]
         await self._register(model.id, folder, options, timeout_s)
         outcome = await self._mms.probe(model.id, timeout_s)
@@ -144,32 +149,34 @@ class Workers:
     async def _register(
         self, id: str, folder: Path, options: Mapping[str, Any], timeout_s: float
     ) -> None:
-        """Raises `WorkerLost` soon after the worker's process has ended without a word: Multi Model
-        Server waits for it for a minute, and then forgets the model."""
+        """Registers a worker. Raises `WorkerLost` soon after its process has exited.
+
+        Multi Model Server itself waits a minute for such a worker, and then drops the model.
+        """
         registered = asyncio.ensure_future(self._mms.register(id, folder, options, timeout_s))
-        unseen, looks = 0, LOOKS_UNSEEN
+        missing, limit = 0, UNSEEN_POLLS
         try:
-            while unseen < looks:
-                await asyncio.wait({registered}, timeout=LOOK_S)
+            while missing < limit:
+                await asyncio.wait({registered}, timeout=START_POLL_S)
                 if registered.done():
                     return await registered
-                unseen += 1
+                missing += 1
                 if await asyncio.to_thread(has_process, id):
-                    unseen, looks = 0, LOOKS
+                    missing, limit = 0, MISSING_POLLS
         finally:
             registered.cancel()
         raise WorkerLost("the model's worker ended as soon as it was started")
 
     async def forget(self, model: Model) -> None:
-        """Leaves nothing of a worker that was lost, and which has left nothing behind."""
+        """Removes the folder and reservation of a worker whose process has exited."""
         self._promised.pop(model.engine_name, None)
         await asyncio.to_thread(remove, self._folders / model.id)
 
     async def connect(self, model: Model) -> None:
-        """Has MMS open or close the connections that `model.connections` says.
+        """Makes MMS open or close connections, so that there are `model.connections`.
 
-        One that has a request is not to be closed. Raises `Unavailable`, `Timeout`; then there may
-        be as few as one.
+        Do not close connections with requests. Raises `Unavailable`, `Timeout`; then there may be
+        as few as one.
         """
         try:
             await self._mms.scale(model.id, model.connections, model.connections)
@@ -178,11 +185,11 @@ class Workers:
             raise
 
     async def end(self, model: Model) -> None:
-        """Leaves no worker, memory or folder of a model; each step whatever the others do."""
+        """Frees a model's worker, memory and folder; a failed step does not stop the others."""
         self._promised.pop(model.engine_name, None)
         folder = self._folders / model.id
         processes: list[psutil.Process] = []
-        # What a hosted one takes is in the host and the engine; without a folder none was started.
+        # A hosted one has no process of its own; without a folder no worker was started.
         if folder.exists() and not (folder / "hosted").exists():
             processes = await asyncio.to_thread(_processes_of, model.id)
         with contextlib.suppress(ServingError):
@@ -193,52 +200,56 @@ class Workers:
         await asyncio.to_thread(remove, folder)
 
     def remove_other_folders(self, ids: Set[str]) -> None:
-        """Of workers that are not among these, such as those that a killed gateway was loading."""
+        """Removes the folders of workers not in `ids`, such as those of a killed gateway."""
         for folder in self._folders.iterdir():
             if folder.name not in ids:
                 remove(folder)
 
     async def unregister(self, id: str) -> None:
-        """Ends a worker and leaves the rest, for one that is started again or belongs to no model.
+        """Ends a worker only: it is restarted, or belongs to no model.
 
         Raises `Unavailable`, `Timeout`.
         """
         await self._mms.unregister(id)
 
     async def registered(self) -> set[str]:
-        """The ids of all that MMS has. Raises `ServingError`."""
+        """The ids of MMS's models. Raises `ServingError`."""
         return await self._mms.names()
 
     async def is_registered(self, id: str) -> bool:
-        """Whether MMS has it. Raises `ServingError`."""
+        """Whether MMS has the model. Raises `ServingError`."""
         return bool(await self._mms.describe(id))
 
     async def held_by_engine(self) -> dict[str, str]:
-        """By the engine's names of the models that it holds: whether each is hot or parked.
+        """The residency (hot or parked) of the engine's models, by engine name.
 
         Raises `EngineError`.
         """
         return {model["name"]: model["residency"] for model in await self._engine.models()}
 
     async def held_bytes(self, models: Iterable[Model], engine_only: bool) -> dict[str, int]:
-        """By id, the memory that each of the loaded `models` holds: in the engine, and unless
-        `engine_only` in its own processes. Raises `EngineError`."""
-        found = Counter({model.id: 0 for model in models})
+        """The memory of each of the loaded `models` in the engine, by id.
+
+        Without `engine_only`, that of its own processes, too. Raises `EngineError`.
+        """
+        sizes = Counter({model.id: 0 for model in models})
         ids = {model.engine_name: model.id for model in models}
         for held in await self._engine.models():
             if held["name"] in ids:
-                found[ids[held["name"]]] += sum(held[part] for part in ENGINE_PARTS)
+                sizes[ids[held["name"]]] += sum(held[part] for part in ENGINE_PARTS)
         if not engine_only:
             sockets = {model.socket: model.id for model in models}
             for socket, size in (await asyncio.to_thread(_process_bytes, set(sockets))).items():
-                found[sockets[socket]] += size
-        return found
+                sizes[sockets[socket]] += size
+        return sizes
 
     @staticmethod
     async def listening() -> set[str]:
-        """The sockets that workers listen on. The kernel closes one when the last process of its
-        worker has ended, however it did, and not before."""
-        # On a thread: the kernel lists every unix socket of the machine, thousands at times.
+        """The paths of listening sockets.
+
+        The kernel closes a worker's socket when its last process has ended, and not before.
+        """
+        # On a thread: the list has every unix socket of the machine, up to thousands.
         sockets = await asyncio.to_thread(unix_sockets)
         return {path for path, listens in sockets if listens}
 
@@ -252,9 +263,11 @@ def _base(model: Model) -> str | None:
 
 
 def _process_bytes(sockets: Set[str]) -> dict[str, int]:
-    """By socket, what goes with the worker that listens there and all that it has started: what no
-    file holds. What they share counts for each. Each process is looked at once: there are as many
-    as models."""
+    """The private memory of each worker with its descendants, by socket.
+
+    Memory that a file does not back; shared memory counts for each process. Reads each process
+    once, because there may be as many as models.
+    """
     sizes: dict[int, int] = {}
     children: defaultdict[int, list[int]] = defaultdict(list)
     workers: defaultdict[str, list[int]] = defaultdict(list)
@@ -273,12 +286,12 @@ def _process_bytes(sockets: Set[str]) -> dict[str, int]:
 
 
 def has_process(id: str) -> bool:
-    """Whether there is the process of a worker."""
+    """Whether the process of a worker runs."""
     return next(_with_argument(id), None) is not None
 
 
 def _with_argument(id: str) -> Iterator[int]:
-    """The processes of a worker, which have this among their arguments."""
+    """The pids of processes with the argument `id`, such as the worker of a model."""
     wanted = f"\0{id}\0".encode()
     for command_line in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
@@ -287,23 +300,23 @@ def _with_argument(id: str) -> Iterator[int]:
 
 
 def _processes_of(id: str) -> list[psutil.Process]:
-    """A worker's, and all that they have started."""
-    found = set()
+    """The processes of a worker and their descendants."""
+    processes = set()
     for pid in _with_argument(id):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            found |= {process, *process.children(recursive=True)}
-    return [*found]
+            processes |= {process, *process.children(recursive=True)}
+    return [*processes]
 
 
 async def _ended(processes: Iterable[psutil.Process]) -> None:
-    """Waits for processes that have been killed, until their memory is free."""
-    end = asyncio.get_running_loop().time() + GONE_S
+    """Waits until killed processes have freed their memory."""
+    end = asyncio.get_running_loop().time() + EXIT_S
     while left := [process for process in processes if _lives(process)]:
         if asyncio.get_running_loop().time() >= end:
             logger.error("of an unloaded model's processes %s are left", [p.pid for p in left])
             return
-        await asyncio.sleep(GONE_LOOK_S)
+        await asyncio.sleep(EXIT_POLL_S)
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -314,7 +327,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _describe(folder: Path, described: Mapping[str, Any], hosted: bool) -> None:
-    """Leaves as it is what says this already: its worker comes back on a full disk, too.
+    """Writes the worker's model.json, unless it is unchanged: a restart works on a full disk.
 
     Raises `DiskFull`.
     """
@@ -330,7 +343,7 @@ def _describe(folder: Path, described: Mapping[str, Any], hosted: bool) -> None:
 
 
 def _load_error(outcome: Mapping[str, Any]) -> Exception:
-    """The worker's reason as an exception, with the engine's own type where it has one."""
+    """The worker's error as an exception, with the engine's type if it has one."""
     message = str(outcome.get("message", "the model did not load"))
     if (known := named(outcome.get("type"), message)) is not None:
         return known

@@ -1,7 +1,7 @@
-"""Which requests a model works on and which wait: the one queue between a client and a model.
+"""Admission: the one queue of requests between clients and each model.
 
-Multi Model Server and the engine are given only what they can work on at once, so what waits can be
-told when to come back, be given up, and leave without a trace.
+Multi Model Server and the engine get only as many requests as they work on at once. So a waiting
+request can get a Retry-After, time out or be cancelled without any cost to them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from statistics import fmean
 from serving.errors import Timeout, TooManyRequests, Unavailable
 
 MAX_WAITING = 1024  # for all models together
-PACES = 32
+PACES = 32  # last requests whose mean duration predicts the wait; more react later to changes
 
 
 @dataclass(eq=False)
@@ -31,13 +31,13 @@ class Line:
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES))  # seconds each took
 
     def wait_s(self) -> float:
-        """How long one more would wait, at the pace of the last ones."""
+        """The expected wait of one more request, at the mean duration of the last ones."""
         if not self.paces:
             return 1.0
         return (len(self.waiting) + 1) / self.capacity * fmean(self.paces)
 
     def least_wait_s(self) -> float:
-        """The same if those before it were as fast as the fastest, and the running ones done."""
+        """The least wait: as `wait_s`, at the shortest duration and with no request running."""
         return len(self.waiting) // self.capacity * min(self.paces, default=0.0)
 
 
@@ -48,17 +48,17 @@ class Waiter:
 
 
 class Admission:
-    """Hands out the places of all lines. Times are those of `now`."""
+    """Admits requests to all models. Times are those of the clock `now`."""
 
     def __init__(
         self, max_waiting: int = MAX_WAITING, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._max_waiting, self._now = max_waiting, now
-        self._lines: set[Line] = set()  # where somebody waits
+        self._lines: set[Line] = set()  # with waiting requests
 
     @contextlib.asynccontextmanager
     async def place(self, line: Line, end: float) -> AsyncIterator[None]:
-        """One of a model's places, as soon as it is free; its line may be left by cancelling.
+        """Holds one of a model's places, waiting for it; cancelling leaves the line.
 
         Raises `TooManyRequests` if the line is full or too long to be at its head before `end`,
         `Unavailable` if all lines together are, and `Timeout` if `end` comes first.
@@ -86,7 +86,7 @@ class Admission:
                 line.waiting.remove(waiter)
                 self._forget_if_empty(line)
             elif waiter.turn.done() and not waiter.turn.cancelled() and not waiter.turn.exception():
-                self._leave(line)  # its turn came at the same moment
+                self._leave(line)  # it got its place in the same moment
             raise
 
     def _check(self, line: Line, end: float) -> None:
@@ -105,7 +105,7 @@ class Admission:
             self._shorten_the_longest(line)
 
     def _shorten_the_longest(self, newcomer: Line) -> None:
-        """No model's clients take the places of another's: the longest line loses its last."""
+        """Rejects the last request of the longest line, so that models share the queue fairly."""
         longest = max(self._lines, key=lambda line: len(line.waiting))
         full = Unavailable("too many requests are waiting", retry_after_s=longest.wait_s())
         if len(longest.waiting) <= len(newcomer.waiting) + 1:

@@ -1,4 +1,4 @@
-"""The base models of adapters: found by the names that the adapters give."""
+"""Locates the base models of adapters, by the names in the adapters' files."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 class Bases:
-    """Knows which model of the store an adapter's base is."""
+    """Maps adapters to base models of the store."""
 
     def __init__(self, lookups: Lookups, known: str) -> None:
         """`known` is `ADAPTER_BASES`. Raises `StartError`."""
         self._lookups, self._known = lookups, parse(known)
 
     async def find(self, folder: Path, settings: ModelSettings) -> StoredModel | None:
-        """The base of the adapter in `folder`; None where that is a whole model.
+        """The base of the adapter in `folder`; None if it has a whole model.
 
         It is the model that the adapter's own `base` setting names; else what ADAPTER_BASES has for
         the base that the adapter was trained on; else the model of that name in the store, or of
         the last part of it: of `skt/kogpt2-base-v2` and of `/home/me/kogpt2-base-v2` that is
-        `kogpt2-base-v2`. Raises `BadRequest`, and what a question to the store does.
+        `kogpt2-base-v2`. Raises `BadRequest`, and errors of the store.
         """
         name = await asyncio.to_thread(base_name, folder)
         if name is None:
@@ -38,15 +38,15 @@ class Bases:
                     f"base is {settings.base!r}, but the model is no adapter (it has no {ADAPTER})"
                 )
             return None
-        looked_for = self._candidates(name, settings)
-        for candidate in looked_for:
+        candidates = self._candidates(name, settings)
+        for candidate in candidates:
             try:
                 return await self._lookups.locate(candidate)
             except (ModelNotInStore, UrlNotAllowed):
                 continue
             except NotAModel as error:
                 raise BadRequest(f"the base of the adapter is no model: {error.message}") from None
-        tried = ", ".join(looked_for) or "nothing, because it gives no name"
+        tried = ", ".join(candidates) or "nothing, because it gives no name"
         raise BadRequest(
             f"the model is an adapter of {name!r}, which is not in the store (looked for: {tried});"
             f" put its base there under that name, or name the one that is: by base in {FILE} or in"
@@ -54,8 +54,7 @@ class Bases:
         )
 
     def _candidates(self, name: str, settings: ModelSettings) -> list[str]:
-        """Names or addresses of a base that was trained on as `name`, the first that is there
-        counts."""
+        """Names or addresses of the base `name`, in order of preference."""
         if settings.base is not None:
             return [settings.base]
         for pattern, known in self._known.items():
@@ -65,7 +64,7 @@ class Bases:
             return []
         last = PurePosixPath(name.replace("\\", "/")).name
         whole = [] if name.startswith(("/", ".", "~")) or "\\" in name else [name]
-        return [found for found in dict.fromkeys((*whole, last)) if found]
+        return [candidate for candidate in dict.fromkeys((*whole, last)) if candidate]
 
 
 def parse(text: str) -> Mapping[str, str]:
@@ -82,14 +81,14 @@ def parse(text: str) -> Mapping[str, str]:
 
 
 def base_name(folder: Path) -> str | None:
-    """What the adapter in a folder calls its base, perhaps nothing; None where there is none.
+    """The base's name in the file of the adapter, perhaps empty; None if there is no adapter.
 
-    Raises `BadRequest` for a file that says nothing.
+    Raises `BadRequest` for an invalid file.
     """
     try:
         with os.scandir(folder) as entries:
             names = {entry.name for entry in entries if entry.is_file()}
-    except OSError:  # whoever loads it says so
+    except OSError:  # its load fails with this error
         return None
     if not is_adapter(names):
         return None

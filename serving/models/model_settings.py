@@ -1,6 +1,6 @@
 """What can be set for one model: in its load request, or in a `serving.json` beside it.
 
-A request's own beat the file's. docs/models/model-settings.md describes them for users.
+Those of a request override the file's. docs/models/model-settings.md describes them for users.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _setting(help_text: str, **schema: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """None is the server's own default."""
+    """Settings of a model; None is the server's default."""
 
     base: str | None = _setting(
         "of an adapter: its base, a name or `url` as for loading, in place of the one that it was"
@@ -64,33 +64,33 @@ class ModelSettings:
     )
 
     def over(self, other: ModelSettings) -> ModelSettings:
-        """These, and where they say nothing `other`'s."""
-        return replace(other, **self.said())
+        """These settings, and `other`'s where they are None."""
+        return replace(other, **self.values())
 
-    def said(self) -> dict[str, Any]:
-        """Those that are set."""
+    def values(self) -> dict[str, Any]:
+        """The settings that are not None."""
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
 
     def of_engine(self) -> dict[str, Any]:
-        """Those that the engine is told."""
-        return {k: v for k, v in self.said().items() if k in ("backend", "precision", "max_rows")}
+        """The settings that are passed to the engine."""
+        return {k: v for k, v in self.values().items() if k in ("backend", "precision", "max_rows")}
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], where: str = "") -> ModelSettings:
-        """Raises `BadRequest` that names what is unknown or out of range; `where` comes first."""
+    def parse(cls, values: Mapping[str, Any], where: str = "") -> ModelSettings:
+        """Raises `BadRequest` that names the unknown or invalid setting, after `where`."""
         known = schema()
-        for name in given:
+        for name in values:
             if name not in known:
                 raise BadRequest(
                     f"{where}{name[:100]} is not known; known are {', '.join(sorted(known))}"
                 )
-        return cls(**{k: checked(where + k, v, known[k]) for k, v in given.items()})
+        return cls(**{k: checked(where + k, v, known[k]) for k, v in values.items()})
 
     @classmethod
     def read(cls, folder: Path) -> ModelSettings:
         """From the model's own file, if it has one. Raises `BadRequest`."""
         path = folder / FILE
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             return cls()
         return cls.parse(read_object(path, MAX_FILE_BYTES), f"{FILE}: ")
 
@@ -113,7 +113,7 @@ def schema() -> dict[str, dict[str, Any]]:
 
 
 def checked(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
-    """The value, which a query string has as text. Raises `BadRequest` that says what is right."""
+    """The value, converted from a query string's text. Raises `BadRequest` with what is allowed."""
     kind = schema["type"]
     if isinstance(value, str) and kind != "string":
         value = _from_text(value)

@@ -1,4 +1,4 @@
-"""Models that are loaded when they are asked for."""
+"""Loads models on demand, at their first request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving.store import Lookups
 
 
 class OnDemand:
-    """Loads what the store has into `registry`; where there is no room, `residency` makes some."""
+    """Loads models of the store into `registry`; `residency` evicts others for them."""
 
     def __init__(self, registry: Registry, lookups: Lookups, residency: Residency) -> None:
         self._registry, self._lookups, self.residency = registry, lookups, residency
@@ -22,7 +22,7 @@ class OnDemand:
 
     @contextlib.asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[Model]:
-        """As `Registry.use`, but loads the model first. Raises what `ensure` does."""
+        """`Registry.use` of a model that is loaded first. Raises what `ensure` does."""
         async with contextlib.AsyncExitStack() as stack:
             with self.residency.wanting(name):
                 await self.ensure(name)
@@ -31,9 +31,9 @@ class OnDemand:
             yield model
 
     async def ensure(self, name: str) -> None:
-        """Has `name` loaded from the store, unless it is. Who asks meanwhile waits for that load.
+        """Loads `name` from the store, unless it is loaded; concurrent calls share one load.
 
-        Raises `ModelNotFound` if the store has none, and what goes wrong with its load.
+        Raises `ModelNotFound` if the store has no such model, and the error of its load.
         """
         while not self._is_ready(name):
             task = self._loading.get(name)
@@ -43,12 +43,12 @@ class OnDemand:
             await asyncio.shield(task)
 
     async def preload(self, name: str) -> None:
-        """Loads a model at the start, if there is room: nothing is unloaded for it.
+        """Loads a model at the start, without evicting others.
 
         Raises what `ensure` does, and `InsufficientStorage` or `OutOfMemory`.
         """
         stored = await self._lookups.find(name)
-        with contextlib.suppress(Conflict):  # somebody has asked for it already
+        with contextlib.suppress(Conflict):  # a request loads it already
             await self._registry.load(name, stored.name, stored)
 
     def _is_ready(self, name: str) -> bool:
@@ -58,10 +58,10 @@ class OnDemand:
     async def _load(self, name: str) -> None:
         while not self._is_ready(name):
             model = self._registry.find(name)
-            if model is not None:  # someone loads it by its url, or it is being unloaded
+            if model is not None:  # it is being loaded by its url, or unloaded
                 await model.change()
                 continue
             stored = await self._lookups.find(name)
             if self._registry.find(name) is None:
-                attempt = self.residency.with_room
+                attempt = self.residency.evict_and_retry
                 await self._registry.load(name, stored.name, stored, attempt=attempt)

@@ -1,4 +1,4 @@
-"""Brings models back that Multi Model Server, the engine or the gateway itself has lost."""
+"""Restarts models' workers that Multi Model Server, the engine or the gateway has lost."""
 
 from __future__ import annotations
 
@@ -19,67 +19,71 @@ from serving.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-# Multi Model Server lets requests wait for a worker that has ended: while there are some, one is
-# missed sooner.
-GLANCE_S = 0.1
-WAIT_S = 0.1
-# Where the engine does not hold a model for so many looks in a row, it has been started again. A
-# request in flight may be loading the model: it is given longer.
-LOOKS, LOOKS_IN_USE = 3, 20
-# Between the restarts of a worker. One that stayed for STEADY_S is started again at once.
-BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
-STEADY_S = 60.0
-# A request waits for a restart that is as near as this.
-WORTH_WAITING_S = 2.0
+POLL_S = 1.0  # between polls of MMS and the engine
+# Between polls of the sockets of models in use, because MMS blocks requests to an exited worker.
+# Longer: these requests are retried later.
+SOCKET_POLL_S = 0.1
+WAIT_S = 0.1  # between polls by a request that waits for a restart
+# Polls in a row after which a model that the engine does not have is loaded again. More for a model
+# in use, as its request may be loading it. Fewer: a model that is just loading is restarted.
+MISSING_POLLS, MISSING_POLLS_IN_USE = 3, 20
+BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # between restarts of a worker
+STEADY_S = 60.0  # a worker that ran so long is restarted without back-off
+MAX_RESTART_WAIT_S = 2.0  # a request waits for a restart that begins within it
 
 
 class Recovery:
-    """Compares what `registry` has with what there is."""
+    """Compares the models of `registry` with MMS, the engine and the workers' sockets."""
 
     def __init__(
         self, settings: Settings, registry: Registry, workers: Workers, snapshot: Snapshot
     ) -> None:
         self._settings = settings
         self._registry, self._workers, self._snapshot = registry, workers, snapshot
-        self._missed: Counter[str] = Counter()  # by id: how often in a row the engine lacked it
-        self._ending: set[str] = set()  # ids of no model
-        self._blind = ""  # why the last look saw nothing
+        self._missed: Counter[str] = (
+            Counter()
+        )  # by id: polls in a row in which the engine did not have it
+        self._ending: set[str] = set()  # ids of unknown workers
+        self._poll_error = ""  # of the last poll
 
     def takes_over(self) -> bool:
-        """Whether a gateway before this one had models, and so the rest of the server runs."""
+        """Whether an earlier gateway had models, so that the rest of the server runs already."""
         return self._snapshot.exists()
 
     async def adopt(self) -> None:
-        """Takes over what the gateway before this one had loaded, and ends what it had not."""
+        """Takes over the models of an earlier gateway, and ends workers that belong to none."""
         for model in self._snapshot.read():
             try:
                 await self._registry.adopt(model)
             except (ServingError, OSError) as error:
                 logger.error("model %s is lost: %s", model.name, error)
         with contextlib.suppress(ServingError):
-            self._end_strangers(await self._workers.registered())
+            self._end_unknown(await self._workers.registered())
         await asyncio.to_thread(
             self._workers.remove_other_folders, {model.id for model in self._registry.all()}
         )
 
     async def watch(self) -> None:
-        """Runs for ever: gives models their workers back."""
+        """Restarts lost workers, for ever."""
         while True:
             try:
-                for _ in range(round(LOOK_S / GLANCE_S)):
-                    await asyncio.sleep(GLANCE_S)
-                    await self._glance()
+                for _ in range(round(POLL_S / SOCKET_POLL_S)):
+                    await asyncio.sleep(SOCKET_POLL_S)
+                    await self._poll_sockets()
                 self._snapshot.retry()
-                await self._look()
-                self._blind = ""
-            except (ServiceError, OSError, RuntimeError) as error:  # no file, no thread to be had
-                if str(error) != self._blind:
-                    logger.warning("the models' workers are not looked after: %s", error)
-                self._blind = str(error)
+                await self._poll()
+                self._poll_error = ""
+            except (
+                ServiceError,
+                OSError,
+                RuntimeError,
+            ) as error:  # the last two: out of files or threads
+                if str(error) != self._poll_error:
+                    logger.warning("the models' workers cannot be polled: %s", error)
+                self._poll_error = str(error)
 
-    async def _glance(self) -> None:
-        """At those that have requests and are due, and their sockets alone."""
+    async def _poll_sockets(self) -> None:
+        """Checks the sockets of models that have requests and may be restarted now."""
         now = time.monotonic()
         used = [m for m in self._registry.all() if m.in_flight and now >= m.restarts.next_at]
         listening = await self._workers.listening() if used else set()
@@ -89,8 +93,8 @@ class Recovery:
             if not await self._is_there(model) and not model.restoring:
                 return  # Multi Model Server does not answer
 
-    async def _look(self) -> None:
-        # What is asked for below is out of date for a worker that has been started meanwhile.
+    async def _poll(self) -> None:
+        # The answers below are stale for a worker that is started meanwhile.
         seen = [(model, model.starts) for model in self._registry.all()]
         registered = await self._workers.registered()
         held = await self._workers.held_by_engine()
@@ -102,11 +106,11 @@ class Recovery:
         for model, starts in seen:
             if model.starts == starts and self._is_lost(model, registered, listening):
                 self._restore(model, registered, listening)
-        self._end_strangers(registered)
+        self._end_unknown(registered)
         await asyncio.to_thread(self._workers.remove_leftovers)
 
     async def _is_there(self, model: Model) -> bool:
-        """Whether it has its worker. One that is lost is started again, if it is due."""
+        """Whether a model has its worker. Restarts a lost one, unless its back-off lasts."""
         starts = model.starts
         try:
             registered = {model.id} if await self._workers.is_registered(model.id) else set()
@@ -121,48 +125,57 @@ class Recovery:
         return False
 
     def _is_lost(self, model: Model, registered: set[str], listening: set[str]) -> bool:
-        draining = model.state is State.DRAINING and model.in_flight > 0  # those are answered, too
+        draining = (
+            model.state is State.DRAINING and model.in_flight > 0
+        )  # these requests need it, too
         if model.restoring or not (model.state is State.READY or draining):
             return False
         if model.id not in registered or model.socket not in listening:
             return True
-        return self._missed[model.id] >= (LOOKS_IN_USE if model.in_flight else LOOKS)
+        return self._missed[model.id] >= (
+            MISSING_POLLS_IN_USE if model.in_flight else MISSING_POLLS
+        )
 
-    def _end_strangers(self, registered: set[str]) -> None:
-        """The workers that belong to no model, such as a killed gateway's. Nobody waits for their
-        end: Multi Model Server ends one that is starting when it has started."""
+    def _end_unknown(self, registered: set[str]) -> None:
+        """Ends workers without a model, such as a killed gateway's, in the background.
+
+        Multi Model Server ends a starting worker only after its start.
+        """
         for id in registered - {model.id for model in self._registry.all()} - self._ending:
             self._ending.add(id)
-            self._registry.spawn(self._end_stranger(id))
+            self._registry.spawn(self._end_worker(id))
 
-    async def _end_stranger(self, id: str) -> None:
+    async def _end_worker(self, id: str) -> None:
         try:
             await self._workers.unregister(id)
         finally:
             self._ending.discard(id)
 
     def _restore(self, model: Model, registered: set[str], listening: set[str]) -> None:
-        """Unless it has failed so often that it is not due yet. What has died with Multi Model
-        Server or the engine has not failed: those are started again ever later themselves."""
+        """Starts the restart of a lost worker, unless its back-off lasts.
+
+        Workers that ended with Multi Model Server or the engine are restarted without back-off:
+        the supervisor has one for these.
+        """
         restarts, now = model.restarts, time.monotonic()
         died = model.id in registered and model.socket not in listening
         own = died or bool(restarts.reason)
         if own and now < restarts.next_at:
             return
-        # What ended while it was not due has not stayed.
+        # Time within a back-off does not count as steady.
         if now - max(restarts.back_at, restarts.next_at) > STEADY_S:
             restarts.failures = 0
         model.restoring = True
         model.work = self._registry.spawn(self._start_again(model, own))
 
     async def _start_again(self, model: Model, own: bool) -> None:
-        """`own`: it was the worker itself that had ended."""
+        """Restarts a worker. `own`: the worker itself exited, not MMS or the engine."""
         restarts = model.restarts
         try:
             async with self._workers.turn:
                 with contextlib.suppress(ServingError):
                     await self._workers.unregister(model.id)
-                for scope in model.asked:
+                for scope in model.pending:
                     scope.cancel()
                 limit_s = self._settings.load_timeout_s
                 await asyncio.wait_for(self._workers.start(model), limit_s)
@@ -172,8 +185,8 @@ class Recovery:
             restarts.back_at, restarts.reason = time.monotonic(), ""
             if own:
                 self._back_off(model)
-            self._registry.save()  # its socket is another one
-        except (Unavailable, EngineUnavailable) as error:  # which is not the model's fault
+            self._registry.save()  # it has a new socket
+        except (Unavailable, EngineUnavailable) as error:  # not an error of the model
             logger.error("model %s did not come back yet: %s", model.name, error.message)
         except Exception as error:
             await self._failed(model, error)
@@ -183,7 +196,9 @@ class Recovery:
 
     async def _failed(self, model: Model, error: Exception) -> None:
         restarts = model.restarts
-        restarts.back_at, restarts.reason = math.inf, "it did not start in time"
+        limit_s = self._settings.load_timeout_s
+        restarts.back_at = math.inf
+        restarts.reason = f"it did not start within {limit_s} s (LOAD_TIMEOUT_S)"
         if isinstance(error, ServiceError):
             restarts.reason = error.message
         elif not isinstance(error, asyncio.TimeoutError):
@@ -201,20 +216,20 @@ class Recovery:
 
     @staticmethod
     def _back_off(model: Model) -> float:
-        """Counts a restart; returns after how long there may be another."""
+        """Counts a restart; returns the seconds until another is allowed."""
         delay_s = BACK_OFF_S[min(model.restarts.failures, len(BACK_OFF_S) - 1)]
         model.restarts.failures += 1
         model.restarts.next_at = time.monotonic() + delay_s
         return delay_s
 
     async def _drop(self, model: Model) -> None:
-        """Unloads a model whose memory others have taken while the engine was away."""
+        """Unloads a model whose memory others took during the engine's restart."""
         if self._registry.find(model.name) is model:
             with contextlib.suppress(ModelNotFound):
                 await self._registry.unload(model.name)
 
     async def wait_for(self, model: Model, timeout_s: float) -> None:
-        """After a request was told that the worker is lost: until it is back, or `Unavailable`."""
+        """Waits for a model's lost worker. Raises `Unavailable` if it is not back in time."""
         end = time.monotonic() + timeout_s
         retry_s = 1.0
         while (left_s := end - time.monotonic()) > 0 and self._registry.find(model.name) is model:
@@ -223,7 +238,7 @@ class Recovery:
                     await asyncio.wait_for(model.change(), left_s)
                 continue
             retry_s = max(model.restarts.next_at - time.monotonic(), 1.0)
-            if model.restarts.reason and retry_s > min(left_s, WORTH_WAITING_S):
+            if model.restarts.reason and retry_s > min(left_s, MAX_RESTART_WAIT_S):
                 break
             if await self._is_there(model):
                 return

@@ -1,9 +1,9 @@
-"""The models that are served: fetched, loading, ready, draining, gone.
+"""The registry of models, and their life from the fetch to the unload.
 
     absent -> fetching -> loading -> ready -> draining -> absent
-                 \\-> failed: the reason goes to whoever asked, and the name is free again
+                 \\-> failed: `load` raises the error, and the name is free again
 
-One event loop owns the registry; nothing here is called from other threads.
+Not thread-safe: one event loop owns the registry.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from serving.errors import (
 )
 from serving.mms.workers import MMS_GRACE_S, Workers
 from serving.models.admission import Line
-from serving.models.model import Model, State, no_room_yet
+from serving.models.model import Model, State, eviction_timeout
 from serving.models.model_settings import ModelSettings
 from serving.models.worker_memory import check_worker_memory
 from serving.settings import Settings
@@ -39,17 +39,17 @@ from serving.store import Cache, Fetched, Stop, StoredModel
 
 logger = logging.getLogger(__name__)
 
-# What comes from a store elsewhere may be slow; nothing of this machine waits for it.
+# Apart, so that slow downloads do not delay fetches from this machine's disk.
 FETCHES_AT_ONCE, DOWNLOADS_AT_ONCE = 4, 16
 
 T = TypeVar("T")
 Step = Callable[[], Awaitable[None]]
-# Does one step of a model's load; what it does when the step finds no room is its own matter.
+# Runs a step of a model's load; it may evict other models and repeat the step.
 Attempt = Callable[[Model, Step], Awaitable[None]]
 
 
 class _Lane:
-    """So many fetches at once; `turn` is held meanwhile."""
+    """Threads for concurrent fetches; hold `turn` during one."""
 
     def __init__(self, at_once: int, name: str) -> None:
         self.turn = asyncio.Semaphore(at_once)
@@ -60,7 +60,7 @@ async def _once(model: Model, step: Step) -> None:
     await step()
 
 
-# Of a model's folder and settings: the base, where it is an adapter.
+# Gets a model's folder and settings; returns its base, None if it is no adapter.
 FindBase = Callable[[Path, ModelSettings], Awaitable[StoredModel | None]]
 
 
@@ -69,8 +69,11 @@ async def _no_base(folder: Path, settings: ModelSettings) -> StoredModel | None:
 
 
 class Registry:
-    """Owns the life of every model. `save` is called with those that are ready when they change,
-    `changed` with a model whose state has; `find_base` says what a model is an adapter of."""
+    """All models by name.
+
+    `save` is called with the ready models whenever these change, `changed` with each model whose
+    state changes, `observe` with an event, a model and seconds.
+    """
 
     def __init__(
         self,
@@ -86,41 +89,43 @@ class Registry:
         self._find_base = find_base
         self._observe, self._save, self._changed = observe, save, changed
         self._models: dict[str, Model] = {}
-        # MMS may still know models of a gateway before this one.
+        # With a random part: MMS may still have models of an earlier gateway.
         self._ids = (f"{secrets.token_hex(3)}-{number}" for number in itertools.count(1))
-        # Apart from what only gives things back: fetches may hang.
+        # Not asyncio's threads: fetches may hang, and releases must not wait for them.
         self._fetches = _Lane(FETCHES_AT_ONCE, "fetch")
         self._downloads = _Lane(DOWNLOADS_AT_ONCE, "download")
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    # Looking
+    # Lookups
 
     def models(self) -> list[Model]:
-        """All that a list shows: loaded and not on their way out, by name."""
+        """The ready models, sorted by name."""
         ready = (m for m in self._models.values() if m.state is State.READY)
         return sorted(ready, key=lambda m: m.name)
 
     def all(self) -> list[Model]:
-        """In whatever state."""
+        """The models in every state."""
         return list(self._models.values())
 
     def find(self, name: str) -> Model | None:
-        """In whatever state; None if the name is free."""
+        """A model in any state; None if the name is free."""
         return self._models.get(name)
 
     def get(self, name: str) -> Model:
-        """Raises `ModelNotFound` for one that is not ready."""
+        """A ready model. Raises `ModelNotFound`."""
         model = self.find(name)
-        if model is None or model.state is not State.READY:
+        if model is None:
             raise ModelNotFound(f"Model not found: {name}")
+        if model.state is not State.READY:
+            raise ModelNotFound(f"Model {name} is not ready: it is {model.state.value}")
         return model
 
     def engine_names(self) -> dict[str, str]:
-        """Names of all models, by their names in the engine."""
+        """The names of all models, by engine name."""
         return {model.engine_name: model.name for model in self._models.values()}
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Does `work` to its end, also when the client that asked for it goes away."""
+        """Runs `work` to its end, also if the client disconnects."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -133,7 +138,7 @@ class Registry:
             logger.error("work on a model failed", exc_info=error)
 
     def save(self) -> None:
-        """To be called when what a gateway after this one must know of a model has changed."""
+        """Calls the `save` callback; necessary after a change that the snapshot contains."""
         self._save(self.models())
 
     # Loading
@@ -147,9 +152,11 @@ class Registry:
         attempt: Attempt = _once,
         **options: Any,
     ) -> Model:
-        """Loads a model under a free name. Raises `Conflict` for a taken one, `LoadCancelled` if it
-        is unloaded meanwhile, and what goes wrong: then the name is free again, and neither process
-        nor memory is left."""
+        """Loads a model under a free name.
+
+        Raises `Conflict` for a taken name, `LoadCancelled` if it is unloaded meanwhile, and the
+        load's error. After an error the name is free, and no process or memory is left.
+        """
         return await asyncio.shield(self.begin(name, url, stored, settings, attempt, **options))
 
     def begin(
@@ -161,7 +168,7 @@ class Registry:
         attempt: Attempt = _once,
         **options: Any,
     ) -> asyncio.Task[Model]:
-        """Takes the name and begins to load; the task ends as `load` does. Raises `Conflict`."""
+        """Takes the name and starts the load; the task ends as `load` does. Raises `Conflict`."""
         if name in self._models:
             state = self._models[name].state.value
             raise Conflict(f"Model {name} is already registered ({state})")
@@ -176,22 +183,24 @@ class Registry:
         return self.spawn(self._load(model, model.work))
 
     async def manifest_name(self, stored: StoredModel) -> str | None:
-        """What the manifest of Multi Model Server's archives calls the model; fetches it first.
+        """Fetches a model and returns the name in its MMS manifest; None without a manifest.
 
-        None where there is none. Raises what goes wrong.
+        Raises errors of the fetch and of the manifest.
         """
         try:
             fetched = await asyncio.wait_for(self._fetch(stored), self._settings.load_timeout_s)
         except asyncio.TimeoutError:
             limit = self._settings.load_timeout_s
-            raise Timeout(f"{stored.name} was not fetched within {limit} s") from None
+            raise Timeout(
+                f"{stored.name} was not fetched within {limit} s (LOAD_TIMEOUT_S)"
+            ) from None
         broken = True
         try:
-            found = await asyncio.to_thread(manifest_name, fetched.path)
+            name = await asyncio.to_thread(manifest_name, fetched.path)
             broken = False
         finally:
             await asyncio.to_thread(self._cache.release, fetched.path, discard=broken)
-        return found
+        return name
 
     async def _load(self, model: Model, work: asyncio.Task[None]) -> Model:
         started = time.monotonic()
@@ -218,20 +227,20 @@ class Registry:
         return model
 
     async def _outcome(self, model: Model, work: asyncio.Task[None]) -> Exception | None:
-        """How a load ends; it has ended then."""
+        """Waits for the end of a load, within LOAD_TIMEOUT_S; returns its error."""
         limit_s = self._settings.load_timeout_s
         await asyncio.wait({work}, timeout=limit_s)
         if not work.done():
             shortage = model.shortage
             await _cancelled(work)
             if shortage is not None:
-                return no_room_yet(shortage, limit_s)
-            return Timeout(f"Model {model.name} did not load within {limit_s} s")
+                return eviction_timeout(shortage, limit_s)
+            return Timeout(f"Model {model.name} did not load within {limit_s} s (LOAD_TIMEOUT_S)")
         if work.cancelled():
             return LoadCancelled(f"Model {model.name} was unloaded while it was being loaded")
         error = work.exception()
         assert error is None or isinstance(error, Exception)
-        if isinstance(error, ServiceError):  # the engine knows it by its folder in the cache
+        if isinstance(error, ServiceError):  # the engine names it by its folder in the cache
             error.message = error.message.replace(model.stored.key, model.name)
             if (base := model.stored_base) is not None:
                 error.message = error.message.replace(base.key, base.name)
@@ -263,12 +272,12 @@ class Registry:
                         break
                     except WorkerLost:
                         await self._workers.forget(model)
-                        model.id = next(self._ids)  # MMS is not done with the other one yet
+                        model.id = next(self._ids)  # MMS still has the old one
                         if last:
                             raise
                     except ServiceError as error:
                         await self._workers.end(model)  # before another attempt
-                        # Another load may have taken the room since: then the check says how much.
+                        # Another load may have taken the memory: `check` tells how much is missing.
                         if last or not checked or not isinstance(error, OutOfMemory):
                             raise
                 model.load_s = time.monotonic() - started
@@ -291,41 +300,40 @@ class Registry:
 
     async def _fetch(self, stored: StoredModel, lane: _Lane | None = None) -> Fetched:
         lane = lane or await self._lane(stored)
-        loop, given_up = asyncio.get_running_loop(), Stop()
-        thread = loop.run_in_executor(lane.threads, self._cache.acquire, stored, given_up)
+        loop, stop = asyncio.get_running_loop(), Stop()
+        thread = loop.run_in_executor(lane.threads, self._cache.acquire, stored, stop)
         try:
             return await asyncio.shield(thread)
-        except asyncio.CancelledError:  # took too long, or is not wanted any more
-            given_up.set()
-            thread.add_done_callback(self._give_back)
+        except asyncio.CancelledError:  # timed out, or unloaded
+            stop.set()
+            thread.add_done_callback(self._release)
             raise
 
-    def _give_back(self, thread: asyncio.Future[Fetched]) -> None:
+    def _release(self, thread: asyncio.Future[Fetched]) -> None:
         if not thread.cancelled() and thread.exception() is None:
             self._cache.release(thread.result().path)
 
     async def _remove(self, model: Model) -> None:
-        """Frees what the model has, and its name, whatever goes wrong with the rest."""
+        """Frees the model's worker, artifacts and name; the name even after an error."""
         try:
             await self._workers.end(model)
             if model.fetched is not None:
-                # What is no model is fetched again when it is asked for again, and may be one then.
+                # A refused artifact is fetched again at the next load: it may be replaced by then.
                 cancelled = isinstance(model.error, LoadCancelled)
                 refused = not cancelled and 400 <= getattr(model.error, "status", 500) < 500
                 await asyncio.to_thread(self._cache.release, model.fetched.path, discard=refused)
             if model.base is not None:
                 await asyncio.to_thread(self._cache.release, model.base.path)
         except Exception:
-            logger.exception("model %s was not cleaned up after", model.name)
+            logger.exception("model %s was not freed completely", model.name)
         finally:
             del self._models[model.name]
             model.set()
 
     async def adopt(self, model: Model) -> None:
-        """Takes over a model that a gateway before this one has loaded.
+        """Takes over a model that an earlier gateway has loaded.
 
-        Raises `Conflict` for a name that is taken, and what goes wrong if its artifact is no longer
-        to be had.
+        Raises `Conflict` for a taken name, and errors of the fetch of its artifact.
         """
         if self._models.setdefault(model.name, model) is not model:
             raise Conflict(f"Model {model.name} is already registered")
@@ -344,9 +352,9 @@ class Registry:
     # Unloading
 
     async def unload(self, name: str) -> None:
-        """Stops new requests, waits for those in flight, frees everything, and only then returns.
+        """Refuses new requests, waits for those in flight, and frees the model.
 
-        A load that is under way is ended. Raises `ModelNotFound`.
+        Cancels a running load. Raises `ModelNotFound`.
         """
         model = self.find(name)
         while model is not None and model.state in (State.FETCHING, State.LOADING):
@@ -355,12 +363,14 @@ class Registry:
             await model.change()
             if self._models.get(model.name) is not model:
                 return
-        if model is None or model.state is State.DRAINING:
+        if model is None:
             raise ModelNotFound(f"Model not found: {name}")
+        if model.state is State.DRAINING:
+            raise ModelNotFound(f"Model {name} is already being unloaded")
         await asyncio.shield(self.drain(model))
 
     def drain(self, model: Model) -> asyncio.Task[Any]:
-        """Begins to unload a ready model, with no request between the look at it and this."""
+        """Starts to unload a ready model: from now on it gets no requests."""
         assert model.state is State.READY
         model.set(State.DRAINING)
         return self.spawn(self._unload(model))
@@ -372,7 +382,7 @@ class Registry:
             await asyncio.wait_for(self._drained(model), limit)
         except asyncio.TimeoutError:
             logger.error("model %s is unloaded with %d requests left", model.name, model.in_flight)
-        if model.work is not None:  # its worker was to be started again
+        if model.work is not None:  # a restart of its worker
             await _cancelled(model.work)
         await self._remove(model)
         self.save()
@@ -384,11 +394,11 @@ class Registry:
         while model.in_flight:
             await model.change()
 
-    # Using
+    # Requests
 
     @contextlib.asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[Model]:
-        """A loaded model that stays until the request is done. Raises `ModelNotFound`."""
+        """Holds a ready model loaded during a request. Raises `ModelNotFound`."""
         model = self.get(name)
         model.in_flight += 1
         model.last_used = time.monotonic()

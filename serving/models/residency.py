@@ -1,4 +1,4 @@
-"""Which models stay loaded: which make room for another, and which have been idle for too long."""
+"""Evicts models: to free memory or disk for another, or when idle for too long."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from serving.store.disk import size_bytes
 
 logger = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 0.02
-IDLE_LOOK_S = 1.0
-# So long after it last had two requests at once a model keeps one connection of MMS's: sixteen of
-# them cost it 4 MB.
+RETRY_S = 0.02  # between attempts of a load that waits for requests of other models
+IDLE_POLL_S = 1.0
+# After so long without concurrent requests a model has one connection to MMS again; sixteen cost
+# 4 MB. Shorter: clients wait more often until MMS has opened connections.
 ONE_CONNECTION_S = 30.0
 
 Shortage = InsufficientStorage | OutOfMemory
 
 
 class Residency:
-    """Unloads those models of `registry` that are worth the least per byte, never a pinned one.
+    """Evicts the models of `registry` with the least value per byte, never a pinned one.
 
-    Several loads make room at once, each for itself: what one has had unloaded is promised to it.
+    Concurrent loads evict for themselves: the freed memory is reserved for the load that needs it.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Residency:
     ) -> None:
         self._registry, self._workers, self._observe = registry, workers, observe
         self._victims = Victims[str]()
-        self._wanted: Counter[str] = Counter()  # requests that have not begun to use their model
-        self._waiting: set[str] = set()  # names of models that wait for room
+        self._wanted: Counter[str] = Counter()  # requests that wait for their model, by its name
+        self._waiting: set[str] = set()  # names of models that wait for an eviction
 
     @contextlib.contextmanager
     def wanting(self, name: str) -> Iterator[None]:
-        """While a request waits for a model, which is not unloaded for others before it had it."""
+        """Protects a model from eviction while a request waits for it."""
         self._wanted[name] += 1
         try:
             yield
@@ -57,15 +57,14 @@ class Residency:
                 del self._wanted[name]
 
     def used(self, model: Model) -> None:
-        """To be called for each request."""
+        """Counts a request to a model, for its value."""
         self._victims.used(model.name)
 
-    async def with_room(self, model: Model, step: Step) -> None:
-        """Does a step of a model's load. Where it finds no room, others are unloaded for it; none
-        if all together would not do. While others have requests, whose memory will be free, it
-        waits.
+    async def evict_and_retry(self, model: Model, step: Step) -> None:
+        """Runs a step of a model's load; while it lacks memory or disk, evicts others and retries.
 
-        Raises what the step raises.
+        Evicts none if all together were not enough. Waits while others have requests, which free
+        memory when they end. Raises the step's error.
         """
         freed = 0
         while True:
@@ -75,34 +74,36 @@ class Residency:
                 return
             self._waiting.add(model.name)
             try:
-                freed += await self._make_room(model, shortage, freed, before)
+                freed += await self._evict(model, shortage, freed, before)
             finally:
                 self._waiting.discard(model.name)
 
     def _others(self, model: Model) -> dict[str, State]:
-        """Where all others stand, by id."""
+        """The states of all other models, by id."""
         return {other.id: other.state for other in self._registry.all() if other is not model}
 
     @staticmethod
     async def _lacks(step: Step) -> Shortage | None:
-        """Does the step; None if there was room."""
+        """Runs the step; returns the shortage that it raises."""
         try:
             await step()
-        except NeverFits:  # whatever is unloaded
+        except NeverFits:  # no eviction helps
             raise
         except (InsufficientStorage, OutOfMemory) as error:
             return error
         return None
 
-    async def _make_room(
+    async def _evict(
         self, model: Model, shortage: Shortage, freed: int, before: Mapping[str, State]
     ) -> int:
-        """Unloads what it takes, or waits for others that are being unloaded or loaded; returns the
-        bytes that were held. Raises `shortage` where none of that can help, no other model has a
-        request, and nothing has come or gone since `before`, when the step that found no room was
-        begun."""
+        """Evicts enough models, or waits for ones that are loading or draining.
+
+        Returns the bytes of the evicted. `before` are the states of the others before the step.
+        Raises `shortage` if no eviction is enough, no other model has a request, and no state has
+        changed since.
+        """
         missing = shortage.missing_bytes
-        if not missing:  # not known: as much as the artifact has
+        if not missing:  # unknown: take the size of the artifact
             folder = model.fetched and model.fetched.path
             size = await asyncio.to_thread(size_bytes, folder) if folder else None
             missing = (model.stored.size_bytes if size is None else size) - freed
@@ -111,10 +112,10 @@ class Residency:
         held = await self._held_bytes(shortage)
         others = [m for m in self._registry.all() if m is not model]
         useful = [m for m in others if held.get(m.id)]
-        leaving = [m for m in useful if m.state is State.DRAINING]
-        missing -= sum(held[m.id] for m in leaving)
+        draining = [m for m in useful if m.state is State.DRAINING]
+        missing -= sum(held[m.id] for m in draining)
         if missing <= 0:
-            await _one_changes(leaving)
+            await _any_changes(draining)
             return 0
         useful = [m for m in useful if m.state is State.READY and not m.settings.pinned]
         coming = sum(self._workers.promised_bytes(m) for m in others)
@@ -123,68 +124,71 @@ class Residency:
             return await self._wait_for_requests(model, shortage)
         victims = self._choose(useful, held, shortage, missing)
         if not victims:
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(RETRY_S)
         drained = [self._unload_for(model, victim) for victim in victims]
         if drained:
             await asyncio.wait(drained)
         return sum(held[victim.id] for victim in victims)
 
     async def _wait_for_requests(self, model: Model, shortage: Shortage) -> int:
-        """What a request holds beside its model is free when it ends: keys and values, the memory
-        of a pinned model's worker. Raises `shortage` where there is none."""
+        """Waits, as requests of other models free memory at their end: K/V pages, workers' memory.
+
+        Raises `shortage` if there are none.
+        """
         if not any(m.in_flight for m in self._registry.all() if m is not model):
             raise shortage
-        await asyncio.sleep(LOOK_AGAIN_S)
+        await asyncio.sleep(RETRY_S)
         return 0
 
     def _choose(
         self, useful: list[Model], held: Mapping[str, int], shortage: Shortage, missing: int
     ) -> list[Model]:
-        """Those to unload: first such as nobody uses. One with requests is drained, and takes no
-        more of them, so busy models cannot keep a cold one out for ever; one that has just been
-        loaded serves those who wait for it first."""
+        """Chooses models to evict: idle ones first, then busy ones.
+
+        A busy one is drained and gets no more requests, so that busy models cannot keep another out
+        for ever. A model that was just loaded serves the requests that wait for it first.
+        """
         chosen: list[Model] = []
         for busy in (False, True):
-            found = {
+            candidates = {
                 m.name: (m, Held(held[m.id], _cost_s(m, shortage)))
                 for m in sorted(useful, key=lambda m: m.last_used)
                 if bool(m.in_flight) is busy
                 and not m.restoring
                 and (busy or m.name not in self._wanted)
             }
-            names = self._victims.choose({name: h for name, (_, h) in found.items()}, missing)
-            chosen += [found[name][0] for name in names]
-            missing -= sum(found[name][1].bytes for name in names)
+            names = self._victims.choose({name: h for name, (_, h) in candidates.items()}, missing)
+            chosen += [candidates[name][0] for name in names]
+            missing -= sum(candidates[name][1].bytes for name in names)
             if missing <= 0:
                 break
         return chosen
 
     def _unload_for(self, model: Model, victim: Model) -> asyncio.Task[None]:
         idle_s = time.monotonic() - victim.last_used
-        logger.info("model %s makes room for %s (idle for %.1f s)", victim.name, model.name, idle_s)
+        logger.info("model %s is evicted for %s (idle for %.1f s)", victim.name, model.name, idle_s)
         self._observe("evicted", victim, idle_s)
         return self._registry.drain(victim)
 
     def _is_arriving(self, model: Model) -> bool:
-        """Whether it may soon hold memory that can be freed then."""
+        """Whether a model is loading, so that it can be evicted soon."""
         if model.settings.pinned or model.name in self._waiting:
             return False
         return model.state is State.LOADING or model.restoring
 
     async def _held_bytes(self, shortage: Shortage) -> dict[str, int]:
-        """By id, what unloading each model would give back of what is short."""
+        """The bytes of the short resource that unloading each model would free, by id."""
         models = [m for m in self._registry.all() if m.state in (State.READY, State.DRAINING)]
         if isinstance(shortage, DiskFull):
             return await asyncio.to_thread(_disk_bytes, models)
-        # What the engine's own budget lacks only the engine's models give back.
+        # The engine's budget is freed by models of the engine only.
         engine_only = isinstance(shortage, OutOfMemory) and shortage.missing_bytes > 0
         return await self._workers.held_bytes(models, engine_only)
 
     async def watch(self) -> None:
-        """Runs for ever: takes from idle models what costs most, and unloads those that have been
-        idle for as long as they may be."""
+        """Closes idle models' connections and unloads those idle for `idle_unload_s`, for ever."""
         while True:
-            await asyncio.sleep(IDLE_LOOK_S)
+            await asyncio.sleep(IDLE_POLL_S)
             for model in self._registry.all():
                 if model.state is not State.READY or model.in_flight or model.restoring:
                     continue
@@ -201,8 +205,8 @@ class Residency:
                     self._registry.drain(model)
 
 
-async def _one_changes(models: Iterable[Model]) -> None:
-    """Until one of them is gone, or answers its last request."""
+async def _any_changes(models: Iterable[Model]) -> None:
+    """Waits until one of the models changes its state or ends its last request."""
     changes = [asyncio.ensure_future(model.change()) for model in models]
     try:
         await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
@@ -212,10 +216,10 @@ async def _one_changes(models: Iterable[Model]) -> None:
 
 
 def _cost_s(model: Model, shortage: Shortage) -> float:
-    """What it would take to bring a model back that is unloaded for want of this.
+    """The seconds to load a model again that is evicted for this shortage.
 
-    The engine's models take about the same: how long one of them took says how busy the machine
-    was, and whether it had to be prepared, which is done once.
+    LOAD_S for models of the engine: their measured time depends on how busy the machine was and on
+    their preparation, which happens once.
     """
     fetch_s = 0.0
     if isinstance(shortage, DiskFull) and model.fetched is not None:
@@ -224,7 +228,7 @@ def _cost_s(model: Model, shortage: Shortage) -> float:
 
 
 def _disk_bytes(models: list[Model]) -> dict[str, int]:
-    """What the cache could remove; a folder of this machine is used in place."""
+    """The bytes that the cache could remove, by id; none for folders used in place."""
     return {
         model.id: size_bytes(model.fetched.path)
         for model in models

@@ -1,4 +1,4 @@
-"""What is loaded, written down for a gateway that is started again."""
+"""The list of loaded models in RUN_DIR, for a gateway that is restarted."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ logger = logging.getLogger(__name__)
 
 
 class Snapshot:
-    """A file in the run folder, replaced at every change."""
+    """`models.json`, replaced at every change."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "models.json"
         self._written = self._wanted = ""
-        self._rows: dict[str, tuple[tuple[Any, ...], str]] = {}  # by id: what it was made of, text
+        self._rows: dict[str, tuple[tuple[Any, ...], str]] = {}  # by id: its values and JSON
         self._failing = False
 
     def write(self, models: Iterable[Model]) -> None:
-        """What cannot be written, the disk being full, is logged: `retry` tries again."""
+        """Writes the list. An error such as a full disk is logged; `retry` tries again."""
         known, self._rows = self._rows, {}
-        for model in models:  # of hundreds one has changed
+        for model in models:  # of hundreds, usually one has changed
             parts = _parts(model)
             row = known.get(model.id)
             if row is None or row[0] != parts:
@@ -39,7 +39,7 @@ class Snapshot:
         self.retry()
 
     def retry(self) -> None:
-        """Writes what was not written yet."""
+        """Writes the list, unless the last write succeeded."""
         text = self._wanted
         if text == self._written:
             return
@@ -58,7 +58,7 @@ class Snapshot:
         return self._path.exists()
 
     def read(self) -> list[Model]:
-        """As they were written, not yet fetched; none where no gateway was before."""
+        """The models of the list, not yet fetched; none without a file."""
         try:
             rows = json.loads(self._path.read_text(encoding="utf-8"))
             return [_model(row) for row in rows]
@@ -70,7 +70,7 @@ class Snapshot:
 
 
 def _parts(model: Model) -> tuple[Any, ...]:
-    """All of a row that changes while a model is loaded."""
+    """The values of a row that change while a model is loaded."""
     line = model.line
     return (
         model.options, model.settings, model.in_engine, model.socket, model.batch_size,
@@ -87,7 +87,7 @@ def _row(model: Model) -> dict[str, Any]:
         "stored": dataclasses.asdict(model.stored.without_secrets()),
         "stored_base": base and dataclasses.asdict(base.without_secrets()),
         "options": dict(model.options),
-        "settings": model.settings.said(),
+        "settings": model.settings.values(),
         "in_engine": model.in_engine,
         "socket": model.socket,
         "batch_size": model.batch_size,

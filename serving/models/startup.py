@@ -1,4 +1,4 @@
-"""From a gateway that listens to one that is ready: its health, and what is loaded at the start."""
+"""Makes a gateway ready: watches its health, adopts and preloads models."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from serving.names import normal_name
 
 logger = logging.getLogger(__name__)
 
-HEALTH_S = 0.5
-# A new Java process compiles what it runs often: 0.2 s of calls spare the first requests some 2 ms.
+HEALTH_S = 0.5  # between health checks
+# Java compiles what it runs often: these calls take 0.2 s, and the first requests 2 ms less.
 WARM_UP_CALLS = 200
-# Some are being fetched while others start.
-PRELOADS_AT_ONCE = 8
+PRELOADS_AT_ONCE = 8  # some are fetched while others start
 
 
 async def watch_health(gateway: Gateway) -> None:
-    """Keeps `healthy`: whether a request would work now. `/ping` only reads it."""
+    """Updates `gateway.healthy`, which `/ping` reads, for ever."""
     warm = gateway.recovery.takes_over()
     while True:
         try:
@@ -30,13 +29,13 @@ async def watch_health(gateway: Gateway) -> None:
                 await gateway.mms.call("GET", "/ping", timeout_s=2)
             warm = True
             gateway.healthy = await gateway.engine.is_healthy()
-        except (ServingError, OSError, RuntimeError):  # of the last two: no file, no thread
+        except (ServingError, OSError, RuntimeError):  # the last two: out of files or threads
             gateway.healthy = warm = False
         await asyncio.sleep(HEALTH_S)
 
 
 async def start(gateway: Gateway) -> None:
-    """Loading begins once MMS and the engine answer."""
+    """Adopts and preloads models once MMS and the engine answer."""
     while not gateway.healthy:
         await asyncio.sleep(0.05)
     await gateway.recovery.adopt()
@@ -48,9 +47,9 @@ async def start(gateway: Gateway) -> None:
 
 
 async def _preload(gateway: Gateway) -> None:
-    """Loads what is to be there from the start, each within its LOAD_TIMEOUT_S.
+    """Loads PRELOAD_MODELS, each within LOAD_TIMEOUT_S, and the model of a single-model server.
 
-    A model that does not load is logged; only the one of a single-model server is indispensable.
+    A failed preload is logged; without its single model the server does not start.
     """
     settings = gateway.settings
     single = Path(settings.base_dir) / "model"

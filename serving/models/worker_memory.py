@@ -1,7 +1,7 @@
-"""Whether the container has room for another worker.
+"""Checks that the container has memory for another worker.
 
-The engine admits weights and K/V caches against a budget of its own. What the other processes take
-is not in it: with many small models, their workers are what fills the container.
+The engine's budget covers weights and K/V caches, not other processes. The workers of
+many small models can fill the container.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 from common.memory import CGROUP, MIB, container_memory
 from serving.errors import InsufficientStorage
 
-# A worker that has answered requests (it shares little), and some for what all others grow by.
-# Two loads at the same time may look at the same free memory.
+# Of a worker that has answered requests, and a reserve for growth of others and for two loads that
+# see the same free memory. Larger: fewer workers. Smaller: the kernel kills processes.
 NEEDED_BYTES = 64 * MIB
 
 

@@ -89,7 +89,7 @@ def test_a_request_whose_model_still_waits_for_room_at_its_deadline_is_worth_ano
         world.registry.use = use  # type: ignore[assignment]
         status, headers, body = await world.call("POST", PATH)
         assert (status, headers["retry-after"]) == (503, "1")
-        said = "no room within 1 s: model 봄 needs 2 MiB, but 17 are taken"
+        said = "no memory or disk became free within 1 s: model 봄 needs 2 MiB, but 17 are taken"
         assert json.loads(body)["message"] == said
 
     run(test())

@@ -24,11 +24,11 @@ ALL: dict[str, Any] = {
 
 
 def test_all_are_taken_from_json_and_from_a_query() -> None:
-    assert ModelSettings.parse(ALL).said() == ALL
+    assert ModelSettings.parse(ALL).values() == ALL
     texts = {
         name: value if isinstance(value, str) else json.dumps(value) for name, value in ALL.items()
     }
-    assert ModelSettings.parse(texts).said() == ALL
+    assert ModelSettings.parse(texts).values() == ALL
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_requests_own_beat_the_files() -> None:
 def test_a_models_file_is_read_if_there_is_one(tmp_path: Path) -> None:
     assert ModelSettings.read(tmp_path) == ModelSettings()
     (tmp_path / "serving.json").write_text(json.dumps(ALL))
-    assert ModelSettings.read(tmp_path).said() == ALL
+    assert ModelSettings.read(tmp_path).values() == ALL
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 60_000, '{"queue": "\\ud800"}'])
