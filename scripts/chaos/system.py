@@ -21,7 +21,7 @@ from common.errors import EngineError
 from engine.http.client import EngineClient, UnixConnection
 from scripts.chaos.clock import Clock
 from scripts.chaos.history import View
-from serving.mms.workers import has_process
+from serving.mms.worker_processes import has_process
 
 # Words of the command lines. The texts' processes are forks of the zygote.
 COMMANDS = {

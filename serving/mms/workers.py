@@ -7,8 +7,8 @@ import contextlib
 import itertools
 import json
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,12 @@ from serving.errors import BadRequest, ServingError, WorkerFailed, WorkerLost
 from serving.mms.client import MMSClient
 from serving.mms.leftovers import remove_leftovers, unix_sockets
 from serving.mms.worker_options import worker_options
+from serving.mms.worker_processes import (
+    has_process,
+    private_bytes,
+    processes_of,
+    wait_for_exit,
+)
 from serving.models.model import Model
 from serving.settings import Settings
 from serving.store.disk import raise_disk_full
@@ -32,8 +38,6 @@ MMS_GRACE_S = 20.0  # added to a request's limit, so that the gateway times out 
 # MISSING_POLLS times in a row, or was not seen in UNSEEN_POLLS: a busy machine starts it later.
 # More polls: a lost worker is noticed later. Fewer: a slow start is taken for an exit.
 START_POLL_S, MISSING_POLLS, UNSEEN_POLLS = 1.5, 3, 10
-# How long killed processes may take to free their memory; many gigabytes take seconds.
-EXIT_S, EXIT_POLL_S = 10.0, 0.005
 # Counters of a model in the engine that add up to its part of the budget.
 ENGINE_PARTS = ("reserved_bytes", "row_bytes", "kv_bytes")
 
@@ -191,10 +195,10 @@ class Workers:
         processes: list[psutil.Process] = []
         # A hosted one has no process of its own; without a folder no worker was started.
         if folder.exists() and not (folder / "hosted").exists():
-            processes = await asyncio.to_thread(_processes_of, model.id)
+            processes = await asyncio.to_thread(processes_of, model.id)
         with contextlib.suppress(ServingError):
             await self._mms.unregister(model.id)
-            await _ended(processes)
+            await wait_for_exit(processes)
         with contextlib.suppress(EngineError):
             await self._engine.unload(model.engine_name)
         await asyncio.to_thread(remove, folder)
@@ -239,7 +243,7 @@ class Workers:
                 sizes[ids[held["name"]]] += sum(held[part] for part in ENGINE_PARTS)
         if not engine_only:
             sockets = {model.socket: model.id for model in models}
-            for socket, size in (await asyncio.to_thread(_process_bytes, set(sockets))).items():
+            for socket, size in (await asyncio.to_thread(private_bytes, set(sockets))).items():
                 sizes[sockets[socket]] += size
         return sizes
 
@@ -260,70 +264,6 @@ class Workers:
 def _base(model: Model) -> str | None:
     """The folder of an adapter's base."""
     return None if model.base is None else str(model.base.path)
-
-
-def _process_bytes(sockets: Set[str]) -> dict[str, int]:
-    """The private memory of each worker with its descendants, by socket.
-
-    Memory that a file does not back; shared memory counts for each process. Reads each process
-    once, because there may be as many as models.
-    """
-    sizes: dict[int, int] = {}
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    workers: defaultdict[str, list[int]] = defaultdict(list)
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it has ended
-            memory = process.memory_info()
-            sizes[process.pid] = memory.rss - memory.shared
-            children[process.ppid()].append(process.pid)
-            for socket in sockets & set(process.cmdline()):
-                workers[socket].append(process.pid)
-
-    def tree_bytes(pid: int) -> int:
-        return sizes[pid] + sum(map(tree_bytes, children[pid]))
-
-    return {socket: max(map(tree_bytes, pids)) for socket, pids in workers.items()}
-
-
-def has_process(id: str) -> bool:
-    """Whether the process of a worker runs."""
-    return next(_with_argument(id), None) is not None
-
-
-def _with_argument(id: str) -> Iterator[int]:
-    """The pids of processes with the argument `id`, such as the worker of a model."""
-    wanted = f"\0{id}\0".encode()
-    for command_line in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
-            if wanted in command_line.read_bytes():
-                yield int(command_line.parent.name)
-
-
-def _processes_of(id: str) -> list[psutil.Process]:
-    """The processes of a worker and their descendants."""
-    processes = set()
-    for pid in _with_argument(id):
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            processes |= {process, *process.children(recursive=True)}
-    return [*processes]
-
-
-async def _ended(processes: Iterable[psutil.Process]) -> None:
-    """Waits until killed processes have freed their memory."""
-    end = asyncio.get_running_loop().time() + EXIT_S
-    while left := [process for process in processes if _lives(process)]:
-        if asyncio.get_running_loop().time() >= end:
-            logger.error("of an unloaded model's processes %s are left", [p.pid for p in left])
-            return
-        await asyncio.sleep(EXIT_POLL_S)
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _describe(folder: Path, described: Mapping[str, Any], hosted: bool) -> None:

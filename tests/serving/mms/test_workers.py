@@ -21,7 +21,8 @@ from common.errors import OutOfMemory
 from serving.errors import BadRequest, DiskFull, Unavailable, WorkerLost
 from serving.mms import workers
 from serving.mms.client import Answer, MMSClient
-from serving.mms.workers import Workers, _process_bytes
+from serving.mms.worker_processes import private_bytes
+from serving.mms.workers import Workers
 from serving.models.model import Model
 from serving.models.model_settings import ModelSettings
 from serving.settings import Settings
@@ -294,7 +295,7 @@ def test_what_many_workers_and_their_children_take_is_found_in_one_look_at_the_p
             assert worker.stdout is not None
             worker.stdout.readline()
         monkeypatch.setattr(_pslinux, "pids", pids)
-        found = _process_bytes(sockets | {"another"})
+        found = private_bytes(sockets | {"another"})
         assert found.keys() == sockets
         assert all(20 << 20 < size < 200 << 20 for size in found.values()), found
         assert len(looks) == 1
