@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.lib.problem import Problem
-from scripts.options import option
+from command.errors import Problem
+from command.options import option
 
 WORKDIR = Path(tempfile.gettempdir()) / "kogpt2-benchmark"
 _switching = partial(option, rich_help_panel="Switching")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scripts.lib.problem import Failed
+from command.errors import Failed
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 120.0

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from benchmarks.bench import WORKDIR
-from scripts.lib.problem import Problem
-from scripts.options import option
+from command.errors import Problem
+from command.options import option
 
 if TYPE_CHECKING:
     from engine.artifacts.artifact import Artifact

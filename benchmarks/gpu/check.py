@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.bench import WORKDIR
-from scripts.options import option
+from command.options import option
 
 
 @dataclass(kw_only=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
 
-from scripts.lib.problem import Problem
-from scripts.options import option
+from command.errors import Problem
+from command.options import option
 
 TAG = "kogpt2-serving"  # its value is the deployment, or `shared` for repositories and buckets
 SHARED = [{"Key": TAG, "Value": "shared"}]

@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from command.errors import Problem
+from command.tables import table
 from engine.budget import budget_bytes
 from scripts.aws.account import Account
-from scripts.client.tables import table
-from scripts.lib.problem import Problem
 
 DATA = Path(__file__).with_name("instances.json")
 GIB, MIB = 1 << 30, 1 << 20

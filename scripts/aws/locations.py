@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from command.errors import Problem
 from scripts.aws.account import Account
-from scripts.lib.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 
+from command.errors import Problem
 from scripts.aws import template
 from scripts.aws.instances import has_gpu
 from scripts.aws.template import Values
-from scripts.lib.problem import Problem
 
 SCALING = "Automatic scaling of Amazon SageMaker AI models"
 MULTI_MODEL = "Supported algorithms, frameworks, and instances for multi-model endpoints"

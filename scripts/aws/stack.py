@@ -6,8 +6,8 @@ import contextlib
 import time
 from typing import Any
 
+from command.errors import Problem
 from scripts.aws.account import Account
-from scripts.lib.problem import Problem
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.2, 5.0
 DONE = ("CREATE_COMPLETE", "UPDATE_COMPLETE", "DELETE_COMPLETE", "REVIEW_IN_PROGRESS")

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from scripts.lib.problem import Problem
+from command.errors import Problem
 
 FILE = Path(__file__).resolve().parents[2] / "deploy" / "sagemaker" / "endpoint.yaml"
 EMPTY = "Environment: {}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.chaos import soak
+from tests.chaos import soak
 from tests.chaos.histories import history, op
 from tests.scripts.command import run
 

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
+from command.errors import Problem
 from common.onnx_session import open_graph
 from engine.artifacts.artifact import EMBEDDING, OUTPUT
 from engine.artifacts.open import open_artifact
@@ -18,9 +19,8 @@ from engine.artifacts.read_params import read_params
 from engine.registry import Engine
 from engine.settings import Settings
 from engine.text.prompts import Prompts
-from scripts.lib import spiece_to_tokenizer
-from scripts.lib.packaging import check, write_archive
-from scripts.lib.problem import Problem
+from scripts.artifacts import tokenizer_json
+from scripts.artifacts.archive import check, write_archive
 from tests.engine.artifacts.test_hugging_face import TORCH_FILE
 from tests.engine.engines import Request, make_talkative, uncached_model
 from tests.engine.hugging_face import TINY, make_hugging_face, write_json
@@ -267,7 +267,7 @@ def test_a_unigram_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "unigram.spiece"
     path.write_bytes(model.getvalue())
     with pytest.raises(Problem, match="is no BPE model"):
-        spiece_to_tokenizer.convert(path)
+        tokenizer_json.convert(path)
 
 
 def test_it_says_how_it_is_used() -> None:

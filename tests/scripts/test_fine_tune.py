@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from command.documents import read_documents
+from command.errors import Problem
 from engine import backends
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import BackendModel, Piece
-from scripts.lib.documents import read_documents
-from scripts.lib.fine_tune import FineTune
-from scripts.lib.fine_tuning import fine_tune, train_tokenizer
-from scripts.lib.packaging import check, write_archive
-from scripts.lib.problem import Problem
+from scripts.artifacts.archive import check, write_archive
+from scripts.artifacts.training import fine_tune, train_tokenizer
+from scripts.fine_tune import FineTune
 from tests.engine.hugging_face import make_hugging_face
 
 pytestmark = pytest.mark.slow

@@ -20,9 +20,9 @@ import boto3
 import pytest
 import requests
 
-from scripts.load import compare, loads, samples
-from scripts.load.plan import Chooser, Plan
-from scripts.load.samples import Sample
+from scripts.traffic import compare, loads, samples
+from scripts.traffic.plan import Chooser, Plan
+from scripts.traffic.samples import Sample
 from tests.e2e.server import Server, eventually, free_port
 from tests.scripts.conftest import NAMES, Poets, Run
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from command.errors import Problem
 from engine.artifacts.open import open_artifact
-from scripts.lib.packaging import check, write_archive
-from scripts.lib.problem import Problem
+from scripts.artifacts.archive import check, write_archive
 from tests.engine.hugging_face import make_hugging_face, write_json
 from tests.engine.models import make_artifact
 from tests.scripts import command

@@ -25,8 +25,8 @@ LEFT_OUT = (
     {
         "compat/README.md",
         "engine/native/operator.cc",
-        "scripts/lib/mxnet_operator",
-        "scripts/lib/sbom.Dockerfile",
+        "scripts/mxnet_operator",
+        "docker/sbom.Dockerfile",
     }
     | {f"scripts/lib/image_{name}" for name in IMAGE}
     | {f"scripts/{name}" for name in SHELL}

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from command.model_writer import write_safetensors
 from common.errors import ArtifactError
 from engine import backends
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, shapes
@@ -22,7 +23,6 @@ from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.registry import Engine
 from engine.settings import Settings
-from scripts.lib.safetensors_writer import write_safetensors
 from tests.engine.artifacts.reading import read_safetensors
 from tests.engine.engines import Request, is_greedy
 from tests.engine.hugging_face import (
