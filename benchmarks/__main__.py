@@ -13,5 +13,10 @@ program.add(app, "bench", bench.run)
 program.add(app, "profile", profile.run)
 program.add(app, "gpu-check", gpu_check.run)
 
+
+def main(arguments: list[str] | None = None) -> int:
+    return program.run(app, "kogpt2", arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(program.run(app, "kogpt2"))
+    sys.exit(main())

@@ -6,17 +6,16 @@ import dataclasses
 import json
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.process import WORKDIR
 from command.errors import Problem
 from command.options import option
 
-WORKDIR = Path(tempfile.gettempdir()) / "kogpt2-benchmark"
 _switching = partial(option, rich_help_panel="Switching")
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from command.errors import Failed
 
 ROOT = Path(__file__).resolve().parents[1]
+WORKDIR = Path(tempfile.gettempdir()) / "kogpt2-benchmark"
 START_S = 120.0
 ANSWER_S = 300.0
 STOP_S = 15.0

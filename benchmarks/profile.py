@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from benchmarks.bench import WORKDIR
+from benchmarks.process import WORKDIR
 from command.errors import Problem
 from command.options import option
 

@@ -1,4 +1,4 @@
-"""Reads the texts that people give to scripts. Needs Python alone, so mistakes show at once."""
+"""Reads text files that users give. Imports the standard library only, so errors show at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Documents = list[list[str]]  # the lines of each
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file, with or without a mark of that at its beginning. Raises `Problem`."""
+    """Reads a UTF-8 file, with or without a byte order mark. Raises `Problem`."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -24,16 +24,16 @@ def read_text(path: Path) -> str:
 
 
 def read_documents(path: Path) -> Documents:
-    """The documents of a UTF-8 file: blank lines part them, lines that begin with "# " are titles.
+    """Reads the documents of a UTF-8 file, which blank lines separate.
 
-    Raises `Problem`.
+    Lines that begin with "# " are titles and left out. Raises `Problem`.
     """
     text = read_text(path)
     blocks = (
         [line.strip() for line in block.splitlines() if not line.startswith("# ")]
         for block in re.split(r"\n\s*\n", text.replace("\r\n", "\n"))
     )
-    documents = [kept for lines in blocks if (kept := [line for line in lines if line])]
+    documents = [document for lines in blocks if (document := [line for line in lines if line])]
     if not documents:
         raise Problem(f"{path} holds no text")
     return documents

@@ -1,10 +1,9 @@
-"""Numbers as people read them."""
+"""Formats numbers and tables."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any
 
 from rich.box import MARKDOWN
 from rich.console import Console
@@ -13,7 +12,7 @@ from rich.text import Text
 
 
 def ms(seconds: float | None) -> str:
-    """Milliseconds with two or three digits that count."""
+    """Formats a time as milliseconds, with a decimal below 100."""
     if seconds is None:
         return ""
     value = seconds * 1000
@@ -29,7 +28,10 @@ def percent(share: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
-    """Columns for a terminal, or in Markdown; the first and those without a head flush left."""
+    """Formats a table for a terminal or in Markdown.
+
+    The first column and those without a title are aligned left, the others right.
+    """
     made = Table(*head, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     if markdown:
         made = Table(*head, box=MARKDOWN)
@@ -40,12 +42,3 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = F
     with (console := Console(file=io.StringIO(), width=1000)).capture() as captured:
         console.print(made)
     return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
-
-
-def get(value: Any, *path: str) -> Any:
-    """What is at a path of nested objects, None where something is missing."""
-    for key in path:
-        if not isinstance(value, dict):
-            return None
-        value = value.get(key)
-    return value

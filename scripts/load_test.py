@@ -1,4 +1,4 @@
-"""Load on a server or an endpoint, and a report."""
+"""`kogpt2 load-test`: puts load on a server or an endpoint and reports latencies."""
 
 from __future__ import annotations
 
@@ -18,48 +18,61 @@ MAX_S = 3600
 @dataclass(kw_only=True)
 class LoadTest(Target, Sampling):
     models: str | None = option(
-        None, "the most popular first, or @FILE (the server's store)", metavar="A,B,..."
+        None, "most popular first, or @FILE (default: all of the server's store)", metavar="A,B,..."
     )
-    zipf: float = option(1.0, "the k-th gets 1/k^S; 0: all alike", min=0, max=10, metavar="S")
-    prompts: Path | None = option(None, "one a line, UTF-8 (five short ones)", metavar="FILE")
-    users: int | None = option(None, "clients that wait for answers (4)", min=1, metavar="N")
+    zipf: float = option(
+        1.0,
+        "exponent of the popularity: the k-th model gets 1/k^S of the requests",
+        min=0,
+        max=10,
+        metavar="S",
+    )
+    prompts: Path | None = option(
+        None, "prompts, one a line, UTF-8 (default: five short ones)", metavar="FILE"
+    )
+    users: int | None = option(
+        None, "concurrent clients, which wait for answers (4)", min=1, metavar="N"
+    )
     rate: float | None = option(
-        None, "requests a second, instead of --users", parser=seconds, metavar="R"
+        None, "requests a second, sent without waiting for answers", parser=seconds, metavar="R"
     )
-    seconds: float = option("30", f"what is measured, {MAX_S} at most", parser=seconds, metavar="S")
-    warm_up: float = option(0.0, "before it, not counted", min=0, max=MAX_S, metavar="S")
-    stream: bool = option(False, "ask for streams, to measure the first token")
-    order_seed: int = option(0, "of models and prompts", metavar="N")
-    json: Path | None = option(None, "write the results", metavar="FILE")
-    html: Path | None = option(None, "write them as a page", metavar="FILE")
+    seconds: float = option(
+        "30", f"length of the measurement, {MAX_S} at most", parser=seconds, metavar="S"
+    )
+    warm_up: float = option(
+        0.0, "seconds before it that are not measured", min=0, max=MAX_S, metavar="S"
+    )
+    stream: bool = option(False, "request streams and measure the time to the first token")
+    order_seed: int = option(0, "seed of the order of models and prompts", metavar="N")
+    json: Path | None = option(None, "write the results as JSON", metavar="FILE")
     web: int | None = option(
-        None, "show Locust's page on this port of 127.0.0.1 meanwhile", min=1, metavar="PORT"
+        None, "serve Locust's page on this port of 127.0.0.1 during the test", min=1, metavar="PORT"
     )
-    cloudwatch: bool = option(False, "ask for an endpoint's cold starts (90 s more)")
-    dry_run: bool = option(False, "print the plan and a call, and send nothing")
+    cloudwatch: bool = option(False, "read the endpoint's cold starts from CloudWatch (90 s more)")
+    dry_run: bool = option(False, "print the plan and a request, and send nothing")
     compare: tuple[Path, Path] | None = option(
-        None, "show two results, and test nothing", metavar="JSON JSON"
+        None, "compare the results of two tests", metavar="JSON JSON"
     )
 
 
 def run(options: LoadTest) -> int:
     """Puts load on a server of yours or on a SageMaker endpoint, with Locust, and reports.
 
-    Several models are called, popular ones more often (Zipf). --users are clients that wait for
-    their answers; --rate is requests a second that come whether answers do or not. The report has
-    latencies (p50 to p99), the time to the first token where answers are streamed, errors, cold
-    starts, and tokens a second by model: as text, and as JSON and HTML with --json and --html. It
-    ends after --seconds, and what --timeout leaves to the last answers.
+    Popular models get more requests (Zipf). --users are clients that wait for their answers;
+    --rate is requests a second that are sent whether or not earlier ones were answered. The report
+    has latencies (p50 to p99), the time to the first token of streams, errors, cold starts, and
+    tokens a second by model: as text, and with --json as JSON. It ends --timeout after --seconds at
+    the latest.
 
-    The first run makes .venv-load. A test of an endpoint costs what its instances cost. It fails
-    where requests were not answered.
+    The first run installs Locust into .venv-load. Endpoints cost money while they are tested. The
+    exit status is 1 if a request failed.
 
     Examples:
     kogpt2 load-test --models sowol,dongju --users 4 --seconds 20
-    kogpt2 load-test --rate 5 --seconds 60 --prompts prompts.txt --json a.json --html a.html
+    kogpt2 load-test --rate 5 --seconds 60 --prompts prompts.txt --json a.json
     kogpt2 load-test --compare a.json b.json
     kogpt2 load-test --endpoint poets --region ap-northeast-2 --models sowol,dongju --rate 2
-    kogpt2 load-test --users 8 --web 8089        Locust's page at http://127.0.0.1:8089 meanwhile
+    kogpt2 load-test --users 8 --web 8089        with Locust's page at http://127.0.0.1:8089
     """
     if options.compare:
         print("\n".join(compare.lines(*map(compare.read, options.compare))))
@@ -73,7 +86,7 @@ def run(options: LoadTest) -> int:
 
 
 def check(options: LoadTest) -> None:
-    """Finds what can be found before anything slow begins. Raises `Problem`."""
+    """Checks the options before anything slow starts. Raises `Problem`."""
     if options.users is not None and options.rate is not None:
         raise Problem("give --users or --rate, not both")
     if not options.seconds <= MAX_S:
@@ -82,9 +95,8 @@ def check(options: LoadTest) -> None:
         raise Problem("--cloudwatch is for --endpoint")
     if options.stream and options.endpoint and options.models:
         raise Problem("SageMaker streams from endpoints of a single model only: leave out --stream")
-    for path in (options.json, options.html):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise Problem(f"there is no folder {path.parent} to write {path.name} into")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise Problem(f"there is no folder {options.json.parent} to write {options.json.name} into")
 
 
 def measure(options: LoadTest, models: tuple[str, ...] | None, prompts: tuple[str, ...]) -> int:
@@ -103,7 +115,7 @@ def measure(options: LoadTest, models: tuple[str, ...] | None, prompts: tuple[st
             options.endpoint, options.region, options.profile, run.sleep_with_bar
         )
     else:
-        counter = loads.Unknown("--cloudwatch asks for them")
+        counter = loads.Unknown("--cloudwatch reads them")
     made = plan.Plan(
         where=options.where,
         models=models or ("",),
@@ -127,8 +139,6 @@ def measure(options: LoadTest, models: tuple[str, ...] | None, prompts: tuple[st
         if options.json:
             text = json.dumps(results, ensure_ascii=False, indent=1)
             options.json.write_text(text + "\n", encoding="utf-8")
-        if options.html:
-            report.write_html(results, options.html)
     except OSError as error:
         raise Problem(f"cannot write {error.filename}: {error.strerror}") from None
     return 1 if results["all"]["errors"] else 0

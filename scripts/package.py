@@ -1,4 +1,4 @@
-"""A model's folder, checked as the server would and packed."""
+"""`kogpt2 package`: checks a model's folder and packs it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from command.options import argument, option
 class Package:
     folder: Path = argument("the model's folder, or an archive of it")
     out: Path | None = option(None, "the archive to write (FOLDER.tar.gz)")
-    check: bool = option(False, "write nothing")
+    check: bool = option(False, "check only, write nothing")
 
 
 def run(options: Package) -> None:
     """Checks a model's folder as the server would, and packs it as NAME.tar.gz.
 
-    The same files give the same bytes, whenever and wherever they are packed. Left out are hidden
-    files and what transformers' Trainer needs to go on, such as optimizer.pt.
+    The same files give the same bytes. Hidden files and the state of transformers' Trainer, such as
+    optimizer.pt, are left out.
 
     Examples:
     kogpt2 package my-model                            writes my-model.tar.gz beside the folder
     kogpt2 package my-model --out store/poem.tar.gz
-    kogpt2 package my-model --check                    only says whether it would be served
+    kogpt2 package my-model --check                    checks it and writes nothing
     """
     from tqdm import tqdm
 

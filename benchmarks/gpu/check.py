@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.bench import WORKDIR
+from benchmarks.process import WORKDIR
 from command.options import option
 
 

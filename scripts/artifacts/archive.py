@@ -1,4 +1,4 @@
-"""Checks a model's folder as the server does, and packs it as the store and SageMaker want it."""
+"""Checks a model's folder as the server does, and packs it for the store and SageMaker."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from serving.settings import Settings
 from serving.store.archive_limits import MAX_FILES
 
 SUFFIX = ".tar.gz"
-# Weights hardly shrink, and level 6 takes five times as long to find that out.
+# gzip's level: 6 takes five times as long, and weights hardly shrink at any.
 COMPRESSION = 1
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A folder that the server would load: what is in it, and the files that would be packed."""
+    """A folder that the server would load, a summary for the user, and the files to pack."""
 
     folder: Path
-    summary: str  # for people
+    summary: str
     files: tuple[Path, ...]
 
     @property
@@ -45,7 +45,7 @@ class Checked:
 
 
 def check(folder: Path) -> Checked:
-    """Does what the server would do before it loads the model. Raises `Problem` with the reason."""
+    """Checks what the server checks before it loads a model. Raises `Problem`."""
     if not folder.is_dir():
         raise Problem(f"there is no folder {folder}")
     files = tuple(_files(folder))
@@ -94,19 +94,19 @@ def _check_adapter(folder: Path) -> str:
 
 
 def _check_tensors(handler: Any, folder: Path) -> str:
-    """Loads it, as its worker would, but runs nobody's script."""
+    """Loads a tensor model as its worker would; does not run a model's own script."""
     if not hasattr(handler, "describe"):
         return "the model's own script"
-    told = handler.describe(handler.model_fn(str(folder)))
+    spec = handler.describe(handler.model_fn(str(folder)))
     sides = [
-        ", ".join(f"{t['name']} {t['datatype']} {t['shape']}" for t in told[side])
+        ", ".join(f"{t['name']} {t['datatype']} {t['shape']}" for t in spec[side])
         for side in ("inputs", "outputs")
     ]
-    return f"{told['platform']}, {' -> '.join(sides)}"
+    return f"{spec['platform']}, {' -> '.join(sides)}"
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """What belongs to the model, in a fixed order."""
+    """Yields the model's files, sorted by name."""
     for entry in sorted(folder.iterdir(), key=lambda path: path.name):
         try:
             entry.name.encode("utf-8")
@@ -128,21 +128,21 @@ def _files(folder: Path) -> Iterator[Path]:
         except OSError as error:
             raise Problem(f"{entry} cannot be read: {error.strerror}") from None
         if not stat.S_ISREG(mode):
-            raise Problem(f"{entry} is no file: only files can be packed")
+            raise Problem(f"{entry} is not a regular file, and only those can be packed")
         yield entry
 
 
 def write_archive(
     checked: Checked, target: Path, progress: Callable[[int], object] = lambda size: None
 ) -> None:
-    """Writes `target`, NAME.tar.gz: the same bytes for the same files, whole or not at all.
+    """Writes `target`, NAME.tar.gz, atomically; the same files give the same bytes.
 
-    `progress` is called with bytes read. Raises `Problem` if there is a file already.
+    `progress` is called with bytes read. Raises `Problem` if the file exists.
     """
     if not target.name.endswith(SUFFIX) or target.name == SUFFIX:
         raise Problem(f"{target} must be called NAME{SUFFIX}")
     if target.exists():
-        raise Problem(f"{target} is there already; remove it or choose another name")
+        raise Problem(f"{target} exists: remove it or choose another name")
     try:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.") as file:
             with gzip.GzipFile("", "wb", COMPRESSION, file, mtime=0) as packed:
@@ -150,9 +150,9 @@ def write_archive(
             file.flush()
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)
-            os.link(file.name, target)  # fails where another has written it meanwhile
+            os.link(file.name, target)  # fails if it exists by now
     except FileExistsError:
-        raise Problem(f"{target} is there already; remove it or choose another name") from None
+        raise Problem(f"{target} exists: remove it or choose another name") from None
     except OSError as error:
         raise Problem(f"cannot write {target}: {error.strerror}") from None
 
@@ -161,15 +161,15 @@ def _write_tar(checked: Checked, packed: gzip.GzipFile, progress: Callable[[int]
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for path in checked.files:
             member = tarfile.TarInfo(path.relative_to(checked.folder).as_posix())
-            found = path.stat()
-            member.size = found.st_size
-            member.mode = 0o755 if found.st_mode & 0o100 else 0o644
+            status = path.stat()
+            member.size = status.st_size
+            member.mode = 0o755 if status.st_mode & 0o100 else 0o644
             with path.open("rb") as file:
                 tar.addfile(member, _Counted(file, progress))
 
 
 class _Counted:
-    """A file that tells how much of it is read; what is read again is not counted twice."""
+    """A file that reports the bytes read; `seek` back takes them off again."""
 
     def __init__(self, file: IO[bytes], progress: Callable[[int], object]) -> None:
         self._file, self._progress = file, progress

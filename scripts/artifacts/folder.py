@@ -1,4 +1,4 @@
-"""A model's folder, or its archive unpacked as the server does it."""
+"""Opens a model's folder, or its archive unpacked as the server unpacks it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from common.errors import ServiceError
 from serving.settings import Settings
 from serving.store.archive import extract
 
-# Caches, and what transformers' Trainer needs to go on: no part of a model, and twice its size.
+# Caches, and the state of transformers' Trainer, which is twice a model's size.
 LEFT_OUT = ["__pycache__", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt"]
 LEFT_OUT += ["rng_state*.pth", "trainer_state.json", "training_args.bin"]
 
 
 @contextlib.contextmanager
 def model_folder(path: Path) -> Iterator[Path]:
-    """`path`, or the folder that its archive is unpacked into for a while. Raises `Problem`."""
+    """Yields `path`, or a temporary folder with its archive's files. Raises `Problem`."""
     if path.is_dir():
         yield path
         return
@@ -31,7 +31,7 @@ def model_folder(path: Path) -> Iterator[Path]:
             with path.open("rb") as file:
                 extract(file, folder, path.name, Settings.model_max_mib << 20)
         except FileNotFoundError:
-            raise Problem(f"there is no folder or archive {path}") from None
+            raise Problem(f"{path} does not exist: give a model's folder or archive") from None
         except OSError as error:
             raise Problem(f"{path} cannot be read: {error.strerror}") from None
         except ServiceError as error:
@@ -40,5 +40,5 @@ def model_folder(path: Path) -> Iterator[Path]:
 
 
 def belongs(path: Path) -> bool:
-    """Whether a file or folder is the model's. Hidden ones are tools' own."""
+    """Whether a file or folder is part of the model; hidden ones are not."""
     return not (path.name.startswith(".") or any(fnmatch(path.name, p) for p in LEFT_OUT))

@@ -1,6 +1,6 @@
-"""What kogpt2 fine-tune does once its options are checked: tokenizer, examples, training, archive.
+"""Trains a tokenizer, a base model and fine-tunes of it, and packs them.
 
-In shapes: B examples, T tokens, V vocabulary.
+Shapes: B examples, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
 from engine.backends.mxnet.gpt2 import GPT2
 from scripts.artifacts.folder import model_folder
-from scripts.fine_tune import FineTune
+from scripts.artifacts.training_options import FineTune
 
 # GluonNLP imports MXNet itself, so it comes after common.mxnet_compat.
 import gluonnlp  # isort: skip
 
 
 def train_tokenizer(documents: Documents, vocab_size: int) -> bytes:
-    """A sentencepiece BPE model with every character of the documents."""
+    """Trains a sentencepiece BPE model that has every character of the documents."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -60,13 +60,13 @@ def train_tokenizer(documents: Documents, vocab_size: int) -> bytes:
         limit = re.search(r"<= (\d+)|required_chars\. \d+ vs (\d+)", str(error))
         if limit is None:
             raise
-        most, least = limit.groups()
+        maximum, minimum = limit.groups()
         raise Problem(
             f"the text is too short for a vocabulary of {vocab_size} pieces:"
-            f" give more text, or --vocab-size {most} or less"
-            if most
+            f" give more text, or --vocab-size {maximum} or less"
+            if maximum
             else f"the text has more characters than a vocabulary of {vocab_size} pieces can hold:"
-            f" give --vocab-size {least} or more"
+            f" give --vocab-size {minimum} or more"
         ) from None
     return model.getvalue()
 
@@ -74,7 +74,7 @@ def train_tokenizer(documents: Documents, vocab_size: int) -> bytes:
 class Tokenizer:
     """A sentencepiece model with the pieces `<pad> <s> </s>`.
 
-    sentencepiece itself, not GluonNLP's wrapper: that one samples, or fails from 0.2 on.
+    Not GluonNLP's wrapper, which samples, and fails with sentencepiece 0.2.
     """
 
     def __init__(self, spiece: Path, vocab_size: int) -> None:
@@ -85,21 +85,22 @@ class Tokenizer:
         self.pad, self.bos, self.eos = map(self._id, ("<pad>", "<s>", "</s>"))
 
     def _id(self, piece: str) -> int:
-        found: int = self._model.piece_to_id(piece)
-        if self._model.id_to_piece(found) != piece:
+        token: int = self._model.piece_to_id(piece)
+        if self._model.id_to_piece(token) != piece:
             raise Problem(f"the tokenizer of the base has no piece {piece}")
-        return found
+        return token
 
     def ids(self, text: str) -> list[int]:
-        found: list[int] = self._model.encode(text)
-        return found
+        ids: list[int] = self._model.encode(text)
+        return ids
 
 
 def make_examples(documents: Documents, tokenizer: Tokenizer, window: int) -> list[list[int]]:
-    """`<s>` + at most `window` tokens from the beginning of each line on, `</s>` at the end.
+    """Makes an example of each line: `<s>` and `window` tokens from there on at most.
 
-    A line that recurs in its document begins no second example: it goes on as it did first. The
-    beginning of a document comes several times, since its end is in every other example, too.
+    `</s>` stands at the end of a document. A repeated line of a document starts an example only
+    once. The first example of a document is repeated, a fourth as often as there are examples,
+    because its beginning is in one example and its end in many.
     """
     examples = []
     for lines in documents:
@@ -116,9 +117,9 @@ def make_examples(documents: Documents, tokenizer: Tokenizer, window: int) -> li
 
 
 def batches(examples: list[list[int]], batch_size: int, pad: int) -> Iterator[Any]:
-    """Batches of examples of about the same length (B, T), shuffled, without end.
+    """Yields shuffled batches (B, T) of examples of about the same length, without end.
 
-    Short examples come more at a time, so that every batch has about as many tokens.
+    Batches of short examples have more of them, so that each has about as many tokens.
     """
     stack = gluonnlp.data.batchify.Pad(pad_val=pad, dtype="int32")
     sampler = gluonnlp.data.FixedBucketSampler(
@@ -142,7 +143,7 @@ def train(
     options: FineTune,
     label: str,
 ) -> str:
-    """Trains MXNet's arrays in place; returns a line about the loss per token and the time."""
+    """Trains the weights in place; returns a line with the loss per token and the time."""
     window = min(options.max_length, config.max_length) - 1
     examples = make_examples(documents, tokenizer, window)
     unknown = sum(e.count(tokenizer.unk) for e in examples) / sum(map(len, examples))
@@ -182,21 +183,21 @@ def train(
 
 def random_weights(config: GPT2Config, seed: int) -> dict[str, Any]:
     mx.random.seed(seed)
-    found = {}
+    weights = {}
     for name, shape in sorted(shapes(config), key=lambda each: each[0].startswith("_ffn_layers")):
         if name.endswith(".weight"):
-            found[name] = mx.nd.random.normal(scale=0.02, shape=shape)
+            weights[name] = mx.nd.random.normal(scale=0.02, shape=shape)
         else:
-            found[name] = (mx.nd.ones if name.endswith(".gamma") else mx.nd.zeros)(shape)
-    return found
+            weights[name] = (mx.nd.ones if name.endswith(".gamma") else mx.nd.zeros)(shape)
+    return weights
 
 
 def pack(config: GPT2Config, weights: dict[str, Any], spiece: bytes, out: Path) -> None:
-    """Writes the archive: the same files give the same bytes."""
+    """Writes the archive; the same files give the same bytes."""
     name = out.name.removesuffix(".tar.gz")
-    # The flags are for other families.
-    said = {n: v for n, v in dataclasses.asdict(config).items() if not isinstance(v, bool)}
-    description = json.dumps(said, indent=2) + "\n"
+    # KoGPT2 v1 has the default of each flag.
+    sizes = {n: v for n, v in dataclasses.asdict(config).items() if not isinstance(v, bool)}
+    description = json.dumps(sizes, indent=2) + "\n"
     files = {"config.json": description.encode(), f"{name}.spiece": spiece}
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{name}-") as work:
         params, archive = Path(work, "params"), Path(work, "archive")
@@ -216,10 +217,10 @@ def pack(config: GPT2Config, weights: dict[str, Any], spiece: bytes, out: Path) 
 
 
 def train_base(texts: list[Path], out: Path, options: FineTune) -> None:
-    """Tokenizer from all texts, base model from `--base-text` alone."""
+    """Trains a tokenizer on all texts and a base model on `--base-text`."""
     documents = read_documents(options.base_text)
-    everything = [*documents, *itertools.chain.from_iterable(map(read_documents, texts))]
-    spiece = train_tokenizer(everything, options.vocab_size)
+    all_documents = [*documents, *itertools.chain.from_iterable(map(read_documents, texts))]
+    spiece = train_tokenizer(all_documents, options.vocab_size)
     spiece_file = out.with_name("base.spiece")
     spiece_file.write_bytes(spiece)
     config = GPT2Config(
@@ -249,7 +250,7 @@ def fine_tune(base: Path, text: Path, out: Path, options: FineTune) -> None:
         try:
             artifact = open_artifact(folder)
         except (OSError, ArtifactError) as error:
-            raise Problem(f"{base} is no model: {error}") from None
+            raise Problem(f"{base} cannot be read as a model: {error}") from None
         if artifact.tokenizer_file.suffix != ".spiece":
             raise Problem(
                 f"{base} is a Hugging Face model: use transformers' Trainer, and serve what its"

@@ -31,7 +31,7 @@ def call(options: Management, method: str, path: str, **query: str) -> Any:
         with session(url, token) as calls:
             answer = calls.request(method, url + path, params=query, timeout=TIMEOUT_S)
     except requests.RequestException as error:
-        raise Failed(f"no answer from {url} ({type(error).__name__}): is it started?") from None
+        raise Failed(f"{url} does not answer ({type(error).__name__}): is it started?") from None
     if not answer.ok:
         raise Failed(f"{message_of(answer.content)} (status {answer.status_code})")
     return answer.json()

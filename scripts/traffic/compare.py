@@ -1,4 +1,4 @@
-"""Two runs side by side."""
+"""Compares the reports of two load tests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from command.errors import Problem
-from command.tables import get, ms, plain, table
+from command.tables import ms, plain, table
+from scripts.traffic.samples import lookup
 
-# (what, path in the results, in milliseconds)
+# (label, path in the results, unit is milliseconds); None: a count
 ROWS = (
     ("requests/s", ("all", "requests_per_s"), False),
     ("tokens/s", ("all", "tokens_per_s"), False),
@@ -31,29 +32,29 @@ def read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or value.get("format") != 1 or "plan" not in value:
-        raise Problem(f"{path} is no report of kogpt2 load-test")
+        raise Problem(f"{path} is not a report of kogpt2 load-test --json")
     return value
 
 
 def lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """For a terminal: both runs' numbers, the second as a multiple of the first."""
+    """Formats both reports' numbers and the ratio of the second to the first."""
     rows = []
-    for what, path, in_ms in ROWS:
-        a, b = get(before, *path), get(after, *path)
+    for label, path, in_ms in ROWS:
+        a, b = lookup(before, *path), lookup(after, *path)
         if a is None and b is None:
             continue
-        rows.append([what, _shown(a, in_ms), _shown(b, in_ms), ratio(a, b)])
+        rows.append([label, _shown(a, in_ms), _shown(b, in_ms), ratio(a, b)])
     for name in dict.fromkeys([*before["models"], *after["models"]]):
         path = ("models", name, "seconds", "p50")
-        a, b = get(before, *path), get(after, *path)
+        a, b = lookup(before, *path), lookup(after, *path)
         if a is not None or b is not None:
             rows.append([f"{name or '-'}: latency p50 ms", ms(a), ms(b), ratio(a, b)])
-    found = [table(["", "first", "second", "ratio"], rows)]
+    output = [table(["", "first", "second", "ratio"], rows)]
     differences = plan_differences(before["plan"], after["plan"])
     if differences:
-        found += ["", "The runs are not of the same plan:"]
-        found += [f"  {name}: {_said(a)} and {_said(b)}" for name, a, b in differences]
-    return found
+        output += ["", "The plans differ:"]
+        output += [f"  {name}: {_plain(a)} and {_plain(b)}" for name, a, b in differences]
+    return output
 
 
 def plan_differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -74,5 +75,5 @@ def _shown(value: float | None, in_ms: bool | None) -> str:
     return plain(value, 0 if in_ms is None else 1)
 
 
-def _said(value: Any) -> str:
+def _plain(value: Any) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)

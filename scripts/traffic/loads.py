@@ -1,4 +1,4 @@
-"""How often models were loaded while a test ran: the cold starts, as the server counts them."""
+"""Counts the model loads (cold starts) during a load test, by the server's metrics."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ SUMS = ("kogpt2_model_fetch_seconds_sum", "kogpt2_model_load_seconds_sum")
 
 
 class Loads(Protocol):
-    """`end` gives `{"source", "count", ...}`, or the reason why it is not known as `unknown`."""
+    """`end` returns `{"source", "count", ...}`, or `{"source", "unknown": reason}`."""
 
     def end(self) -> dict[str, Any]: ...
 
 
 class Prometheus:
-    """A server's own `/metrics`, now and at the end."""
+    """The difference of a server's `/metrics` between now and `end`."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/") + "/metrics"
         self._before = self._read()
 
     def _read(self) -> dict[str, tuple[float, float]] | str:
-        """Loads and their seconds by model, or why that is not known."""
+        """Loads and their seconds by model, or the reason why they are unknown."""
         try:
             with session(self._url) as calls:
                 answer = calls.get(self._url, timeout=METRICS_S)
@@ -76,9 +76,9 @@ class Prometheus:
 
 
 class CloudWatch:
-    """The platform's metrics of a multi-model endpoint, a minute and more after the run.
+    """CloudWatch's metrics of a multi-model endpoint, which arrive over a minute after the run.
 
-    ModelCacheHit has a sample per request, 1 where the model was loaded already.
+    ModelCacheHit has a sample per request: 1 if the model was loaded already, otherwise 0.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class CloudWatch:
             return {"source": "CloudWatch", "unknown": str(error)}
         if not hits["SampleCount"]:
             return {"source": "CloudWatch", "unknown": "there are no ModelCacheHit metrics yet"}
-        found: dict[str, Any] = {"count": round(hits["SampleCount"] - hits["Sum"])}
+        cold: dict[str, Any] = {"count": round(hits["SampleCount"] - hits["Sum"])}
         if loading["SampleCount"]:
-            found["mean_s"] = loading["Sum"] / loading["SampleCount"] / 1e6
-        return {"source": "CloudWatch", **found}
+            cold["mean_s"] = loading["Sum"] / loading["SampleCount"] / 1e6
+        return {"source": "CloudWatch", **cold}
 
     def _sums(self, client: Any, metric: str, ended: datetime) -> dict[str, float]:
         answer = client.get_metric_statistics(
@@ -138,18 +138,18 @@ class Unknown:
 
 
 def models_of(url: str) -> tuple[str, ...]:
-    """What a server's store offers. Raises `Problem`."""
+    """The models in a server's store. Raises `Problem`."""
     try:
         with session(url, os.environ.get("INFERENCE_TOKEN")) as calls:
             answer = calls.get(f"{url.rstrip('/')}/models?available=true", timeout=30)
         if answer.status_code == 401:
-            raise Problem(f"{url} wants a token: set INFERENCE_TOKEN to it")
+            raise Problem(f"{url} requires a token: set INFERENCE_TOKEN")
         answer.raise_for_status()
         names = tuple(model["modelName"] for model in answer.json()["models"])
     except requests.ConnectionError:
-        raise Problem(f"{url} is not there; start it with ./scripts/serve") from None
+        raise Problem(f"{url} does not answer: start the server with ./scripts/serve") from None
     except (requests.RequestException, ValueError, KeyError, TypeError):
-        raise Problem(f"{url} does not say which models it has: give --models") from None
+        raise Problem(f"{url} does not list its models: give --models") from None
     if not names:
         raise Problem(f"the store of {url} is empty")
     return names

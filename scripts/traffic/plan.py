@@ -1,4 +1,4 @@
-"""What a load test sends: which models, how popular each is, which prompts, how fast."""
+"""The plan of a load test: models and their popularity, prompts, and the rate of requests."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PROMPTS = (
 class Plan:
     """models: the most popular first
     zipf: the k-th model is called in proportion to 1/k^zipf; 0: all alike
-    users: so many clients, each of which sends when it has its answer; or
-    rate: so many requests a second, whether answers come or not (Poisson arrivals)
-    warm_up_s: requests sent in this time, before `seconds` begin, are not counted
+    users: number of clients, each of which waits for its answer before the next request; or
+    rate: requests a second, independent of answers (Poisson arrivals)
+    warm_up_s: time before `seconds`, whose requests are not counted
     """
 
     where: str
@@ -45,13 +45,13 @@ class Plan:
     seed: int
 
     def shares(self) -> list[float]:
-        """How much of the traffic each model gets; they add up to 1."""
+        """Each model's share of the requests; the sum is 1."""
         weights = [rank**-self.zipf for rank in range(1, len(self.models) + 1)]
         total = sum(weights)
         return [weight / total for weight in weights]
 
     def describe(self) -> dict[str, Any]:
-        """For the report: everything but the prompts' texts."""
+        """The plan as JSON for the report, with the number of prompts for their texts."""
         return {**asdict(self), "models": list(self.models), "prompts": len(self.prompts)}
 
 
@@ -71,23 +71,23 @@ class Chooser:
         return model, self._chance.choice(self._bodies)
 
     def pause_s(self, rate: float) -> float:
-        """Until the next of Poisson arrivals."""
+        """Draws the pause before the next of Poisson arrivals."""
         return self._chance.expovariate(rate)
 
 
 def read_prompts(path: Path | None) -> tuple[str, ...]:
-    """A prompt a line, in UTF-8. Raises `Problem`."""
+    """Reads a prompt a line, in UTF-8 (default: `PROMPTS`). Raises `Problem`."""
     if path is None:
         return PROMPTS
     lines = read_text(path).splitlines()
     prompts = tuple(line.strip() for line in lines if line.strip())
     if not prompts:
-        raise Problem(f"{path} holds no prompt")
+        raise Problem(f"{path} has no prompt: write one a line")
     return prompts
 
 
 def read_models(text: str) -> tuple[str, ...]:
-    """`a,b,c`, or `@FILE` with one a line. Raises `Problem`."""
+    """Parses `a,b,c`, or `@FILE` with one name a line. Raises `Problem`."""
     names: Sequence[str] = text.split(",")
     if text.startswith("@"):
         names = read_prompts(Path(text[1:]))

@@ -1,4 +1,4 @@
-"""Runs a plan with Locust in this process, and gathers what came of it."""
+"""Runs a plan with Locust in this process and collects the results."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ UNFINISHED = "unfinished"
 
 
 def run(plan: Plan, target: Target, loads: Loads, web: int | None = None) -> dict[str, Any]:
-    """The report's content. Ends within warm-up, `plan.seconds` and `plan.timeout_s`.
+    """Returns the report. Takes warm-up, `plan.seconds` and `plan.timeout_s` at most.
 
-    `web` is the port of Locust's page while it runs. Raises `Problem`.
+    `web` is the port of Locust's page during the run. Raises `Problem`.
     """
     logging.getLogger("locust").setLevel(logging.ERROR)
     sys.argv[1:] = []  # Locust's page reads them as its own
@@ -57,19 +57,19 @@ def run(plan: Plan, target: Target, loads: Loads, web: int | None = None) -> dic
         gevent.sleep(TICK_S / 5)
     if not load.over:
         load.give_up(UNFINISHED)
-    kept = list(load.samples)
+    measured = list(load.samples)
     runner.quit()
     if page is not None:
         page.stop()
     if load.problem is not None:
         raise load.problem
-    if measured_s <= 0 or not kept:
+    if measured_s <= 0 or not measured:
         raise Problem("nothing was measured: the test ended before a request did")
     return {
         "format": FORMAT,
         "started": started.isoformat(timespec="seconds"),
         "plan": plan.describe(),
-        **samples.results(kept, plan.models, plan.shares(), measured_s),
+        **samples.results(measured, plan.models, plan.shares(), measured_s),
         "loads": loads.end(),
     }
 
@@ -84,12 +84,12 @@ def check_free(port: int) -> None:
 
 
 def _wait(load: Load, runner: LocalRunner, end: float) -> None:
-    """Until `end`, or somebody stops it on the page, with a bar that shows how it goes."""
+    """Shows progress until `end`, or until the run is stopped on Locust's page."""
     total = end - time.monotonic()
     with tqdm(
         total=round(total, 1),
         bar_format="{l_bar}{bar}| {n:.0f}/{total:.0f} s{postfix}",
-        disable=None,  # where nobody watches
+        disable=None,  # unless stderr is a terminal
     ) as bar:
         began = time.monotonic()
         while (now := time.monotonic()) < end and not load.over and runner.state != STATE_STOPPED:
@@ -97,8 +97,8 @@ def _wait(load: Load, runner: LocalRunner, end: float) -> None:
             bar.n = min(time.monotonic() - began, total)
             errors = sum(s.error is not None for s in load.samples[-1000:])
             state = "warming up" if time.monotonic() < load.begun else ""
-            said = f" {state} {len(load.samples)} answers, {len(load.running)} under way"
-            bar.set_postfix_str(said + (f", {errors} errors lately" if errors else ""))
+            counts = f" {state} {len(load.samples)} answers, {len(load.running)} in flight"
+            bar.set_postfix_str(counts + (f", {errors} errors lately" if errors else ""))
 
 
 def sleep_with_bar(seconds: float) -> None:

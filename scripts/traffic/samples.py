@@ -1,4 +1,4 @@
-"""What was measured of each request, and the numbers of many."""
+"""The measurements of requests, and their statistics."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 PERCENTILES = (50, 90, 95, 99)
-SLICES = 60  # points of the timeline
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One request. Seconds; `at_s` is when it was due, from the beginning of what is counted.
+    """The measurements of one request, in seconds.
 
-    first_token_s: only of streamed answers
-    server_s: what the answer says that the model took
-    error: what went wrong, None for an answer
+    at_s: when the request was due, from the start of the measurement
+    first_token_s: of streams only
+    server_s: the model's time as the answer reports it
+    error: kind of error, None for an answer
     """
 
     model: str
@@ -31,7 +31,7 @@ class Sample:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest value that at least so many percent of the values do not exceed."""
+    """The smallest value that at least `percent` of the values do not exceed (nearest rank)."""
     return ordered[max(math.ceil(percent / 100 * len(ordered)), 1) - 1]
 
 
@@ -39,12 +39,12 @@ def distribution(values: Iterable[float]) -> dict[str, float] | None:
     ordered = sorted(values)
     if not ordered:
         return None
-    found = {f"p{p}": percentile(ordered, p) for p in PERCENTILES}
-    return {**found, "mean": sum(ordered) / len(ordered), "max": ordered[-1]}
+    percentiles = {f"p{p}": percentile(ordered, p) for p in PERCENTILES}
+    return {**percentiles, "mean": sum(ordered) / len(ordered), "max": ordered[-1]}
 
 
 def summary(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
-    """Latencies are of requests that were answered."""
+    """Counts, rates, and latencies of the answered requests."""
     good = [s for s in samples if s.error is None]
     tokens = [s.tokens for s in good if s.tokens is not None]
     return {
@@ -53,7 +53,7 @@ def summary(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
         "requests_per_s": len(good) / seconds,
         "seconds": distribution(s.seconds for s in good),
         "first_token_s": distribution(s.first_token_s for s in good if s.first_token_s is not None),
-        # Queues, cold starts, the network: everything but the model at work.
+        # Queues, cold starts and the network.
         "outside_model_s": distribution(
             max(s.seconds - s.server_s, 0) for s in good if s.server_s is not None
         ),
@@ -63,7 +63,7 @@ def summary(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
 
 
 def first_calls(samples: Iterable[Sample]) -> dict[str, float]:
-    """How long the first answer of each model took, in this run."""
+    """The latency of each model's first answer."""
     first: dict[str, float] = {}
     for sample in sorted(samples, key=lambda s: s.at_s):
         if sample.error is None:
@@ -71,30 +71,10 @@ def first_calls(samples: Iterable[Sample]) -> dict[str, float]:
     return first
 
 
-def timeline(samples: Sequence[Sample], seconds: float) -> list[dict[str, Any]]:
-    """Slices of the run, by when requests were due; the last has those that came late, too."""
-    width = max(math.ceil(seconds / SLICES), 1)
-    starts = range(0, math.ceil(seconds), width)
-    slices = []
-    for start in starts:
-        part = [s for s in samples if min(s.at_s // width * width, starts[-1]) == start]
-        found = summary(part, width)
-        slices.append(
-            {
-                "at_s": start,
-                "requests": found["requests"],
-                "errors": found["errors"],
-                "p50": found["seconds"] and found["seconds"]["p50"],
-                "p99": found["seconds"] and found["seconds"]["p99"],
-            }
-        )
-    return slices
-
-
 def results(
     samples: Sequence[Sample], models: Sequence[str], shares: Sequence[float], seconds: float
 ) -> dict[str, Any]:
-    """Everything that a report shows of the samples."""
+    """The report's numbers, for all models together and each alone."""
     errors = Counter(s.error for s in samples if s.error is not None)
     first = first_calls(samples)
     return {
@@ -109,5 +89,13 @@ def results(
             for model, share in zip(models, shares, strict=True)
         },
         "errors": [{"what": what, "count": count} for what, count in errors.most_common()],
-        "timeline": timeline(samples, seconds),
     }
+
+
+def lookup(value: Any, *path: str) -> Any:
+    """The value at a path of nested dicts, None if a part is missing."""
+    for key in path:
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value

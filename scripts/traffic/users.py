@@ -1,4 +1,4 @@
-"""Locust's users: clients that wait for their answers, or requests that come at a rate."""
+"""Locust's users: clients that wait for their answers, or requests at a fixed rate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_IN_FLIGHT = 1000
 
 @dataclass
 class Load:
-    """What a run is doing. `begun` is when counting begins; `stopped` lets nothing more begin."""
+    """The state of a run: counting starts at `begun`, and no request after `stopped`."""
 
     plan: Plan
     target: Target
@@ -32,11 +32,10 @@ class Load:
     samples: list[Sample] = field(default_factory=list)
     running: dict[int, tuple[str, float]] = field(default_factory=dict)
     users: int = 0
-
     interrupted: bool = False
 
     def interrupt(self) -> None:
-        """Ctrl-C: what has been measured is reported."""
+        """Handles Ctrl-C: ends the run; what was measured is reported."""
         self.interrupted = self.stopped = True
 
     @property
@@ -48,7 +47,7 @@ class Load:
         return Chooser(self.plan, self.users)
 
     def send(self, environment: Environment, model: str, body: bytes, due: float) -> None:
-        """One request, measured from when it was due: a client that is behind hides nothing."""
+        """Sends one request and measures it from when it was due, not from when it was sent."""
         accept = answers.ACCEPT_STREAM if self.plan.stream else "application/json"
         call = Call(model or None, body, accept=accept, stream=self.plan.stream)
         completion = answers.Completion()
@@ -61,15 +60,15 @@ class Load:
                     pass
         except CallFailed as failed:
             error = failed
-        except Problem as problem:  # no request of this run can be right
+        except Problem as problem:  # every request of this run would fail
             self.problem = self.problem or problem
             self.stopped = True
             return
         finally:
             self.running.pop(key, None)
-        self._keep(environment, model, due, completion, error)
+        self._record(environment, model, due, completion, error)
 
-    def _keep(
+    def _record(
         self,
         environment: Environment,
         model: str,
@@ -100,7 +99,7 @@ class Load:
         )
 
     def give_up(self, reason: str) -> None:
-        """Requests that are still running count as errors."""
+        """Counts the requests in flight as errors."""
         for model, due in self.running.values():
             if due >= self.begun:
                 now = time.monotonic()
@@ -115,7 +114,7 @@ def user_class(load: Load) -> type[User]:
 
 def _clients(load: Load) -> type[User]:
     class Client(User):  # type: ignore[misc]
-        """Sends when it has its answer."""
+        """Sends the next request after the answer."""
 
         wait_time = constant(0)
 
@@ -135,7 +134,7 @@ def _clients(load: Load) -> type[User]:
 
 def _arrivals(load: Load) -> type[User]:
     class Arrivals(User):  # type: ignore[misc]
-        """Sends at a rate, whether answers come or not: as independent people do."""
+        """Sends at a rate, independent of answers."""
 
         wait_time = constant(0)
 
@@ -152,7 +151,7 @@ def _arrivals(load: Load) -> type[User]:
             if load.stopped:
                 return
             model, body = self.chooser.next()
-            # Waits when so many are under way; they were due all the same.
+            # Waits at MAX_IN_FLIGHT; requests are measured from when they were due.
             self.pool.spawn(load.send, self.environment, model, body, self.due)
 
         def on_stop(self) -> None:

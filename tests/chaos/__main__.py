@@ -173,5 +173,10 @@ def _say(text: str) -> None:
 app = program.application()
 program.add(app, "chaos", run)
 
+
+def main(arguments: list[str] | None = None) -> int:
+    return program.run(app, "python -m tests.chaos", arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(program.run(app, "python -m tests.chaos"))
+    sys.exit(main())

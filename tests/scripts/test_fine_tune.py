@@ -19,7 +19,7 @@ from engine.artifacts.open import open_artifact
 from engine.backends.interface import BackendModel, Piece
 from scripts.artifacts.archive import check, write_archive
 from scripts.artifacts.training import fine_tune, train_tokenizer
-from scripts.fine_tune import FineTune
+from scripts.artifacts.training_options import FineTune
 from tests.engine.hugging_face import make_hugging_face
 
 pytestmark = pytest.mark.slow
@@ -173,7 +173,7 @@ def test_a_file_that_is_there_is_not_written_over(text: Path, tmp_path: Path) ->
     out = tmp_path / "봄.tar.gz"
     out.write_bytes(b"mine")
     done = run("--text", text, "--out", out)
-    assert (done.returncode, "is there already" in done.stderr) == (2, True)
+    assert (done.returncode, "exists" in done.stderr) == (2, True)
     assert out.read_bytes() == b"mine"
 
 
