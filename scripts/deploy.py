@@ -1,4 +1,4 @@
-"""An endpoint, made or brought up to what is asked, as one CloudFormation stack."""
+"""`kogpt2 deploy`: creates or updates an endpoint as one CloudFormation stack."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from command.errors import Problem
 from command.options import argument, option, pair
 from scripts.aws import instances, locations
-from scripts.aws.account import TAG, Account, Asking, confirm
+from scripts.aws.account import TAG, Account, Change, confirm
 from scripts.aws.instances import Prices
 from scripts.aws.refusals import refuse, refuse_update
 from scripts.aws.stack import Stack
@@ -20,15 +20,21 @@ BUCKETS = {"Models", "Model", "AsyncOutput", "DataCapture"}  # parameters that n
 
 
 @dataclass(kw_only=True)
-class Deploy(Asking):
-    """Beside these there is an option for each parameter of the template: `Options`."""
+class Deploy(Change):
+    """Options beside those of the template's parameters, which `Options` adds."""
 
-    name: str = argument("of the endpoint: letters, digits and -, at most 63")
-    env: list[tuple[str, str]] = option([], "repeatable", metavar="NAME=VALUE", parser=pair)
-    tag: list[tuple[str, str]] = option([], "repeatable", metavar="NAME=VALUE", parser=pair)
-    models_in_memory: int | None = option(None, "at a time (all)", metavar="N", min=1)
-    memory_per_model: int | None = option(None, "(from artifact sizes)", metavar="MIB", min=1)
-    budget: float | None = option(None, "an hour, at most, of the instances", metavar="USD")
+    name: str = argument("the endpoint: letters, digits and -, at most 63")
+    env: list[tuple[str, str]] = option(
+        [], "a container's environment variable; repeatable", metavar="NAME=VALUE", parser=pair
+    )
+    tag: list[tuple[str, str]] = option(
+        [], "an AWS tag; repeatable", metavar="NAME=VALUE", parser=pair
+    )
+    models_in_memory: int | None = option(None, "models loaded at a time (all)", metavar="N", min=1)
+    memory_per_model: int | None = option(
+        None, "(estimated from artifact sizes)", metavar="MIB", min=1
+    )
+    budget: float | None = option(None, "of the instances an hour at most", metavar="USD")
 
 
 def _options() -> Any:
@@ -48,15 +54,15 @@ Options = _options()
 
 
 def run(options: Deploy) -> None:
-    """Makes an endpoint, or brings the one of this name up to what is asked.
+    """Creates an endpoint, or updates the one of this name.
 
-    It is one CloudFormation stack, deploy/sagemaker/endpoint.yaml, and each of its parameters is an
-    option. What is going to change and what that costs is shown, asked about, and then carried out.
-    The same command again changes nothing; with other options it updates the endpoint, which
-    answers all the while. `kogpt2 teardown NAME` removes everything.
+    It is one CloudFormation stack, deploy/sagemaker/endpoint.yaml, with an option for each
+    parameter. Shows the changes and their cost, asks, and makes them. The same command again
+    changes nothing; with other options it updates the endpoint, which keeps answering. `kogpt2
+    teardown NAME` removes everything.
 
-    One of --models (many fine-tunes behind one endpoint), --model (one), or neither (an --image
-    that brings its own, such as a Hugging Face LLM container that is told by --env).
+    Give --models (many fine-tunes behind one endpoint), --model (one), or neither for an --image
+    with a model of its own, such as a Hugging Face LLM container set by --env.
 
     Examples:
     kogpt2 deploy poems --models s3://my-bucket/fine-tunes/ --budget 0.50
@@ -93,7 +99,7 @@ def run(options: Deploy) -> None:
         refuse_update(stack.values, values)
     plan = stack.plan(body(dict(options.env)), values, {**dict(options.tag), TAG: options.name})
     if plan is None:
-        print(f"{options.name} is as wanted: nothing to change")
+        print(f"{options.name} is up to date: nothing to change")
         return
     show(options, account, plan)
     print(f"  costs {prices.cost(values)}")
@@ -109,14 +115,14 @@ run.__annotations__["options"] = Options
 
 
 def is_ours(stack: dict[str, Any]) -> bool:
-    """Whether it was made from the template, by this command or another."""
+    """Whether a stack was created from the template."""
     return bool(stack.get("Description") == template()["Description"])
 
 
 def show(options: Deploy, account: Account, plan: dict[str, Any]) -> None:
     print(f"{options.name} in {account.region}, account {account.id}:")
-    for change in (one["ResourceChange"] for one in plan["Changes"]):
-        again = " (a new one in its place)" if change.get("Replacement") == "True" else ""
+    for change in (item["ResourceChange"] for item in plan["Changes"]):
+        again = " (replaced)" if change.get("Replacement") == "True" else ""
         kind = change["ResourceType"].removeprefix("AWS::")
         print(f"  {change['Action'].lower():<7} {change['LogicalResourceId']}, {kind}{again}")
 
@@ -148,8 +154,10 @@ def pick(options: Deploy, values: Any, sizes: list[int], prices: Prices) -> str:
 
 
 def resolve_image(account: Account, image: str | None, kind: str) -> str:
-    """By digest where it is in this account, so that what is checked is what runs. Where none is
-    given: the newest that `kogpt2 push` has tagged as of this kind."""
+    """Returns the image by its digest if it is in this account's ECR.
+
+    The default is the newest image that `kogpt2 push` has tagged with this kind.
+    """
     if image is None:
         tagged = {"repositoryName": REPOSITORY, "filter": {"tagStatus": "TAGGED"}}
         found = account.find("ecr", "describe_repositories", repositoryNames=[REPOSITORY])
@@ -164,16 +172,14 @@ def resolve_image(account: Account, image: str | None, kind: str) -> str:
         return f"{found['repositories'][0]['repositoryUri']}@{newest['imageDigest']}"
     match = re.match(r"(\d+)\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com[^/]*/([^:@]+)(.*)$", image)
     if match is None:
-        raise Problem(
-            f"{image} is not in ECR, where SageMaker takes its images from: kogpt2 push it"
-        )
+        raise Problem(f"{image} is not in ECR, from which SageMaker takes images: kogpt2 push it")
     owner, region, name, version = match.groups()
     if region != account.region:
         raise Problem(
             f"{image} is in {region}, the endpoint would be in {account.region}: push there"
         )
     if owner != account.id:
-        return image  # another account's, such as AWS's own containers: not ours to look into
+        return image  # another account's, such as AWS's own containers: no permission to read
     key = "imageDigest" if version.startswith("@") else "imageTag"
     wanted = [{key: version[1:] or "latest"}]
     found = account.find("ecr", "describe_images", repositoryName=name, imageIds=wanted)

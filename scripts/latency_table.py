@@ -1,4 +1,4 @@
-"""Seconds per token as the AWS guides to KoGPT2 measure them, next to what they publish."""
+"""`kogpt2 latency-table`: measures seconds per token as the AWS guides to KoGPT2 do."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PUBLISHED = Path(__file__).with_name("published_latency.json")
 @dataclass(kw_only=True)
 class LatencyTable(Target):
     model: str | None = option(
-        None, "the fine-tune, with or without .tar.gz; none where there is one only"
+        None, "the fine-tune, with or without .tar.gz (default: the endpoint's only one)"
     )
     text: str = option("안녕하세요", "the prompt")
-    name: str = option("here", "what to call the machine in the table")
-    calls: int = option(19, "so many after one to warm up", min=1, metavar="N")
-    json: Path | None = option(None, "write every call's numbers", metavar="FILE")
-    dry_run: bool = option(False, "print the call, and do not send it")
+    name: str = option("here", "this machine's name in the table")
+    calls: int = option(19, "measured requests, after one to warm up", min=1, metavar="N")
+    json: Path | None = option(None, "write the numbers of each request", metavar="FILE")
+    dry_run: bool = option(False, "print the request, and do not send it")
 
 
 def run(options: LatencyTable) -> None:
@@ -59,7 +59,7 @@ def run(options: LatencyTable) -> None:
 
 
 def measure(options: LatencyTable, target: Any, call: Any) -> dict[str, Any]:
-    """Every call's steps and seconds. Raises `CallFailed`, `Problem`."""
+    """Measures the steps and seconds of each call. Raises `CallFailed`, `Problem`."""
     from tqdm import tqdm
 
     from scripts.client import answers
@@ -78,8 +78,7 @@ def measure(options: LatencyTable, target: Any, call: Any) -> dict[str, Any]:
 
 
 def lines(results: dict[str, Any]) -> list[str]:
-    """The table: here, and each published machine with how many times as long it took."""
-
+    """Formats a table of this machine and, as a ratio to it, the published ones."""
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     calls = results["calls"]
     server = [call["server_s"] / call["steps"] for call in calls]

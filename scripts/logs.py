@@ -1,4 +1,4 @@
-"""What an endpoint's containers wrote."""
+"""`kogpt2 logs`: prints the logs of an endpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLL_S = 3.0
 
 
 def duration(text: str) -> int:
-    """Seconds."""
+    """Parses 30s, 15m, 2h or 1d into seconds."""
     if not re.fullmatch(r"\d+[smhd]", text):
         raise typer.BadParameter(f"{text} is not a number with s, m, h or d")
     return int(text[:-1]) * UNITS[text[-1]]
@@ -26,14 +26,14 @@ def duration(text: str) -> int:
 
 @dataclass(kw_only=True)
 class Logs(Aws):
-    name: str = argument("of the deployment")
-    since: int = option("1h", "30s, 15m, 2h, 1d", parser=duration)
+    name: str = argument("the deployment")
+    since: int = option("1h", "how far back: 30s, 15m, 2h, 1d", parser=duration)
     filter: str | None = option(None, "only lines with this text", metavar="TEXT")
-    follow: bool = option(False, "go on until Ctrl-C")
+    follow: bool = option(False, "print new lines until Ctrl-C")
 
 
 def run(options: Logs) -> None:
-    """Prints what an endpoint's containers wrote, oldest first.
+    """Prints the log lines of an endpoint's containers, oldest first.
 
     Examples:
     kogpt2 logs poems
@@ -54,17 +54,17 @@ def run(options: Logs) -> None:
             raise Problem(f"no logs of {options.name} in {account.region}") from None
         if not options.follow:
             break
-        # Streams arrive late and out of order, so the last minute is always asked again.
+        # Events arrive late and out of order, so the last minute is always read again.
         start_ms = max(start_ms, int(time.time() * 1000) - 60_000)
         if not new:
             time.sleep(POLL_S)
     if not seen:
-        print(f"nothing since {options.since} s; --since 1d looks further back")
+        print(f"no lines in the last {options.since} s; --since 1d looks further back")
 
 
 def show(account: Account, options: Logs, start_ms: int, seen: set[str]) -> int:
-    """Prints what has not been seen yet, and how much that was."""
-    # A quoted pattern is a text as it stands; CloudWatch has a language for others.
+    """Prints the lines that are not in `seen`; returns how many."""
+    # Quoted, because unquoted patterns are in CloudWatch's own syntax.
     quoted = '"{}"'.format(options.filter.replace('"', '\\"')) if options.filter else ""
     pattern = {"filterPattern": quoted} if quoted else {}
     group = {"logGroupName": log_group(options.name), "startTime": start_ms, **pattern}

@@ -1,4 +1,4 @@
-"""A local image, pushed to ECR."""
+"""`kogpt2 push`: pushes a local image to ECR."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ LIFECYCLE = """{"rules": [{"rulePriority": 1, "action": {"type": "expire"},
     "description": "images without a tag, after 14 days",
     "selection": {"tagStatus": "untagged", "countType": "sinceImagePushed", "countUnit": "days",
                   "countNumber": 14}}]}"""
-CPU, GPU = "cpu-", "gpu-"  # what the tags begin with that are not given
+CPU, GPU = "cpu-", "gpu-"  # prefixes of default tags
 CAPABILITY = "com.amazonaws.sagemaker.capabilities.multi-models"
 
 
 @dataclass(kw_only=True)
 class Push(Aws):
     image: str = argument("the local image")
-    repository: str = option(REPOSITORY, "in ECR")
-    tag: str | None = option(None, "there (cpu- or gpu- and the start of the image's id)")
+    repository: str = option(REPOSITORY, "ECR's repository")
+    tag: str | None = option(
+        None, "the tag in ECR (default: cpu- or gpu- and the start of the image's id)"
+    )
 
 
 def docker(*arguments: str, token: str | None = None, show: bool = False) -> str:
-    """What docker prints. Raises `Problem` with its last line where it fails."""
+    """Returns docker's output. Raises `Problem` with its last line if it fails."""
     done = subprocess.run(
         ["docker", *arguments],
         input=token,
@@ -40,13 +42,13 @@ def docker(*arguments: str, token: str | None = None, show: bool = False) -> str
         text=True,
     )
     if done.returncode:
-        lines = (done.stderr or "").strip().splitlines() or ["it said why above"]
+        lines = (done.stderr or "").strip().splitlines() or ["the reason is above"]
         raise Problem(f"docker {arguments[0]} failed: {lines[-1]}")
     return done.stdout or ""
 
 
 def inspect(image: str) -> dict[str, Any]:
-    """The local image. Raises `Problem` where SageMaker could not run it."""
+    """Inspects the local image. Raises `Problem` if SageMaker cannot run it."""
     if shutil.which("docker") is None:
         raise Problem("docker is not installed, or not on PATH")
     try:
@@ -64,9 +66,9 @@ def inspect(image: str) -> dict[str, Any]:
 def run(options: Push) -> None:
     """Pushes a local image to ECR and prints its digest.
 
-    Makes the repository where it is missing: images are scanned when they arrive, tags cannot be
-    moved (an endpoint goes on with the image it was made with), and images without a tag go after
-    14 days. The same image pushed again changes nothing.
+    Creates a missing repository, which scans images, does not let tags move (so an endpoint keeps
+    its image), and deletes images without a tag after 14 days. Pushing the same image again changes
+    nothing.
 
     Examples:
     docker build -f Dockerfile.cpu -t kogpt2-serving:cpu .
@@ -93,7 +95,7 @@ def run(options: Push) -> None:
     elif options.tag:
         known = [name.rpartition("@")[2] for name in image.get("RepoDigests") or []]
         if found["imageDigest"] not in known:
-            raise Problem(f"{uri}:{tag} is another image already, and tags stay: choose another")
+            raise Problem(f"{uri}:{tag} is another image, and tags cannot be moved: choose another")
     # BuildKit wraps an image and its provenance into an index.
     if re.search("index|list", found.get("imageManifestMediaType", "")):
         print("note: it is an image index, which SageMaker refuses: build with --provenance=false")
@@ -101,7 +103,7 @@ def run(options: Push) -> None:
 
 
 def repository(account: Account, name: str) -> str:
-    """The URI of the repository, made where it was missing."""
+    """Returns the URI of the repository, which is created if it is missing."""
     found = account.find("ecr", "describe_repositories", repositoryNames=[name])
     if found:
         return str(found["repositories"][0]["repositoryUri"])
@@ -118,7 +120,7 @@ def repository(account: Account, name: str) -> str:
 
 
 def in_ecr(account: Account, name: str, tag: str) -> dict[str, Any] | None:
-    """The image with this tag."""
+    """Returns ECR's image with this tag, or None."""
     wanted = [{"imageTag": tag}]
     found = account.find("ecr", "describe_images", repositoryName=name, imageIds=wanted)
     return found["imageDetails"][0] if found else None
@@ -126,7 +128,7 @@ def in_ecr(account: Account, name: str, tag: str) -> dict[str, Any] | None:
 
 def send(account: Account, image: str, target: str) -> None:
     """Logs in, tags and pushes."""
-    # The token goes through a pipe: a command line is there for every process to read.
+    # By a pipe, because every process can read command lines.
     token = account.client("ecr").get_authorization_token()["authorizationData"][0]
     secret = base64.b64decode(token["authorizationToken"]).decode().partition(":")[2]
     registry = target.partition("/")[0]

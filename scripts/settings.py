@@ -1,20 +1,24 @@
-"""The environment variables of the server, as docs/settings.md shows them."""
+"""`kogpt2 settings`: prints the server's environment variables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(kw_only=True)
-class Nothing:
-    """It has no options."""
+class SettingsOptions:
+    """No options."""
 
 
-def run(options: Nothing) -> None:
-    """Prints the environment variables of the server as the table of docs/settings.md."""
+def run(options: SettingsOptions) -> None:
+    """Prints the environment variables of the server as the table of docs/settings.md.
+
+    Examples:
+    kogpt2 settings
+    """
     import engine.settings
     import handlers.settings
     import serving.settings

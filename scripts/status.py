@@ -1,4 +1,4 @@
-"""What deployments there are."""
+"""`kogpt2 status`: shows deployments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from scripts.deploy import is_ours
 
 @dataclass(kw_only=True)
 class Status(Aws):
-    name: str | None = argument("of a deployment (all in the region)", None)
-    json: bool = option(False, "for programs")
+    name: str | None = argument("the deployment (default: all in the region)", None)
+    json: bool = option(False, "print JSON")
 
 
 def run(options: Status) -> None:
@@ -32,7 +32,7 @@ def run(options: Status) -> None:
     stacks = account.all("cloudformation", "describe_stacks", "Stacks")
     wanted = [s for s in stacks if is_ours(s) and options.name in (None, s["StackName"])]
     if options.name and not wanted:
-        raise Problem(f"nothing of {options.name} in {account.region}")
+        raise Problem(f"there is no deployment {options.name} in {account.region}")
     prices = instances.prices(account)
     found = [describe(account, stack, prices) for stack in wanted]
     if options.json:
@@ -41,7 +41,7 @@ def run(options: Status) -> None:
     for item in found:
         print("\n".join(f"{'' if key == 'name' else f'  {key:<10} '}{item[key]}" for key in item))
     total = sum(item["usd_per_hour"] or 0 for item in found)
-    print(f"{len(found)} deployments in {account.region}, ${total:.3f} an hour ({prices.said})")
+    print(f"{len(found)} deployments in {account.region}, ${total:.3f} an hour ({prices.source})")
 
 
 def describe(account: Account, stack: dict[str, Any], prices: instances.Prices) -> dict[str, Any]:

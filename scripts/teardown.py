@@ -1,4 +1,4 @@
-"""A deployment, removed."""
+"""`kogpt2 teardown`: removes a deployment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from command.errors import Problem
 from command.options import argument
 from scripts.aws import instances
-from scripts.aws.account import Account, Asking, confirm
+from scripts.aws.account import Account, Change, confirm
 from scripts.aws.stack import Stack
 from scripts.aws.template import with_defaults
 from scripts.deploy import BUCKETS, is_ours
@@ -15,15 +15,15 @@ from scripts.push import REPOSITORY
 
 
 @dataclass(kw_only=True)
-class Teardown(Asking):
-    name: str = argument("of the deployment")
+class Teardown(Change):
+    name: str = argument("the deployment")
 
 
 def run(options: Teardown) -> None:
-    """Deletes the stack that `kogpt2 deploy` made, and says what is left.
+    """Deletes the stack that `kogpt2 deploy` created, and lists what is not deleted.
 
-    It shows what is in it and what that costs, asks, and has CloudFormation delete it. Models in S3
-    stay, as do the image's repository and captured data: other deployments may use them.
+    Shows the stack's resources and their cost, asks, and has CloudFormation delete them. Models in
+    S3, the image's repository and captured data stay, because other deployments may use them.
 
     Examples:
     kogpt2 teardown poems --dry-run
@@ -36,13 +36,14 @@ def run(options: Teardown) -> None:
         print(f"there is nothing of {options.name}")
         return
     if not is_ours(stack.description):
-        raise Problem(f"stack {options.name} is of another template, not of kogpt2 deploy")
-    found = account.all(
+        raise Problem(f"stack {options.name} was not created by kogpt2 deploy")
+    resources = account.all(
         "cloudformation", "list_stack_resources", "StackResourceSummaries", StackName=options.name
     )
-    listed = [one for one in found if "PhysicalResourceId" in one]
-    for one in listed:
-        print(f"  {one['LogicalResourceId']}, {one['ResourceType'].removeprefix('AWS::')}")
+    listed = [resource for resource in resources if "PhysicalResourceId" in resource]
+    for resource in listed:
+        kind = resource["ResourceType"].removeprefix("AWS::")
+        print(f"  {resource['LogicalResourceId']}, {kind}")
     values = with_defaults(stack.values)
     print(f"  they cost {instances.prices(account).cost(values)}")
     if options.dry_run:

@@ -1,4 +1,4 @@
-"""Fine-tunes in S3: put there, listed, deleted."""
+"""`kogpt2 upload`: uploads fine-tunes to S3, lists and deletes them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from command.options import argument, option
 from command.tables import table
 from common.model_files import is_model
 from scripts.aws import locations
-from scripts.aws.account import SHARED, Account, Asking, confirm
+from scripts.aws.account import SHARED, Account, Change, confirm
 from scripts.aws.locations import Location, mebibytes
 
 SUFFIX = ".tar.gz"
 
 
 @dataclass(kw_only=True)
-class Upload(Asking):
+class Upload(Change):
     to: str = argument("", metavar="s3://BUCKET/PREFIX/")
     models: list[Path] = argument("archives and folders", [])
-    show: bool = option(False, "what is there", "--list")
-    delete: list[str] = option([], "a name as --list shows it; repeatable", metavar="NAME")
-    create_bucket: bool = option(False, "if it is missing: private, encrypted")
+    show: bool = option(False, "list the models", "--list")
+    delete: list[str] = option(
+        [], "delete a model by its name in --list; repeatable", metavar="NAME"
+    )
+    create_bucket: bool = option(False, "create a missing bucket, private and encrypted")
 
 
 def run(options: Upload) -> None:
-    """Puts fine-tunes where an endpoint finds them, lists them, and deletes them.
+    """Uploads fine-tunes to an endpoint's S3 prefix, lists them, and deletes them.
 
-    A model is a NAME.tar.gz, or a folder that is packed as `kogpt2 package` packs it. Nothing is
-    ever overwritten, because instances that have loaded a model keep the old one: a new version
-    needs a new name. What is there already with the same content is left alone.
+    A model is a NAME.tar.gz, or a folder, which is packed as `kogpt2 package` does. No model is
+    overwritten, because instances that have loaded it keep the old version: give a new version a new
+    name. A model that is in S3 already is not uploaded again.
 
     Examples:
     kogpt2 upload s3://my-bucket/fine-tunes/ poems.tar.gz model_store/*.tar.gz
@@ -67,7 +69,7 @@ def run(options: Upload) -> None:
 
 
 def create_bucket(account: Account, bucket: str, dry_run: bool) -> None:
-    """Where it is missing; S3 makes all of them private and encrypted."""
+    """Creates a missing bucket; S3 makes new ones private and encrypted."""
     if locations.region_of(account, bucket) is not None:
         locations.check_bucket(account, Location(bucket, ""))
         return
@@ -89,9 +91,9 @@ def create_bucket(account: Account, bucket: str, dry_run: bool) -> None:
 
 
 def as_archive(path: Path, work: Path) -> Path:
-    """A checked .tar.gz. Raises `Problem`."""
+    """Returns a checked .tar.gz. Raises `Problem`."""
     if path.is_dir():
-        # Imports the server's code, which a list of what is there can do without.
+        # Here, because it imports the server's code, which --list does not need.
         from scripts.artifacts.archive import check, write_archive
 
         target = work / f"{path.resolve().name}{SUFFIX}"
@@ -103,7 +105,7 @@ def as_archive(path: Path, work: Path) -> Path:
         with gzip.open(path) as file:
             with tarfile.open(fileobj=file) as tar:
                 names = tar.getnames()
-            while file.read(1 << 20):  # its checksum stands at the end
+            while file.read(1 << 20):  # to the checksum at the end
                 pass
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise Problem(f"{path} is no gzipped tar archive ({error})") from None
@@ -124,8 +126,8 @@ def upload(account: Account, location: Location, archives: list[Path], dry_run: 
             continue
         if path not in there:
             send(account, location, path, sums[path])
-        said = "is there already, the same" if path in there else f"sent to {location}"
-        print(f"{path.name:<14} {mebibytes(path.stat().st_size)} {said}")
+        outcome = "is there already, the same" if path in there else f"sent to {location}"
+        print(f"{path.name:<14} {mebibytes(path.stat().st_size)} {outcome}")
 
 
 def digest(path: Path) -> str:
@@ -137,7 +139,7 @@ def digest(path: Path) -> str:
 
 
 def is_there(account: Account, location: Location, path: Path, sha256: str) -> bool:
-    """Raises `Problem` where the name is taken by something else."""
+    """Whether this archive is in S3. Raises `Problem` if another one has its name."""
     key = location.key + path.name
     found = account.find("s3", "head_object", Bucket=location.bucket, Key=key)
     if found is None:
@@ -151,7 +153,7 @@ def is_there(account: Account, location: Location, path: Path, sha256: str) -> b
 
 
 def send(account: Account, location: Location, path: Path, sha256: str) -> None:
-    """In parts where it is large. Whoever comes second finds the name taken."""
+    """Uploads an archive unless the name has been taken meanwhile."""
     from botocore.exceptions import ClientError
     from tqdm import tqdm
 
@@ -160,7 +162,7 @@ def send(account: Account, location: Location, path: Path, sha256: str) -> None:
     def never_overwrite(params: dict[str, Any], **_: Any) -> None:
         params["IfNoneMatch"] = "*"
 
-    # upload_file has no option for this condition, so it is put into the calls that it makes.
+    # upload_file has no option for this condition, so it is added to the calls it makes.
     for operation in ("PutObject", "CompleteMultipartUpload"):
         client.meta.events.register(f"before-parameter-build.s3.{operation}", never_overwrite)
     size = path.stat().st_size
@@ -196,7 +198,7 @@ def show(account: Account, location: Location) -> None:
 
 
 def delete(account: Account, location: Location, options: Upload) -> None:
-    """Instances that have such a model loaded go on with it until they unload it."""
+    """Deletes models; instances that have loaded one keep it until they unload it."""
     there = {artifact.name: artifact for artifact in locations.artifacts(account, location)}
     names = options.delete
     if unknown := [name for name in names if name not in there]:

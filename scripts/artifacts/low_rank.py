@@ -1,5 +1,8 @@
-"""Approximates a whole fine-tune by an adapter (LoRA): by the singular vectors of the difference
-between the fine-tune's weights and its base's."""
+"""Approximates a whole fine-tune by a LoRA adapter.
+
+Its matrices are the largest singular vectors of the difference between the fine-tune's and the
+base's weights.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from engine.native.prepared import prepared
 from engine.text.prompts import Prompts
 
 RANKS = (4, 8, 16, 32, 64)
-MAX_TOKENS = 2048  # that are compared
-WINDOW = 128
+MAX_TOKENS = 2048  # tokens compared in all
+WINDOW = 128  # tokens compared in one row
 PROMPT, NEW, PROMPTS = 8, 20, 12  # tokens of greedy texts, and how many texts
 Floats = NDArray[np.float32]
 Module = tuple[int, str]
@@ -32,10 +35,10 @@ Module = tuple[int, str]
 
 @dataclass(frozen=True)
 class Difference:
-    """What distinguishes a fine-tune from its base, by singular values."""
+    """The difference between a fine-tune and its base, as singular vectors of each matrix."""
 
     modules: dict[Module, tuple[Floats, Floats]]  # up (n, all), down (all, k)
-    others: dict[str, float]  # norm of what no adapter holds, over the base's, by parameter
+    others: dict[str, float]  # by other parameter: norm of its change over norm of the base's
 
     def of_rank(self, rank: int) -> dict[Module, LowRank]:
         return {
@@ -45,7 +48,7 @@ class Difference:
 
 
 def difference(whole: Artifact, base: Artifact, progress: Callable[[int], object]) -> Difference:
-    """Raises `Problem` for two of different shapes."""
+    """Raises `Problem` if their configurations differ."""
     if whole.config != base.config:
         raise Problem(
             f"{whole.path} is no fine-tune of {base.path}: their configurations differ"
@@ -69,10 +72,10 @@ def difference(whole: Artifact, base: Artifact, progress: Callable[[int], object
 
 
 def _factors(delta: NDArray[np.float64]) -> tuple[Floats, Floats]:
-    """`delta` (n, k) as up (n, m) down (m, k), the largest singular values first.
+    """Factors `delta` (n, k) into up (n, m) and down (m, k), the largest singular values first.
 
-    By the eigenvectors of the smaller product with itself: singular values below 1e-8 of the
-    largest are lost in that, which no fp16 adapter holds.
+    Uses the eigenvectors of the smaller Gram matrix, which loses singular values below 1e-8 of the
+    largest; an fp16 adapter cannot hold those.
     """
     wide = delta.shape[0] < delta.shape[1]
     gram = delta @ delta.T if wide else delta.T @ delta
@@ -93,8 +96,11 @@ class Comparison:
         self._greedy = [_greedy(self._whole_model, ids) for ids in self._windows[:PROMPTS]]
 
     def of(self, matrices: dict[Module, LowRank]) -> dict[str, float]:
-        """`bytes` in fp16, `same`: share of likeliest tokens, `kl` in nats, `texts`: greedy texts
-        that are the same, of `of`."""
+        """Compares an adapter with the fine-tune.
+
+        Returns `bytes` in fp16, `same` (share of equal likeliest tokens), `kl` in nats, and `texts`,
+        the number of equal greedy texts of `of`.
+        """
         adapter = NativeAdapter.of(self._base.config, "fp32", matrices)
         same = kl = tokens = 0.0
         for ids, wanted in zip(self._windows, self._wanted, strict=True):
@@ -122,7 +128,7 @@ class Comparison:
 
 
 def _windows(artifact: Artifact, texts: Sequence[str]) -> Iterator[list[int]]:
-    """Ids of the texts, at most `WINDOW` a piece, or random ones where there is no text."""
+    """Yields the texts' ids in rows of at most `WINDOW`; random ids if there is no text."""
     c, left = artifact.config, MAX_TOKENS
     size = min(WINDOW, c.max_length - NEW)
     encode = Prompts(artifact).encode
@@ -174,34 +180,34 @@ def to_adapter(
     texts: Sequence[str],
     progress: Callable[[int], object],
 ) -> list[str]:
-    """Writes an adapter of `rank`; returns what each rank would cost, and what none can hold."""
+    """Writes an adapter of `rank`; returns lines with the cost of each rank for the user."""
     if not 1 <= rank <= base.config.units:
-        raise Problem(f"rank is {rank}, must be from 1 to the {base.config.units} units")
-    found = difference(whole, base, progress)
-    write_adapter(target, base.path.name, found.of_rank(rank), rank)
-    said = ["rank       size  likeliest token  KL, nats  greedy texts"]
+        raise Problem(f"--rank is {rank}, must be from 1 to {base.config.units}, the model's units")
+    delta = difference(whole, base, progress)
+    write_adapter(target, base.path.name, delta.of_rank(rank), rank)
+    lines = ["rank       size  likeliest token  KL, nats  greedy texts"]
     with tempfile.TemporaryDirectory(prefix="convert-") as work:
         comparison = Comparison(whole, base, texts, Path(work))
         ranks = sorted({rank, *(r for r in RANKS if r <= base.config.units)})
         for each in [0, *ranks]:
-            row = comparison.of(found.of_rank(each) if each else {})
-            said.append(
+            row = comparison.of(delta.of_rank(each) if each else {})
+            lines.append(
                 f"{each or 'base':>4} {row['bytes'] / 1e6:>7.1f} MB  {row['same']:>15.1%}"
                 f"  {row['kl']:>8.3g}  {row['texts']:>6.0f} of {row['of']:.0f}"
             )
         comparison.close()
-    outside = {name: change for name, change in found.others.items() if change > 1e-6}
+    outside = {name: change for name, change in delta.others.items() if change > 1e-6}
     if outside:
         worst = max(outside, key=outside.__getitem__)
-        said.append(
-            f"{len(outside)} parameters that no adapter holds differ, too, and stay those of the"
-            f" base: {worst} most, by {outside[worst]:.1%} of its norm"
+        lines.append(
+            f"{len(outside)} parameters that adapters cannot hold differ and stay as in the base:"
+            f" {worst} most, by {outside[worst]:.1%} of its norm"
         )
-    return said
+    return lines
 
 
 def last_logits(adapter: Path, base: Artifact, prompts: Iterable[NDArray[np.int64]]) -> Floats:
-    """After each prompt (N, V), of the base with an adapter beside it, in fp32."""
+    """Computes the logits (N, V) after each prompt, of the base with an adapter, in fp32."""
     with tempfile.TemporaryDirectory(prefix="convert-") as work:
         model = NativeModel(prepared(base, "fp32", Path(work)))
         packed = load_adapter(adapters.read(adapter), base, "fp32", Path(work))

@@ -1,4 +1,4 @@
-"""A sentencepiece BPE model as a `tokenizer.json` that cuts text into the same ids."""
+"""Converts a sentencepiece BPE model into a `tokenizer.json` that gives the same ids."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ TEXTS = (
 
 
 def convert(spiece: Path) -> Tokenizer:
-    """Raises `Problem` where the model is none of BPE, or where some text is cut otherwise."""
+    """Converts a sentencepiece model. Raises `Problem` if it is not a BPE model."""
     proto: Any = messages.ModelProto.FromString(spiece.read_bytes())
     if proto.trainer_spec.model_type != BPE:
-        raise Problem(f"{spiece.name} is no BPE model; only those can become a tokenizer.json")
+        raise Problem(f"{spiece.name} is no BPE model; only BPE models can become a tokenizer.json")
     kinds = proto.SentencePiece
     pieces = [(p.piece, p.score, p.type) for p in proto.pieces]
     ids = {piece: i for i, (piece, _, _) in enumerate(pieces)}
@@ -64,7 +64,7 @@ def convert(spiece: Path) -> Tokenizer:
     )
     tokenizer.normalizer = _normalizer(proto.normalizer_spec)
     symbols = [piece for piece, _, kind in pieces if kind == kinds.USER_DEFINED]
-    if symbols:  # whole wherever they stand; the text around them is normalized as one
+    if symbols:  # never split; the text around them is normalized together
         symbols.sort(key=len, reverse=True)
         pattern = Regex("|".join(re.escape(symbol) for symbol in symbols))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
@@ -84,17 +84,17 @@ def convert(spiece: Path) -> Tokenizer:
 def _merges(
     pieces: list[tuple[str, float, int]], ids: dict[str, int], normal: set[str]
 ) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the best pieces first, as sentencepiece merges."""
-    found: list[tuple[float, int, int, str, str]] = []
+    """All pairs of pieces that join to a piece, in the order in which sentencepiece merges."""
+    merges: list[tuple[float, int, int, str, str]] = []
     for piece, score, _ in pieces:
         if piece not in normal:
             continue
         for at in range(1, len(piece)):
             left, right = piece[:at], piece[at:]
             if left in normal and right in normal:
-                found.append((-score, ids[left], ids[right], left, right))
-    found.sort()
-    return [(left, right) for *_, left, right in found]
+                merges.append((-score, ids[left], ids[right], left, right))
+    merges.sort()
+    return [(left, right) for *_, left, right in merges]
 
 
 def _normalizer(spec: Any) -> Any:
@@ -112,22 +112,22 @@ def _normalizer(spec: Any) -> Any:
 
 
 def must_agree(spiece: Path, tokenizer_json: Path, texts: list[str]) -> int:
-    """Both cut all `texts` and every piece into the same ids; returns how many that were.
+    """Checks that both give the same ids for `texts`, built-in texts and every piece.
 
-    Raises `Problem` with the first text that they cut otherwise.
+    Returns the number of texts. Raises `Problem` with the first that differs.
     """
     ours, theirs = SentencePieceTokenizer(spiece), HuggingFaceTokenizer(tokenizer_json)
     pieces = [
         p.replace(SPACE, " ") for i, p in enumerate(ours._pieces) if i not in ours.special_ids
     ]
-    # What they are about is text, and a control piece is none.
+    # Texts with control pieces are not compared: those never come from text.
     texts = [t for t in [*TEXTS, *texts, *pieces] if not any(p in t for p in _controls(ours))]
     for text in texts:
-        mine, other = ours.encode(text), theirs.encode(text)
-        if mine != other:
+        before, after = ours.encode(text), theirs.encode(text)
+        if before != after:
             raise Problem(
-                f"{spiece.name} cannot become a tokenizer.json: {text!r} is cut into {mine[:12]},"
-                f" and would be cut into {other[:12]}"
+                f"{spiece.name} and the tokenizer.json differ: {text!r} is {before[:12]} and"
+                f" {after[:12]}"
             )
     return len(texts)
 

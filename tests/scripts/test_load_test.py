@@ -242,7 +242,7 @@ def test_locusts_page_is_there_meanwhile(served: Server) -> None:
         (("--models", ","), "names no model"),
         (("--json", "/nowhere/a.json"), "no folder /nowhere"),
         (("--cloudwatch",), "--cloudwatch is for --endpoint"),
-        (("--url", "http://127.0.0.1:9"), "is not there; start it with ./scripts/serve"),
+        (("--url", "http://127.0.0.1:9"), "does not answer: start the server with ./scripts/serve"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_sent(

@@ -141,7 +141,7 @@ def test_a_tag_is_never_moved(aws: Cloud, docker: Docker) -> None:
     push(aws, docker, "--tag", "v1")
     docker.has({"Id": "sha256:ffffffffffffffff"})
     said = push(aws, docker, "--tag", "v1", code=2)
-    assert said.endswith(":v1 is another image already, and tags stay: choose another")
+    assert said.endswith(":v1 is another image, and tags cannot be moved: choose another")
 
 
 def test_images_that_sagemaker_could_not_run(aws: Cloud, docker: Docker) -> None:
