@@ -38,8 +38,8 @@ def run(options: Upload) -> None:
     """Uploads fine-tunes to an endpoint's S3 prefix, lists them, and deletes them.
 
     A model is a NAME.tar.gz, or a folder, which is packed as `kogpt2 package` does. No model is
-    overwritten, because instances that have loaded it keep the old version: give a new version a new
-    name. A model that is in S3 already is not uploaded again.
+    overwritten, because instances that have loaded it keep the old version: give a new version
+    another name. A model that is in S3 already is not uploaded again.
 
     Examples:
     kogpt2 upload s3://my-bucket/fine-tunes/ poems.tar.gz model_store/*.tar.gz

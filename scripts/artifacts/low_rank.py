@@ -98,8 +98,8 @@ class Comparison:
     def of(self, matrices: dict[Module, LowRank]) -> dict[str, float]:
         """Compares an adapter with the fine-tune.
 
-        Returns `bytes` in fp16, `same` (share of equal likeliest tokens), `kl` in nats, and `texts`,
-        the number of equal greedy texts of `of`.
+        Returns `bytes` in fp16, `same` (share of equal likeliest tokens), `kl` in nats, and
+        `texts`, the number of equal greedy texts of `of`.
         """
         adapter = NativeAdapter.of(self._base.config, "fp32", matrices)
         same = kl = tokens = 0.0

@@ -90,7 +90,7 @@ def confirm(options: Change, question: str) -> bool:
         return True
     if not sys.stdin.isatty():
         raise Problem(
-            "standard input is no terminal to confirm on: give --yes, or --dry-run to see the changes"
+            "standard input is no terminal to ask on: give --yes, or --dry-run to see the changes"
         )
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
