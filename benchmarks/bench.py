@@ -33,7 +33,7 @@ class Bench:
     plot: Path | None = option(None, "(benchmark.png in the working folder)", metavar="FILE")
     workdir: Path = option(WORKDIR, "kept for later runs")
     add: bool = option(False, "to what --json has, of the same commit and plan")
-    pages: bool = option(False, "write docs/benchmark*.json into the pages, measure nothing")
+    pages: bool = option(False, "write docs/develop/benchmark*.json into the pages")
     install_peers: bool = option(False, "make .venv-benchmark, then measure nothing")
     switching: bool = _switching(False, "measure many models that do not all fit")
     models: int | None = _switching(None, "fine-tunes (8), or adapters (1000)", min=1, metavar="N")
@@ -52,8 +52,8 @@ def run(options: Bench) -> int:
 
     One run measures everything in rounds, contender after contender, so that each ratio compares
     what was measured at the same time. It prints tables, and writes JSON and a plot.
-    docs/benchmark.md says what each row means. The first run writes some 8 GB into the working
-    folder, which later ones use.
+    docs/develop/benchmark.md says what each row means. The first run writes some 8 GB into the
+    working folder, which later ones use.
 
     Examples:
     kogpt2 bench --install-peers      once: transformers, CTranslate2, llama.cpp, matplotlib
@@ -62,7 +62,7 @@ def run(options: Bench) -> int:
     kogpt2 bench --rounds 3 --only guides,int8,bandwidth
     taskset -c 0,1 kogpt2 bench       on two cores
     kogpt2 bench --only uses --add --json found.json    one part more
-    kogpt2 bench --pages              docs/benchmark*.json into the README and the pages
+    kogpt2 bench --pages              docs/develop/benchmark*.json into the README and the pages
     kogpt2 bench --gateway            the gateway's own numbers instead
     kogpt2 bench --fleet              servers of one core behind HAProxy
     kogpt2 bench --fleet --cpus 0.5   three on two cores

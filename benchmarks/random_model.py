@@ -151,7 +151,7 @@ def spiece(size: int, characters: Iterable[tuple[int, int]] = CHARACTERS) -> byt
         model.pieces.add(piece=piece, score=0, type=kind.CONTROL if i else kind.UNKNOWN)
     codes = itertools.chain.from_iterable(range(a, b + 1) for a, b in characters)
     for code in itertools.islice(dict.fromkeys(codes), size - len(SPECIAL)):
-        model.pieces.add(piece=chr(code), score=0)
+        model.pieces.add(piece=chr(code).replace(" ", "\u2581"), score=0)
     trainer = model.trainer_spec
     trainer.model_type = 2  # BPE
     trainer.vocab_size = size

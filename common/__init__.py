@@ -1,4 +1,4 @@
-"""What all three floors need: errors, logs, memory, what makes a folder a model."""
+"""What serving, handlers and engine share: errors, logs, memory, which files make a model."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""How many cores this process may use."""
+"""The number of cores that this process may use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CGROUP_PERIOD_V1 = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 
 
 def cpu_count() -> int:
-    """Cores of the process's affinity, cut to its cgroup's quota (`docker run --cpus`)."""
+    """Cores of the process's affinity, limited by its cgroup's quota (`docker run --cpus`)."""
     cores = len(os.sched_getaffinity(0))
     for quota_files in ((CGROUP_QUOTA,), (CGROUP_QUOTA_V1, CGROUP_PERIOD_V1)):
         try:

@@ -1,4 +1,4 @@
-"""The base of all errors, and those of the engine, each with the HTTP status it becomes."""
+"""All errors with their HTTP statuses: the base class, and those of the engine."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
 
 
 def cut(text: str, most: int = MAX_MESSAGE) -> str:
-    """At most so many characters, both ends kept: what a message quotes may be a megabyte of an
-    artifact's, and what is said of it comes after it."""
+    """Shorten a text to `most` characters, both ends kept.
+
+    A message may quote a megabyte of an artifact, with the explanation behind it.
+    """
     half = (most - 3) // 2
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def quoted(value: Any, most: int = 100) -> str:
-    """What somebody sent, as Python writes it; `repr` itself fails for what is nested deeply."""
+    """A foreign value as Python writes it, shortened; `repr` itself fails for deep nesting."""
     return cut(SHORT.repr(value), most)
 
 
 class ServiceError(Exception):
-    """Base of all errors meant for people. `status` is the HTTP status that they turn into, `type`
-    what clients know them by.
+    """Base of all errors with messages for people.
 
-    The message can be sent whatever it quotes: it is not long, and has no half of a character.
+    `status` is the HTTP status, `type` the name that clients know. The message is safe to send,
+    whatever it quotes: it is short and has no half surrogate pairs.
     """
 
     status = 500
@@ -48,11 +50,11 @@ class ServiceError(Exception):
 
 
 class SettingError(ServiceError):
-    """An option or environment variable has a value that cannot be used."""
+    """An option or environment variable has an invalid value."""
 
 
 class EngineError(ServiceError):
-    """Base of those of the engine and of workers; each goes by its own name."""
+    """Base of the errors of the engine and of workers; each has its class name as `type`."""
 
     type = "EngineError"
 
@@ -61,10 +63,10 @@ class EngineError(ServiceError):
 
 
 def named(kind: object, message: str, retry_after_s: float | None = None) -> EngineError | None:
-    """The error below that another process told of by its `type`; None where it is none of them."""
-    found = globals().get(str(kind))
-    if isinstance(found, type) and issubclass(found, EngineError):
-        return found(message, retry_after_s=retry_after_s)
+    """The error of this `type`, as another process sent it; None for an unknown type."""
+    error = globals().get(str(kind))
+    if isinstance(error, type) and issubclass(error, EngineError):
+        return error(message, retry_after_s=retry_after_s)
     return None
 
 
@@ -86,7 +88,7 @@ class ModelNotFound(EngineError, status=404): ...
 
 
 class Cancelled(EngineError, status=499):
-    """Whoever asked has gone; nobody reads this."""
+    """The client has disconnected; the response is not read."""
 
 
 class ModelAlreadyLoaded(EngineError, status=409): ...
@@ -102,13 +104,13 @@ class UnsupportedMediaType(EngineError, status=415): ...
 
 
 class Overloaded(EngineError, status=503):
-    """The queue is full; `retry_after_s` says when to come back."""
+    """The queue is full; `retry_after_s` says when to try again."""
 
     retry_after_s = 1.0
 
 
 class EngineUnavailable(EngineError, status=503):
-    """The engine process is not there, or went away while it worked on the request."""
+    """The engine process does not run, or ended during the request."""
 
     retry_after_s = 1.0
 
@@ -117,9 +119,9 @@ class DeadlineExceeded(EngineError, status=504): ...
 
 
 class OutOfMemory(EngineError, status=507):
-    """The memory budget has no room: unload another model or raise the budget.
+    """The memory budget is exhausted: unload another model or raise the budget.
 
-    `missing_bytes` is what it lacks of `needed_bytes`, each 0 if that is not known.
+    `missing_bytes` is what is missing of `needed_bytes`; both are 0 where that is not known.
     """
 
     def __init__(
@@ -135,4 +137,4 @@ class OutOfMemory(EngineError, status=507):
 
 
 class NeverFits(OutOfMemory):
-    """The model needs more than the whole budget: nothing that is unloaded makes room for it."""
+    """The model needs more than the whole budget; unloading others does not help."""

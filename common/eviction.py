@@ -1,9 +1,9 @@
-"""Which models to unload for others: those that are worth the least per byte.
+"""Chooses models to unload: those with the least value per byte.
 
-What a model is worth is what it would cost to do without it: how often it was asked for lately,
-times the seconds that it takes to bring back. The requests are remembered of models that are not
-loaded, too: so one that comes and goes is known for what it is, and a scan that asks for each model
-once costs none its place. `benchmarks/switching/trace.py` compares it with others.
+The value of a model is the cost of being without it: how often it was requested lately, times the
+seconds of loading it again. Requests of models that are not loaded are counted, too: so a model
+keeps its value while it is unloaded, and a scan that requests each model once evicts none that is
+in use. `benchmarks/switching/trace.py` compares this policy with others.
 """
 
 from __future__ import annotations
@@ -12,40 +12,42 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
-# A request counts half after so many requests for each name that is known: the measure of time is
-# the requests' own, whether there are a hundred a second or one an hour.
+# A request counts half after so many further requests for each known name. Larger: old requests
+# count more. It is no time: a hundred requests a second and one an hour give the same choice.
 HALF_LIFE = 2.0
-KNOWN = 4096
+MAX_NAMES = 4096  # the least recently requested are forgotten
 
 Name = TypeVar("Name", bound=Hashable)
 
 
 class Held(NamedTuple):
-    """What unloading something gives back, and what it takes to load it again."""
+    """The bytes that unloading frees, and the seconds of loading again."""
 
     bytes: int
     cost_s: float
 
 
 class Victims(Generic[Name]):
-    """Remembers what was asked for lately, and chooses by that."""
+    """Counts recent requests, and chooses by them."""
 
     def __init__(self) -> None:
         self._uses: OrderedDict[Name, tuple[float, float]] = OrderedDict()  # how many, at what time
         self._time = 0.0  # in half-lives
 
     def used(self, name: Name) -> None:
-        """To be called for each request."""
+        """Count a request."""
         uses = self._lately(name)
         self._time += 1 / (HALF_LIFE * max(len(self._uses), 1))
         self._uses[name] = uses + 1, self._time
         self._uses.move_to_end(name)
-        if len(self._uses) > KNOWN:
+        if len(self._uses) > MAX_NAMES:
             self._uses.popitem(last=False)
 
     def choose(self, held: Mapping[Name, Held], missing_bytes: int) -> list[Name]:
-        """Those of `held` to unload for so many bytes, none of them in vain; all if they are too
-        few. Of equals the first go first."""
+        """Choose what to unload of `held` for so many bytes, none in vain; all if they are too few.
+
+        Of equals the first are chosen.
+        """
         worth = {name: self._lately(name) * h.cost_s for name, h in held.items()}
         chosen: list[Name] = []
         freed = 0

@@ -41,7 +41,7 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def integer(name: str, value: Any, low: int, high: int) -> int:
-    """JSON has one kind of number: 3.0 is 3."""
+    """An integer in a range; 3.0 is 3, as JSON has one kind of number."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -52,7 +52,7 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
-    """`above`: `low` itself will not do."""
+    """A number in a range; with `above`, `low` itself is not allowed."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise wrong(name, f"must be a number, is {kind(value)}")
     if not low <= value <= high or not math.isfinite(value) or (above and value == low):
@@ -62,7 +62,7 @@ def number(name: str, value: Any, low: float, high: float, *, above: bool = Fals
 
 
 def top_k(name: str, value: Any) -> int:
-    """0 and, as vLLM and transformers' configs have it, -1 mean all tokens."""
+    """A `top_k`; 0 and -1 mean all tokens, as in vLLM and transformers' configs."""
     return max(integer(name, value, -1, 1_000_000), 0)
 
 
@@ -92,20 +92,20 @@ def bad_words(name: str, value: Any) -> tuple[str, ...]:
 
 
 def texts(name: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
-    """One or several, at most `most` of 1 to `longest` characters."""
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list | tuple) or not all(isinstance(text, str) for text in found):
+    """One or several texts: at most `most`, of 1 to `longest` characters."""
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list | tuple) or not all(isinstance(text, str) for text in values):
         raise wrong(name, f"must be a string or a list of strings, is {kind(value)}")
-    if len(found) > most:
-        raise wrong(name, f"has {len(found)} strings, at most {most} are allowed")
-    for text in found:
+    if len(values) > most:
+        raise wrong(name, f"has {len(values)} strings, at most {most} are allowed")
+    for text in values:
         if not 1 <= len(text) <= longest:
             raise wrong(name, f"strings must have 1 to {longest} characters")
-    return tuple(found)
+    return tuple(values)
 
 
 def bad_words_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """Lists of token ids that are never written one behind the other."""
+    """Lists of token ids that never occur in a row."""
     if not isinstance(value, list | tuple) or not all(isinstance(v, list | tuple) for v in value):
         raise wrong(name, f"must be a list of lists of token ids, is {kind(value)}")
     if sum(map(len, value)) > MAX_BAD_WORD_IDS:

@@ -22,7 +22,9 @@ MAX_CHOICES = 1000
 
 @dataclass(frozen=True)
 class Form:
-    """kind: by which name it was given
+    """What an answer must match.
+
+    kind: the parameter that names it: a key of `CHECKS`
     source: the texts of a choice; the text of an expression, a grammar, or a schema in JSON
     """
 

@@ -1,4 +1,4 @@
-"""Request parameters of the Open Inference Protocol that every model takes, whatever it computes.
+"""Request parameters of the Open Inference Protocol that are for all models.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_schedule_policy.md
 """
@@ -12,6 +12,6 @@ HINTS = ("timeout", "priority", "content_type")
 
 
 def timeout_s(parameters: Any) -> float | None:
-    """`timeout`, which is in microseconds; None where there is none that could be kept."""
+    """The parameter `timeout`, which is in microseconds; None without a usable one."""
     value = parameters.get("timeout") if isinstance(parameters, Mapping) else None
     return value / 1e6 if type(value) is int and value > 0 else None

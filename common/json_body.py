@@ -1,4 +1,4 @@
-"""JSON that somebody sends, as values whose texts can all be written again."""
+"""Parses JSON bodies, into values whose texts can be encoded again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_text(body: bytes | bytearray | str) -> str:
 
 
 def check_count(body: bytes | bytearray | str, most: int = MAX_VALUES) -> None:
-    """Raises `InvalidRequest` for JSON of more values, before any of them is made."""
+    """Raise `InvalidRequest` for JSON with more values, before any of them is made."""
     if isinstance(body, str):
         marks = sum(map(body.count, MARKS))
     else:
@@ -55,8 +55,11 @@ def check_count(body: bytes | bytearray | str, most: int = MAX_VALUES) -> None:
 
 
 def read_json(body: bytes | bytearray | str, most: int | None = None) -> Any:
-    """The body's value. Raises `InvalidRequest`, also for names and texts that have no UTF-8, and
-    for more than `most` values."""
+    """Parse a body.
+
+    Raises `InvalidRequest`, also for names and texts without UTF-8, and for more than `most`
+    values.
+    """
     if most is not None:
         check_count(body, most)
     text = read_text(body)

@@ -1,4 +1,4 @@
-"""Puts off an import until something of the module is used."""
+"""Delays an import until an attribute of the module is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Lazy(ModuleType):
 
 @contextlib.contextmanager
 def lazily_imported(*names: str) -> Iterator[None]:
-    """What is imported inside gets stand-ins for `names`; imports outside get the real modules.
+    """Within the block, imports of `names` give stand-ins; elsewhere they give the real modules.
 
     For the toolkit, which imports numpy and scipy (20 MB and 0.1 s) for formats that the built-in
     handler does not use, and boto3 (0.2 s) for a package index.

@@ -1,4 +1,4 @@
-"""Logs as one JSON object a line on stdout."""
+"""Logs as one JSON object a line, on stdout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Content-Type and Accept."""
+"""The headers Content-Type and Accept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADER_SIZE = "json-header-size"
 
 
 def media_type(content_type: str | None) -> tuple[str, dict[str, str]]:
-    """The type and its parameters in lower case; JSON where nothing is said.
+    """The media type and its parameters in lower case; JSON without a header.
 
     Raises `UnsupportedMediaType` for a charset that is not UTF-8.
     """
@@ -26,7 +26,7 @@ def media_type(content_type: str | None) -> tuple[str, dict[str, str]]:
 
 
 def ranges(accept: str | None) -> dict[str, float]:
-    """The media ranges that a client takes, `*/*` where nothing is said, each with its `q`."""
+    """The accepted media ranges, each with its `q`; `*/*` without a header."""
     weights = {}
     for part in (accept or "*/*").split(","):
         kind, parameters = _split(part)
@@ -38,15 +38,15 @@ def ranges(accept: str | None) -> dict[str, float]:
 
 
 def accepted(accept: str | None, offered: Sequence[str]) -> str:
-    """Of the types offered the one that the client likes best, the first of equals.
+    """The offered type that the client prefers, the first of equals.
 
     Raises `NotAcceptable`.
     """
-    asked = ranges(accept)
+    weights = ranges(accept)
 
     def weight(kind: str) -> float:
         names = (kind, f"{kind.split('/')[0]}/*", "*/*", "*")
-        return next((asked[name] for name in names if name in asked), 0)
+        return next((weights[name] for name in names if name in weights), 0)
 
     best = max(offered, key=weight)
     if not weight(best):
@@ -57,4 +57,4 @@ def accepted(accept: str | None, offered: Sequence[str]) -> str:
 def _split(value: str) -> tuple[str, dict[str, str]]:
     kind, *options = value.lower().split(";")
     pairs = (option.partition("=") for option in options)
-    return kind.strip(), {name.strip(): said.strip('" ') for name, _, said in pairs}
+    return kind.strip(), {name.strip(): value.strip('" ') for name, _, value in pairs}

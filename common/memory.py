@@ -1,4 +1,4 @@
-"""What memory there is: the container's, as its control group counts it, or the machine's."""
+"""The memory of the container, by its control group, or of the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Memory:
-    """`used_bytes` is without the page cache, which the kernel gives back before it kills."""
+    """Limit and use; `used_bytes` is without the page cache, which the kernel can evict."""
 
     limit_bytes: int
     used_bytes: int
@@ -24,7 +24,7 @@ class Memory:
 
 
 def container_memory(cgroup: Path = CGROUP) -> Memory | None:
-    """None where nothing limits it, or nothing says so."""
+    """The memory of the container; None where it has no limit, or none can be read."""
     version_2 = (cgroup / "memory.max").exists()
     folder = cgroup if version_2 else cgroup / "memory"
     limit, usage = (
@@ -45,14 +45,14 @@ def container_memory(cgroup: Path = CGROUP) -> Memory | None:
 
 
 def memory_limit_bytes() -> int:
-    """What this process may use at most: the container's limit, or the machine's memory."""
+    """The limit of this process: the container's, or the machine's memory."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     container = container_memory()
     return total if container is None else min(total, container.limit_bytes)
 
 
-# What onnxruntime, its arena, MXNet, CUDA and cuBLAS say when memory is short. A mere "alloc" or
-# "memory" would not do: sources' names hold them, and so does "an illegal memory access".
+# Parts of the messages of onnxruntime, its arena, MXNet, CUDA and cuBLAS without memory. "alloc" or
+# "memory" would also match names of sources and "an illegal memory access".
 OUT_OF_MEMORY = (
     "out of memory",
     "failed to allocate",
@@ -65,12 +65,12 @@ OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(text: str) -> bool:
-    """Whether a library's error message says that it had no memory."""
-    return any(said in text.lower() for said in OUT_OF_MEMORY)
+    """Whether a library's error message means that it had no memory."""
+    return any(message in text.lower() for message in OUT_OF_MEMORY)
 
 
 def return_freed_memory() -> None:
-    """Gives freed heap pages back to the operating system (glibc keeps them otherwise)."""
+    """Return freed heap pages to the operating system, which glibc does not do itself."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

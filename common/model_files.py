@@ -1,6 +1,6 @@
-"""Which files make a folder a model: for the store, the handlers and the engine.
+"""Which files make a folder a model, for the store, the handlers and the engine.
 
-Imports nothing that is large.
+Imports nothing large.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ WEIGHTS = re.compile(
 
 
 def programs(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The scripts that answer for a model where nothing names another, the first that is there."""
+    """The names of the default scripts of a model, in order of precedence."""
     return tuple(filter(None, (environment.get("SAGEMAKER_PROGRAM"), DEFAULT_PROGRAM)))
 
 
 def script_paths(named: str, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Where the script `module`, `path/module.py` or `module:function` may lie, the first counts.
+    """The possible paths of the script `module`, `path/module.py` or `module:function`, in order.
 
-    In `SAGEMAKER_SUBMIT_DIRECTORY`, in `code/`, beside the weights; as it is named, or in that
-    folder itself, which is how archivers take a path.
+    They are in `SAGEMAKER_SUBMIT_DIRECTORY`, in `code/`, or beside the weights; with the path as
+    given, or without it, as archivers store it.
     """
     submitted = environment.get("SAGEMAKER_SUBMIT_DIRECTORY", "").removeprefix("file://")
     folders = [submitted] if submitted and "://" not in submitted else []
@@ -54,7 +54,7 @@ def is_model(
 ) -> bool:
     """Whether a folder with these files, relative to it, is a model.
 
-    `handler` is what a load request names.
+    `handler` is the one that a load request names.
     """
     everywhere = filter(None, (environment.get("SAGEMAKER_HANDLER"), *programs(environment)))
     named = (handler,) if handler else everywhere
@@ -66,12 +66,12 @@ def is_model(
 
 
 def is_adapter(paths: Iterable[str]) -> bool:
-    """Whether these files are an adapter, which needs a base, and no whole model."""
-    found = set(paths)
-    return ADAPTER in found and not any(map(WEIGHTS.fullmatch, found))
+    """Whether these files are an adapter without its base."""
+    names = set(paths)
+    return ADAPTER in names and not any(map(WEIGHTS.fullmatch, names))
 
 
-# What people put into a store beside what is served, by how its name ends, and what is right.
+# Files that cannot be served, by their suffixes, with an explanation.
 FORMATS: dict[str | tuple[str, ...], str] = {
     ".gguf": "GGUF is llama.cpp's format",
     ".ckpt": "a .ckpt is a checkpoint of a training",
@@ -85,22 +85,22 @@ CHECKPOINT = re.compile(r"(checkpoint-[0-9]+)/")
 
 
 def why_no_model(paths: Iterable[str], links: int = 0) -> str:
-    """Of files that are no model, what they are and what would be right; `links` are left out."""
-    found = sorted(paths)
-    archives = {path for path in found if path.endswith((".tar.gz", ".mar"))}
-    folders = sorted(model_folders(found) | archives)
-    steps = sorted({m[1] for path in found if (m := CHECKPOINT.match(path))}, key=_natural)
+    """Why these files are no model, and what would be; `links` were left out."""
+    names = sorted(paths)
+    archives = {path for path in names if path.endswith((".tar.gz", ".mar"))}
+    folders = sorted(model_folders(names) | archives)
+    steps = sorted({m[1] for path in names if (m := CHECKPOINT.match(path))}, key=_natural)
     if steps:
         return (
             f"it holds checkpoints of a training only: serve one of them ({steps[-1]}), or save the"
             " model into the folder itself (trainer.save_model)"
         )
-    if any(path.startswith(("snapshots/", "blobs/", "refs/")) for path in found):
+    if any(path.startswith(("snapshots/", "blobs/", "refs/")) for path in names):
         return (
             "it is the Hugging Face hub's cache, where files are links: download it with"
             " hf download REPOSITORY --local-dir FOLDER"
         )
-    if any(path.startswith("adapter_") for path in found):
+    if any(path.startswith("adapter_") for path in names):
         return (
             f"it holds weights of an adapter, but no {ADAPTER} beside them: peft's save_pretrained"
             " writes both"
@@ -108,11 +108,11 @@ def why_no_model(paths: Iterable[str], links: int = 0) -> str:
     if folders:
         return f"its models are in it: {', '.join(folders[:5])}"
     for endings, reason in FORMATS.items():
-        if any(path.endswith(endings) for path in found):
+        if any(path.endswith(endings) for path in names):
             return f"{reason}; {SERVED}" if endings != ".onnx" else reason
     if links:
         return f"{links} of its files are links, which are not followed: copy it with cp -rL"
-    return f"{SERVED}; it holds {', '.join(found[:5])}"
+    return f"{SERVED}; it holds {', '.join(names[:5])}"
 
 
 def _natural(name: str) -> tuple[int, str]:
@@ -120,16 +120,16 @@ def _natural(name: str) -> tuple[int, str]:
 
 
 def model_folders(paths: Iterable[str]) -> set[str]:
-    """The topmost folders that are models, of those with files in a store."""
-    found = {
+    """The topmost folders that are models, among those of the files in a store."""
+    folders = {
         parent
         for path in paths
         for parent in parents(path)
         if is_model((path.removeprefix(parent + "/"),))
     }
-    return {folder for folder in found if found.isdisjoint(parents(folder))}
+    return {folder for folder in folders if folders.isdisjoint(parents(folder))}
 
 
 def parents(path: str) -> list[str]:
-    """`a/b/c` has `a` and `a/b`."""
+    """The parents of a path: `a` and `a/b` of `a/b/c`."""
     return [path[:i] for i, character in enumerate(path) if character == "/"]

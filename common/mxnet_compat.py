@@ -1,7 +1,7 @@
 """Imports MXNet 1.9.1 on numpy 1.26: `from common.mxnet_compat import mx`, never `import mxnet`.
 
-MXNet uses six numpy aliases of Python's own types that numpy 1.24 removed. They are put back where
-they are missing. numpy 2 cannot be helped this way: `PZERO` and others that MXNet needs are gone.
+MXNet uses six aliases of Python's types that numpy 1.24 removed; they are restored. numpy 2 lacks
+more that MXNet needs, such as PZERO.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from common.errors import InvalidRequest
 
 numpy_aliases.restore()
 
-# One worker thread of MXNet's engine per core: its fp32 matrix product keeps one core busy, and
-# engine.backends.mxnet.gpt2 splits each weight so that as many products run side by side.
+# One worker thread of MXNet's engine per core, of one OpenMP thread each: independent operators run
+# at the same time, and their threads do not compete for the cores.
 CPU_WORKERS = min(cpu_count(), 8)
 os.environ.setdefault("MXNET_CPU_WORKER_NTHREADS", str(CPU_WORKERS))
 os.environ.setdefault("OMP_NUM_THREADS", "1")

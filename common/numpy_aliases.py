@@ -13,7 +13,7 @@ ALIASES = {
 
 
 def restore() -> None:
-    """Puts them back where they are missing; to be called before MXNet is imported."""
+    """Restore the missing ones; called before MXNet is imported."""
     import numpy
 
     for name, kind in ALIASES.items():

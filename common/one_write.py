@@ -1,7 +1,6 @@
-"""An answer's head and body in one write, for uvicorn's protocol on httptools.
+"""Sends a response's head and body in one write, for uvicorn's protocol on httptools.
 
-uvloop sends each write at once, so who waits for an answer would be woken for its head, and wait
-again for its body.
+uvloop sends each write at once, so a client would wake for the head and wait again for the body.
 """
 
 from __future__ import annotations
@@ -10,13 +9,15 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-# Longer ones are not copied for it.
-MOST_BYTES = 65_536
+# Longer bodies are not copied behind their heads.
+MAX_BYTES = 65_536
 
 
 def join(cycle: RequestResponseCycle, message: Any) -> None:
-    """To be called with each message before it is sent: of an answer whose length is known the
-    head waits for what follows it. There is a body, so it does follow."""
+    """Delay the head of a response with a Content-Length until its body is written.
+
+    Call it with each message before it is sent.
+    """
     if (
         message["type"] == "http.response.start"
         and cycle.scope["method"] != "HEAD"
@@ -26,7 +27,7 @@ def join(cycle: RequestResponseCycle, message: Any) -> None:
 
 
 class _Joining:
-    """A transport whose first write goes with the second."""
+    """A transport that joins the first write with the second."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport
@@ -35,7 +36,7 @@ class _Joining:
     def write(self, data: bytes) -> None:
         if self._first is None:
             self._first = data
-        elif self._first and len(data) <= MOST_BYTES:
+        elif self._first and len(data) <= MAX_BYTES:
             self._first, data = b"", self._first + data
             self._transport.write(data)
         else:

@@ -1,4 +1,4 @@
-"""Opens onnxruntime sessions that share one thread pool."""
+"""onnxruntime sessions that share one thread pool."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _sharing = threading.Lock()
 
 @functools.cache
 def _share_threads() -> None:
-    """One pool for all sessions: the idle pools of other sessions would spin and take the cores."""
+    """Use one pool for all sessions: idle pools of other sessions would spin on the cores."""
     onnxruntime.set_global_thread_pool_sizes(cpu_count(), 1)
 
 
 def session_options() -> Any:
-    """Those of every session: threads shared, and no arena of its own on the CPU."""
+    """The options of every session: shared threads, and no CPU arena of its own."""
     with _sharing:  # two first loads at once: the pool cannot be sized once one has a session
         _share_threads()
     options = onnxruntime.SessionOptions()
@@ -49,8 +49,10 @@ def session_options() -> Any:
 
 
 def open_graph(path: Path) -> Any:
-    """Opens any graph, with the tensors that it keeps in files beside it. Raises what onnxruntime
-    does, and `OutOfMemory`."""
+    """Open any graph, with its external tensors.
+
+    Raises what onnxruntime does, and `OutOfMemory`.
+    """
     if VERSION < "1.24":
         _check_places(path)
     with out_of_memory(path.name):
@@ -60,9 +62,9 @@ def open_graph(path: Path) -> Any:
 
 
 def _check_places(path: Path) -> None:
-    """The last onnxruntime for Python 3.10 reads tensors wherever a graph says that they are.
+    """Raise `ValueError` for external tensors outside of the graph's folder.
 
-    Raises `ValueError` where that is not below the graph's folder, as later ones do.
+    The last onnxruntime for Python 3.10 does not check that, later ones do.
     """
     import onnx
     from onnx.external_data_helper import (
@@ -80,7 +82,7 @@ def _check_places(path: Path) -> None:
 
 
 def run_options() -> Any:
-    """Of one run; setting `terminate` ends it."""
+    """Options of a run; setting `terminate` ends it."""
     options = onnxruntime.RunOptions()
     options.log_severity_level = FATAL_ONLY
     return options
@@ -88,7 +90,7 @@ def run_options() -> Any:
 
 @contextmanager
 def out_of_memory(what: str) -> Iterator[None]:
-    """Turns onnxruntime's allocation failures into `OutOfMemory`."""
+    """Turn onnxruntime's allocation failures into `OutOfMemory`."""
     try:
         yield
     except MemoryError as error:

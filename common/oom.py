@@ -1,8 +1,8 @@
-"""Who goes first when memory runs out: `oom_score_adj`, which anybody may raise for his own.
+"""The order in which processes are killed when memory runs out: `oom_score_adj`.
 
-1000 of it weigh as much as all memory in use. So a model's script, or what reads its files, goes
-first, then a worker, then the gateway or Multi Model Server; the engine, which holds all models,
-goes last.
+Any user may raise it. 1000 weighs as much as all memory in use, so a model's script, or a sandbox,
+is killed first, then a worker, then the gateway or Multi Model Server; the engine, which holds all
+models, last.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ SERVER, WORKER, SCRIPT = 800, 900, 1000
 
 
 def oom_score_adj(pid: int | str = "self") -> int:
-    """Raises `OSError` for a process that is gone."""
+    """The score of a process. Raises `OSError` if it has ended."""
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
 def expendable(score: int) -> None:
-    """Raises this process's to `score`, or leaves it if it is above that already."""
+    """Raise this process's score to `score`, unless it is higher."""
     with contextlib.suppress(OSError):
         if oom_score_adj() < score:
             Path("/proc/self/oom_score_adj").write_text(str(score))

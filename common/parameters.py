@@ -1,4 +1,4 @@
-"""The generation parameters of a request: what they may be, and errors that name them.
+"""The generation parameters of a request: their checks, and errors that name them.
 
 Names are those of Hugging Face's text generation APIs.
 """
@@ -164,8 +164,8 @@ class Parameters:
             )
         return cls(**values)
 
-    def check_labels(self) -> None:
-        """Raises `InvalidRequest` where `choice_logprobs` does not fit the other parameters."""
+    def check_choice_logprobs(self) -> None:
+        """Raise `InvalidRequest` where `choice_logprobs` does not fit the other parameters."""
         name = "parameters.choice_logprobs"
         if self.form is None or self.form.kind != "choice":
             raise InvalidRequest(f"{name} needs parameters.choice, the texts that it is about")
@@ -179,7 +179,7 @@ class Parameters:
 
 
 def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """By our own names, without those that are null. Raises `InvalidRequest`."""
+    """Values by our names, without those that are null. Raises `InvalidRequest`."""
     values: dict[str, Any] = {}
     form = ""
     for name, value in given.items():

@@ -1,9 +1,9 @@
-"""Filters on system calls, for processes that read foreign data or run foreign programs.
+"""System call filters, for processes that read foreign data or run foreign programs.
 
-In classic BPF, as the kernel's Documentation/userspace-api/seccomp_filter.rst has it. `install` is
-for a process that only computes: no network, no other process, no program, and, where it may not
-write, no change of any file. Not hidden are files that this user may read: nothing leaves the
-process but its answers. `handlers.scripts.confinement.seccomp` is for a model's own program.
+They are classic BPF, see the kernel's Documentation/userspace-api/seccomp_filter.rst. `install` is
+for a process that only computes: no network, no other process, no program, and, unless it may
+write, no change of any file. Files that this user may read are not hidden: only the answers leave
+the process. `handlers.user_code.confinement.seccomp` is for a model's own program.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Numbers = tuple[int, int]  # on x86-64 and aarch64, from the kernel's own tables
 Instruction = tuple[int, int, int, int]  # code, how many to skip if true, if false, operand
 Rule = tuple[Numbers, Sequence[Instruction]]  # what decides on a call: its last ones return
 
-# What no process needs that is given foreign data or programs: ways past other checks, and parts of
-# the kernel that many of its holes were in. A user namespace would give all capabilities inside.
+# Calls that no process with foreign data or programs needs: ways around other checks, and parts of
+# the kernel with many known vulnerabilities. A user namespace would give all capabilities inside.
 KERNEL = {
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -63,7 +63,7 @@ KERNEL = {
 }
 # Makes and connects sockets without their calls. Programs do without it where it is not there.
 IO_URING_SETUP = (425, 425)
-# Of files that the user owns, whoever may open them.
+# Attributes of files that the user owns.
 EXTENDED_ATTRIBUTES = {
     "setxattr": (188, 5),
     "lsetxattr": (189, 6),
@@ -141,13 +141,15 @@ OPEN, OPENAT, OPENAT2 = (2, -1), (257, 56), (437, 437)
 
 
 def install(libc: Any, may_write: bool) -> bool:
-    """Filters this process and what it starts, for good. False where the kernel cannot."""
+    """Filter this process and its children, for good; returns False where the kernel cannot."""
     return load(libc, _computing(may_write))
 
 
 def load(libc: Any, rules: Iterable[Rule]) -> bool:
-    """The same with rules of one's own, for this thread; other calls are allowed. Needs
-    `no_new_privs`."""
+    """Filter this thread by the given rules; all other calls are allowed.
+
+    Needs `no_new_privs`.
+    """
     machine = platform.machine()
     if machine not in ARCHITECTURES:
         return False
@@ -164,7 +166,7 @@ def load(libc: Any, rules: Iterable[Rule]) -> bool:
 
 
 def _program(machine: str, rules: Iterable[Rule]) -> list[Instruction]:
-    """A call of another ABI is none."""
+    """The program of some rules; it refuses calls of another ABI."""
     column = list(ARCHITECTURES).index(machine)
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE),
@@ -188,12 +190,12 @@ def refused(error: int = EPERM) -> Instruction:
 
 
 def argument(number: int) -> Instruction:
-    """Loads its low half."""
+    """Load the low half of an argument."""
     return (LOAD, 0, 0, ARGUMENTS + 8 * number)
 
 
 def always() -> Iterator[Rule]:
-    """The rules of all filters: a process makes no namespace, and limits only itself."""
+    """The rules of all filters: no namespaces, and limits for the process itself only."""
     yield from refuse(KERNEL.values())
     yield from refuse([IO_URING_SETUP, CLONE3], ENOSYS)  # no filter sees clone3's arguments
     yield PRLIMIT64, [argument(0), (JEQ, 1, 0, 0), refused(), ALLOWED]

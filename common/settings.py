@@ -1,4 +1,4 @@
-"""Settings: dataclasses whose fields are environment variables, each process's read once."""
+"""Settings: dataclasses whose fields are environment variables, read once a process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ S = TypeVar("S")
 def setting(
     variable: str, default: Any, help_text: str, option: str | None = None, also: str = ""
 ) -> Any:
-    """A field. `option` is the command line's; `also` is another variable, SageMaker's own, that is
-    read where this one is not set. `kogpt2 settings` lists them all for docs/settings.md."""
+    """A field of a settings class.
+
+    `option` is for the command line; `also` is another variable, SageMaker's own, that is read
+    where this one is not set. `kogpt2 settings` lists all for docs/reference/settings.md.
+    """
     metadata = {"variable": variable, "help": help_text, "option": option, "also": also}
     return field(default=default, metadata=metadata)
 
 
 def read_settings(kind: type[S], environment: Mapping[str, str] = os.environ) -> S:
-    """An empty variable is one that is not set. Raises `SettingError` that names the variable."""
+    """Read the settings; an empty variable is not set. Raises `SettingError` that names it."""
     values = {}
     for f in fields(kind):  # type: ignore[arg-type]
         for variable in (f.metadata["also"], f.metadata["variable"]):  # the later one wins

@@ -1,4 +1,4 @@
-"""Removes what others have made: trees of any depth, with any rights."""
+"""Removes trees of foreign files, of any depth and with any permissions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 def remove(path: Path) -> None:
-    """A file, or a folder with all that is in it; nothing where nothing is.
+    """Remove a file, or a folder with its content; a path without either is ignored.
 
-    What cannot be removed is logged and stays.
+    Failures are logged.
     """
     try:
         if path.is_dir() and not path.is_symlink():
@@ -25,8 +25,11 @@ def remove(path: Path) -> None:
 
 
 def _remove_tree(root: str) -> None:
-    """However deep: folders are brought up before they are emptied, so neither the stack nor a path
-    grows with the depth."""
+    """Remove a folder of any depth.
+
+    Subfolders are moved up before they are emptied, so neither the stack nor a path grows with the
+    depth.
+    """
     pending = [root]
     while pending:
         folder = pending.pop()

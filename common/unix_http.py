@@ -1,6 +1,6 @@
-"""HTTP/1.1 on a unix socket, for asyncio: as much of it as Multi Model Server and the engine speak.
+"""HTTP/1.1 on unix sockets for asyncio: as much as Multi Model Server and the engine speak.
 
-Bodies have a length or come in chunks; nothing is decoded, followed or remembered.
+Bodies have a length or are chunked. There are no encodings, redirects or cookies.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from collections.abc import AsyncIterator, Mapping
 
 import httptools
 
-# The engine closes what has rested for five seconds; nobody asks on a connection that is closing.
-RESTS_S = 4.0
+# How long an idle connection is reused. The engine closes one after five seconds: with more,
+# requests fail on connections that are being closed.
+MAX_IDLE_S = 4.0
 MAX_HEADER_BYTES = 65_536
-# Of a stream that nobody reads; its sender waits then.
+# Bytes of a response that are buffered before the sender is paused.
 UNREAD_BYTES = 65_536
-# A request is copied into one piece up to here.
-TOGETHER_BYTES = 65_536
+# Bodies up to here are copied behind their heads, so that both are one write.
+JOINED_BYTES = 65_536
 IDEMPOTENT = ("GET", "PUT", "DELETE")
 
 Headers = Mapping[str, str]
 
 
 class UnixHTTP:
-    """A client with as many connections as there are requests at once. One event loop's."""
+    """A client of one event loop, with a connection for each concurrent request."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._resting: deque[_Connection] = deque()
+        self._idle: deque[_Connection] = deque()
 
-    async def ask(
+    async def request(
         self, method: str, target: str, timeout_s: float, headers: Headers, body: bytes | None
     ) -> tuple[int, dict[str, str], bytes]:
-        """The answer's status, headers by their names in lower case, and body.
+        """Return the response's status, headers by lower-case names, and body.
 
-        Raises `OSError` where there is none, also a broken one, and `asyncio.TimeoutError`.
+        Raises `OSError` where there is no whole response, and `asyncio.TimeoutError`.
         """
         async with self.stream(method, target, timeout_s, headers, body, whole=True) as answer:
             return answer.status, answer.headers, b"".join(answer.pieces)
@@ -52,44 +53,46 @@ class UnixHTTP:
         body: bytes | None,
         whole: bool = False,
     ) -> AsyncIterator[_Connection]:
-        """The answer as soon as its head is there (`status`, `headers`, `piece`), or when it is
-        `whole`. Raises as `ask` does; leaving it early ends it."""
+        """Yield the response once its head is there (`status`, `headers`, `piece`), or all of it.
+
+        Raises as `request` does; leaving the block early closes the connection.
+        """
         request = _head(method, target, headers, body)
         while True:
-            connection = self._rested()
+            connection = self._reusable()
             fresh = connection is None
             if connection is None:
                 loop = asyncio.get_running_loop()
                 _, connection = await loop.create_unix_connection(_Connection, self._path)
             try:
-                await connection.ask(request, body or b"", timeout_s, whole)
+                await connection.send(request, body or b"", timeout_s, whole)
                 break
             except BaseException as error:
-                connection.leave()
+                connection.release()
                 closed = isinstance(error, ConnectionError) and not connection.status
                 if fresh or not closed or method not in IDEMPOTENT:
                     raise
         try:
             yield connection
         finally:
-            if connection.leave():
-                self._resting.append(connection)
+            if connection.release():
+                self._idle.append(connection)
 
-    def _rested(self) -> _Connection | None:
-        """One that has rested shortly; ends those that have for too long."""
-        oldest = time.monotonic() - RESTS_S
-        while self._resting and self._resting[0].rests_since < oldest:
-            self._resting.popleft().close()
-        while self._resting:
-            connection = self._resting.pop()
+    def _reusable(self) -> _Connection | None:
+        """An idle connection, if there is one; closes those that were idle for too long."""
+        oldest = time.monotonic() - MAX_IDLE_S
+        while self._idle and self._idle[0].idle_since < oldest:
+            self._idle.popleft().close()
+        while self._idle:
+            connection = self._idle.pop()
             if not connection.is_closed:
                 return connection
         return None
 
     def close(self) -> None:
-        """Ends what rests."""
-        while self._resting:
-            self._resting.pop().close()
+        """Close all idle connections."""
+        while self._idle:
+            self._idle.pop().close()
 
 
 def _head(method: str, target: str, headers: Headers, body: bytes | None) -> bytes:
@@ -103,7 +106,7 @@ def _head(method: str, target: str, headers: Headers, body: bytes | None) -> byt
 
 
 class _Connection(asyncio.Protocol):
-    """Asks one thing at a time. The parser calls what begins with `on_`."""
+    """A connection with one request at a time. The parser calls the methods `on_...`."""
 
     status: int  # 0 as long as no answer has begun
     headers: dict[str, str]
@@ -113,14 +116,14 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._woken: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._parser: httptools.HttpResponseParser | None = None  # None: nothing is asked
+        self._parser: httptools.HttpResponseParser | None = None  # None: no request
         self.is_closed = False
-        self.rests_since = 0.0
+        self.idle_since = 0.0
 
-    # For whoever asks
+    # For the client
 
-    async def ask(self, head: bytes, body: bytes, timeout_s: float, whole: bool) -> None:
-        """Until the answer's head is there, or all of it is."""
+    async def send(self, head: bytes, body: bytes, timeout_s: float, whole: bool) -> None:
+        """Send a request and wait for the response's head, or for all of it."""
         self._parser = httptools.HttpResponseParser(self)
         self._whole, self._has_head, self._complete, self._paused = whole, False, False, False
         self._error: Exception | None = None
@@ -129,8 +132,8 @@ class _Connection(asyncio.Protocol):
         if self.is_closed:
             raise ConnectionResetError("the connection was closed")
         self._timer = self._loop.call_later(timeout_s, self._fail, asyncio.TimeoutError())
-        # Each write is sent at once: of a short request the other side shall wake once.
-        if len(body) <= TOGETHER_BYTES:
+        # Each write is sent at once: the receiver of a short request wakes once.
+        if len(body) <= JOINED_BYTES:
             self._transport.write(head + body)
         else:
             self._transport.write(head)
@@ -139,8 +142,7 @@ class _Connection(asyncio.Protocol):
             await self._change()
 
     async def piece(self) -> bytes:
-        """What has come of the body since it was last read, as soon as there is some; b"" at the
-        end."""
+        """The unread part of the body, as soon as there is some; b"" at the end."""
         while not self.pieces and not self._complete:
             await self._change()
         piece = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
@@ -156,20 +158,20 @@ class _Connection(asyncio.Protocol):
         self._woken = self._loop.create_future()
         await self._woken
 
-    def leave(self) -> bool:
-        """Whether more can be asked here; otherwise it is closed."""
-        rests = self._complete and self._may_rest and not self.is_closed
+    def release(self) -> bool:
+        """End a request; returns whether the connection can be reused, else it is closed."""
+        reusable = self._complete and self._keeps_alive and not self.is_closed
         self._parser = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if rests:
+        if reusable:
             if self._paused:
                 self._transport.resume_reading()
-            self.rests_since = time.monotonic()
+            self.idle_since = time.monotonic()
         else:
             self.close()
-        return rests
+        return reusable
 
     def close(self) -> None:
         self.is_closed = True
@@ -186,7 +188,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None or self._complete:
-            self.close()  # nobody has asked
+            self.close()  # no request was sent
             return
         try:
             self._parser.feed_data(data)
@@ -232,4 +234,4 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         assert self._parser is not None
-        self._complete, self._may_rest = self._has_head, self._parser.should_keep_alive()
+        self._complete, self._keeps_alive = self._has_head, self._parser.should_keep_alive()

@@ -1,1 +1,1 @@
-"""What makes tokens: models, batching, sampling and memory, behind `engine.registry.Engine`."""
+"""The engine: models, batching, sampling and memory, behind `engine.engine.Engine`."""

@@ -1,4 +1,4 @@
-"""`python -m engine`: the process that holds every model."""
+"""`python -m engine`: the engine's process, which holds all models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from engine.backends import import_backend
 from engine.http.listener import serve
 from engine.settings import Settings
 
-# The thread that computes holds the interpreter's lock; the one that answers waits so long for it.
+# How long the HTTP thread waits for the interpreter's lock, which the step loop holds. Longer:
+# tokens are sent later. Shorter: steps are interrupted more often.
 SWITCH_INTERVAL_S = 0.0002
 
 

@@ -1,4 +1,4 @@
-"""The memory budget: what may be loaded and what may run, decided before anything is allocated."""
+"""The memory budget: admits weights, keys and values before they are allocated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from common.errors import NeverFits, OutOfMemory
 from common.memory import MIB, memory_limit_bytes
 
-# With MXNet and one model 560 are taken: 290 of the engine's own, 270 of the other processes.
+# Memory that the budget leaves to the libraries and the other processes. Measured with MXNet and
+# one model: 290 MiB in the engine, 270 in the others. Less: the container runs out of memory.
 RESERVE_MIB = 640
 
 
@@ -18,17 +19,16 @@ def default_budget_bytes() -> int:
 
 
 def budget_bytes(limit_bytes: int) -> int:
-    """Of a machine or container with so much memory."""
+    """The budget on a machine or in a container with `limit_bytes` of memory."""
     return limit_bytes - max(RESERVE_MIB * MIB, limit_bytes // 4)
 
 
 class Budget:
-    """Counts weights and K/V bytes against a total. Safe to use from several threads.
+    """Counts weights and K/V bytes against a total. Thread-safe.
 
-    Models are declared with all their weights, and may together come to `overcommit` times the
-    total; of their weights only those in memory count against it (`engine.residency`). Beside these
-    there is always room for one row of full context of any of the models that have them: a request
-    may have to wait for those before it, but none waits for ever.
+    All loaded models together may have `overcommit` times the total of weights; those in memory
+    (`engine.residency`) count against the total itself. Beside them there is always space for one
+    row of full context of any resident model, so every queued request gets its turn.
     """
 
     def __init__(self, total_bytes: int, overcommit: int = 1) -> None:
@@ -36,12 +36,12 @@ class Budget:
         self.declared_bytes = 0  # weights of all models
         self.weight_bytes = 0  # those in memory
         self.kv_bytes = 0
-        # Called with a number of bytes that are wanted for K/V and are not there: gives up weights.
-        self.spare: Callable[[int], None] = lambda missing: None
-        # Called once more was given out: what is kept for want of anything better goes.
-        self.given: Callable[[], object] = lambda: None
+        # Called with the bytes that a K/V reservation lacks, to evict weights.
+        self.on_kv_shortage: Callable[[int], None] = lambda missing: None
+        # Called after a reservation has grown, to shrink the prefix cache.
+        self.on_growth: Callable[[], object] = lambda: None
         self._rows: list[tuple[str, int]] = []  # by model, bytes of a row of full context
-        self._claimant: object = None  # see `reserve_kv`
+        self._claimant: object = None  # the next to get K/V bytes, see `reserve_kv`
         self._lock = threading.Lock()
 
     @property
@@ -49,7 +49,7 @@ class Budget:
         return self.total_bytes - self.weight_bytes - self.kv_bytes
 
     def declare(self, size: int, row: int, model: str) -> None:
-        """`row`: bytes of keys and values of one row of full context.
+        """Count the weights of a new model; `row` is bytes of K/V of one row of full context.
 
         Raises what `check` does.
         """
@@ -61,10 +61,10 @@ class Budget:
     def check(
         self, size: int, row: int, model: str, promised: Mapping[str, int] | None = None
     ) -> None:
-        """Whether they fit beside what is `promised` to other models, in bytes, where those are not
-        declared yet.
+        """Check that a model fits beside all declared ones and those to come.
 
-        Raises `OutOfMemory`; `NeverFits` if not even an empty engine had room.
+        `promised` has bytes by the names of models that will be loaded. Raises `OutOfMemory`, and
+        `NeverFits` where the model does not fit into an empty engine either.
         """
         with self._lock:
             declared = {name for name, _ in self._rows}
@@ -78,8 +78,8 @@ class Budget:
                 f" its whole context, the engine has {self.total_bytes / MIB:.0f} MiB in all"
                 " (ENGINE_MEMORY_MIB sets it)"
             )
-        kept = max(row, *(bytes for _, bytes in self._rows), self.kv_bytes)
-        taken = self.declared_bytes + promised + kept
+        reserve = max(row, *(bytes for _, bytes in self._rows), self.kv_bytes)
+        taken = self.declared_bytes + promised + reserve
         missing = size + taken - self.overcommit * self.total_bytes
         if missing > 0:
             times = f"{self.overcommit} times " if self.overcommit > 1 else ""
@@ -87,7 +87,7 @@ class Budget:
                 f"model {model} needs {size / MIB:.0f} MiB, but of the engine's"
                 f" {times}{self.total_bytes / MIB:.0f} MiB"
                 f" {self.declared_bytes / MIB:.0f} are taken by models and"
-                f" {kept / MIB:.0f} by requests",
+                f" {reserve / MIB:.0f} by requests",
                 missing_bytes=missing,
                 needed_bytes=size,
             )
@@ -97,28 +97,27 @@ class Budget:
             self.declared_bytes -= size
             self._rows.remove((model, row))
 
-    def lacks(self, size: int, row: int) -> int:
-        """How many bytes are missing for `size` more of weights in memory, beside a row of `row`
-        bytes; 0 if none is."""
-        kept = max(row, self.kv_bytes)
-        return max(0, size + kept + self.weight_bytes - self.total_bytes)
+    def missing_bytes(self, size: int, row: int) -> int:
+        """Bytes that are missing for `size` more of weights beside a row of `row` bytes."""
+        reserve = max(row, self.kv_bytes)
+        return max(0, size + reserve + self.weight_bytes - self.total_bytes)
 
     def take(self, size: int) -> None:
-        """Counts weights as in memory; whoever calls has asked `lacks`. Negative: gives back."""
+        """Count weights as in memory; a negative size gives them back. See `missing_bytes`."""
         with self._lock:
             self.weight_bytes += size
         if size > 0:
-            self.given()
+            self.on_growth()
 
     def reserve_kv(self, size: int, claimant: object) -> bool:
-        """Reserves bytes for keys and values.
+        """Reserve bytes for keys and values; returns whether they could be reserved.
 
-        The first `claimant` that is refused comes next: until it has its bytes, or withdraws its
-        claim, others get none.
+        The first `claimant` that is refused is next: no other gets bytes until it has its own or
+        withdraws its claim.
         """
         missing = size - self.free_bytes
         if missing > 0:
-            self.spare(missing)
+            self.on_kv_shortage(missing)
         with self._lock:
             if self._claimant not in (None, claimant):
                 return False
@@ -127,7 +126,7 @@ class Budget:
                 return False
             self._claimant = None
             self.kv_bytes += size
-        self.given()
+        self.on_growth()
         return True
 
     def withdraw_claim(self, claimant: object) -> None:
@@ -140,7 +139,7 @@ class Budget:
             self.kv_bytes -= size
 
     def could_hold_kv(self, size: int, weights: int) -> bool:
-        """Whether `size` would fit beside so many bytes of weights if nothing else were running."""
+        """Whether `size` bytes of K/V fit beside `weights` bytes in an engine that is idle."""
         return size <= self.total_bytes - weights
 
     def explain_kv(self, size: int, weights: int) -> str:

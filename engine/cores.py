@@ -1,4 +1,4 @@
-"""The weights that loaded models compute with: those of a base and its adapters are one core."""
+"""The cores of all loaded models: a base and its adapters share one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.model import Core, Model
 
 
 class Cores:
-    """`changed` guards what is here. Thread-safe."""
+    """Finds, opens and drops cores. Thread-safe: `changed` guards them."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
@@ -19,7 +19,7 @@ class Cores:
         self._names: set[str] = set()
 
     def has(self, key: Hashable) -> bool:
-        """Whether an adapter of this base would find it here."""
+        """Whether an adapter of this base would share a core that is loaded."""
         with self._changed:
             return self._find(key, is_adapter=True) is not None
 
@@ -28,7 +28,7 @@ class Cores:
         return next((core for core in cores if is_adapter or core.has_adapters), None)
 
     def take_name(self, name: str) -> str:
-        """A name like this one that no other core has: until `forget`, or `free_name`."""
+        """Reserve a name like this one that no other core has, until `forget` or `free_name`."""
         with self._changed:
             numbered = (f"{name} ({number})" for number in itertools.count(2))
             free = next(n for n in itertools.chain([name], numbered) if n not in self._names)
@@ -46,10 +46,10 @@ class Cores:
         make: Callable[[Core], Model],
         is_adapter: bool,
     ) -> Model:
-        """Has `make` give a model the core of this key, which `open` opens where it is not here.
+        """Have `make` create a model on the core of this key, opened by `open` if it is not loaded.
 
         Of several loads of adapters at once, one opens their base. A whole model shares a core only
-        where that has adapters. Raises what `open` and `make` do.
+        with adapters of it. Raises what `open` and `make` raise.
         """
         with self._changed:
             while is_adapter and key in self._opening:
@@ -77,8 +77,10 @@ class Cores:
         return model
 
     def remove(self, model: Model) -> bool:
-        """Takes a model from its core. Returns whether it was the core's last, which is closed then
-        and given to no other."""
+        """Remove a model from its core. Returns whether that has no other models.
+
+        Then no further model gets the core, and the caller closes it.
+        """
         with self._changed:
             core = model.core
             core.models.remove(model)
@@ -88,7 +90,7 @@ class Cores:
             return True
 
     def forget(self, core: Core) -> None:
-        """Gives a core to no further model."""
+        """Share a core with no further model."""
         with self._changed:
             self.by_name.pop(core.name, None)
             self._names.discard(core.name)

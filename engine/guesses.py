@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 LENGTHS = (3, 2)  # of the runs of tokens that are looked up, the longer first
-RECENT_TOKENS = 16_384  # kept of a model's answers, in some 4 MB
-FEWEST = 3  # guesses in a pass: with one row four tokens take 1.1 times as long as one
-PAUSE = 24  # passes without guesses where they did not pay, then one more try; it doubles each time
-MOST = 7  # where all are right
-WORTH = 0.15  # the least rate of accepted guesses with which a pass pays, with a margin
+RECENT_TOKENS = 16_384  # of a model's last answers, in some 4 MB; older ones are dropped
+FEWEST = 3  # guesses of a pass: with one row four tokens take 1.1 times as long as one
+PAUSE = 24  # passes without guesses where they did not pay; it doubles each time
+MOST = 7  # guesses of a pass, after passes in which all were right
+WORTH = 0.15  # the least rate of accepted guesses for which a pass is not slower, with a margin
 SMOOTHING = 0.25  # weight of the last pass in the rate of accepted guesses
 
 
@@ -47,9 +47,9 @@ class Recent(Text):
 
     def extend(self, ids: Seq[int]) -> None:
         if len(self.ids) + len(ids) > RECENT_TOKENS:
-            kept = self.ids[-RECENT_TOKENS // 2 :]
+            recent = self.ids[-RECENT_TOKENS // 2 :]
             self.ids, self._behind = [], {}
-            super().extend(kept)
+            super().extend(recent)
         super().extend(ids)
 
 
@@ -61,8 +61,8 @@ class Guesser:
         self._rate, self._count = max(recent.rate, WORTH), FEWEST
         self._left, self._pause = 0, PAUSE  # passes: of the pause under way, of the next
 
-    def guess(self, ids: Seq[int], room: int) -> list[int]:
-        """Tokens that may follow `ids`, at most `room`."""
+    def guess(self, ids: Seq[int], most: int) -> list[int]:
+        """Tokens that may follow `ids`, at most `most`."""
         if self._left:
             self._left -= 1
             return []
@@ -70,12 +70,12 @@ class Guesser:
             self._left, self._pause, self._rate = self._pause, 2 * self._pause, WORTH
             return []
         self._own.extend(ids[len(self._own.ids) :])
-        count = min(self._count, MOST, room)
+        count = min(self._count, MOST, most)
         for length in LENGTHS:
             for text in (self._own, self._recent):
-                found = text.after(tuple(ids[-length:]), count)
-                if found:
-                    return found
+                guesses = text.after(tuple(ids[-length:]), count)
+                if guesses:
+                    return guesses
         return []
 
     def check(self, guessed: int, accepted: int) -> None:

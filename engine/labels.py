@@ -31,7 +31,7 @@ class Way:
 
 @dataclass(eq=False)
 class Labels:
-    """The texts of one request's choice, and what is known of their probabilities.
+    """The texts of one request's choice and their probabilities.
 
     The model computes `paths`, each behind the prompt. No path is the beginning of another, so ways
     that begin alike share one, and labels of one token share the prompt's own logits.
@@ -48,7 +48,7 @@ class Labels:
             if behind[: len(path)] != path or path == behind
         ]
         self.num_scored = 0  # paths
-        self._found: dict[int, tuple[float, list[TokenLogprobs]]] = {}  # by way
+        self._scores: dict[int, tuple[float, list[TokenLogprobs]]] = {}  # by way
 
     @property
     def complete(self) -> bool:
@@ -59,13 +59,16 @@ class Labels:
         return max(len(way.ids) for way in self.ways)
 
     def score(self, logits: Logits, top: int) -> None:
-        """Takes the logits (1 + T, V) behind the prompt and behind each token of the next path;
-        `top` likeliest tokens of each are kept."""
+        """Scores the next path by its logits (1 + T, V).
+
+        These are behind the prompt and behind each token of the path. top: of how many of the
+        likeliest tokens in each place the log-probabilities are returned by `tokens`
+        """
         path = self.paths[self.num_scored]
         self.num_scored += 1
         for i, way in enumerate(self.ways):
-            if i not in self._found and path[: len(way.path)] == way.path:
-                self._found[i] = _score(way, logits, top)
+            if i not in self._scores and path[: len(way.path)] == way.path:
+                self._scores[i] = _score(way, logits, top)
 
     @property
     def logprobs(self) -> list[tuple[str, float]]:
@@ -80,14 +83,14 @@ class Labels:
         """The log-probability of each text (N,) among all that the model could write."""
         scores = np.full(len(self.texts), -np.inf)
         for i, way in enumerate(self.ways):
-            scores[way.text] = np.logaddexp(scores[way.text], self._found[i][0])
+            scores[way.text] = np.logaddexp(scores[way.text], self._scores[i][0])
         return scores
 
     def tokens(self, text: int) -> list[tuple[int, TokenLogprobs]]:
         """Of the likeliest way to write one of the texts."""
         ways = [i for i, way in enumerate(self.ways) if way.text == text]
-        best = max(ways, key=lambda i: self._found[i][0])
-        return list(zip(self.ways[best].ids, self._found[best][1], strict=True))
+        best = max(ways, key=lambda i: self._scores[i][0])
+        return list(zip(self.ways[best].ids, self._scores[best][1], strict=True))
 
 
 def _score(way: Way, logits: Logits, top: int) -> tuple[float, list[TokenLogprobs]]:
@@ -103,9 +106,11 @@ def _score(way: Way, logits: Logits, top: int) -> tuple[float, list[TokenLogprob
 def labels_of(
     texts: tuple[str, ...], ways: Seq[Seq[list[int]]], stop_ids: frozenset[int]
 ) -> Labels:
-    """`ways`: of each text, the sequences of tokens that write it. Raises `InvalidRequest` where
-    there are none."""
-    found = []
+    """Makes labels of texts and, for each, the sequences of tokens that write it.
+
+    Raises `InvalidRequest` for a text without tokens.
+    """
+    all_ways = []
     for i, text in enumerate(texts):
         if not ways[i]:
             raise InvalidRequest(
@@ -113,8 +118,8 @@ def labels_of(
             )
         goes_on = any(other.startswith(text) and other != text for other in texts)
         ends = stop_ids if goes_on else frozenset[int]()
-        found += [Way(i, ids, ends) for n, ids in enumerate(ways[i]) if ids not in ways[i][:n]]
-    return Labels(texts, found)
+        all_ways += [Way(i, ids, ends) for n, ids in enumerate(ways[i]) if ids not in ways[i][:n]]
+    return Labels(texts, all_ways)
 
 
 def check_lengths(labels: Labels, prompt_tokens: int, max_length: int) -> None:

@@ -1,4 +1,4 @@
-"""What makes a loaded model of an artifact's folder."""
+"""Loads models from artifact folders."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be loaded: the folder of a whole model, or an adapter's and its base's."""
+    """A model to load: a whole model's folder, or an adapter's and its base's."""
 
     name: str
     path: Path
@@ -53,8 +53,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What a request's folders hold: the artifact that is computed with, and an adapter where that
-    is its base."""
+    """The contents of a request's folders: an artifact, and an adapter if it is that one's base."""
 
     artifact: Artifact
     adapter: adapters.Adapter | None
@@ -63,7 +62,7 @@ class Source:
 
 
 class Loader:
-    """Admits a model to the budget, has its files read in a sandbox, and opens it."""
+    """Admits models to the budget, reads their files in a sandbox, and opens them."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class Loader:
         self._text_processes = TextProcesses()
 
     def resolve(self, backend: str | None, precision: str | None) -> tuple[str, str]:
-        """With the defaults for what is not given. Raises `InvalidRequest`."""
+        """Backend and precision, by default the settings'. Raises `InvalidRequest`."""
         backend = backend or self._settings.backend
         default = self._settings.precision if backend == self._settings.backend else ""
         known = backends.precisions(backend, self._settings.device)
@@ -89,10 +88,9 @@ class Loader:
         return backend, precision
 
     def needs(self, request: Request, reading: Reading) -> tuple[int, int]:
-        """Bytes of the weights that are not there yet, and of a row's keys and values at its
-        longest.
+        """Bytes of weights that are not loaded yet, and K/V bytes of a row of full context.
 
-        What it reads, a load need not read again. Raises `ArtifactError`.
+        A load reads nothing again that was read here. Raises `ArtifactError`.
         """
         source = self._source(request, reading)
         needed, row = self._bytes(source.artifact, request.precision)
@@ -102,7 +100,7 @@ class Loader:
         return needed, row
 
     def _source(self, request: Request, reading: Reading) -> Source:
-        """Raises `ArtifactError` for what is none, and for an adapter that does not fit."""
+        """Read the folders. Raises `ArtifactError`, also for an adapter that does not fit."""
         path, base = request.path, request.base
         stamps = {folder: stamps_of(folder) for folder in (base or path, path)}
         artifact = self._manifests.open(base or path, reading.run)
@@ -127,7 +125,10 @@ class Loader:
         return weights, backends.row_bytes(config, precision)
 
     def load(self, request: Request, reading: Reading) -> Model:
-        """Raises `ArtifactError`, `OutOfMemory`, `Cancelled`; leaves nothing behind then."""
+        """Load a model, or leave nothing behind.
+
+        Raises `ArtifactError`, `OutOfMemory`, `Cancelled`.
+        """
         started = time.monotonic()
         source = self._source(request, reading)
         artifact = source.artifact
@@ -183,8 +184,11 @@ class Loader:
         undo: ExitStack,
         reading: Reading,
     ) -> NativeAdapter:
-        """Its matrices, which are page cache: they count among what is loaded, not among what is
-        resident. Raises `ArtifactError`, `OutOfMemory`."""
+        """Load an adapter's matrices.
+
+        They are page cache and count as loaded, not as resident. Raises `ArtifactError`,
+        `OutOfMemory`.
+        """
         size = num_bytes(adapter, request.precision)
         row = backends.row_bytes(base.config, request.precision)
         self._budget.declare(size, row, request.name)
@@ -222,18 +226,18 @@ class Loader:
                 batch=Batch(request.max_rows, self._budget, self._prefixes),
                 reserved_bytes=needed,
             )
-            undo.callback(self._residency.free, core)
-            self._residency.enter(core, reading)
+            undo.callback(self._residency.close_core, core)
+            self._residency.open_new(core, reading)
             undo.pop_all()
         return core
 
     def free(self, model: Model, last: bool, reason: EngineError) -> None:
-        """Closes what a model has of its own, and its core where it was the `last` of that."""
+        """Close what a model does not share, and its core if the model was the `last` on it."""
         core = model.core
         model.texts.close(reason)
         try:
             if last:
-                self._residency.free(core)
+                self._residency.close_core(core)
         finally:
             if last:
                 self._budget.withdraw(core.reserved_bytes, core.row_bytes, core.name)
@@ -243,15 +247,17 @@ class Loader:
             return_freed_memory()
 
     def close(self) -> None:
-        """Once no model is left."""
+        """Close the text processes, once no model is loaded."""
         self._text_processes.close()
 
     def _opener(
         self, source: Source, backend: str, precision: str, texts: Texts
     ) -> Callable[[Run], BackendModel]:
-        """What opens the artifact, as often as it is called. It raises `ArtifactError` where it has
-        to read the artifact's files and they have changed, or its `texts` are found to be none
-        before."""
+        """A function that opens the artifact, as often as it is called.
+
+        It raises `ArtifactError` where it has to read the files and they have changed, or the
+        model's texts turn out to be unusable before that.
+        """
         artifact = source.artifact
 
         def check() -> None:
@@ -280,7 +286,7 @@ class Loader:
 
 
 def described_by(adapter: adapters.Adapter, base: Artifact) -> Artifact:
-    """The base with the adapter's own generation settings and, where it brings one, tokenizer."""
+    """The base with the adapter's generation settings and, if it has one, its tokenizer."""
     own = adapter.path / TOKENIZER_FILE
     return dataclasses.replace(
         base,

@@ -20,11 +20,10 @@ from engine.text.texts import Texts
 
 @dataclass(eq=False)
 class Core:
-    """An artifact's weights on a backend, and its batch: of one model, or of a base and all its
-    adapters.
+    """Weights on a backend and the batch that computes with them.
 
-    It is resident, which is that it can compute, or it waits on the disk: `engine.residency`
-    decides.
+    A core belongs to one model, or to a base and its adapters. It is resident, which means that it
+    can compute, or evicted to the disk, see `engine.residency`.
     """
 
     name: str
@@ -36,17 +35,17 @@ class Core:
     open: Callable[[Run], BackendModel]  # raises `EngineError`
     batch: Batch
     reserved_bytes: int  # of its weights, in memory
-    models: set[Model] = field(default_factory=set)  # that it computes
+    models: set[Model] = field(default_factory=set)  # the models that share it
     lost: bool = False  # after a fault in its batch
-    prefilled_at: int = 0  # the engine's turn in which it last computed a part of a prompt
+    prefilled_at: int = 0  # the turn of the step loop of its last prompt tokens
     compute: BackendModel | None = None  # while it is open
     resident: bool = False
     opening: bool = False  # by a thread
     closing: bool = False
     held_bytes: int = 0  # of the budget
-    submitting: int = 0  # requests whose prompts are being cut
+    submitting: int = 0  # requests whose prompts are being tokenized
     resident_since: float = 0.0
-    opening_s: float = 0.0  # what it last took to make it resident
+    opening_s: float = 0.0  # how long the last opening took
 
     @property
     def config(self) -> GPT2Config:
@@ -58,7 +57,7 @@ class Core:
 
     @property
     def row_bytes(self) -> int:
-        """Of the keys and values of a row of full context."""
+        """K/V bytes of a row of full context."""
         return row_bytes(self.config, self.precision)
 
     @property
@@ -67,7 +66,7 @@ class Core:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether its weights are page cache, which the kernel may take."""
+        """Whether the weights are page cache, which the kernel may evict."""
         return self.compute is not None and bool(self.compute.mapped)
 
     @property
@@ -81,8 +80,10 @@ class Core:
 
 @dataclass(eq=False)
 class Model:
-    """What requests name: texts, counters, and where it is one of several fine-tunes of a base, its
-    adapter."""
+    """A loaded model, as requests name it: texts, counters, and a core.
+
+    `adapter` is what distinguishes it from other models on the core.
+    """
 
     name: str
     path: Path
@@ -93,7 +94,7 @@ class Model:
     statistics: Statistics = field(default_factory=Statistics)
     recent: Recent = field(default_factory=Recent)
     load_s: float = 0.0
-    submitting: int = 0  # requests whose prompts are being cut
+    submitting: int = 0  # requests whose prompts are being tokenized
 
     @property
     def config(self) -> GPT2Config:
@@ -109,17 +110,19 @@ class Model:
 
     @property
     def answered(self) -> bool:
-        """Whether everybody who asked has the whole answer."""
+        """Whether no request of it is queued, running, or waits for texts."""
         return not self.submitting and not self.batch.unfinished(self) and self.texts.idle
 
     def held(self) -> dict[str, Any]:
-        """Residency and bytes of the budget, cheap to compute. Shared weights are divided by the
-        number of models that share them."""
+        """Residency and bytes of the budget, cheap to compute.
+
+        Shared weights are divided by the number of models that share them.
+        """
         core = self.core
         return {
             "name": self.name,
             "residency": "hot" if core.resident else "parked",
-            # What goes with it at most: the other models may need a shorter row.
+            # What unloading it frees at most: the other models may need a shorter row.
             "reserved_bytes": self.adapter_bytes + core.reserved_bytes // max(len(core.models), 1),
             "row_bytes": core.row_bytes,
             "kv_bytes": self.batch.kv_bytes(self),

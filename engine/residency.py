@@ -1,14 +1,14 @@
-"""Which of the loaded models are resident: open, in memory, able to compute.
+"""Decide which cores are resident, which is open, in memory and able to compute.
 
-A model becomes resident on a thread that opens it and reads what is not in memory: no step waits
-for a disk. Never are more resident than the budget holds, or than what the container has left if
-that is less: a model whose pages push out another one's is better off in a queue.
+A core is opened on a thread that first reads its weights into memory, so no step waits for a disk.
+Resident cores fit the budget and the memory that the container has free: with more, the kernel
+would evict pages of one core while another computes.
 
-Idle models make space, the least recently used first. Their files' pages stay in the page cache as
-long as the kernel has no other use for them. Where all resident models are in use, a model that
-has waited for `PATIENCE_S` replaces the one that has been resident for longest: that one admits no
-more sequences, finishes those that run, and queues up again. So a model waits for the running
-answers of the models in its way and of those before it in the queue, and for nothing else.
+Idle cores are evicted first, the least recently used before others. Their files stay in the page
+cache as long as the kernel has no other use for it. Where every resident core is in use, a core
+that has been queued for `DRAIN_AFTER_S` drains the one that has been resident for longest: that one
+admits no more sequences, finishes the running ones, is evicted, and is queued again. A core in the
+queue therefore waits for running answers only, never for new ones.
 """
 
 from __future__ import annotations
@@ -29,60 +29,62 @@ from engine.model import Core
 from engine.prefixes import Prefixes
 from engine.sandbox.reading import Reading
 
-PATIENCE_S = 0.25
-# A model in use stays resident for so many times as long as it took to open it.
-STAY = 4
-# Of a container: code, and what the budget does not count. If resident models had that, too, the
-# kernel would take pages of theirs, and a step would wait for the disk.
-KEPT_SHARE = 16
-THREADS = 2
+# How long a core is queued before a core in use is drained for it. Longer: more time to the first
+# token of models that are not resident. Shorter: more reads from the disk, fewer tokens a second.
+DRAIN_AFTER_S = 0.25
+# A core is resident for at least this many times as long as opening it took. Larger: less time goes
+# into opening, and queued cores wait longer.
+MIN_RESIDENCE_FACTOR = 4
+# The part of the container's memory, one in so many, that stays free for code and for what the
+# budget does not count. Less of it: the kernel evicts weights, and steps wait for the disk.
+RESERVE_DIVISOR = 16
+OPENING_THREADS = 2
 
 logger = logging.getLogger(__name__)
 
 
 class Residency:
-    """`changed` guards `models` and whether they are resident. Thread-safe."""
+    """Opens and evicts cores. Thread-safe: `changed` guards `cores` and their state."""
 
     def __init__(
         self,
         changed: threading.Condition,
-        models: Mapping[str, Core],
+        cores: Mapping[str, Core],
         budget: Budget,
         prefixes: Prefixes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._changed, self._models, self._budget, self._clock = changed, models, budget, clock
+        self._changed, self._cores, self._budget, self._clock = changed, cores, budget, clock
         self._prefixes = prefixes
         self._queue: deque[tuple[Core, Callable[[list[Core]], object], float]] = deque()
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="residency")
+        self._pool = ThreadPoolExecutor(OPENING_THREADS, thread_name_prefix="residency")
         self._victims = Victims[str]()
-        self._draining: list[Core] = []  # that admit no sequences
-        self.opened = 0  # how often a model became resident again
-        budget.spare = self._spare
+        self._draining: list[Core] = []  # these admit no sequences
+        self.opened = 0  # how many times an evicted core was opened again
+        budget.on_kv_shortage = self._evict_for_kv
 
-    def acquire(self, model: Core) -> None:
-        """Counts a request that is about to be queued, and makes its model resident. `release` ends
-        that."""
+    def acquire(self, core: Core) -> None:
+        """Keep a core resident for a request that is about to be queued, until `release`."""
         with self._changed:
-            self._victims.used(model.name)
-            model.submitting += 1
-            self.want(model)
+            self._victims.used(core.name)
+            core.submitting += 1
+            self.request(core)
 
-    def release(self, model: Core) -> None:
+    def release(self, core: Core) -> None:
         with self._changed:
-            model.submitting -= 1
-            self.advance()
+            core.submitting -= 1
+            self.open_waiting()
 
-    def want(self, model: Core) -> None:
-        """Makes `model` resident as soon as there is space, on a thread."""
+    def request(self, core: Core) -> None:
+        """Have a thread make a core resident as soon as there is space for it."""
         with self._changed:
-            self._queue_up(model)
-            self.advance()
+            self._enqueue_reopening(core)
+            self.open_waiting()
 
-    def enter(self, model: Core, reading: Reading) -> None:
-        """Makes a new model resident, on this thread, which waits for space.
+    def open_new(self, core: Core, reading: Reading) -> None:
+        """Wait for space and open a new core, on this thread.
 
-        Raises `Cancelled` once the reading is given up, and what opening the model does.
+        Raises `Cancelled` once `reading` is cancelled, and what opening the core does.
         """
         granted: list[list[Core]] = []
 
@@ -91,192 +93,203 @@ class Residency:
             self._changed.notify_all()
 
         with self._changed:
-            self._victims.used(model.name)
-            self._enqueue(model, grant)
+            self._victims.used(core.name)
+            self._enqueue(core, grant)
             try:
                 while True:
-                    self.advance()
+                    self.open_waiting()
                     if granted:
                         break
                     reading.check()
-                    self._changed.wait(PATIENCE_S)
+                    self._changed.wait(DRAIN_AFTER_S)
             except BaseException:
-                self._dequeue(model)
+                self._dequeue(core)
                 raise
-        self._open(model, granted[0], reading)
+        self._open(core, granted[0], reading)
 
-    def leave(self, model: Core) -> None:
-        """Takes an unloaded model out of the queue, once no thread moves it."""
+    def dequeue(self, core: Core) -> None:
+        """Take an unloaded core out of the queue, and wait until no thread opens or closes it."""
         with self._changed:
-            self._dequeue(model)
-            self._changed.wait_for(lambda: not model.moving)
+            self._dequeue(core)
+            self._changed.wait_for(lambda: not core.moving)
 
-    def free(self, model: Core) -> None:
-        """Closes an unloaded model, whatever is still going on in it."""
+    def close_core(self, core: Core) -> None:
+        """Close an unloaded core, also while it has sequences."""
         with self._changed:
-            compute, model.compute, model.resident = model.compute, None, False
+            compute, core.compute, core.resident = core.compute, None, False
         try:
             if compute is not None:
                 compute.close()
         finally:
             with self._changed:
-                self._hold(model, 0)
-                self.advance()
+                self._set_held_bytes(core, 0)
+                self.open_waiting()
 
     def close(self) -> None:
         self._pool.shutdown()
 
-    def advance(self) -> None:
-        """Gives space to models that wait for it, in their order, as far as there is any."""
+    def open_waiting(self) -> None:
+        """Open queued cores in their order, as far as space for them can be had."""
         with self._changed:
             while self._queue:
-                model, start, since = self._queue[0]
-                if model.moving:
+                core, start, since = self._queue[0]
+                if core.moving:
                     return
-                missing = self._lacks(model)
-                victims = self._make_space(missing)
+                missing = self._missing_bytes(core)
+                victims = self._choose_victims(missing)
                 if victims is None:
-                    if self._clock() - since >= PATIENCE_S:
+                    if self._clock() - since >= DRAIN_AFTER_S:
                         self._drain(missing)
                     return
                 self._queue.popleft()
-                model.opening = True
-                self._hold(model, model.reserved_bytes)
+                core.opening = True
+                self._set_held_bytes(core, core.reserved_bytes)
                 start(victims)
-            for model in self._draining:
-                model.batch.admits = True
+            for core in self._draining:
+                core.batch.admits = True
             self._draining.clear()
 
     # With the lock
 
-    def _queue_up(self, model: Core) -> None:
-        known = self._models.get(model.name) is model
-        queued = any(queued is model for queued, _, _ in self._queue)
-        if known and not (model.can_step or model.opening or queued):
-            self._enqueue(model, lambda victims: self._pool.submit(self._reopen, model, victims))
+    def _enqueue_reopening(self, core: Core) -> None:
+        known = self._cores.get(core.name) is core
+        queued = any(queued is core for queued, _, _ in self._queue)
+        if known and not (core.can_step or core.opening or queued):
+            self._enqueue(core, lambda victims: self._pool.submit(self._reopen, core, victims))
 
-    def _enqueue(self, model: Core, start: Callable[[list[Core]], object]) -> None:
-        self._queue.append((model, start, self._clock()))
+    def _enqueue(self, core: Core, start: Callable[[list[Core]], object]) -> None:
+        self._queue.append((core, start, self._clock()))
 
-    def _dequeue(self, model: Core) -> None:
-        self._queue = deque(entry for entry in self._queue if entry[0] is not model)
+    def _dequeue(self, core: Core) -> None:
+        self._queue = deque(entry for entry in self._queue if entry[0] is not core)
 
-    def _hold(self, model: Core, size: int) -> None:
-        self._budget.take(size - model.held_bytes)
-        model.held_bytes = size
+    def _set_held_bytes(self, core: Core, size: int) -> None:
+        self._budget.take(size - core.held_bytes)
+        core.held_bytes = size
 
-    def _lacks(self, model: Core) -> int:
-        """Bytes of other models' weights that have to go before `model` becomes resident."""
-        resident = [m for m in self._models.values() if m.resident]
-        row = max(m.row_bytes for m in (model, *resident))
-        size = model.reserved_bytes - model.held_bytes
-        missing = self._budget.lacks(size, row)
+    def _missing_bytes(self, core: Core) -> int:
+        """Bytes of other cores' weights to evict before this core can be opened."""
+        resident = [other for other in self._cores.values() if other.resident]
+        row = max(other.row_bytes for other in (core, *resident))
+        size = core.reserved_bytes - core.held_bytes
+        missing = self._budget.missing_bytes(size, row)
         container = container_memory() if resident else None
         if container is not None:
-            mapped = sum(m.reserved_bytes for m in resident if m.is_mapped)  # is page cache
-            kept = container.limit_bytes // KEPT_SHARE
-            short = size + mapped + kept - container.free_bytes
-            if short > 0:
-                short -= self._prefixes.shrink(short)
-            # One is always resident, however little there is.
-            missing = max(missing, min(short, sum(m.held_bytes for m in resident)))
+            # Mapped weights are page cache, which `free_bytes` counts as free.
+            mapped = sum(other.reserved_bytes for other in resident if other.is_mapped)
+            reserve = container.limit_bytes // RESERVE_DIVISOR
+            shortage = size + mapped + reserve - container.free_bytes
+            if shortage > 0:
+                shortage -= self._prefixes.shrink(shortage)
+            # At least one core is resident, however small the container is.
+            missing = max(missing, min(shortage, sum(other.held_bytes for other in resident)))
         return missing
 
-    def _make_space(self, missing: int) -> list[Core] | None:
-        """Chooses idle models with so many bytes of weights, the least recently used first; None if
-        all of them would not do. The caller closes them: until then the memory is not there."""
+    def _choose_victims(self, missing: int) -> list[Core] | None:
+        """Choose idle cores with at least `missing` bytes of weights, least recently used first.
+
+        Returns None where all idle cores have less. The caller closes them; their memory is free
+        after that.
+        """
         held = {
-            model.name: Held(model.held_bytes, 1)
-            for model in self._models.values()
-            if model.can_step and (model.idle or _has_drained(model))
+            core.name: Held(core.held_bytes, 1)
+            for core in self._cores.values()
+            if core.can_step and (core.idle or _has_drained(core))
         }
         if sum(entry.bytes for entry in held.values()) < missing:
             return None
-        victims = [self._models[name] for name in self._victims.choose(held, missing)]
-        for model in victims:
-            model.resident, model.closing = False, True
-            model.batch.admits = True
-            if model.is_mapped:  # a device's memory is free only once it is closed
-                self._hold(model, 0)
-            if model.batch.has_work:
-                self._queue_up(model)
+        victims = [self._cores[name] for name in self._victims.choose(held, missing)]
+        for core in victims:
+            core.resident, core.closing = False, True
+            core.batch.admits = True
+            if core.is_mapped:  # a device's memory is free only once it is closed
+                self._set_held_bytes(core, 0)
+            if core.batch.has_work:
+                self._enqueue_reopening(core)
         return victims
 
     def _drain(self, missing: int) -> None:
-        """Stops admission to models in use that hold so many bytes, those first that have been
-        resident for longest; to none before it has begun what it was opened for."""
-        now = self._clock()
-        resident = [model for model in self._models.values() if model.can_step]
-        for model in sorted(resident, key=lambda model: model.resident_since):
-            begun = model.batch.running or not model.batch.waiting
-            if missing > 0 and begun and now - model.resident_since >= STAY * model.opening_s:
-                model.batch.admits = False
-                self._draining.append(model)
-                missing -= model.held_bytes
+        """Stop admission to cores in use with `missing` bytes, longest resident first.
 
-    def _spare(self, missing: int) -> None:
+        A core is not drained before the first request that it was opened for has begun.
+        """
+        now = self._clock()
+        resident = [core for core in self._cores.values() if core.can_step]
+        for core in sorted(resident, key=lambda core: core.resident_since):
+            begun = core.batch.running or not core.batch.waiting
+            if (
+                missing > 0
+                and begun
+                and now - core.resident_since >= MIN_RESIDENCE_FACTOR * core.opening_s
+            ):
+                core.batch.admits = False
+                self._draining.append(core)
+                missing -= core.held_bytes
+
+    def _evict_for_kv(self, missing: int) -> None:
+        """Evict idle cores for keys and values of a resident one."""
         with self._changed:
-            for model in self._make_space(missing) or []:
-                self._pool.submit(self._close, model)
+            for core in self._choose_victims(missing) or []:
+                self._pool.submit(self._close, core)
 
     # On a thread, without the lock
 
-    def _reopen(self, model: Core, victims: list[Core]) -> None:
+    def _reopen(self, core: Core, victims: list[Core]) -> None:
         try:
-            self._open(model, victims, Reading())
+            self._open(core, victims, Reading())
         except Exception as error:
-            logger.exception("%s could not be opened again", model.name)
+            logger.exception("%s could not be opened again", core.name)
             known = error if isinstance(error, EngineError) else None
             with self._changed:
-                for sequence in model.batch.clear():
-                    sequence.fail(known or EngineError(f"{model.name} could not be opened again"))
+                for sequence in core.batch.clear():
+                    sequence.fail(known or EngineError(f"{core.name} could not be opened again"))
         else:
             self.opened += 1
 
-    def _open(self, model: Core, victims: list[Core], reading: Reading) -> None:
-        """Makes a model resident that has its space, once the victims are closed."""
+    def _open(self, core: Core, victims: list[Core], reading: Reading) -> None:
+        """Close the victims, then open a core in their space."""
         began, done = self._clock(), False
         try:
             for other in victims:
                 self._close(other)
-            model.compute = model.open(reading.run)
-            read_in(model.compute.mapped)
-            model.batch.open(model.compute, model.reserved_bytes)
+            core.compute = core.open(reading.run)
+            read_in(core.compute.mapped)
+            core.batch.open(core.compute, core.reserved_bytes)
             done = True
         finally:
             with self._changed:
-                model.opening = False
+                core.opening = False
                 if done:
-                    model.resident = True
-                    model.resident_since = self._clock()
-                    model.opening_s = model.resident_since - began
+                    core.resident = True
+                    core.resident_since = self._clock()
+                    core.opening_s = core.resident_since - began
                 else:
-                    compute, model.compute = model.compute, None
+                    compute, core.compute = core.compute, None
                     if compute is not None:
                         compute.close()
-                    self._hold(model, 0)
+                    self._set_held_bytes(core, 0)
                 self._changed.notify_all()
-                self.advance()
+                self.open_waiting()
 
-    def _close(self, model: Core) -> None:
-        """Closes a victim."""
+    def _close(self, core: Core) -> None:
+        """Close an evicted core."""
         with self._changed:
-            compute, model.compute = model.compute, None
-            model.batch.close()
+            compute, core.compute = core.compute, None
+            core.batch.close()
         try:
             if compute is not None:
                 advise_cold(compute.mapped)
                 compute.close()
         except Exception:
-            logger.exception("%s could not be closed", model.name)
+            logger.exception("%s could not be closed", core.name)
         with self._changed:
-            model.closing = False
-            if not model.opening:
-                self._hold(model, 0)
+            core.closing = False
+            if not core.opening:
+                self._set_held_bytes(core, 0)
             self._changed.notify_all()
-            self.advance()
+            self.open_waiting()
 
 
-def _has_drained(model: Core) -> bool:
-    """Whether a model that admits no sequences has finished the last."""
-    return not (model.batch.admits or model.batch.running)
+def _has_drained(core: Core) -> bool:
+    """Whether a draining core has finished its last sequence."""
+    return not (core.batch.admits or core.batch.running)

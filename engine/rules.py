@@ -1,7 +1,8 @@
-"""What is forbidden to an answer, or made less likely, by the tokens before.
+"""Rules: what a request bans or makes less likely, by the tokens so far.
 
-A rule is called once a step, on the engine's thread, with the logits (V,) of the row, which it
-changes, and all ids so far, prompt and answer. Each call's ids begin with those of the last.
+A rule is called once a step, on the step loop's thread, with the logits (V,) of the row, which it
+changes, and all ids so far, prompt and answer. The ids of a call begin with those of the last. A
+copy of a new rule is a rule for another answer to the same prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Logits = NDArray[np.float32]
 Ids = NDArray[np.int64]
 Rule = Callable[[Logits, Ids], None]
 
-# A logit that has no weight at any temperature, and with which sums and differences stay finite.
+# The logit of a banned token: weight 0 at any temperature, and sums with it stay finite.
 FORBIDDEN = np.float32(-1e30)
 
 
@@ -30,10 +31,10 @@ def rules_of(
     stop_ids: Iterable[int],
     phrases: Callable[[tuple[str, ...]], Phrases],
 ) -> list[Rule]:
-    """Returns the rules of one answer by its request's parameters, penalties before bans.
+    """Return the rules of an answer by its request's parameters, penalties before bans.
 
-    Whatever takes longer than a step may take is computed here, and in `phrases`, which finds texts
-    in tokens.
+    What takes longer than a step may take, such as an index of the prompt, is computed here.
+    `phrases` finds texts in tokens.
     """
     p, rules = parameters, list[Rule]()
     if p.dry_multiplier and p.dry_penalty_last_n:
@@ -50,21 +51,25 @@ def rules_of(
 
 
 class MinNewTokens:
-    """No end token before there are `length` ids, as transformers'
-    MinNewTokensLengthLogitsProcessor."""
+    """Bans end tokens before there are `length` ids.
+
+    As transformers' MinNewTokensLengthLogitsProcessor.
+    """
 
     def __init__(self, stop_ids: Iterable[int], length: int) -> None:
         self._ends = np.array(sorted(stop_ids), np.int64)
         self._length = length
 
     def __call__(self, logits: Logits, ids: Ids) -> None:
-        if len(ids) < self._length:  # a model may name end tokens beyond its vocabulary
+        if len(ids) < self._length:  # end tokens may be beyond the vocabulary
             logits[self._ends[(self._ends >= 0) & (self._ends < len(logits))]] = FORBIDDEN
 
 
 class NoRepeatNgrams:
-    """No `size` tokens stand twice in prompt and answer, as transformers'
-    NoRepeatNGramLogitsProcessor: forbidden is what followed the last `size` - 1 tokens before."""
+    """Bans tokens that would repeat an n-gram of `size` tokens of prompt or answer.
+
+    As transformers' NoRepeatNGramLogitsProcessor.
+    """
 
     def __init__(self, size: int) -> None:
         self._before = size - 1
@@ -74,7 +79,7 @@ class NoRepeatNgrams:
         if count <= 0:
             return
         ends = np.arange(count)
-        if size:  # where the last token stood before; only there the others are looked at
+        if size:  # only where the last token occurred before are the others compared
             ends = np.flatnonzero(ids[size - 1 : -1] == ids[-1])
             windows = np.lib.stride_tricks.sliding_window_view(ids, size)
             ends = ends[(windows[ends] == ids[-size:]).all(axis=1)]
@@ -82,16 +87,18 @@ class NoRepeatNgrams:
 
 
 class BadWordsIds:
-    """No list of ids is completed, as transformers' NoBadWordsLogitsProcessor; an end token alone
-    is not forbidden."""
+    """Bans tokens that would complete one of some lists of ids; an end token alone is allowed.
+
+    As transformers' NoBadWordsLogitsProcessor.
+    """
 
     def __init__(self, lists: Iterable[tuple[int, ...]], stop_ids: Iterable[int]) -> None:
         ends = {(i,) for i in stop_ids}
-        found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        banned: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for *before, last in set(lists) - ends:
-            found[tuple(before)].append(last)
-        self._last = {before: np.array(last) for before, last in found.items()}
-        self._sizes = set(map(len, found))
+            banned[tuple(before)].append(last)
+        self._last = {before: np.array(last) for before, last in banned.items()}
+        self._sizes = set(map(len, banned))
 
     def __call__(self, logits: Logits, ids: Ids) -> None:
         for size in self._sizes:
@@ -102,34 +109,34 @@ class BadWordsIds:
 
 
 class BadWords:
-    """None of some texts is completed, however they are cut into tokens; one may begin in the
-    prompt."""
+    """Bans tokens that would complete one of some texts, which may begin in the prompt."""
 
     def __init__(self, words: Phrases, prompt: Seq[int]) -> None:
         self._words, self._tail = words, b""
         self._read = max(len(prompt) - words.longest, 0)  # ids; no text has more tokens
-        self._read_to(np.array(prompt, np.int64))
+        self._append(np.array(prompt, np.int64))
 
-    def _read_to(self, ids: Ids) -> None:
+    def _append(self, ids: Ids) -> None:
         for token in ids[self._read :].tolist():
             self._tail, _ = self._words.read(self._tail, token)
         self._read = len(ids)
 
     def __call__(self, logits: Logits, ids: Ids) -> None:
-        self._read_to(ids)
+        self._append(ids)
         for tokens in self._words.completing(self._tail):
             logits[tokens] = FORBIDDEN
 
 
 class Dry:
-    """Makes tokens less likely that go on with a repetition, the more the longer it is.
+    """Makes tokens less likely that would continue a repetition, the longer it is the more.
 
-    Where the last n tokens stood before, followed by t, the logit of t loses
-    multiplier * base ** (n - allowed_length), of the longest such n if that is at least
-    allowed_length. No n reaches back over a breaker, and no token that holds one loses anything.
+    Where the last n tokens occurred before, followed by t, the logit of t is lowered by multiplier
+    * base ** (n - allowed_length), for the longest such n if it is at least allowed_length. A
+    repetition does not extend over a breaker, and no token that contains one is penalized.
 
-    "DRY: A modern repetition penalty", https://github.com/oobabooga/text-generation-webui/pull/5677,
-    in the form that llama.cpp gave it, https://github.com/ggml-org/llama.cpp/pull/9702.
+    "DRY: A modern repetition penalty",
+    https://github.com/oobabooga/text-generation-webui/pull/5677, in the form that llama.cpp gave
+    it, https://github.com/ggml-org/llama.cpp/pull/9702.
     """
 
     def __init__(self, parameters: Parameters, prompt: Seq[int], breakers: Phrases) -> None:
@@ -137,9 +144,9 @@ class Dry:
         self._tail, self._unbroken = b"", 0  # last bytes, and tokens since a breaker
         # For each j below the number of ids: with how many tokens ids[:j] ends as all ids do.
         self._lengths = np.zeros(0, np.int64)
-        self._read_to(np.array(prompt, np.int64))
+        self._append(np.array(prompt, np.int64))
 
-    def _read_to(self, ids: Ids) -> None:
+    def _append(self, ids: Ids) -> None:
         for at in range(len(self._lengths), len(ids)):
             token = int(ids[at])
             lengths = np.zeros(at + 1, np.int64)
@@ -149,7 +156,7 @@ class Dry:
             self._unbroken = 0 if broken else self._unbroken + 1
 
     def __call__(self, logits: Logits, ids: Ids) -> None:
-        self._read_to(ids)
+        self._append(ids)
         p = self._p
         begin = 0 if p.dry_penalty_last_n < 0 else max(len(ids) - p.dry_penalty_last_n, 0)
         lengths = np.minimum(self._lengths[begin:], np.arange(len(ids) - begin))
@@ -161,6 +168,6 @@ class Dry:
         with np.errstate(over="ignore"):
             penalties = p.dry_multiplier * p.dry_base ** (lengths[repeats] - p.dry_allowed_length)
         tokens = ids[begin + 1 :][repeats]
-        kept = logits[self._breakers.within]
+        exempt = logits[self._breakers.within]
         logits[tokens] -= np.minimum(penalties, -FORBIDDEN).astype(np.float32)
-        logits[self._breakers.within] = kept
+        logits[self._breakers.within] = exempt

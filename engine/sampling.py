@@ -24,18 +24,21 @@ from engine.text.constraint import Constraint
 Logits = NDArray[np.float32]
 Weights = NDArray[np.float64]
 
-FEW = 512  # tokens that are sorted
-GROUP = 50  # logits of which only the largest is looked at, where few are wanted
-PIECE = 256  # weights that are added up at once
-BINS = 4096
-# Smaller temperatures and penalties do what these do; float32 overflows on the way.
-SMALLEST = 1e-6
+FEW = 512  # at most so many tokens are sorted, more are ranked in bins
+GROUP = 50  # logits of a group; for the k largest, only the largest of each group is compared first
+CHUNK = 256  # weights of a chunk; a token is searched for in one of them
+BINS = 4096  # of a ranking. More: fewer tokens to rank in a bin, more bins to add up
+# The smallest temperature and penalty: smaller ones choose the same, but overflow float32.
+MIN_DIVISOR = 1e-6
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities of a step, before temperature and truncation: of the chosen token, and of
-    the likeliest, best first."""
+    """Log-probabilities of a step, before temperature and truncation.
+
+    chosen: of the chosen token
+    top: of the most likely tokens, best first
+    """
 
     chosen: float
     top: list[tuple[int, float]]
@@ -50,12 +53,12 @@ class Sampler:
     def __init__(self, parameters: Parameters, index: int = 0, rules: Seq[Rule] = ()) -> None:
         self._p, self._rules = parameters, rules
         self._ids: Ids = np.zeros(0, np.int64)  # for the rules
-        self._temperature = max(parameters.temperature, SMALLEST)
-        self._penalty = max(parameters.repetition_penalty, SMALLEST)
+        self._temperature = max(parameters.temperature, MIN_DIVISOR)
+        self._penalty = max(parameters.repetition_penalty, MIN_DIVISOR)
         self._counts: Counter[int] | None = None  # of the answer's tokens
         if parameters.frequency_penalty or parameters.presence_penalty:
             self._counts = Counter()
-        self._known = 0  # of the sequence's ids, those that are in `_seen`
+        self._known = 0  # how many of the sequence's ids are in `_seen`
         self._seen: set[int] = set()
         self._biased = np.array([token for token, _ in parameters.logit_bias], np.int64)
         self._biases = np.array([bias for _, bias in parameters.logit_bias], np.float32)
@@ -65,15 +68,16 @@ class Sampler:
     def choose(
         self, logits: Logits, ids: Seq[int], constraint: Constraint | None = None
     ) -> tuple[int, TokenLogprobs | None]:
-        """Returns the next token after `ids`, one that a constraint allows, and its
-        log-probabilities if the parameters have `logprobs`. Each call's ids begin with those of the
-        last."""
+        """Return the next token after `ids`, and its log-probabilities if `logprobs` is set.
+
+        The token is one that `constraint` allows. The ids of a call begin with those of the last.
+        """
         p = self._p
         raw = logits
         if p.repetition_penalty != 1.0 or self._counts or self._biased.size or self._rules:
             logits = logits.copy()
             self._adjust(logits, ids)
-        # A token that is forced takes no random number, as where it is not chosen here at all.
+        # A forced token takes no random number, so that skipping its step changes no answer.
         if constraint is None:
             token = int(logits.argmax()) if self._random is None else self._draw(logits)
         elif self._random is None or constraint.forced is not None:
@@ -84,14 +88,14 @@ class Sampler:
         return token, None if p.logprobs is None else logprobs_of(raw, token, p.logprobs)
 
     def pick(self, logprobs: Weights) -> int:
-        """The place of the likeliest of some whole texts, or of one that is drawn."""
+        """The index of the most likely of some whole texts, or of one that is drawn."""
         if self._random is None:
             return int(logprobs.argmax())
         weights = np.exp((logprobs - logprobs.max()) / self._temperature)
         return _at(weights.cumsum(), self._random.random())
 
     def accept(self, token: int) -> None:
-        """Counts a token of the answer, whether it was chosen here or forced."""
+        """Count a token of the answer, chosen or forced."""
         if self._counts is not None:
             self._counts[token] += 1
 
@@ -116,12 +120,12 @@ class Sampler:
     def _draw(self, logits: Logits) -> int:
         p = self._p
         assert self._random is not None
-        uniform = self._random.random()  # one number per token, whatever is cut off below
+        uniform = self._random.random()  # one number a token, whatever is truncated below
         size = len(logits)
         whole: float | None = None
         top_k = p.top_k if 0 < p.top_k < size else size
         if top_k < size:
-            found = _largest(logits, top_k)
+            candidates = _largest(logits, top_k)
         else:
             weights, whole = _all_weights(logits, self._temperature)
             if p.top_p == 1.0:
@@ -130,42 +134,42 @@ class Sampler:
                 if p.typical_p < 1.0:
                     return _drawn_typical(logits, weights, p.typical_p, uniform)
                 return _drawn(weights, uniform)
-            # Those left out have less than 1 - top_p together.
-            found = np.flatnonzero(~(weights < (1 - p.top_p) * whole / size))
-        logits = logits[found]
+            # The others have less than 1 - top_p together.
+            candidates = np.flatnonzero(~(weights < (1 - p.top_p) * whole / size))
+        logits = logits[candidates]
         few = _weights(logits, self._temperature)
-        if len(found) > FEW:
+        if len(candidates) > FEW:
             ranking = Ranking(logits, few)
-            kept_mass = ranking.kept(top_k, p.top_p, whole, p.min_p)
+            mass_in_reach = ranking.mass(top_k, p.top_p, whole, p.min_p)
             if p.typical_p == 1.0:
-                return int(found[ranking.reach(uniform * kept_mass, side="right")[0]])
-            last = ranking.reach(kept_mass)[0]
+                return int(candidates[ranking.reach(uniform * mass_in_reach, side="right")[0]])
+            last = ranking.reach(mass_in_reach)[0]
             equal = np.flatnonzero(logits[: last + 1] == logits[last])
             inside = np.append(np.flatnonzero(logits > logits[last]), equal)
             logits, few = logits[inside], few[inside]
-            return int(found[inside[_drawn_typical(logits, few, p.typical_p, uniform)]])
+            return int(candidates[inside[_drawn_typical(logits, few, p.typical_p, uniform)]])
         order = np.argsort(-logits, kind="stable")[:top_k]
         through = np.cumsum(few[order])
         whole = whole or through[-1]
-        # Those before which less than top_p has gathered.
-        kept = through[: np.searchsorted(through, p.top_p * whole) + 1]
+        # Tokens before which less than top_p has gathered.
+        cumulative = through[: np.searchsorted(through, p.top_p * whole) + 1]
         if p.min_p:
-            kept = kept[: max(np.count_nonzero(few[order] >= p.min_p), 1)]
+            cumulative = cumulative[: max(np.count_nonzero(few[order] >= p.min_p), 1)]
         if p.typical_p < 1.0:
-            order = order[: len(kept)]
+            order = order[: len(cumulative)]
             logits, few = logits[order], few[order]
-            return int(found[order[_drawn_typical(logits, few, p.typical_p, uniform)]])
-        return int(found[order[_at(kept, uniform)]])
+            return int(candidates[order[_drawn_typical(logits, few, p.typical_p, uniform)]])
+        return int(candidates[order[_at(cumulative, uniform)]])
 
 
 def _weights(logits: Logits, temperature: float) -> Weights:
-    """In proportion to the probabilities; the likeliest has 1."""
+    """Weights in proportion to the probabilities; the most likely token has 1."""
     weights: Weights = np.exp((logits - logits.max()).astype(np.float64) / temperature)
     return weights
 
 
 def _all_weights(logits: Logits, temperature: float) -> tuple[Logits, float]:
-    """The same in single precision, in a tenth of the time, and their sum."""
+    """The weights in single precision, in a tenth of the time, and their sum."""
     logits, weights = np.ascontiguousarray(logits), np.empty(len(logits), np.float32)
     addresses = logits.ctypes.data, weights.ctypes.data
     total = library.softmax_weights(addresses[0], len(logits), temperature, addresses[1])
@@ -173,8 +177,10 @@ def _all_weights(logits: Logits, temperature: float) -> tuple[Logits, float]:
 
 
 def _drawn_typical(logits: Logits, weights: NDArray[Any], mass: float, uniform: float) -> int:
-    """One of the typical tokens: of those whose surprisal, -log p, lies nearest to its mean, the
-    entropy, the fewest that together have `mass` of all weight, and those that lie as near.
+    """Draw one of the typical tokens.
+
+    These are the tokens whose surprisal, -log p, is nearest to its mean, the entropy: the fewest
+    that have `mass` of all weight, and those that are as near.
 
     Meister et al. 2022, "Locally Typical Sampling", https://arxiv.org/abs/2202.00666, section 4; as
     transformers' TypicalLogitsWarper.
@@ -183,16 +189,16 @@ def _drawn_typical(logits: Logits, weights: NDArray[Any], mass: float, uniform: 
     # Surprisals are logits but for a sum and a factor, which change no order of distances.
     logits = logits - logits.max()
     mean = float(weights @ logits) / total
-    # Those left out have less than 1 - mass together: the others suffice, unless one of those left
-    # out lies as near. Where they are few, leaving them out takes longer than it spares.
+    # The unlikely ones have less than 1 - mass together, so the likely ones suffice, unless one of
+    # the others is as near. Where only few are unlikely, selecting the likely ones saves no time.
     likely = np.flatnonzero(weights >= (1 - mass) * total / len(weights))
     if 0 < len(likely) < len(weights) / 2:
-        some, found = logits[likely], weights[likely]
+        some, likely_weights = logits[likely], weights[likely]
         distances = np.abs(some - mean)
-        farthest = _farthest(distances, found, mass * total)
+        farthest = _farthest(distances, likely_weights, mass * total)
         if farthest <= mean - some.min():
             near = np.flatnonzero(distances <= farthest)
-            return int(likely[near[_drawn(found[near], uniform)]])
+            return int(likely[near[_drawn(likely_weights[near], uniform)]])
     distances = np.abs(logits - mean)
     far = distances > _farthest(distances, weights, mass * total)
     return _drawn(np.where(far, np.float32(0), weights), uniform)
@@ -205,25 +211,28 @@ def _farthest(distances: NDArray[Any], weights: NDArray[Any], mass: float) -> fl
 
 
 def _drawn(weights: NDArray[Any], uniform: float) -> int:
-    """First the piece is found, then the token in it."""
-    begins = np.arange(0, len(weights), PIECE)
+    """Draw a token: first the chunk that it is in, then its place there."""
+    begins = np.arange(0, len(weights), CHUNK)
     through = np.cumsum(np.add.reduceat(weights, begins), dtype=np.float64)
-    piece = _at(through, uniform)
-    before = through[piece - 1] if piece else 0.0
-    share = (uniform * through[-1] - before) / (through[piece] - before)
-    within = np.cumsum(weights[begins[piece] :][:PIECE], dtype=np.float64)
-    return int(begins[piece]) + _at(within, share)
+    chunk = _at(through, uniform)
+    before = through[chunk - 1] if chunk else 0.0
+    share = (uniform * through[-1] - before) / (through[chunk] - before)
+    within = np.cumsum(weights[begins[chunk] :][:CHUNK], dtype=np.float64)
+    return int(begins[chunk]) + _at(within, share)
 
 
 def _at(cumulative: Weights, uniform: float) -> int:
     at = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    # What is rounded up to the end is the last that has any weight.
+    # Rounded up to the end, it is the last with any weight.
     return at if at < len(cumulative) else int(np.searchsorted(cumulative, cumulative[-1]))
 
 
 class Ranking:
-    """All tokens, best first, equal ones in index order, without sorting them: in bins of like
-    logits, of which one is looked into. Time grows with their number, however they are spread."""
+    """All tokens, best first, equal ones in index order, without sorting them.
+
+    They are put into bins of similar logits, and only one bin is ranked further. Time grows with
+    their number, however they are distributed.
+    """
 
     def __init__(self, logits: Logits, weights: Weights) -> None:
         self._logits, self._weights = logits, weights
@@ -245,22 +254,27 @@ class Ranking:
             self._through = np.cumsum(np.bincount(bins, weights, BINS))
         self.total = float(self._through[-1])
 
-    def kept(self, top_k: int, top_p: float, whole: float | None, min_p: float) -> float:
-        """The weight of the first `top_k`, of those of the first that reach `top_p` of their weight
-        together, or of `whole`, and of those that weigh at least `min_p`."""
-        kept = whole or self.total
+    def mass(self, top_k: int, top_p: float, whole: float | None, min_p: float) -> float:
+        """The weight of the tokens that truncation leaves.
+
+        These are the first `top_k`, of them those that reach `top_p` of their weight, or of
+        `whole`, and of them those that weigh at least `min_p`.
+        """
+        mass = whole or self.total
         if top_k < len(self._logits):
             last, _ = Ranking(self._logits, np.ones(len(self._logits))).reach(top_k)
-            kept = self._through_token(last)
+            mass = self._through_token(last)
         if top_p < 1.0:
-            kept = min(kept, self.reach(top_p * kept)[1])
+            mass = min(mass, self.reach(top_p * mass)[1])
         if min_p:
-            kept = min(kept, float(self._weights[self._weights >= min_p].sum()))
-        return kept
+            mass = min(mass, float(self._weights[self._weights >= min_p].sum()))
+        return mass
 
     def reach(self, mass: float, side: Literal["left", "right"] = "left") -> tuple[int, float]:
-        """The first token with which the weights so far are `mass`, or with side `right` more; and
-        what they are."""
+        """The first token whose cumulative weight is at least `mass`, and that weight.
+
+        With side `right` it is more than `mass`.
+        """
         if self._alike:
             weight = float(self._weights[0])
             steps = mass / weight if weight > 0 else 0.0
@@ -287,20 +301,19 @@ class Ranking:
 
 def top_indices(logits: Logits, k: int) -> NDArray[np.int64]:
     """Indices of the k largest values, largest first; equal values in index order."""
-    found = np.arange(len(logits)) if k >= len(logits) else _largest(logits, k)
-    if len(found) > 2 * k:  # many are equal, or lie in few groups
-        near = logits[found]
+    candidates = np.arange(len(logits)) if k >= len(logits) else _largest(logits, k)
+    if len(candidates) > 2 * k:  # many are equal, or lie in few groups
+        near = logits[candidates]
         kth = near[np.argpartition(near, -k)[-k]]
         better = np.flatnonzero(near > kth)
         alike = np.flatnonzero(~((near < kth) | (near > kth)))[: max(k - len(better), 0)]
-        found = found[np.concatenate([better, alike])]
-    order: NDArray[np.int64] = found[np.argsort(-logits[found], kind="stable")][:k]
+        candidates = candidates[np.concatenate([better, alike])]
+    order: NDArray[np.int64] = candidates[np.argsort(-logits[candidates], kind="stable")][:k]
     return order
 
 
 def _largest(logits: Logits, k: int) -> NDArray[np.int64]:
-    """Indices of the k < V largest values, and of some more; all that are as large as one of
-    these."""
+    """Indices of the k < V largest values and of some more, with all equals of each."""
     size = min(GROUP, len(logits) // (4 * k))
     if size < 2:
         bound = np.partition(logits, -k)[-k]
@@ -312,7 +325,7 @@ def _largest(logits: Logits, k: int) -> NDArray[np.int64]:
 
 
 def logprobs_of(logits: Logits, token: int, count: int) -> TokenLogprobs:
-    """Of a token and the `count` likeliest."""
+    """The log-probabilities of a token and of the `count` most likely ones."""
     shift = float(logits.max()) + math.log(_all_weights(logits, 1.0)[1])
     top = [(int(i), float(logits[i]) - shift) for i in top_indices(logits, count)] if count else []
     return TokenLogprobs(float(logits[token]) - shift, top)

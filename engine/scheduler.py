@@ -15,11 +15,14 @@ from engine.native.library import PAGE_TOKENS
 from engine.prefixes import Prefixes, prefix_of, shared_length, to_ids
 from engine.sequence import Sequence, State
 
-MAX_SCORED_TOKENS = 64  # in a pass: each has logits, which take 200 KB with a vocabulary of 50,000
-# Labels of one choice that a pass scores beside each other. Each has a row whose first page may be
-# a copy, so that sixteen rows take 20 MB with a model of KoGPT2's size.
+# Prompt tokens of a sequence in a pass where each of them needs logits: 200 KB a token with a
+# vocabulary of 50,000. Larger: more memory.
+MAX_SCORED_TOKENS = 64
+# Labels of a choice that a pass scores at once. Each has a row whose first page may be a copy, so
+# that sixteen rows take 20 MB with a model of KoGPT2's size.
 MAX_LABEL_ROWS = 16
-MAX_FORCED_TOKENS = 16  # of one sequence in a pass, which the others wait for
+# Tokens of a sequence in a pass that its form has forced. Larger: the other sequences wait longer.
+MAX_FORCED_TOKENS = 16
 
 
 @dataclass
@@ -32,42 +35,45 @@ class Scheduled:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens beside the one of a decode step."""
+        """The tokens that count as prefill: all but the one of a decode step."""
         count = len(self.piece.ids) - len(self.sequence.guesses)
         return count if count > 1 or not self.completes else 0
 
 
 class Batch:
-    """The sequences of one model, or of a base and its adapters: those with a row, and a queue.
+    """The running sequences of a core, which have rows, and its queue of waiting ones.
 
-    A sequence's row holds the first `row.length` of its ids; the others are computed next, as many
-    as a pass has space for. A closed batch has no rows, only a queue.
+    A row has the keys and values of the first `row.length` ids of its sequence; the next pass
+    computes more of them. The batch of a core that is not resident is closed: it has a queue only.
     """
 
     def __init__(self, max_rows: int, budget: Budget, prefixes: Prefixes) -> None:
         self.max_rows = max_rows
         self.running: list[Sequence] = []  # each has a row
         self.waiting: deque[Sequence] = deque()
-        self.admits = True  # whether sequences that wait get rows
+        self.admits = True  # whether waiting sequences get rows; False while the core drains
         self._budget, self._prefixes = budget, prefixes
+        self._model: BackendModel | None = None  # while the core is resident
         self._rows: dict[Sequence, Row] = {}
         self._label_rows: list[Row] = []  # of the pass under way
         self._reserved_bytes = self._weight_bytes = 0
 
     def open(self, model: BackendModel, weight_bytes: int) -> None:
-        """`weight_bytes`: what the model holds of the budget beside its rows."""
-        self.model, self._weight_bytes = model, weight_bytes
+        """Open the batch on a resident model; `weight_bytes` is its part of the budget."""
+        self._model, self._weight_bytes = model, weight_bytes
         self.max_rows = min(self.max_rows, model.max_rows)
 
     def close(self) -> None:
-        """Drops the model; its last row has been answered."""
+        """Close the batch, which has no rows any more."""
         self._prefixes.drop_rows_of(self.model)
         self._budget.withdraw_claim(self)
-        del self.model
+        self._model = None
 
     @property
-    def is_open(self) -> bool:
-        return hasattr(self, "model")
+    def model(self) -> BackendModel:
+        """The resident model of an open batch."""
+        assert self._model is not None
+        return self._model
 
     @property
     def has_work(self) -> bool:
@@ -79,7 +85,7 @@ class Batch:
         return bool(self.waiting) or any(s.state is State.PREFILL for s in self.running)
 
     def kv_bytes(self, model: object = None) -> int:
-        """Bytes of keys and values of the running sequences, or of those of one model."""
+        """K/V bytes of the running sequences, of all models or of one."""
         return sum(
             row.num_bytes
             for sequence, row in tuple(self._rows.items())
@@ -96,7 +102,7 @@ class Batch:
         return sum(sequence.model is model for sequence in self.running)
 
     def siblings(self, first: Sequence) -> list[Sequence]:
-        """The other answers to the same prompt, for the same request, that have no token yet."""
+        """The other answers of the same request that have no token yet."""
         if first.parameters.num_return_sequences == 1:
             return []
         return [
@@ -106,10 +112,12 @@ class Batch:
         ]
 
     def schedule(self, prefill_tokens: int) -> list[Scheduled]:
-        """Chooses the pieces of the next pass: each running sequence's last token, with those that
-        its form forced behind it and guesses of the next, and at most `prefill_tokens` of prompts,
-        the oldest first."""
-        self.drop()
+        """Choose the pieces of the next pass.
+
+        They are the last token of each sequence that decodes, with forced tokens and guesses behind
+        it, and at most `prefill_tokens` of prompts, oldest first.
+        """
+        self.drop_expired()
         scheduled = [
             self._next(s, MAX_FORCED_TOKENS) for s in self.running if s.state is State.DECODE
         ]
@@ -125,8 +133,9 @@ class Batch:
                 parts = [self._next(sequence, prefill_tokens)]
             scheduled += parts
             prefill_tokens -= sum(len(part.piece.ids) for part in parts)
-        # Rows of one adapter beside each other share the products with its matrices.
-        scheduled.sort(key=lambda part: part.piece.adapter.address if part.piece.adapter else 0)
+        if any(part.piece.adapter for part in scheduled):
+            # The library multiplies neighbouring rows of one adapter by its matrices at once.
+            scheduled.sort(key=lambda part: part.piece.adapter.address if part.piece.adapter else 0)
         return scheduled
 
     def _next(self, sequence: Sequence, count: int) -> Scheduled:
@@ -146,15 +155,15 @@ class Batch:
         """The prompt's last token with each of the next labels, on rows that share the others."""
         row, last = self._rows[sequence], sequence.prompt[-1:]
         parts: list[Scheduled] = []
-        left = MAX_SCORED_TOKENS
+        remaining = MAX_SCORED_TOKENS
         for path in labels.paths[labels.num_scored :][: self._max_label_rows]:
-            left -= len(path) + 1
-            if parts and left < 0:
+            remaining -= len(path) + 1
+            if parts and remaining < 0:
                 break
             if parts:
                 try:
                     self._label_rows.append(self.model.open_row(row, row.length))
-                except OutOfMemory:  # fewer at once
+                except OutOfMemory:  # score fewer at once
                     break
             target = self._label_rows[-1] if parts else row
             piece = Piece(target, last + path, len(path) + 1, sequence.adapter)
@@ -163,31 +172,32 @@ class Batch:
 
     @property
     def _max_label_rows(self) -> int:
-        return MAX_LABEL_ROWS if self.model.keeps else 1
+        return MAX_LABEL_ROWS if self.model.caches_rows else 1
 
     def _guess(self, sequence: Sequence) -> list[int]:
-        """Guesses of the tokens that follow. A row has no more tokens with them than at its end.
+        """Guesses of the tokens that follow, at most as many as the row can hold.
 
-        With two rows three guesses each pay only where a third of them is right, with eight hardly
-        ever.
+        A batch with other rows gets none: with two rows three guesses each pay only if a third of
+        them is right, with eight rows almost never.
         """
-        guesser, room = sequence.guesser, sequence.max_tokens - len(sequence.ids) - 1
-        if guesser is None or not sequence.num_new or room <= 0:
+        guesser, most = sequence.guesser, sequence.max_tokens - len(sequence.ids) - 1
+        if guesser is None or not sequence.num_new or most <= 0:
             return []
         alone = len(self.running) == 1 and self.model.checks_guesses
-        return guesser.guess(sequence.ids, room) if alone else []
+        return guesser.guess(sequence.ids, most) if alone else []
 
-    def take_back(self, sequence: Sequence, length: int) -> None:
-        """Shortens a sequence's row to its first `length` tokens, without guesses that were
-        wrong."""
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Shorten a sequence's row to its first `length` tokens, to drop wrong guesses."""
         self.model.truncate(self._rows[sequence], length)
 
     def _admit(self) -> Sequence | None:
-        """Gives the first in the queue a row, and memory for its keys and values at its longest: a
-        running sequence never has to stop for lack of memory."""
+        """Give the first waiting sequence a row, if there is memory for the row at its longest.
+
+        So a running sequence never stops for lack of memory.
+        """
         while self.admits and self.waiting and len(self.running) < self.max_rows:
             sequence = self.waiting[0]
-            if self._is_computed_now(sequence):
+            if self._is_prefilled_now(sequence):
                 return None
             needed = self._kv_bytes([*self.running, sequence]) - self._reserved_bytes
             if self._budget.reserve_kv(needed, self):
@@ -199,7 +209,7 @@ class Batch:
                     self._rows[sequence] = self._open_row(sequence)
                 except EngineError as error:
                     sequence.fail(error)
-                    self.collect()
+                    self.close_finished()
                     continue
                 return sequence
             least = self._kv_bytes([sequence])
@@ -210,16 +220,18 @@ class Batch:
             sequence.fail(OutOfMemory(self._budget.explain_kv(least, self._weight_bytes)))
         return None
 
-    def _is_computed_now(self, sequence: Sequence) -> bool:
-        """Whether the sequence's prompt is being computed for another answer of its request."""
+    def _is_prefilled_now(self, sequence: Sequence) -> bool:
+        """Whether another answer of the same request is computing the prompt."""
         return any(s.prompt is sequence.prompt and not s.num_new for s in self.running)
 
     def _open_row(self, sequence: Sequence) -> Row:
-        """A row that begins with what is known of the sequence's tokens: from a running row, or
-        one in the prefix cache. At least the last token is computed, for its logits."""
+        """Open a row with the longest prefix that a running row or the prefix cache has.
+
+        The last token is always computed, for its logits.
+        """
         ids = to_ids(sequence.ids[:-1])
         nearest, length = None, 0
-        sharing = self.model.keeps and self._prefixes.limit_bytes > 0
+        sharing = self.model.caches_rows and self._prefixes.limit_bytes > 0
         if not sequence.scores_prompt:
             for other, row in self._rows.items():
                 shares = sharing and other.model is sequence.model
@@ -227,25 +239,24 @@ class Batch:
                     common = shared_length(to_ids(other.ids[: row.length]), ids)
                     if common > length:
                         nearest, length = row, common
-        kept = None
+        cached = None
         if not sequence.scores_prompt:
-            kept = self._prefixes.open_row(self._owner(sequence), ids, length)
-        row = kept or self.model.open_row(nearest, length)
+            cached = self._prefixes.open_row(self._owner(sequence), ids, length)
+        row = cached or self.model.open_row(nearest, length)
         if not sequence.num_new:
             sequence.cached_tokens = row.length
         return row
 
     def _kv_bytes(self, sequences: list[Sequence]) -> int:
-        """Bytes of keys and values of sequences at their longest."""
+        """K/V bytes of sequences at their longest."""
         lengths = [s.max_tokens for s in sequences]
         for labels in (s.labels for s in sequences if s.labels is not None):
-            # behind the first, which has the sequence's own row
-            more = labels.paths[1 : self._max_label_rows]
+            more = labels.paths[1 : self._max_label_rows]  # the first is on the sequence's own row
             lengths += [PAGE_TOKENS + labels.longest] * len(more)
         return self.model.kv_bytes_for(lengths)
 
-    def drop(self) -> None:
-        """Ends sequences whose client has gone or whose deadline has passed."""
+    def drop_expired(self) -> None:
+        """End sequences that are cancelled or past their deadlines."""
         now = time.monotonic()
         for sequence in (*self.running, *self.waiting):
             if sequence.over:
@@ -258,37 +269,36 @@ class Batch:
         self.waiting = deque(s for s in self.waiting if s.state is not State.FINISHED)
         if not self.waiting:
             self._budget.withdraw_claim(self)
-        self.collect()
+        self.close_finished()
 
-    def collect(self) -> None:
-        """Closes the rows of finished sequences, or leaves them to the prefix cache, and those of
-        labels, which a pass has scored."""
+    def close_finished(self) -> None:
+        """Close the rows of scored labels, and close or cache those of finished sequences."""
         while self._label_rows:
             self.model.close_row(self._label_rows.pop())
-        left = [s for s in self.running if s.state is not State.FINISHED]
-        if len(left) == len(self.running):
+        unfinished = [s for s in self.running if s.state is not State.FINISHED]
+        if len(unfinished) == len(self.running):
             return
         for sequence in self.running:
             if sequence.state is State.FINISHED:
                 row = self._rows.pop(sequence, None)
-                if row is not None and not self._keep(sequence, row):
+                if row is not None and not self._cache_prefix(sequence, row):
                     self.model.close_row(row)
-        freed = self._reserved_bytes - self._kv_bytes(left)
+        freed = self._reserved_bytes - self._kv_bytes(unfinished)
         self._budget.release_kv(freed)
         self._reserved_bytes -= freed
-        self.running = left  # last: another thread may close the model of a batch without work
+        self.running = unfinished  # last: then another thread may close the model
 
-    def _keep(self, sequence: Sequence, row: Row) -> bool:
-        if sequence.failed or not self.model.keeps or not self._prefixes.limit_bytes:
+    def _cache_prefix(self, sequence: Sequence, row: Row) -> bool:
+        if sequence.failed or not self.model.caches_rows or not self._prefixes.limit_bytes:
             return False
         return self._prefixes.add(prefix_of(self._owner(sequence), self.model, row, sequence.ids))
 
     def _owner(self, sequence: Sequence) -> Any:
-        """Whose prefixes a sequence may begin with: those of its model, with its adapter."""
+        """The owner of the prefixes that a sequence may begin with: its model."""
         return self if sequence.model is None else sequence.model
 
     def unfinished(self, model: object = None) -> list[Sequence]:
-        """All sequences, or those of one model, that are to go on."""
+        """The unfinished sequences, of all models or of one."""
         return [
             s
             for s in (*self.running, *self.waiting)
@@ -296,27 +306,27 @@ class Batch:
         ]
 
     def remove(self, model: object) -> list[Sequence]:
-        """Ends the sequences of one of several models; returns the unfinished ones."""
-        left = self.unfinished(model)
-        for sequence in left:
+        """End the sequences of one of several models; returns those that were unfinished."""
+        unfinished = self.unfinished(model)
+        for sequence in unfinished:
             sequence.state = State.FINISHED
         self.waiting = deque(s for s in self.waiting if s.state is not State.FINISHED)
-        self.collect()
+        self.close_finished()
         self._prefixes.drop(model)
-        return left
+        return unfinished
 
     def clear(self) -> list[Sequence]:
-        """Forgets everything, ahead of the model's end; returns the unfinished sequences."""
-        left = self.unfinished()
+        """Drop all sequences before the core is closed; returns those that were unfinished."""
+        unfinished = self.unfinished()
         self.running, self._rows = [], {}
         self._label_rows.clear()
         self.waiting.clear()
-        if self.is_open:
-            self._prefixes.drop_rows_of(self.model)
+        if self._model is not None:
+            self._prefixes.drop_rows_of(self._model)
         self._budget.withdraw_claim(self)
         self._budget.release_kv(self._reserved_bytes)
         self._reserved_bytes = 0
-        return left
+        return unfinished
 
 
 def next_deadline(batches: list[Batch]) -> float | None:

@@ -1,4 +1,4 @@
-"""One answer in the making: its ids, and where it stands."""
+"""A sequence: one answer of a request, its ids and its state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class State(enum.Enum):
 
 @dataclass
 class Token:
-    """What one step gave one sequence: a piece of text, perhaps empty, and how it ended, if so."""
+    """A token of an answer, with its text, which may be empty, and why the answer ended."""
 
     index: int
     id: int
@@ -41,7 +41,7 @@ class Token:
     logprobs: TokenLogprobs | None = None
     # "stop", "length", or "complete" for the last token of a form, which clients see as "stop"
     finish_reason: str | None = None
-    # Of the prompt, with the first token of an answer that was asked for it.
+    # The prompt's tokens, on the first token of an answer with `decoder_input_details`.
     prefill: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)
     pieces: list[bytes] = field(default_factory=list)  # of `shown`
     special_ids: frozenset[int] = frozenset()  # the model's tokens that are no text
@@ -50,26 +50,30 @@ class Token:
 
     @property
     def shown(self) -> list[int]:
-        """The ids whose texts are told: of the prompt's tokens, then of this one if its
-        log-probability is; each with the likeliest in its place behind it."""
-        told = [*self.prefill, *([(self.id, self.logprobs)] if self.logprobs else [])]
-        return [i for token, logprobs in told for i in (token, *(t for t, _ in _top(logprobs)))]
+        """The ids that are sent with their texts, see `pieces`.
+
+        They are the prompt's, then this one if it has log-probabilities; behind each are the
+        likeliest tokens in its place.
+        """
+        sent = [*self.prefill, *([(self.id, self.logprobs)] if self.logprobs else [])]
+        return [i for token, logprobs in sent for i in (token, *(t for t, _ in _top(logprobs)))]
 
 
 def _top(logprobs: TokenLogprobs | None) -> list[tuple[int, float]]:
     return [] if logprobs is None else logprobs.top
 
 
-# How many tokens of an answer that nobody reads while it is made are told at once.
-TOGETHER = 8
+# Tokens that are sent at once for an answer that is not streamed. Larger: fewer wakes of the text
+# thread, but a wrong token count of a cancelled answer.
+TOKENS_AT_ONCE = 8
 
 
 @dataclass(eq=False)
 class Sequence:
-    """The engine's thread chooses its tokens, the model's text thread tells them.
+    """One answer of a request. The step loop chooses its tokens, a text thread sends them.
 
-    `emit` is called with each `Token`, or once with an error, and with nothing behind an end. With
-    `eager` each token is told as soon as it is chosen.
+    `emit` is called with each `Token`, or once with an error, and never after the end. With `eager`
+    each token is sent as soon as it is chosen.
     """
 
     prompt: list[int]
@@ -86,23 +90,23 @@ class Sequence:
     labels: Labels | None = None  # if `choice_logprobs` is set
     rules: list[Rule] = field(default_factory=list)  # of the parameters
     guesser: Guesser | None = None
-    guesses: list[int] = field(default_factory=list)  # behind `ids`, in the pass under way
+    guesses: list[int] = field(default_factory=list)  # of the tokens after `ids`, in this pass
     state: State = State.WAITING
     cancelled: bool = False
     ids: list[int] = field(init=False)
     characters: int = 0  # of its text so far
     cached_tokens: int = 0  # of its prompt, that were not computed again
     failed: EngineError | None = None
-    begun: bool = False  # whether a pass has had tokens of it
+    begun: bool = False  # whether a pass has computed some of its tokens
     queued_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)
         self._sampler = Sampler(self.parameters, self.index, self.rules)
-        self._tokens: deque[Token] = deque()  # that were not told yet
-        self._told_all = False
-        self._prefill: list[TokenLogprobs | None] = [None]  # before the first token is nothing
-        self._telling = threading.Lock()
+        self._tokens: deque[Token] = deque()  # that are not sent yet
+        self._ended = False
+        self._prefill: list[TokenLogprobs | None] = [None]  # the first token has none
+        self._emit_lock = threading.Lock()
 
     @property
     def num_new(self) -> int:
@@ -110,32 +114,33 @@ class Sequence:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that its row can come to hold."""
+        """The length of its row at its longest, in tokens."""
         new = self.parameters.max_new_tokens if self.labels is None else self.labels.longest
         return min(len(self.prompt) + new, self.max_length)
 
     @property
     def is_scored(self) -> bool:
-        """Whether its prompt's log-probabilities are asked for."""
+        """Whether the request wants log-probabilities of the prompt."""
         p = self.parameters
         return p.decoder_input_details and p.logprobs is not None
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be computed."""
+        """Whether log-probabilities of the prompt are still to be computed."""
         return self.is_scored and not self.num_new
 
     def score(self, logits: Logits) -> None:
-        """Keeps the log-probability of the prompt's next token from the logits (V,) before it."""
+        """Store the log-probability of the prompt's next token, from the logits (V,) before it."""
         at = len(self._prefill)
         if at < len(self.prompt):
             assert self.parameters.logprobs is not None
-            found = logprobs_of(logits, self.prompt[at], self.parameters.logprobs)
-            self._prefill.append(found)
+            self._prefill.append(logprobs_of(logits, self.prompt[at], self.parameters.logprobs))
 
     def score_label(self, logits: Logits) -> bool:
-        """Takes the logits (1 + T, V) of the prompt's last token and of the next path of the
-        labels. After the last the whole answer is there, and this is True."""
+        """Score a path of the labels by the logits (1 + T, V) of the prompt's last token and its.
+
+        After the last path the whole answer is chosen. Returns whether that was the last.
+        """
         assert self.labels is not None
         self.labels.score(logits, self.parameters.logprobs or 0)
         if not self.labels.complete:
@@ -150,17 +155,19 @@ class Sequence:
         return True
 
     def begin_like(self, other: Sequence) -> None:
-        """Takes the scores of the prompt, which was computed for another of the same request."""
+        """Share the prompt's log-probabilities with another answer of the same request."""
         self._prefill = other._prefill
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to be told: it needs no row."""
-        return self.cancelled or self._told_all
+        """Whether nothing more is to be sent, so that it needs no row."""
+        return self.cancelled or self._ended
 
     def advance(self, logits: Logits) -> bool:
-        """Chooses the next token from the logits (V,) of this row, and appends those that its form
-        forces behind it. Returns whether the tokens are to be sent now."""
+        """Append the next token, chosen from the logits (V,), and those that its form forces.
+
+        Returns whether the tokens are to be sent now.
+        """
         chosen = self._sampler.choose(logits, self.ids, self.constraint)
         due = self._append(*chosen)
         # With log-probabilities each token needs a pass.
@@ -187,38 +194,40 @@ class Sequence:
             reason = "length"
         if reason is not None:
             self.state = State.FINISHED
-        told = Token(self.index, token, "", logprobs, reason)
+        made = Token(self.index, token, "", logprobs, reason)
         if self.parameters.decoder_input_details and self.num_new == 1:
             none: list[TokenLogprobs | None] = [None] * len(self.prompt)
-            told.prefill = list(
+            made.prefill = list(
                 zip(self.prompt, self._prefill if self.is_scored else none, strict=True)
             )
-        self._tokens.append(told)
-        # A stop string is looked for at once: what is computed behind it is for nothing.
+        self._tokens.append(made)
+        # Stop strings are searched for at once: tokens behind one are computed in vain.
         eager = self.eager or self.num_new == 1 or bool(self.parameters.stop)
-        return eager or reason is not None or len(self._tokens) >= TOGETHER
+        return eager or reason is not None or len(self._tokens) >= TOKENS_AT_ONCE
 
-    def take(self) -> list[Token]:
-        """The tokens that were not told yet, without their texts."""
+    def take_tokens(self) -> list[Token]:
+        """Remove and return the tokens that are not sent yet; they have no texts."""
         return [self._tokens.popleft() for _ in range(len(self._tokens))]
 
-    def tell(self, item: Token | EngineError) -> None:
-        """Never raises: one that cannot be told (its client's event loop has gone) ends, and keeps
-        no other from being told."""
-        with self._telling:
+    def send(self, item: Token | EngineError) -> None:
+        """Call `emit`, unless the answer has ended. Never raises.
+
+        An answer whose `emit` raises, because its client's event loop is closed, ends.
+        """
+        with self._emit_lock:
             if self.over:
                 return
-            self._told_all = isinstance(item, EngineError) or item.finish_reason is not None
+            self._ended = isinstance(item, EngineError) or item.finish_reason is not None
             try:
                 self.emit(item)
             except Exception:
-                logger.exception("a request could not be told what became of it")
-                self._told_all = True
+                logger.exception("a token could not be sent to its client")
+                self._ended = True
                 if isinstance(item, Token):
                     with suppress(Exception):
                         self.emit(EngineError("the answer could not be given"))
 
     def fail(self, error: EngineError) -> None:
-        """Ends it, on the engine's thread, whose rows go by the state."""
+        """End the answer with an error; called on the step loop's thread, which owns the state."""
         self.state, self.failed = State.FINISHED, error
-        self.tell(error)
+        self.send(error)

@@ -13,7 +13,7 @@ from engine.budget import default_budget_bytes
 
 @dataclass(frozen=True)
 class Settings:
-    """Raises `SettingError` for values that cannot be together."""
+    """The settings of the engine. Raises `SettingError` for values that exclude each other."""
 
     socket: str = setting(
         "ENGINE_SOCKET",
@@ -95,7 +95,7 @@ class Settings:
 
     @property
     def budget_bytes(self) -> int:
-        """Raises `InvalidRequest` where it is the GPU's and there is none."""
+        """The memory budget. Raises `InvalidRequest` where it is a GPU's and there is none."""
         if self.memory_mib:
             return self.memory_mib * MIB
         return nvidia.default_budget_bytes() if self.device == "gpu" else default_budget_bytes()

@@ -1,4 +1,4 @@
-"""What is counted of a model since it was loaded."""
+"""Counters of a model since it was loaded."""
 
 from __future__ import annotations
 

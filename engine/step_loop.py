@@ -1,4 +1,4 @@
-"""The one thread on which all models compute, turn by turn."""
+"""The step loop: one thread that computes a pass of each model in turn."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from engine.model import Core, Model
 from engine.scheduler import Scheduled, next_deadline
 from engine.sequence import Sequence, State
 
-# Tokens of prompts in a turn, of all models together. While sequences run, so many are what their
-# next tokens wait for: 64 take some 25 ms on two cores with a model of KoGPT2's size.
+# Prompt tokens of all models in a turn while sequences decode. Larger: their next tokens come later
+# (64 take 25 ms on two processors with a model of KoGPT2's size). Smaller: prompts take longer.
 PREFILL_TOKENS = 64
-PREFILL_TOKENS_ALONE = 256  # 10% less time for a long prompt
-IDLE_S = 0.005
-# Without work for so long, memory of past requests goes back to the operating system.
+PREFILL_TOKENS_ALONE = 256  # while no sequence decodes: a long prompt takes 10% less time
+# How long the thread sleeps where all sequences wait for memory. Longer: later first tokens.
+# Shorter: more processor time for polling.
+MEMORY_POLL_INTERVAL_S = 0.005
+# Idle time after which memory of finished requests is returned to the operating system. Shorter:
+# more page faults in the next requests.
 IDLE_BEFORE_RELEASE_S = 1.0
-# No step takes so long, a whole chunk of a prompt on a slow machine included.
+# The age of a step from which on the engine is unhealthy. A step of 256 prompt tokens on a slow
+# machine takes a few seconds.
 STALLED_AFTER_S = 30.0
 GPU_LOST = 75  # exit status
 
@@ -34,23 +38,23 @@ logger = logging.getLogger(__name__)
 
 
 class Loop:
-    """Runs a pass of each model that has work, turn after turn. Thread-safe."""
+    """Runs a pass of each core that has work, turn after turn. Thread-safe."""
 
     def __init__(
         self,
         changed: threading.Condition,
-        lost: Callable[[Core], None],
-        turned: Callable[[], None] = lambda: None,
-        idle: Callable[[], None] = lambda: None,
+        on_fault: Callable[[Core], None],
+        after_turn: Callable[[], None] = lambda: None,
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`changed` guards what waits in the models' batches.
+        """Start the thread. `changed` guards the queues of the batches.
 
-        `lost` is called, on the thread, with a model whose batch cannot go on; `turned` after each
-        turn: models may have answered their last; `idle` once there has been no work for a second.
+        The thread calls `on_fault` with a core whose batch failed as a whole, `after_turn` after
+        each turn, and `on_idle` once there has been no work for `IDLE_BEFORE_RELEASE_S`.
         """
         self.changed = changed
-        self._lost, self._turned, self._idle = lost, turned, idle
-        self._active: dict[Core, None] = {}  # those that may have work
+        self._on_fault, self._after_turn, self._on_idle = on_fault, after_turn, on_idle
+        self._active: dict[Core, None] = {}  # the cores that may have work, in order
         self._commands: deque[Callable[[], None]] = deque()
         self._closed = False
         self._turns = 0
@@ -59,14 +63,16 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def add(self, model: Core) -> None:
-        """Has a model take part until it has no work. Called with `changed`."""
-        self._active[model] = None
+    def add(self, core: Core) -> None:
+        """Include a core in the turns until it has no work. Called with `changed`."""
+        self._active[core] = None
         self.changed.notify_all()
 
     def call(self, command: Callable[[], None]) -> None:
-        """Runs `command` between two turns and waits for it. Raises what it raises, and
-        `EngineUnavailable` where the thread has ended."""
+        """Run `command` between two turns and wait for it.
+
+        Raises what it raises, and `EngineUnavailable` where the thread has ended.
+        """
         done: Future[None] = Future()
 
         def run() -> None:
@@ -121,16 +127,16 @@ class Loop:
             if busy:
                 released = False
                 worked = self._turn()
-                self._turned()
+                self._after_turn()
                 if not worked:  # all wait for memory that another thread or sequence holds
-                    time.sleep(IDLE_S)
+                    time.sleep(MEMORY_POLL_INTERVAL_S)
             elif not commands and not released and not self._active:
                 released = True
-                self._idle()
+                self._on_idle()
 
     def _wait_s(self, released: bool) -> float | None:
-        """How long to wait for work: until a sequence that cannot be computed yet is too late."""
-        deadline = next_deadline([model.batch for model in self._active])
+        """How long to wait for work: at most until the next deadline of a queued sequence."""
+        deadline = next_deadline([core.batch for core in self._active])
         if deadline is not None:
             return max(0.0, deadline - time.monotonic())
         return None if released else IDLE_BEFORE_RELEASE_S
@@ -141,15 +147,15 @@ class Loop:
         )
 
     def _drop_late(self) -> None:
-        """Ends waiting sequences whose models are not resident, where that took too long."""
-        for model in list(self._active):
-            if not model.can_step:
-                model.batch.drop()
+        """Fail queued sequences past their deadlines, of cores that are not resident."""
+        for core in list(self._active):
+            if not core.can_step:
+                core.batch.drop_expired()
 
     def _busy(self) -> list[Core]:
-        for model in [m for m in self._active if not m.batch.has_work]:
-            del self._active[model]
-        return [model for model in self._active if model.can_step]
+        for core in [m for m in self._active if not m.batch.has_work]:
+            del self._active[core]
+        return [core for core in self._active if core.can_step]
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -161,8 +167,10 @@ class Loop:
             self.longest_step_s = max(self.longest_step_s, time.monotonic() - began)
 
     def _turn(self) -> bool:
-        """A pass of each model that has work, and of those that get some meanwhile. Returns whether
-        there was anything to compute."""
+        """Compute a pass of each core with work, also of those that get some meanwhile.
+
+        Returns whether there was anything to compute.
+        """
         self._turns += 1
         with self.changed:
             self._drop_late()
@@ -170,29 +178,29 @@ class Loop:
         worked, prefill_tokens = False, PREFILL_TOKENS if decodes else PREFILL_TOKENS_ALONE
         stepped: set[Core] = set()
         while True:
-            # a request that comes now waits for one pass, not for the whole turn
+            # chosen anew after each pass: a new request waits for one pass, not for the turn
             with self.changed:
-                left = [model for model in self._busy() if model not in stepped]
-            if not left:
+                remaining = [core for core in self._busy() if core not in stepped]
+            if not remaining:
                 return worked
-            model = min(left, key=_order)
-            stepped.add(model)
+            core = min(remaining, key=_order)
+            stepped.add(core)
             try:
                 with self._timed():
-                    scheduled = self._step(model, prefill_tokens)
+                    scheduled = self._step(core, prefill_tokens)
             except Exception as error:  # not of one sequence: of the batch itself
-                self._fault(model, error)
-                self._lost(model)
+                self._fault(core, error)
+                self._on_fault(core)
                 continue
             prefill_tokens -= sum(part.num_prompt_tokens for part in scheduled)
             worked = worked or bool(scheduled)
 
-    def _step(self, model: Core, prefill_tokens: int) -> list[Scheduled]:
-        """Schedule, run, postprocess."""
-        batch = model.batch
+    def _step(self, core: Core, prefill_tokens: int) -> list[Scheduled]:
+        """Schedule, run and postprocess one pass of a core."""
+        batch = core.batch
         with self.changed:  # the queue is shared with `submit`
-            compute = model.compute
-            if not model.can_step or compute is None:  # it had no rows and was moved just now
+            compute = core.compute
+            if not core.can_step or compute is None:  # it had no rows and was moved just now
                 return []
             scheduled = batch.schedule(prefill_tokens)
         for part in scheduled:
@@ -201,31 +209,31 @@ class Loop:
                 waited_s = time.monotonic() - part.sequence.queued_at
                 _model(part.sequence).statistics.queue_s.observe(waited_s)
         if scheduled:
-            logits = self._compute(model, compute, scheduled)
+            logits = self._compute(core, compute, scheduled)
             if logits is not None:
-                self._postprocess(model, scheduled, logits)
-            batch.collect()
+                self._postprocess(core, scheduled, logits)
+            batch.close_finished()
         return scheduled
 
     def _compute(
-        self, model: Core, compute: BackendModel, scheduled: list[Scheduled]
+        self, core: Core, compute: BackendModel, scheduled: list[Scheduled]
     ) -> Logits | None:
-        """The logits of a pass; none where it failed, and sequences with it."""
+        """The logits of a pass, or None where it failed; its sequences are failed then."""
         lengths = [part.piece.row.length for part in scheduled]
         try:
             return compute.run([part.piece for part in scheduled])
         except Exception as error:
-            failure = self._fault(model, error)
+            failure = self._fault(core, error)
             unchanged = lengths == [part.piece.row.length for part in scheduled]
-            # Where only memory was short and nothing is half done, one less may go on.
+            # If memory was short and no row has changed, a pass without the newest may succeed.
             fewer = unchanged and isinstance(error, OutOfMemory | MemoryError)
             sequences = [part.sequence for part in scheduled]
             for sequence in [max(sequences, key=_queued_at)] if fewer else sequences:
                 sequence.fail(failure)
             return None
 
-    def _postprocess(self, model: Core, scheduled: list[Scheduled], logits: Logits) -> None:
-        """Chooses the next tokens from the logits (N, V) of a pass."""
+    def _postprocess(self, core: Core, scheduled: list[Scheduled], logits: Logits) -> None:
+        """Choose the next tokens from the logits (N, V) of a pass."""
         at = 0
         ready: list[Sequence] = []  # whose tokens are to be sent
         decoded: Counter[Model] = Counter()  # rows
@@ -233,13 +241,13 @@ class Loop:
             sequence, count = part.sequence, part.piece.num_logits
             rows, at = logits[at : at + count], at + count
             if part.num_prompt_tokens:
-                model.prefilled_at = self._turns
+                core.prefilled_at = self._turns
             if sequence.state is State.FINISHED:
                 continue
-            with self._ending(model, sequence):
+            with self._ending(core, sequence):
                 if sequence.labels is not None:
                     if count:
-                        model.batch.model.truncate(part.piece.row, len(sequence.prompt) - 1)
+                        core.batch.model.truncate(part.piece.row, len(sequence.prompt) - 1)
                         if sequence.score_label(rows):
                             self._count_first(sequence)
                             ready.append(sequence)
@@ -253,8 +261,8 @@ class Loop:
                     decoded[_model(sequence)] += 1
                 sequence.state = State.DECODE
                 if not sequence.num_new:
-                    self._begin(model, sequence, rows[-1], ready)
-                elif self._advance(model, sequence, rows[-1 - len(sequence.guesses) :]):
+                    self._begin(core, sequence, rows[-1], ready)
+                elif self._advance(core, sequence, rows[-1 - len(sequence.guesses) :]):
                     ready.append(sequence)
         for owner, count in decoded.items():
             owner.statistics.steps += 1
@@ -263,10 +271,12 @@ class Loop:
             owner.texts.write([s for s in ready if s.model is owner])
 
     @staticmethod
-    def _advance(model: Core, sequence: Sequence, rows: Logits) -> bool:
-        """Chooses the next token from the first of the logits (1 + guesses, V), and from each
-        further one as long as the guess before it is the token that was chosen. Returns whether the
-        tokens are to be sent now."""
+    def _advance(core: Core, sequence: Sequence, rows: Logits) -> bool:
+        """Choose the next tokens of a sequence from its logits (1 + guesses, V).
+
+        The first row gives one token; each further row gives one if the guess before it was chosen.
+        Returns whether the tokens are to be sent now.
+        """
         guesses, known = sequence.guesses, len(sequence.ids)
         due, accepted, chosen = False, 0, 0
         while accepted == chosen <= len(guesses) and sequence.state is not State.FINISHED:
@@ -278,7 +288,7 @@ class Loop:
                 accepted += 1
         owner = _model(sequence)
         if guesses and sequence.guesser is not None:
-            model.batch.take_back(sequence, known + accepted)
+            core.batch.truncate(sequence, known + accepted)
             sequence.guesser.check(len(guesses), accepted)
             owner.statistics.guessed_tokens += len(guesses)
             owner.statistics.accepted_tokens += accepted
@@ -286,13 +296,15 @@ class Loop:
             owner.recent.extend(sequence.ids[len(sequence.prompt) :])
         return due
 
-    def _begin(self, model: Core, first: Sequence, logits: Logits, ready: list[Sequence]) -> None:
-        """Chooses the first token of a sequence and of the other answers to its prompt: these need
-        the same logits (V,), and rows only for what follows."""
+    def _begin(self, core: Core, first: Sequence, logits: Logits, ready: list[Sequence]) -> None:
+        """Choose the first token of a sequence and of its siblings from the same logits (V,).
+
+        Siblings are other answers to the same prompt; they get rows of their own afterwards.
+        """
         with self.changed:  # the queue is shared with `submit`
-            siblings = model.batch.siblings(first)
+            siblings = core.batch.siblings(first)
         for sequence in (first, *siblings):
-            with self._ending(model, sequence):
+            with self._ending(core, sequence):
                 if sequence is not first:
                     sequence.begin_like(first)
                 self._count_first(sequence)
@@ -301,37 +313,36 @@ class Loop:
 
     @staticmethod
     def _count_first(sequence: Sequence) -> None:
-        """Counts a sequence that has its first token."""
+        """Count the first token of a sequence."""
         counters = _model(sequence).statistics
         counters.cached_tokens += sequence.cached_tokens
         counters.time_to_first_token_s.observe(time.monotonic() - sequence.queued_at)
 
     @contextmanager
-    def _ending(self, model: Core, sequence: Sequence) -> Iterator[None]:
-        """An error inside ends this sequence, and nothing else."""
+    def _ending(self, core: Core, sequence: Sequence) -> Iterator[None]:
+        """Turn an error of the block into the failure of this sequence alone."""
         try:
             yield
-        except InvalidRequest as error:  # of its form
+        except InvalidRequest as error:  # of the request's form
             sequence.fail(error)
         except Exception as error:
-            sequence.fail(self._fault(model, error))
+            sequence.fail(self._fault(core, error))
 
     @staticmethod
-    def _fault(model: Core, error: Exception) -> EngineError:
-        """Logs an error and returns the one that its sequences fail with."""
-        logger.error("a step of %s failed", model.name, exc_info=error)
+    def _fault(core: Core, error: Exception) -> EngineError:
+        """Log an error and return the one that the sequences fail with."""
+        logger.error("a step of %s failed", core.name, exc_info=error)
         if nvidia.is_fatal(str(error)):  # no later step can work: the supervisor starts anew
             os._exit(GPU_LOST)
         known = isinstance(error, EngineError)
-        failure = error if known else EngineError(f"a step of {model.name} failed")
+        failure = error if known else EngineError(f"a step of {core.name} failed")
         assert isinstance(failure, EngineError)
         return failure
 
 
-def _order(model: Core) -> tuple[bool, int]:
-    """Models with prompts first; among them the one whose prompts have waited for the most turns,
-    so that each gets its share of the tokens."""
-    return not model.batch.has_prompts, model.prefilled_at
+def _order(core: Core) -> tuple[bool, int]:
+    """Sort key: cores with prompts first, of these the one that prefilled the longest ago."""
+    return not core.batch.has_prompts, core.prefilled_at
 
 
 def _model(sequence: Sequence) -> Model:

@@ -1,1 +1,1 @@
-"""What a worker of Multi Model Server runs for one model."""
+"""The workers of Multi Model Server: handlers for texts, tensors and models' own scripts."""

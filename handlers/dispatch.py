@@ -1,28 +1,24 @@
-"""Which handler serves a model: by what its folder holds."""
+"""Chooses the handler that serves a model, by the files in the model's folder."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from common.errors import ArtifactError
-from handlers.scripts.entry_point import find_script
 from handlers.tensors import files
-
-if TYPE_CHECKING:
-    from handlers.scripts.handler import ScriptHandler
+from handlers.user_code.entry_point import Script, find_script
 
 
 class Handler(Protocol):
-    """A module (or object) that loads one kind of artifact and answers for it.
+    """A module that loads one kind of artifact and answers requests for it.
 
-    One may have `describe(model)`, what `GET /v2/models/{name}` answers, and `FOR_SCRIPTS`, whose
-    `model_fn` loads the model as scripts know it.
+    Optional: `describe(model)`, the answer of `GET /v2/models/{name}`; and `FOR_SCRIPTS`, a module
+    whose `model_fn` loads the model as users' scripts expect it.
     """
 
-    # Whether the engine process holds the model; else the worker itself does.
-    IN_ENGINE: bool
+    IN_ENGINE: bool  # whether the engine process holds the model, or the worker itself
 
     def model_fn(self, model_dir: str, name: str | None = None) -> Any:
         """Loads the model in `model_dir`. Raises `common.errors.EngineError` with the reason."""
@@ -39,15 +35,15 @@ class Handler(Protocol):
 
 
 def brings_script(model_dir: str | os.PathLike[str], handler: str | None = None) -> bool:
-    """Whether the model's own Python answers for it."""
+    """Whether the model's own Python code serves it."""
     try:
         return find_script(model_dir, handler) is not None
     except (ArtifactError, OSError):
-        return True  # a broken one, for `handler_for` to refuse
+        return True  # `handler_for` raises the error when the model is loaded
 
 
 def has_handler(model_dir: str | os.PathLike[str], handler: str) -> bool:
-    """Whether `handler`, which is nobody's in particular, is there and the model names no other."""
+    """Whether the server's default `handler` is in the model, and no manifest names another."""
     try:
         script = find_script(model_dir, handler) if handler else None
     except (ArtifactError, OSError):
@@ -56,12 +52,12 @@ def has_handler(model_dir: str | os.PathLike[str], handler: str) -> bool:
 
 
 def is_hosted(model_dir: str | os.PathLike[str], handler: str | None = None) -> bool:
-    """Whether the engine holds the model, so that `handlers.host` answers for it."""
+    """Whether the engine holds the model, so that `handlers.host` serves it."""
     return not brings_script(model_dir, handler) and not _holds_tensors(model_dir)
 
 
 def computes_tensors(model_dir: str | os.PathLike[str], handler: str | None = None) -> bool:
-    """Whether the model's own worker computes it, as it came: an ONNX graph or MXNet symbol."""
+    """Whether the model's own worker computes it: an ONNX graph or MXNet symbol, no script."""
     return not brings_script(model_dir, handler) and _holds_tensors(model_dir)
 
 
@@ -70,22 +66,18 @@ def _holds_tensors(model_dir: str | os.PathLike[str]) -> bool:
     return files.is_symbol(folder) or files.is_graph(folder)
 
 
-def handler_for(model_dir: str, handler: str | None = None) -> Handler | ScriptHandler:
-    """`handler` is what the load request names. Raises `ArtifactError` for what no one serves."""
-    script = find_script(model_dir, handler)
-    if script is not None:
-        from handlers.scripts.handler import ScriptHandler
+def handler_for(model_dir: str, handler: str | None = None) -> Handler | Script:
+    """The model's own script, or else the built-in handler for its files.
 
-        return ScriptHandler(script)
-    return built_in(model_dir)
+    `handler` is the name in the load request. Raises `ArtifactError` if the model has no such file.
+    """
+    return find_script(model_dir, handler) or built_in(model_dir)
 
 
 def built_in(model_dir: str) -> Handler:
-    """The handler for a model without a script, by its files. Raises `ArtifactError`."""
-    from handlers.text import kogpt2
-
+    """The built-in handler for the model's files."""
     if files.is_symbol(model_dir):
         return importlib.import_module("handlers.tensors.symbol")
     if files.is_graph(model_dir):
         return importlib.import_module("handlers.tensors.onnx_graph")
-    return kogpt2
+    return importlib.import_module("handlers.text.text_model")

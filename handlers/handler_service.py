@@ -23,27 +23,28 @@ logger = logging.getLogger(__name__)
 class HandlerService(DefaultHandlerService):  # type: ignore[misc]
     """`initialize` loads the model and `handle` answers requests.
 
-    Multi Model Server takes a load for good whatever `initialize` raises (mms/model_loader.py), so
-    it raises nothing and keeps the outcome. A request with the probe's secret asks for it.
+    Multi Model Server reports a load as successful whatever `initialize` raises
+    (mms/model_loader.py). So `initialize` raises nothing and stores the outcome, which the gateway
+    reads with a probe: a request whose header has the probe's secret.
     """
 
     def __init__(self) -> None:
-        super().__init__(transformer=ModelTransformer())
+        settings = read_settings(Settings)
+        super().__init__(transformer=ModelTransformer(settings))
         self.load_error: EngineError | None = None
-        self._secret = read_settings(Settings).probe_secret
+        self._secret = settings.probe_secret
 
     def initialize(self, context: Any) -> None:
         spec = ModelSpec.of(context)
-        name = spec.name
         try:
             self._service.load(spec)
         except EngineError as error:
             self.load_error = error
-            logger.error("model %s did not load: %s", name, error.message)
-        except BaseException as error:  # SystemExit of a model's own script, too
+            logger.error("model %s did not load: %s", spec.name, error.message)
+        except BaseException as error:  # also SystemExit of a model's own script
             kind = type(error).__name__
             self.load_error = EngineError(f"the model's handler failed to load it ({kind})")
-            logger.exception("model %s did not load", name)
+            logger.exception("model %s did not load", spec.name)
 
     def handle(self, data: list[Mapping[str, Any]], context: Any) -> list[Any]:
         for i in range(len(data)):
@@ -56,22 +57,24 @@ class HandlerService(DefaultHandlerService):  # type: ignore[misc]
         return answers
 
     def connected(self) -> None:
-        """Multi Model Server has one more connection to the model."""
-        self._service.connected()
+        """Called when Multi Model Server has opened one more connection to the model."""
+        if self._service.pool is not None:
+            self._service.pool.connected()
 
     def disconnected(self) -> None:
-        self._service.disconnected()
+        """Called when Multi Model Server has closed a connection to the model."""
+        if self._service.pool is not None:
+            self._service.pool.disconnected()
 
     def close(self) -> None:
-        """Gives up what the model holds, in a process that goes on without it."""
+        """Unloads the model while the process lives on."""
         self._service.close()
 
     def _outcome(self) -> dict[str, Any]:
-        if self.load_error is None:
-            handler = self._service.handler
-            outcome = {"status": 200, "in_engine": handler is not None and handler.IN_ENGINE}
-            if self._service.metadata is not None:
-                outcome["metadata"] = self._service.metadata
-            return outcome
-        body = self.load_error.to_body()
-        return {"status": body["code"], "type": body["type"], "message": body["message"]}
+        if self.load_error is not None:
+            body = self.load_error.to_body()
+            return {"status": body["code"], "type": body["type"], "message": body["message"]}
+        outcome = {"status": 200, "in_engine": self._service.in_engine}
+        if self._service.metadata is not None:
+            outcome["metadata"] = self._service.metadata
+        return outcome

@@ -1,9 +1,8 @@
 """One connection of Multi Model Server to a model's worker, in MMS's own protocol.
 
-After a load MMS opens two files for what the model prints, which its own worker makes as named
-pipes, and reads each on a thread. It makes those that are not there: empty ones, so the threads end
-at once. What a worker prints goes to its own stdout. From pipes they would read until MMS closes
-them, which it does not do where it connects again.
+After a load MMS opens two files for the model's output, named pipes made by its own worker, and
+reads each on a thread. This worker makes none and prints to stdout. MMS then creates empty files,
+and its threads end at once; threads that read pipes would leak whenever MMS reconnects.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ READ_BYTES = 65_536
 
 
 class LoadedModel:
-    """What all connections to one model share: its handler service, loaded by the first of them."""
+    """The handler service that all connections to one model share; loaded by the first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,7 +25,7 @@ class LoadedModel:
         self._closed = False
 
     def service(self, message: dict[str, Any]) -> Any:
-        """A service of MMS's with a context of its own. Raises `OSError` once it was closed."""
+        """An MMS service with its own context. Raises `OSError` after `close`."""
         from mms.model_loader import MmsModelLoader
         from mms.service import Service
 
@@ -35,14 +34,14 @@ class LoadedModel:
         batch_size = message.get("batchSize", 1)
         with self._lock:
             if self._closed:
-                raise OSError("the model's worker has ended")
+                raise OSError("the model was closed, because its owner has ended")
             if self._handler is None:
                 loaded = MmsModelLoader().load(name, model_dir, handler, gpu, batch_size)
                 self._handler = loaded._entry_point
             return Service(name, model_dir, None, self._handler, gpu, batch_size)
 
     def close(self) -> None:
-        """Gives up the model, after a load that is under way. It can be loaded no more."""
+        """Unloads the model, after a load in progress, and prevents further loads."""
         with self._lock:
             self._closed = True
             if self._handler is not None:
@@ -50,42 +49,41 @@ class LoadedModel:
 
 
 class Reader:
-    """A socket to read from in small pieces: MMS's parser asks for each number alone, some sixty
-    times a request."""
+    """Buffers a socket's bytes: MMS's parser calls `recv` some sixty times a request."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._read, self._at = b"", 0
+        self._buffer, self._position = b"", 0
 
     @property
-    def holds_more(self) -> bool:
-        return self._at < len(self._read)
+    def has_buffered(self) -> bool:
+        return self._position < len(self._buffer)
 
     def recv(self, size: int) -> bytes:
-        """From 1 to `size` bytes; none at the end."""
-        if not self.holds_more:
-            self._read, self._at = self._socket.recv(max(size, READ_BYTES)), 0
-        begin, self._at = self._at, min(self._at + size, len(self._read))
-        return self._read[begin : self._at]
+        """From 1 to `size` bytes; `b""` at the end of the stream."""
+        if not self.has_buffered:
+            self._buffer, self._position = self._socket.recv(max(size, READ_BYTES)), 0
+        begin = self._position
+        self._position = min(begin + size, len(self._buffer))
+        return self._buffer[begin : self._position]
 
 
 class Connection:
-    """Answers one message of MMS after the other."""
+    """Answers MMS's messages one at a time."""
 
     def __init__(self, connection: socket.socket, model: LoadedModel) -> None:
         self.socket, self._model = connection, model
         self._reader = Reader(connection)
         self._service: Any = None
         self._handler: Any = None
-        # An event of a closed connection may wake a second thread, where its number is used again.
-        self._turn = threading.Lock()
+        # A late event of a closed connection may wake a second thread if its descriptor is reused.
+        self._reading = threading.Lock()
 
     def answer(self) -> bool:
-        """Waits for the next message and answers it, and what came with it. False when MMS has hung
-        up."""
-        with self._turn:
+        """Waits for a message; answers it and all buffered ones. False if MMS has disconnected."""
+        with self._reading:
             while self._answer():
-                if not self._reader.holds_more:
+                if not self._reader.has_buffered:
                     return True
             return False
 

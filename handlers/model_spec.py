@@ -1,4 +1,4 @@
-"""What a worker is told of its model: the file that the gateway leaves in the worker's folder."""
+"""Reads `model.json`, the options of a worker's model, which the gateway writes to its folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPEC_FILE = "model.json"
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """`path` is the model's folder, `folder` the worker's, which goes when the model does."""
+    """`path` is the model's folder; `folder` the worker's, which is removed with the model."""
 
     name: str
     engine_name: str
@@ -36,21 +36,21 @@ class ModelSpec:
 
     @classmethod
     def read(cls, folder: Path, name: str) -> ModelSpec:
-        """`name` is for a folder without the file, which is the model's own."""
+        """Reads `model.json`; without it `folder` is the model's own and `name` its name."""
         try:
-            said = json.loads((folder / SPEC_FILE).read_text(encoding="utf-8"))
+            fields = json.loads((folder / SPEC_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return cls(name, name, str(folder), str(folder))
         return cls(
-            said["name"],
-            said["engine_name"],
-            said["path"],
+            fields["name"],
+            fields["engine_name"],
+            fields["path"],
             str(folder),
-            said.get("handler"),
-            engine=said.get("engine", {}),
+            fields.get("handler"),
+            engine=fields.get("engine", {}),
         )
 
 
 def client_name(engine_name: str) -> str:
-    """The clients' name for the model: the gateway adds an id of each load to it."""
+    """The model's name for clients: without the id of a load that the gateway appends."""
     return re.sub(r"#[0-9a-f]{6}-[0-9]+$", "", engine_name)

@@ -1,4 +1,4 @@
-"""Requests and answers of a text model, as bytes.
+"""Parses the requests of a text model and formats its answers.
 
 {"inputs": text, "parameters": {...}}  ->  {"generated_text", "tokens", "finish_reason",
                                             "seconds"}; inputs are a text, or an object with the
@@ -31,7 +31,7 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """`parameters` is checked and as the client wrote it."""
+    """A checked request; `parameters` is as the client sent it."""
 
     form: Form
     inputs: str | Mapping[str, str]
@@ -40,7 +40,7 @@ class GenerateRequest:
 
 
 def parse(body: bytes | bytearray | str | None, content_type: str | None) -> GenerateRequest:
-    """Raises `InvalidRequest` naming the field, or `UnsupportedMediaType`."""
+    """Parses a body. Raises `InvalidRequest` with the field, or `UnsupportedMediaType`."""
     kind, _ = media_type(content_type)
     if kind not in (JSON, TEXT):
         raise UnsupportedMediaType(
@@ -51,7 +51,7 @@ def parse(body: bytes | bytearray | str | None, content_type: str | None) -> Gen
         return _checked(Form.TEXT, read_text(body or b""), {})
     value = read_json(body or b"", MAX_VALUES)
     if isinstance(value, str):
-        # The guide's loop knows no limit but `</s>`: the context is the only one here.
+        # The guide's loop ends at `</s>` only; here also where the model's context is full.
         return _checked(Form.GUIDE, value, {"max_new_tokens": 1_000_000})
     if not isinstance(value, dict):
         raise InvalidRequest(
@@ -66,7 +66,7 @@ def parse(body: bytes | bytearray | str | None, content_type: str | None) -> Gen
     if not isinstance(inputs, str | dict):
         raise InvalidRequest("inputs must be a string, or an object of the template's fields")
     parameters = value.get("parameters")
-    # That answers be drawn may be the model's own default, which the engine knows.
+    # Sampling may be the model's default, which only the engine knows: allow its parameters.
     checked = Parameters.parse(parameters, {"do_sample": True})
     if checked.return_full_text and isinstance(inputs, dict):
         raise InvalidRequest("parameters.return_full_text needs inputs to be a string")
@@ -77,24 +77,21 @@ def parse(body: bytes | bytearray | str | None, content_type: str | None) -> Gen
 
 
 def to_json(value: Any) -> bytes:
-    """Half of a surrogate pair, which is no character, is written as the escape that it is."""
+    """JSON in UTF-8; lone surrogates, which UTF-8 cannot encode, are written as escapes."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 def _checked(
     form: Form, inputs: str | Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> GenerateRequest:
-    fields = {"inputs": inputs} if isinstance(inputs, str) else _fields(inputs)
-    if not any(text.strip() for text in fields.values()):
+    if isinstance(inputs, Mapping):
+        for name, text in inputs.items():
+            if not isinstance(text, str):
+                raise InvalidRequest(f"inputs.{name} must be a string")
+    texts = [inputs] if isinstance(inputs, str) else inputs.values()
+    if not any(text.strip() for text in texts):
         raise InvalidRequest("inputs is empty, must be text")
     return GenerateRequest(form, inputs, parameters)
-
-
-def _fields(inputs: Mapping[str, Any]) -> dict[str, str]:
-    for name, text in inputs.items():
-        if not isinstance(text, str):
-            raise InvalidRequest(f"inputs.{name} must be a string")
-    return {f"inputs.{name}": text for name, text in inputs.items()}
 
 
 def answer_type(accept: str | None, form: Form) -> str:
@@ -105,7 +102,7 @@ def answer_type(accept: str | None, form: Form) -> str:
 def format_answer(
     request: GenerateRequest, answer: Mapping[str, Any], kind: str
 ) -> tuple[bytes, str]:
-    """The body and its content type for `engine.http.client.ModelHandle.generate`'s answer."""
+    """The body and content type for an answer of `engine.http.client.ModelHandle.generate`."""
     completions = answer["completions"]
     full = request.form is Form.GUIDE or bool(request.parameters.get("return_full_text"))
     prompt = request.inputs if full and isinstance(request.inputs, str) else ""
@@ -114,7 +111,7 @@ def format_answer(
         return "\n\n".join(texts).encode("utf-8"), f"{TEXT}; charset=utf-8"
     value: Any
     if request.form is Form.GUIDE:
-        # The guide's loop ends before it counts the `</s>` that it has found.
+        # The guide's loop does not count `</s>` as a step.
         steps = completions[0]["tokens"] - (completions[0]["finish_reason"] == "stop")
         value = [texts[0], steps, answer["seconds"]]
     else:

@@ -1,10 +1,10 @@
-"""The request that a worker is answering, and what its answer took."""
+"""Context variables of the request that a worker is answering."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 
-# The gateway's own id for it, under which the engine can be told that nobody waits any more.
+# The gateway's id of the request, by which the engine can cancel it.
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-# The engine's tokens, of the prompt and made.
+# Tokens of the prompt, and generated tokens.
 token_counts: ContextVar[tuple[int, int] | None] = ContextVar("token_counts", default=None)

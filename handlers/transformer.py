@@ -1,7 +1,7 @@
-"""One model's functions, and running a batch of requests through them.
+"""Loads one model's handler and passes batches of requests to it.
 
-Stands in for the toolkit's own transformer where that sends tracebacks to clients and answers a
-whole batch with the first request's headers (sagemaker-inference 1.10.1, transformer.py).
+Replaces the SageMaker Inference Toolkit's `Transformer`, which sends tracebacks to clients and
+answers a whole batch by the first request's headers (sagemaker-inference 1.10.1, transformer.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from handlers.dispatch import Handler, handler_for
 from handlers.model_spec import ModelSpec
 from handlers.payload import to_json
 from handlers.request_id import request_id, token_counts
-from handlers.scripts.handler import ScriptHandler
-from handlers.scripts.messages import Answer, Part, Request
+from handlers.settings import Settings
+from handlers.user_code.entry_point import Script
+from handlers.user_code.launch import launch
+from handlers.user_code.messages import Answer, Part, Request
+from handlers.user_code.pool import ScriptPool
 
 logger = logging.getLogger(__name__)
 
@@ -37,109 +40,94 @@ INTERNAL_HEADERS = (TIMEOUT_HEADER, REQUEST_HEADER, PROBE_HEADER)
 class ModelTransformer(Transformer):  # type: ignore[misc]
     """Answers `(data, context)` of Multi Model Server, one result per request of the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self.handler: Handler | ScriptHandler | None = None
-        self.metadata: dict[str, Any] | None = None  # what /v2 tells of the model
-        self._model: Any = None  # a built-in handler's
+        self._settings = settings
+        self.pool: ScriptPool | None = None  # of a model with its own script
+        self.metadata: dict[str, Any] | None = None  # the answer of `GET /v2/models/{name}`
+        # Whether the gateway may stream from the engine. False for a script, also if it uses a
+        # model in the engine: a stream would bypass the script's own functions.
+        self.in_engine = False
+        self._model: Any = None  # what the built-in handler's `model_fn` returned
         self._answer: Callable[[Sequence[Request], float | None], Sequence[Answer | EngineError]]
 
     def load(self, spec: ModelSpec) -> None:
         """Loads the model. Raises what its handler raises."""
         handler = handler_for(spec.path, spec.handler)
-        if isinstance(handler, ScriptHandler):
-            handler.load(spec)
-            self._answer = handler.answer
-        else:
-            # What is for the engine is for no other: the gateway refuses it for them.
-            options = spec.engine if handler.IN_ENGINE else {}
-            model = handler.model_fn(spec.path, spec.engine_name, **options)
-            self._model = model
-            self._answer = _one_by_one(handler, model)
-            if hasattr(handler, "describe"):
-                self.metadata = handler.describe(model)
-        self.handler = handler
-
-    def connected(self) -> None:
-        if isinstance(self.handler, ScriptHandler):
-            self.handler.connected()
-
-    def disconnected(self) -> None:
-        if isinstance(self.handler, ScriptHandler):
-            self.handler.disconnected()
+        if isinstance(handler, Script):
+            pool = self.pool = launch(handler, spec, self._settings)
+            default_s = self._settings.request_timeout_s
+            self._answer = lambda requests, timeout_s: pool.answer(requests, timeout_s or default_s)
+            return
+        # The gateway refuses engine options for any other model.
+        options = spec.engine if handler.IN_ENGINE else {}
+        model = self._model = handler.model_fn(spec.path, spec.engine_name, **options)
+        self._answer = lambda requests, timeout_s: [
+            _answer(handler, model, request, timeout_s) for request in requests
+        ]
+        if hasattr(handler, "describe"):
+            self.metadata = handler.describe(model)
+        self.in_engine = handler.IN_ENGINE
 
     def close(self) -> None:
         if isinstance(self._model, ModelHandle):
             self._model.close()
 
     def transform(
-        self, data: list[Mapping[str, Any]], context: Any, failure: EngineError | None = None
+        self, data: list[Mapping[str, Any]], context: Any, load_error: EngineError | None = None
     ) -> list[bytes]:
-        """One answer per request; all of them `failure` where the model did not load."""
-        requests, limits = [], []
-        for i, values in enumerate(data):
-            request, limit_s = _request(i, values, context)
-            requests.append(request)
-            limits.append(limit_s)
+        """One answer per request: `load_error` for each if the model did not load."""
+        requests = [_request(i, values, context) for i, values in enumerate(data)]
+        timeouts_s = [timeout_s for _, timeout_s in requests if timeout_s]
+        batch = [request for request, _ in requests]
         try:
-            if failure is not None or self.handler is None:
-                raise failure or EngineError("the model is not loaded")
-            answers = self._answer(requests, max(filter(None, limits), default=None))
+            if load_error is not None:
+                raise load_error
+            answers = self._answer(batch, max(timeouts_s, default=None))
         except Exception as error:
-            answers = [_explained(error, requests)] * len(requests)
+            answers = [_to_engine_error(error, batch)] * len(batch)
         return [_respond(i, answer, context) for i, answer in enumerate(answers)]
 
 
-def _one_by_one(
-    handler: Handler, model: Any
-) -> Callable[[Sequence[Request], float | None], list[Answer | EngineError]]:
-    """A handler that knows no batches."""
-
-    def answer(request: Request, timeout_s: float | None) -> Answer | EngineError:
-        headers = request.headers
-        request_id.set(request.id)
-        token_counts.set(None)
-        try:
-            answer = Answer(
-                *handler.transform_fn(
-                    model,
-                    request.body,
-                    headers.get("content-type"),
-                    headers.get("accept"),
-                    timeout_s,
-                )
-            )
-            if (counts := token_counts.get()) is not None:
-                answer.headers[TOKENS_HEADER] = f"{counts[0]} {counts[1]}"
-            return answer
-        except Exception as error:
-            return _explained(error, [request])
-
-    return lambda requests, timeout_s: [answer(request, timeout_s) for request in requests]
+def _answer(
+    handler: Handler, model: Any, request: Request, timeout_s: float | None
+) -> Answer | EngineError:
+    request_id.set(request.id)
+    token_counts.set(None)
+    content_type, accept = request.headers.get("content-type"), request.headers.get("accept")
+    try:
+        answer = Answer(*handler.transform_fn(model, request.body, content_type, accept, timeout_s))
+        if (counts := token_counts.get()) is not None:
+            answer.headers[TOKENS_HEADER] = f"{counts[0]} {counts[1]}"
+        return answer
+    except Exception as error:
+        return _to_engine_error(error, [request])
 
 
 def _request(i: int, values: Mapping[str, Any], context: Any) -> tuple[Request, float | None]:
-    """The `i`-th of a batch, and how many seconds it has, if the gateway said so."""
-    headers, kinds = {}, {}
+    """Request `i` of a batch, and its timeout in seconds if the gateway sent one."""
+    headers, content_types = {}, {}
     for name, value in context.get_all_request_header(i).items():
         if isinstance(value, str):
             headers[str(name).lower()] = value
-        else:  # of a part; one called like a header hides it
-            kinds[str(name)] = str(value.get("content-type", ""))
-    limit_s = float(headers.get(TIMEOUT_HEADER, 0)) or None
+        else:  # headers of a part, under the part's name
+            content_types[str(name)] = str(value.get("content-type", ""))
+    timeout_s = float(headers.get(TIMEOUT_HEADER, 0)) or None
     id = headers.get(REQUEST_HEADER) or str(context.get_request_id(i))
     for name in INTERNAL_HEADERS:
         headers.pop(name, None)
-    parts = [Part(name, kinds.get(name, ""), bytes(value)) for name, value in values.items()]
-    return Request(id, headers, parts), limit_s
+    parts = [
+        Part(name, content_types.get(name, ""), bytes(value)) for name, value in values.items()
+    ]
+    return Request(id, headers, parts), timeout_s
 
 
-def _explained(error: Exception, requests: Sequence[Request]) -> EngineError:
+def _to_engine_error(error: Exception, requests: Sequence[Request]) -> EngineError:
     if isinstance(error, EngineError):
         return error
     ids = ", ".join(request.headers.get(REQUEST_ID, "") for request in requests)
     logger.error("request %s failed", ids, exc_info=error)
-    return EngineError("the model's handler failed; the log says why")
+    return EngineError("the model's handler failed; the log has the reason")
 
 
 def _respond(i: int, answer: Answer | EngineError, context: Any) -> bytes:

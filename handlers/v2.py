@@ -1,10 +1,10 @@
-"""Requests and answers of the Open Inference Protocol (V2): JSON, and binary tensors behind it.
+"""Parses and formats the Open Inference Protocol (V2): JSON, followed by binary tensors.
 
 {"id", "inputs": [{"name", "shape", "datatype", "data"}], "outputs": [{"name"}]}
     -> {"model_name", "model_version", "id", "outputs": [{"name", "shape", "datatype", "data"}]}
 
-The content type says where the JSON ends, as it does on SageMaker; the protocol's own header for
-that is the gateway's to translate. Needs no numpy, which workers of text models do not have.
+The content type has the length of the JSON, as on SageMaker; the gateway translates the protocol's
+own header for it. Does not import numpy, to save memory in workers of text models.
 
 https://github.com/kserve/open-inference-protocol
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
@@ -20,7 +20,7 @@ from typing import Any
 from common.errors import InvalidRequest, quoted
 from common.media_types import BINARY, HEADER_SIZE, JSON
 
-# KServe's client repeats the path's model_name in the body.
+# `model_name` is KServe's client's, which repeats the name in the path.
 FIELDS = ("id", "model_name", "parameters", "inputs", "outputs")
 INPUT_FIELDS = ("name", "shape", "datatype", "parameters", "data")
 OUTPUT_FIELDS = ("name", "parameters")
@@ -28,7 +28,7 @@ OUTPUT_FIELDS = ("name", "parameters")
 
 @dataclass(frozen=True)
 class Tensor:
-    """`data` is its bytes, or its values: as they were sent, or for an answer flat."""
+    """`data`: its bytes, or its values, nested as the client sent them; flat in an answer."""
 
     name: str
     datatype: str
@@ -38,7 +38,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """`outputs` maps the names asked for, in order, to whether they are sent as bytes."""
+    """`outputs` maps the requested outputs' names, in order, to whether to send them as bytes."""
 
     inputs: list[Tensor]
     outputs: dict[str, bool]
@@ -47,7 +47,7 @@ class InferRequest:
 
 
 def is_request(value: Any) -> bool:
-    """Whether a JSON body is one of this protocol."""
+    """Whether a JSON body is a request of this protocol."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("inputs"), list)
@@ -56,7 +56,7 @@ def is_request(value: Any) -> bool:
 
 
 def split(body: bytes, header_size: str) -> tuple[bytes, bytes]:
-    """The JSON and what stands behind it. Raises `InvalidRequest`."""
+    """The JSON and the binary tensors after it. Raises `InvalidRequest`."""
     known = header_size.isdecimal() and len(header_size) < 16
     if not known or int(header_size) > len(body):
         raise InvalidRequest(
@@ -69,8 +69,10 @@ def split(body: bytes, header_size: str) -> tuple[bytes, bytes]:
 def raw_request(
     name: str, datatype: str, shape: Sequence[int], data: bytes
 ) -> tuple[dict[str, Any], bytes]:
-    """The request that a body without JSON stands for, and its binary tensor: Triton's raw binary
-    request, `data` being the model's only input and all outputs sent as bytes."""
+    """Converts Triton's raw binary request, which has no JSON, to a request and a binary tensor.
+
+    `data` is the model's only input; all outputs are sent as bytes.
+    """
     if datatype == "BYTES":
         data = struct.pack("<I", len(data)) + data
     size = {"binary_data_size": len(data)}
@@ -85,10 +87,11 @@ def parse(
     outputs: Sequence[str],
     unserved: Mapping[str, str] | None = None,
 ) -> InferRequest:
-    """`inputs` maps the model's to what they are, such as `INT64 [batch, sequence]`, `unserved` its
-    outputs that are no tensors to what those are. Shapes and data are left to be checked.
+    """Checks a request except the shapes and data of its tensors.
 
-    Raises `InvalidRequest` that names the field and says what is right.
+    `inputs` maps the model's inputs to their types, such as `INT64 [batch, sequence]`; `unserved`
+    its outputs that are no tensors to their types. Raises `InvalidRequest` with the field and a
+    right value.
     """
     if not is_request(value):
         raise InvalidRequest('the body must be {"inputs": [{"name", "shape", "datatype", "data"}]}')
@@ -98,38 +101,38 @@ def parse(
         raise InvalidRequest("id must be a string")
     tensors: dict[str, Tensor] = {}
     rest = binary
-    for given in value["inputs"]:
-        name = given["name"]
+    for entry in value["inputs"]:
+        name = entry["name"]
         if not isinstance(name, str) or name not in inputs:
             raise InvalidRequest(f"input {quoted(name)} is not known; known are {_listed(inputs)}")
         if name in tensors:
-            raise InvalidRequest(f"input {name} is there twice")
-        _check_fields(given, INPUT_FIELDS, f"inputs.{name}.")
-        datatype, right = given.get("datatype"), inputs[name].partition(" ")[0]
+            raise InvalidRequest(f"input {name} is there twice, must be once")
+        _check_fields(entry, INPUT_FIELDS, f"inputs.{name}.")
+        datatype, right = entry.get("datatype"), inputs[name].partition(" ")[0]
         if datatype != right:
             raise InvalidRequest(f"{name} has datatype {quoted(datatype, 50)}, must be {right}")
-        data = given.get("data")
-        size = _parameters(given, f"inputs.{name}: ").get("binary_data_size")
+        data = entry.get("data")
+        size = _parameters(entry, f"inputs.{name}: ").get("binary_data_size")
         if size is not None:
             if type(size) is not int or not 0 <= size <= len(rest):
-                said = quoted(size, 50)
                 raise InvalidRequest(
-                    f"binary_data_size of {name} is {said}, but {len(rest)} bytes are left"
+                    f"binary_data_size of {name} is {quoted(size, 50)}, but {len(rest)} bytes are"
+                    " left"
                 )
             data, rest = rest[:size], rest[size:]
-        shape = given.get("shape")
+        shape = entry.get("shape")
         if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
             raise InvalidRequest(f"shape of {name} must be a list of sizes, {inputs[name]}")
         tensors[name] = Tensor(name, right, shape, data)
     if rest:
-        raise InvalidRequest(f"{len(rest)} bytes follow the last binary tensor")
+        raise InvalidRequest(f"{len(rest)} bytes follow the last binary tensor, must be none")
     missing = {name: what for name, what in inputs.items() if name not in tensors}
     if missing:
         raise InvalidRequest(f"missing: {_listed(missing)}")
     parameters = dict(_parameters(value, ""))
     as_bytes = bool(parameters.pop("binary_data_output", False))
-    asked = _outputs(value, outputs, unserved or {}, as_bytes)
-    return InferRequest(list(tensors.values()), asked, parameters, request_id)
+    requested = _outputs(value, outputs, unserved or {}, as_bytes)
+    return InferRequest(list(tensors.values()), requested, parameters, request_id)
 
 
 def _listed(inputs: Mapping[str, str]) -> str:
@@ -143,7 +146,7 @@ def _check_fields(value: Mapping[str, Any], known: Sequence[str], where: str) ->
 
 
 def _parameters(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Those that nobody here knows are left alone: they are hints for other servers."""
+    """The `parameters` object. Unknown names are allowed: they are hints for other servers."""
     parameters = value.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise InvalidRequest(f"{where}parameters must be a JSON object")
@@ -156,10 +159,10 @@ def _parameters(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 def _outputs(
     value: Mapping[str, Any], known: Sequence[str], unserved: Mapping[str, str], as_bytes: bool
 ) -> dict[str, bool]:
-    """`as_bytes` is the request's own wish, where an output has none."""
-    asked = value.get("outputs") or [{"name": name} for name in known]
+    """The requested outputs, or all; `as_bytes` is the default of an output's `binary_data`."""
+    requested = value.get("outputs") or [{"name": name} for name in known]
     outputs: dict[str, bool] = {}
-    for output in asked if isinstance(asked, list) else [None]:
+    for output in requested if isinstance(requested, list) else [None]:
         if not isinstance(output, dict) or not isinstance(output.get("name"), str):
             raise InvalidRequest('outputs must be a list of {"name": ...}')
         name = output["name"]
@@ -180,8 +183,8 @@ def answer(
     outputs: Sequence[Tensor],
     to_json: Callable[[Any], bytes],
 ) -> tuple[bytes, str]:
-    """The body and its content type; tensors whose data is bytes stand behind the JSON."""
-    described, pieces = [], []
+    """The body and content type; tensors whose data is bytes follow the JSON."""
+    entries, binaries = [], []
     for tensor in outputs:
         entry: dict[str, Any] = {
             "name": tensor.name,
@@ -189,26 +192,26 @@ def answer(
             "shape": list(tensor.shape),
         }
         if isinstance(tensor.data, bytes):
-            pieces.append(tensor.data)
+            binaries.append(tensor.data)
             entry["parameters"] = {"binary_data_size": len(tensor.data)}
         else:
             entry["data"] = tensor.data
-        described.append(entry)
-    named = {} if request.id is None else {"id": request.id}
-    header = to_json({"model_name": model, "model_version": version, **named, "outputs": described})
-    if not pieces:
+        entries.append(entry)
+    id = {} if request.id is None else {"id": request.id}
+    header = to_json({"model_name": model, "model_version": version, **id, "outputs": entries})
+    if not binaries:
         return header, JSON
-    return b"".join([header, *pieces]), f"{BINARY};{HEADER_SIZE}={len(header)}"
+    return b"".join([header, *binaries]), f"{BINARY};{HEADER_SIZE}={len(header)}"
 
 
 def pack_texts(texts: Sequence[str]) -> bytes:
-    """Each text with its length in bytes in front, as a little endian uint32."""
+    """Each text in UTF-8 after its length in bytes, a little-endian uint32."""
     encoded = [text.encode("utf-8") for text in texts]
     return b"".join(struct.pack("<I", len(text)) + text for text in encoded)
 
 
 def unpack_texts(data: bytes, name: str) -> list[str]:
-    """Raises `InvalidRequest`."""
+    """The texts of `pack_texts`' bytes. Raises `InvalidRequest`."""
     texts, at = [], 0
     try:
         while at < len(data):

@@ -34,6 +34,8 @@ def run(options: Models) -> None:
         [name, loaded.get(name, {}).get("residency", "loaded" if name in loaded else "")]
         for name in names
     ]
+    aliases = call(options, "GET", "/models", limit="1").get("aliases", {})
+    rows += [[name, f"alias of {', '.join(of)}"] for name, of in aliases.items()]
     print(table(["model", "loaded"], rows))
 
 

@@ -30,6 +30,7 @@ from serving import tokens
 from serving.errors import StartError, StillLoading
 from serving.mms import launcher
 from serving.process import examples, ports
+from serving.process.counts import DROPPED, Counts
 from serving.process.device import check_device
 from serving.process.isolation import close_to_others, passed
 from serving.process.json_output import JsonOutput
@@ -88,6 +89,7 @@ def serve(settings: Settings) -> int:
         )
     with _run_dir(settings) as run_dir:
         launcher.remove_stale_files(run_dir)
+        counts = Counts(run_dir)
         secret = secrets.token_urlsafe()
         shared = {"RUN_DIR": str(run_dir), "PROBE_SECRET": secret}
         python = {**os.environ, "PYTHONPATH": str(REPOSITORY), **shared}
@@ -142,9 +144,11 @@ def serve(settings: Settings) -> int:
 
         progress = Poll(_progress(settings), Progress.STARTING, PROGRESS_S.get)
         limits = (settings.start_timeout_s, settings.drain_s)
-        output = JsonOutput("entrypoint")  # of all processes: it is read whatever they do
+        # Of all processes: it is read whatever they do.
+        output = JsonOutput("entrypoint", functools.partial(counts.add, DROPPED))
         try:
-            return Supervisor(children, progress, on_ready, *limits).run()
+            run_all = Supervisor(children, progress, on_ready, *limits, on_restart=counts.add)
+            return run_all.run()
         finally:
             output.close()
 

@@ -30,6 +30,8 @@ from common.errors import ServiceError
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
 from engine.http.async_client import AsyncEngineClient
+from serving.aliases import FILE as ALIASES_FILE
+from serving.aliases import Aliases
 from serving.api.app import App
 from serving.api.http_protocol import HTTPProtocol
 from serving.api.metrics import Metrics
@@ -99,7 +101,7 @@ def store_settings(settings: Settings, run_dir: Path) -> StoreSettings:
 async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncIterator[Gateway]:
     stores = store_settings(settings, run_dir)
     store = await asyncio.to_thread(open_store, settings.model_store)
-    metrics, journal = Metrics(), Journal()
+    metrics, journal = Metrics(run_dir=run_dir), Journal()
 
     def observe(event: str, model: Model, seconds: float) -> None:
         metrics.observe(event, model, seconds)
@@ -110,6 +112,8 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
     cache, lookups = Cache(stores), Lookups(store, stores)
     workers, snapshot = Workers(settings, run_dir, client, engine), Snapshot(run_dir)
     bases = Bases(lookups, settings.adapter_bases)
+    # SageMaker decides which models there are by itself.
+    aliases = Aliases(None if settings.sagemaker_multi_model else lookups, run_dir / ALIASES_FILE)
     sessions = None
     if settings.stateful_sessions:
         folder, life_s = run_dir / "sessions", settings.sessions_expiration
@@ -129,6 +133,7 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
         journal=journal,
         sessions=sessions,
         tokens=Tokens(settings.tokens_file),
+        aliases=aliases,
         takes_over=snapshot.exists(),
     )
     await gateway.tokens.refresh()
@@ -171,6 +176,7 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
             background.start_soon(gateway.on_demand.residency.watch)
             background.start_soon(start, gateway)
             background.start_soon(gateway.tokens.watch)
+            background.start_soon(gateway.aliases.watch)
             await _Server(config, gateway).serve(sockets=listeners)
             background.cancel_scope.cancel()
 

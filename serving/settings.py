@@ -45,7 +45,7 @@ class Settings:
     grpc_port: int = setting(
         "GRPC_PORT",
         0,
-        "the port for gRPC (docs/open-inference-protocol.md); 0: none",
+        "the port for gRPC (docs/api/open-inference-protocol.md); 0: none",
     )
     model_store: str = setting(
         "MODEL_STORE",
@@ -57,7 +57,7 @@ class Settings:
         "ADAPTER_BASES",
         "",
         "models of the store for the bases that adapters name: `skt/kogpt2-base-v2=kogpt2`,"
-        " separated by commas; `*` is any (docs/bring-your-own.md)",
+        " separated by commas; `*` is any (docs/models/bring-your-own.md)",
     )
     model_cache: str = setting(
         "MODEL_CACHE", "", "where models are fetched and unpacked to; empty: in `RUN_DIR`"
@@ -91,7 +91,7 @@ class Settings:
     stateful_sessions: bool = setting(
         "SAGEMAKER_ENABLE_STATEFUL_SESSIONS",
         False,
-        "whether `/invocations` opens and closes stateful sessions (docs/sagemaker.md)",
+        "whether `/invocations` opens and closes stateful sessions (docs/api/sagemaker.md)",
     )
     sessions_expiration: int = setting(
         "SAGEMAKER_SESSIONS_EXPIRATION",
@@ -107,7 +107,8 @@ class Settings:
     tokens_file: str = setting(
         "TOKENS_FILE",
         "",
-        "a file of tokens for teams, each with its models and its limits (docs/settings.md)",
+        "a file of tokens for teams, each with its models and its limits"
+        " (docs/reference/settings.md)",
     )
     max_request_bytes: int = setting(
         "MAX_REQUEST_BYTES", 6_553_500, "a longer body gets 413 (MMS's own limit)"

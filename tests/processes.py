@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from handlers.scripts.confinement import capabilities
+from handlers.user_code.confinement import capabilities
 
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 4, 8
 
@@ -46,7 +46,7 @@ def become_a_user(uid: int) -> None:
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
         os.setresuid(uid, uid, uid)
-        capabilities.keep({capabilities.DAC_OVERRIDE})
+        capabilities.drop_all_but({capabilities.DAC_OVERRIDE})
         libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that its files in /proc are its own
 
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md names what is there, in both languages."""
+"""docs/develop/architecture.md, in both languages, and glossary.md name what is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "docs" / name for name in ("architecture.md", "architecture.ko.md")]
+PAGES = [ROOT / "docs" / "develop" / name for name in ("architecture.md", "architecture.ko.md")]
+GLOSSARY = PAGES[0].with_name("glossary.md")
 PACKAGES = ("common", "engine", "handlers", "serving")
 FILE = re.compile(r"`([\w/]+\.py)`")
 
@@ -27,7 +28,7 @@ def defined(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, GLOSSARY], ids=lambda page: page.name)
 def test_the_files_and_functions_of_the_page_exist(page: Path) -> None:
     text = page.read_text("utf-8")
     named = re.findall(FILE.pattern + r"[^`\n]* `([\w.]+)`", text)

@@ -1,5 +1,6 @@
-"""Imports between the packages go down only, through the doors that docs/architecture.md names, and
-in no circle. The server imports no tool, and `scripts` and `benchmarks` nothing of each other."""
+"""Imports between the packages go down only, through the doors that
+docs/develop/architecture.md names, and in no circle. The server imports no tool, and `scripts` and
+`benchmarks` nothing of each other."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ DOORS = {
         "engine.http.async_client",
         "handlers.dispatch",
         "handlers.payload",
-        "handlers.scripts.entry_point",
+        "handlers.user_code.entry_point",
     },
 }
 

@@ -4,6 +4,7 @@ understanding them, and keep to their glossary."""
 from __future__ import annotations
 
 import re
+import subprocess
 from itertools import groupby
 from pathlib import Path
 from unicodedata import normalize
@@ -11,7 +12,7 @@ from unicodedata import normalize
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-GLOSSARY = Path("docs/glossary.ko.md")  # has no page beside it
+GLOSSARY = Path("docs/develop/glossary.ko.md")  # has no page beside it
 KOREAN = sorted(
     {page.relative_to(ROOT) for page in [*ROOT.glob("*.ko.md"), *(ROOT / "docs").rglob("*.ko.md")]}
     - {GLOSSARY}
@@ -33,6 +34,7 @@ FOLDERS = "benchmarks|common|compat|engine|handlers|serving|scripts|deploy|tests
 OURS = re.compile(rf"`((?:{FOLDERS})/[\w./-]*\w)`")
 TESTS = re.compile(r"`(test_\w+)`")
 CODE = re.compile(r"`([^`\n]+)`")
+MENTION = re.compile(r"(?<![\w/])docs/[\w./-]*\.(?:md|json|png)\b")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -77,6 +79,18 @@ def test_links_lead_to_a_page_and_its_heading(page: Path) -> None:
             target = (ROOT / page).parent / path if path else ROOT / page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
+
+
+def test_a_page_that_a_file_names_is_there() -> None:
+    """Code, its messages, comments and configuration name pages by their path from the root."""
+    names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
+    dead = []
+    for name in names:
+        file = ROOT / name
+        if file.is_file() and file.suffix not in (".png", ".gz", ".json"):
+            text = file.read_text("utf-8", errors="ignore")
+            dead += [(name, page) for page in MENTION.findall(text) if not (ROOT / page).exists()]
+    assert dead == []
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=str)

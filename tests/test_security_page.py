@@ -1,5 +1,6 @@
-"""Each sentence of docs/security.md that says what cannot happen names a test, or has one here; the
-others say what is not prevented, or are no claims. A new sentence without a test fails."""
+"""Each sentence of docs/operate/security.md that says what cannot happen names a test, or has one
+here; the others say what is not prevented, or are no claims. A new sentence without a
+test fails."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from zipfile import ZipFile
 import pytest
 
 from serving.process.isolation import passed
-from tests.handlers.scripts.confinement import test_rules
+from tests.handlers.user_code.confinement import test_rules
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "security.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "operate" / "security.md").read_text("utf-8")
 PROGRAMS = {*test_rules.BY_LANDLOCK, *test_rules.BY_SECCOMP, *test_rules.BY_SCOPE_OR_USER}
 PROGRAMS |= {*test_rules.BY_USER}
 
@@ -25,26 +26,24 @@ PROGRAMS |= {*test_rules.BY_USER}
 TESTS = {
     "On a network that is not yours set both": "test_every_route_but_health_asks_for_its_token",
     "A model's own Python, and pip for its": "test_a_program_of_a_model",
-    "Before the first line of the model they give up": "test_no_program_of_a_model "
-    "test_nothing_of_root_is_left_but_reading "
+    "Landlock | Python": "test_no_program_of_a_model test_a_program_of_a_model "
     "test_a_script_has_a_temporary_folder_of_its_own_that_goes_with_the_model",
+    "seccomp (": "test_no_program_of_a_model",
+    "capabilities | none": "test_nothing_of_root_is_left_but_reading",
+    "user | one per model": "test_no_program_of_a_model",
     "Before Linux 6.2 Landlock knows no truncation": "test_no_program_of_a_model",
-    "Where the server is root each model gets a user": "test_no_program_of_a_model",
-    "What cannot be had on a machine is in the log": "test_what_this_machine_cannot_keep_is_said",
+    "What a machine cannot enforce is logged": "test_what_this_machine_cannot_keep_is_said",
     "`ALLOW_MODEL_REQUIREMENTS` is off": "test_requirements_are_refused_unless_they_are_allowed",
-    "It stands on the port for requests": "test_a_page_of_another_site_loads_no_model",
-    "Models know nothing of each other's prompts": (
-        "test_a_row_begins_with_the_longest_match_of_the_same_owner"
-    ),
+    "More come with `GRPC_PORT`": ("test_a_process_that_reads_clients_bytes_has_no_other_package"),
     "`requests` and what it brings": "test_a_process_that_reads_clients_bytes_has_no_other_package",
     "Passed are `PATH`": "test_what_it_says_is_passed_is_passed",
-    "Of these, a name with `TOKEN`": "test_secrets_of_any_name_are_not",
+    "Of these, names with `TOKEN`": "test_secrets_of_any_name_are_not",
     **dict.fromkeys(
         ("gateway |", "a model's texts, in a sandbox |", "the workers' host |"),
         "test_a_process_that_reads_clients_bytes_has_no_other_package",
     ),
     **dict.fromkeys(
-        ("Netty 4.1.91 | TLS", "Commons IO", "These are their advisories"),
+        ("Netty 4.1.91 | TLS", "Commons IO"),
         "test_a_clients_bytes_reach_none_of_what_has_advisories",
     ),
 }
@@ -97,8 +96,7 @@ ROWS = {
 }
 # What is said of the page, of kernels, or to whoever runs the server.
 NO_CLAIMS = (
-    "Who is trusted with what",
-    "Where there is no protection it says",
+    "| by | what is left |",
     "| who | trusted with |",
     "| the operator",
     "| who may call the management port",
@@ -116,7 +114,7 @@ NO_CLAIMS = (
     "`serving/process/isolation.py` has all",
     "| library |",
     "| process | packages |",
-    "Their versions are pinned",
+    "Versions are pinned",
     "Version 1.1.11 is the newest",
     "Netty 4.1.91 | CVE-2024-47535",
     "Gson 2.8.9",
@@ -124,7 +122,7 @@ NO_CLAIMS = (
 # What follows a *not prevented*.
 NOT_PREVENTED = (
     "*Not prevented*",
-    "Without a user of its own, a script can take",
+    "Without a user of its own, a script can remove",
 )
 
 
@@ -202,7 +200,7 @@ def test_a_process_that_reads_clients_bytes_has_no_other_package(
 
 @pytest.mark.parametrize("language", ["", ".ko"])
 def test_what_it_says_is_passed_is_passed(language: str) -> None:
-    page = (ROOT / "docs" / f"security{language}.md").read_text("utf-8")
+    page = (ROOT / "docs" / "operate" / f"security{language}.md").read_text("utf-8")
     (line,) = [line for line in page.splitlines() if "`PATH`" in line and "`TZ`" in line]
     names = re.findall(r"`([A-Z][A-Z_]+\*?)`", line)
     assert len(names) > 15

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks import random_model
-from benchmarks.adapters import tables
+from benchmarks.adapters import peers, tables
 from benchmarks.process import BenchmarkError
 from benchmarks.run import Results, Run
 from benchmarks.switching import process_tree
@@ -41,6 +41,8 @@ CONTEXT = 40  # tokens behind each row of a step
 PRODUCTS = ("qkv", "attention_out", "ffn_out")  # target_modules c_attn and c_proj
 RANKS = (4, 8, 16, 32, 64)
 PROMPT_TOKENS = 16
+BESIDE = 8  # adapters, and whole fine-tunes, that peers are asked for
+PEER_S = 10  # for a minute of ours
 FURTHER = 20  # adapters beyond the first, of which each one's memory is measured
 CALLED = 50  # adapters that are called for the first time
 ZIPF = Kind(zipf=1.0, bursts=0, scans=0, moves=False)
@@ -74,7 +76,7 @@ class Plan:
 
 
 class AdaptersRun(Run):
-    PARTS = ("steps", "memory", "first", "trace", "uniform")
+    PARTS = ("steps", "memory", "first", "trace", "uniform", "peers")
     DEFAULT = PARTS
     GOALS = tables.GOALS
 
@@ -94,6 +96,7 @@ class AdaptersRun(Run):
             "first": self._first,
             "trace": lambda: self._trace(ZIPF),
             "uniform": lambda: self._trace(UNIFORM),
+            "peers": self._peers,
         }
         if set(self.wanted) - {"steps"}:
             with self.skipping("adapters"):
@@ -284,6 +287,31 @@ class AdaptersRun(Run):
             "memory": memory,
             "loaded": loaded,
         }
+
+    def _peers(self) -> list[Results]:
+        plan, count = self.plan, min(self.plan.models, BESIDE)
+        seconds = PEER_S * plan.minutes
+        requests = int(1000 * seconds)  # more than can be answered
+        tuned = self.workdir / "tuned"
+        tuned.mkdir(exist_ok=True)
+        case = peers.Case(
+            self.base,
+            self.store,
+            self.names[:count],
+            [*random_model.fine_tunes(tuned, plan.config, count)],
+            {
+                name: trace(plan.seed, kind, count, requests)
+                for name, kind in (("Zipf", ZIPF), ("uniform", UNIFORM))
+            },
+            self.prompts[0],
+            plan.clients,
+            plan.new_tokens,
+            seconds,
+            plan.budget_mib,
+            self.workdir / "peers",
+            self.log,
+        )
+        return peers.measure(case, self.skipping)
 
 
 def _filled(model: NativeModel) -> NativeRow:

@@ -73,6 +73,8 @@ def lines(results: Results) -> str:
         table(("8 rows", "rank", "different", "ms a step", "against none"), [*_steps(results)]),
         table(("", "requests", "tokens/s", "first token, ms: p50", "p90", "p99", "most", "faults"),
               [*_traces(results)]),
+        table(("8 adapters, 8 clients", "tokens/s: Zipf", "uniform", "first token, ms: p50", "p99",
+               "memory, MB", "tokens as transformers'"), [*_peers(results)]),
         table(("", ""), [*_others(results)]),
     )  # fmt: skip
 
@@ -97,6 +99,14 @@ def _traces(results: Results) -> Iterator[Row]:
                *_ms(one["first_token_s"]), faults)  # fmt: skip
         yield (f"{kind}: then one alone", "", f"{one['alone_tokens_per_s']:.0f}",
                *_ms(one["alone_first_token_s"]), "")  # fmt: skip
+
+
+def _peers(results: Results) -> Iterator[Row]:
+    for one in results.get("peers", []):
+        same = one.get("same")
+        yield (one["name"], *(f"{one[kind]['tokens_per_s']:.0f}" for kind in ("Zipf", "uniform")),
+               *_ms(one["Zipf"]["first_token_s"])[:3:2], f"{one['memory'] / 1e6:,.0f}",
+               "" if same is None else f"{same:.0%}")  # fmt: skip
 
 
 def _ms(found: Results) -> list[str]:

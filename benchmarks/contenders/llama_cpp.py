@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.worker import Channel, Clock, generation
+from common.model_files import ADAPTER
 from engine.artifacts import artifact as artifacts
+from engine.artifacts.adapter import BASE_NAMES, Adapter
+from engine.artifacts.adapter import read as read_adapter
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 
@@ -71,6 +74,30 @@ def export(artifact: Artifact, path: Path) -> None:
             writer.add_tensor(name, gguf.quants.quantize(array, q8), raw_dtype=q8)
         else:
             writer.add_tensor(name, array)
+    _write(writer)
+
+
+def export_adapter(adapter: Adapter, path: Path) -> None:
+    """In fp16."""
+    import gguf
+
+    theirs = {ours: name for name, ours in BLOCKS.items()}
+    (rank,) = {tensor.shape[0] for name, tensor in adapter.index.items() if ".down" in name}
+    (scale,) = set(adapter.scales.values())
+    writer = gguf.GGUFWriter(path, "gpt2")
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, scale * rank)
+    for module in adapter.scales:
+        layer, product = module.split(".")
+        name = f"blk.{layer}.{theirs[BASE_NAMES[product]]}.weight"
+        for ours, part in (("down", "lora_a"), ("up", "lora_b")):
+            weight = adapter.weights[f"{module}.{ours}"].astype(np.float16)
+            writer.add_tensor(f"{name}.{part}", np.ascontiguousarray(weight))
+    _write(writer)
+
+
+def _write(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -135,8 +162,11 @@ def main() -> None:
 FLOATS = ctypes.POINTER(ctypes.c_float)
 
 
-def write(artifact: str, path: str) -> None:
-    export(open_artifact(artifact), Path(path))
+def write(source: str, path: str) -> None:
+    if (Path(source) / ADAPTER).exists():
+        export_adapter(read_adapter(source), Path(path))
+    else:
+        export(open_artifact(source), Path(path))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 from benchmarks.engine.request import Request
 from benchmarks.engine.uses import SAMPLED, measurement
 from benchmarks.worker import Channel
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 
 

@@ -26,8 +26,9 @@ MODULES = {
     "ctranslate2": "ctranslate2",
     "llama.cpp": "llama_cpp",
     "openvino": "openvino_genai",
+    "peft": "peft",
 }
-NAMES = {*MODULES, "llama-server", "openvino-genai"}
+NAMES = {*MODULES, "llama-server", "openvino-genai", "llama.cpp Q8_0"}
 RUN_S = 300.0
 MISSING = "not installed: kogpt2 bench --install-peers"
 OPTIONS = ("BUILD_SHARED_LIBS", "LLAMA_OPENSSL", "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI")

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.errors import EngineError
 from common.parameters import Parameters
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.sequence import Token
 from engine.text.prompts import Raw
 

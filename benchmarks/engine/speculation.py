@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import engine.engine
 from benchmarks.engine.request import Request
 from benchmarks.worker import Channel
-from engine import registry
+from engine.engine import Engine
 from engine.guesses import FEWEST, Guesser
 from engine.settings import Settings
 
@@ -42,11 +43,11 @@ class Oracle(Guesser):
 
 def main() -> None:
     folder, vocab_size, prompt_tokens, new_tokens = sys.argv[1], *map(int, sys.argv[2:5])
-    vars(registry)["Guesser"] = Oracle
-    engine = registry.Engine(
+    vars(engine.engine)["Guesser"] = Oracle
+    server = Engine(
         Settings(backend="native", precision="int8", prefix_cache_mib=0, speculation="auto")
     )
-    engine.load("m", folder)
+    server.load("m", folder)
     drawn = random.Random(2)  # noqa: S311
 
     def prompt() -> list[int]:
@@ -55,7 +56,7 @@ def main() -> None:
     def seconds(prompts: list[list[int]], texts: Sequence[list[int]]) -> tuple[float, Any]:
         Oracle.texts = texts
         began = time.perf_counter()
-        requests = [Request(engine, prompt, new_tokens) for prompt in prompts]
+        requests = [Request(server, prompt, new_tokens) for prompt in prompts]
         ids = [request.wait().ids for request in requests]
         return time.perf_counter() - began, ids
 
@@ -75,7 +76,7 @@ def main() -> None:
         return found
 
     Channel().serve({"guesses": FEWEST}, {"measure": measure})
-    engine.close()
+    server.close()
 
 
 if __name__ == "__main__":

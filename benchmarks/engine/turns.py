@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.worker import Channel
 from common.parameters import Parameters
+from engine.engine import Engine
 from engine.http.answer import Answer
-from engine.registry import Engine
 from engine.settings import Settings
 
 

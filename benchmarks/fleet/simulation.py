@@ -28,8 +28,8 @@ import numpy as np
 from benchmarks.report.tables import table
 
 FINE_TUNES = 10_000
-# Of two cores and 8 GiB (docs/operations.md, docs/benchmark.md): int8, eight rows that share steps
-# make 561 tokens a second, and an answer has 16; models in memory, on the disk.
+# Of two cores and 8 GiB (docs/develop/benchmark.md): int8, eight rows that share steps make 561
+# tokens a second, and an answer has 16; models in memory, on the disk.
 SLOTS, ANSWER_S, ROOM, DISK = 8, 16 * 8 / 561, 36, 400
 LOAD_S, FETCH_S, FETCH_BYTES = 0.3, 4.0, 250_000_000
 DOLLARS = 0.115  # ml.m5.large in scripts/aws/instances.json

@@ -14,13 +14,14 @@ import numpy as np
 import psutil
 
 from benchmarks import random_model
+from benchmarks.forms.stalls import stalls
 from benchmarks.report.goals import Goal
 from benchmarks.report.tables import Row, page, table
 from benchmarks.run import Results, Run
 from common.errors import EngineError
 from common.form import json_schema
 from engine.artifacts.config import GPT2Config
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.sequence import Token
 from engine.settings import Settings
 from engine.text.prompts import Raw
@@ -77,13 +78,15 @@ def _against(results: Results, rows: int) -> list[float]:
 GOALS: tuple[Goal, ...] = (
     ("a step of one row, held to a form, against none", "<=", 1.05, "x", lambda r: _against(r, 1)),
     ("the same of eight rows", "<=", 1.05, "x", lambda r: _against(r, 8)),
+    ("another row's longest wait for a token beside a hostile form", "<=", 100, "ms",
+     lambda r: (1000 * np.max([s["longest"] for s in r["stalls"]], axis=0)).tolist()),
     (f"a schema of {FIELDS} fields is ready", "<=", 20, "ms",
      lambda r: [1000 * s for s in r["ready"]["schema"]]),
 )  # fmt: skip
 
 
 class FormsRun(Run):
-    PARTS = ("steps", "ready", "answers")
+    PARTS = ("steps", "ready", "answers", "stalls")
     DEFAULT = PARTS
     GOALS = GOALS
 
@@ -107,10 +110,20 @@ class FormsRun(Run):
         self._engine = Engine(Settings(memory_mib=4096, prefix_cache_mib=0))
         try:
             self._engine.load("m", str(folder))
-            parts = {"ready": self._ready, "steps": self._steps, "answers": self._answers}
+            parts = {
+                "ready": self._ready,
+                "steps": self._steps,
+                "answers": self._answers,
+                "stalls": lambda: [*stalls(self._engine, self._ids(), self.plan.rounds)],
+            }
             self.measure_parts(parts, save)
         finally:
             self._engine.close()
+
+    def _ids(self) -> list[int]:
+        size = self.plan.prompt_tokens
+        ids: list[int] = self._random.integers(100, self.plan.config.vocab_size, size).tolist()
+        return ids
 
     def _ask(self, rows: int, **parameters: Any) -> tuple[list[float], int]:
         """When each token came, in seconds from the first request on; how many steps there were."""
@@ -126,11 +139,10 @@ class FormsRun(Run):
                 left.release()
 
         counters = self._engine._find("m").statistics
-        steps, size = counters.steps, self.plan.prompt_tokens
+        steps = counters.steps
         began = time.perf_counter()
         for _ in range(rows):
-            ids = self._random.integers(100, self.plan.config.vocab_size, size).tolist()
-            self._engine.submit("m", Raw(ids), checked, emit)
+            self._engine.submit("m", Raw(self._ids()), checked, emit)
         for _ in range(rows):
             left.acquire()
         if faults:
@@ -201,6 +213,7 @@ class FormsRun(Run):
             table(("a step held to", "rows", "ms", "against none"), [*self._step_rows()]),
             table(("an answer", "tokens", "ms", "against as many tokens"), [*self._answer_rows()]),
             table(("a form", "ms"), [*self._ready_rows()]),
+            table(("beside a hostile form", "longest ms", "before"), [*self._stall_rows()]),
         )
 
     def _step_rows(self) -> Iterator[Row]:
@@ -226,6 +239,10 @@ class FormsRun(Run):
             yield f"the first of a tokenizer, which takes {size}", _ms([found["first"]])
             yield f"a schema of {FIELDS} fields", _ms(found["schema"])
             yield "the same again", _ms(found["again"])
+
+    def _stall_rows(self) -> Iterator[Row]:
+        for one in self.results.get("stalls", []):
+            yield one["form"], _ms(one["longest"]), _ms(one["before"])
 
 
 def _schema(seed: int) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from typing import Any
 
 from starlette.requests import Request
 
-from serving.api.shared import Right, check_token, name_model
+from serving.aliases import Aliases
+from serving.api.naming import name_model
+from serving.api.shared import Right, check_token
 from serving.settings import Settings
 from serving.tokens import Tokens
 
@@ -31,7 +33,7 @@ RUNS = 5
 def check(gateway: Any, request: Request, name: str) -> None:
     """All that a token costs a request."""
     check_token(gateway, request, Right.CALL)
-    name_model(request, name)
+    name_model(gateway, request, name)
     request.state.token.end()
 
 
@@ -71,7 +73,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokens.json")
         path.write_text(json.dumps({"tokens": entries}))
-        gateway = SimpleNamespace(settings=Settings(), tokens=Tokens(str(path)))
+        parts = {"tokens": Tokens(str(path)), "aliases": Aliases()}
+        gateway = SimpleNamespace(settings=Settings(), **parts)
         begin = time.perf_counter()
         asyncio.run(gateway.tokens.refresh())
         read_s = time.perf_counter() - begin

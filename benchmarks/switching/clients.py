@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.process import BenchmarkError
-from benchmarks.switching.servers import Ours, Router
+from benchmarks.switching.servers import LlamaStreams, Ours
 
 ANSWER_S = 120.0
 STATES = ("hot", "warm", "parked", "cold")
@@ -44,7 +44,7 @@ class Client:
 
     def __init__(
         self,
-        server: Ours | Router,
+        server: Ours | LlamaStreams,
         prompts: Sequence[list[int]],
         new_tokens: int,
         watches: bool = True,
@@ -77,6 +77,8 @@ class Client:
             self._connection.close()
             error = f"lost: {failed!r}"
         seconds = time.perf_counter() - began
+        if not isinstance(self._server, Ours):  # llama.cpp's closes it without saying so
+            self._connection.close()
         if not error and len(texts) < new_tokens:
             error = f"lost: {len(texts)} tokens of {new_tokens}"
         text = "".join(texts)
@@ -94,7 +96,7 @@ class Client:
 
 
 def run(
-    server: Ours | Router,
+    server: Ours | LlamaStreams,
     trace: Sequence[tuple[str, int]],
     prompts: Sequence[list[int]],
     clients: int,

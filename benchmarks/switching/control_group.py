@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.process import BenchmarkError
 
 ROOT = Path("/sys/fs/cgroup")
+NAME = "kogpt2-benchmark-"  # and the id of the process that made it
 EMPTY_S = 10.0
 PERIOD_US = 20_000  # short, so that a stream does not stand still for long
 
@@ -50,7 +51,7 @@ class ControlGroup:
             limits += [("cpu", "cpu.cfs_quota_us", str(int(PERIOD_US * cpus)))]
         elif cpus is not None:
             limits += [("cpu", "cpu.max", f"{int(PERIOD_US * cpus)} {PERIOD_US}")]
-        name = f"kogpt2-benchmark-{os.getpid()}-{next(self._made)}"
+        name = f"{NAME}{os.getpid()}-{next(self._made)}"
         self._limits = {
             (ROOT / controller if one else ROOT) / name / file: said
             for controller, file, said in limits

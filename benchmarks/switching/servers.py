@@ -1,6 +1,6 @@
-"""The servers that switch: ours, and llama.cpp's as a router, a process of its own for each model.
+"""The servers that switch: ours, and llama.cpp's, with adapters or as a router.
 
-That router does what llama-swap does: it starts a process for a model that is asked for, and ends
+The router does what llama-swap does: it starts a process for a model that is requested, and ends
 that of the least recently used one where there would be more than so many.
 """
 
@@ -55,7 +55,35 @@ class Ours(Server):
         return event["text"] if "token" in event else None
 
 
-class Router(LlamaServer):
+class LlamaStreams(LlamaServer):
+    def stream(self, model: str, ids: list[int], new_tokens: int) -> tuple[str, dict[str, Any]]:
+        body = {"model": model, "prompt": ids, "n_predict": new_tokens, "stream": True}
+        body |= {"temperature": 0, "return_tokens": True, "ignore_eos": True}
+        return "/completion", body | {"cache_prompt": False}  # ours keeps no prompts either
+
+    def token(self, line: bytes) -> str | None:
+        event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+        return event["content"] if event.get("tokens") else None
+
+    def states(self) -> dict[str, str]:
+        return {}
+
+
+class LlamaAdapters(LlamaStreams):
+    """`adapters` are GGUF files by name. Requests to different ones share no batch."""
+
+    def __init__(self, base: Path, adapters: Mapping[str, Path], rows: int, log: Path) -> None:
+        self._numbers = {name: number for number, name in enumerate(adapters)}
+        files = ",".join(map(str, adapters.values()))
+        options = {"model": base, "lora": files, "ctx-size": CONTEXT, "parallel": rows}
+        super().__init__(options, log)
+
+    def stream(self, model: str, ids: list[int], new_tokens: int) -> tuple[str, dict[str, Any]]:
+        path, body = super().stream(model, ids, new_tokens)
+        return path, body | {"lora": [{"id": self._numbers[model], "scale": 1.0}]}
+
+
+class Router(LlamaStreams):
     """`models_dir` has the GGUF files; a model is called what its file is, without the suffix."""
 
     def __init__(self, models_dir: Path, at_once: int, rows: int, log: Path) -> None:
@@ -65,12 +93,3 @@ class Router(LlamaServer):
     def states(self) -> dict[str, str]:
         rows = (self.get("/v1/models") or {}).get("data", [])
         return {row["id"]: "hot" for row in rows if row["status"]["value"] == "loaded"}
-
-    def stream(self, model: str, ids: list[int], new_tokens: int) -> tuple[str, dict[str, Any]]:
-        body = {"model": model, "prompt": ids, "n_predict": new_tokens, "stream": True}
-        body |= {"temperature": 0, "return_tokens": True, "ignore_eos": True}
-        return "/completion", body | {"cache_prompt": False}  # ours keeps no prompts either
-
-    def token(self, line: bytes) -> str | None:
-        event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
-        return event["content"] if event.get("tokens") else None

@@ -1,11 +1,13 @@
-"""LoRA adapters as PEFT's `save_pretrained` writes them: `adapter_config.json`, and the matrices in
-`adapter_model.safetensors` or `adapter_model.bin`."""
+"""LoRA adapters as PEFT's `save_pretrained` writes them.
+
+`adapter_config.json`, and the matrices in `adapter_model.safetensors` or `adapter_model.bin`.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,13 +55,14 @@ PARTS = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
-WHOLE = "="  # before the name of a parameter that the adapter brings whole
+WHOLE = "="  # in front of the name of a parameter that the adapter replaces
+ROWS = ".rows"  # behind the name where it replaces some rows of the parameter only
+TRAINED_TOKENS = ".token_adapter.trainable_tokens_delta"
 MODULE = re.compile(rf"(?:.*\.)?h\.(\d{{1,4}})\.({'|'.join(map(re.escape, PRODUCTS))})")
 MERGE = "merge it into its base (peft: merge_and_unload, then save_pretrained)"
-# What is not computed here, with the values that change nothing.
+# Options that are not supported, with the values that have no effect.
 NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
-    "trainable_token_indices": ([], {}),
     "layer_replication": ([],),
     "target_parameters": ([],),
     "alora_invocation_tokens": ([],),
@@ -68,7 +71,7 @@ NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "kasa_config": (),
     "megatron_config": ({},),
 }
-# Ways to begin that change the base's own weights, too.
+# Initializations that also change the weights of the base.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -76,17 +79,20 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 class Adapter(MappedWeights):
     """A checked adapter.
 
-    `index` has the matrices as `3.qkv.down` (rank, inputs), `3.qkv.up` (outputs, rank) and, where
-    biases were trained, `3.qkv.bias` (outputs,), the layer's new bias, or `3.qkv.up_bias`, which is
-    scaled and added; `3.qkv.magnitude` (outputs,) is DoRA's. Under `WHOLE` and the name of a
-    parameter it has what takes the parameter's place. `scales` has what `up` is multiplied by, as
-    `3.qkv`.
+    index: matrices as `3.qkv.down` (rank, inputs) and `3.qkv.up` (outputs, rank); trained biases as
+        `3.qkv.bias` (outputs,), the layer's new bias, or `3.qkv.up_bias`, scaled and added; DoRA's
+        `3.qkv.magnitude` (outputs,); under `WHOLE` and its name, what replaces a parameter, with
+        `ROWS` behind it what replaces the rows in `tokens`
+    tokens: the ids of these rows, by the parameter's name; a head tied to the embedding gets the
+        embedding's rows where it has none of its own
+    scales: the factors of `up`, by `3.qkv`
     """
 
     path: Path
     base: str  # the name or path of the model that it was trained on
     index: Index
     scales: Mapping[str, float]
+    tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     generation: Generation = field(default_factory=Generation)
     content: str = ""
 
@@ -96,11 +102,11 @@ class Adapter(MappedWeights):
 
     @property
     def is_thin(self) -> bool:
-        """Whether it is matrices of low rank alone, which can be computed beside the base."""
+        """Whether it has low-rank matrices only, so that it is computed beside the base."""
         return not any(n.startswith(WHOLE) or n.endswith(".magnitude") for n in self.index)
 
     def check_fits(self, config: GPT2Config) -> None:
-        """Raises `ArtifactError` unless the matrices have the shapes of a base's layers."""
+        """Raise `ArtifactError` unless the matrices fit the layers of a base."""
         self._check_whole(config)
         c = config
         sizes = {
@@ -133,10 +139,13 @@ class Adapter(MappedWeights):
                 )
 
     def _check_whole(self, config: GPT2Config) -> None:
-        """Only the rows of the embedding and of the head may be more or fewer than the base's."""
+        """Check replaced parameters; embedding and head may have more or fewer rows."""
         expected = dict(shapes(replace(config, tie_word_embeddings=False)))
         for name, tensor in self.index.items():
             if not name.startswith(WHOLE):
+                continue
+            if name.endswith(ROWS):
+                self._check_rows(name.removesuffix(ROWS), tensor, config)
                 continue
             shape = expected.get(name.removeprefix(WHOLE))
             if name in (WHOLE + EMBEDDING, WHOLE + OUTPUT) and tensor.ndim == 2:
@@ -146,6 +155,20 @@ class Adapter(MappedWeights):
                     f"the adapter {self.path.name} does not fit its base:"
                     f" {name.removeprefix(WHOLE)} is {tensor.shape}, must be {shape}"
                 )
+
+    def _check_rows(self, name: str, rows: Tensor, config: GPT2Config) -> None:
+        """Of the matrix `name`, the base's or one that the adapter brings."""
+        ids = self.tokens[name.removeprefix(WHOLE)]
+        if rows.shape != (len(ids), config.units):
+            raise ArtifactError(
+                f"the adapter {self.path.name} does not fit its base: the trained rows of"
+                f" {name.removeprefix(WHOLE)} are {rows.shape}, must be {(len(ids), config.units)}"
+            )
+        size = self.index[name].shape[0] if name in self.index else config.vocab_size
+        if max(ids) >= size:
+            raise ArtifactError(
+                f"{ADAPTER}: trainable_token_indices has {max(ids)}, but the vocabulary has {size}"
+            )
 
 
 def read(path: str | Path) -> Adapter:
@@ -158,10 +181,19 @@ def read(path: str | Path) -> Adapter:
         base = ""
     weights, file = _read_weights(folder)
     index: Index = {}
+    trained, tokens = _tokens(config), dict[str, list[int]]()
     called: dict[str, str] = {}  # what the modules are to PEFT
     for name, tensor in weights.items():
         if (whole := _whole(name)) is not None:
             index[WHOLE + whole] = _checked(name, tensor, file, _transposed(whole))
+            if whole.endswith(ROWS):
+                matrix = whole.removesuffix(ROWS)
+                # The rows of a head that is the embedding are saved once more where both are whole.
+                tokens[matrix] = trained.get(matrix) or trained.get(EMBEDDING, [])
+                if not tokens[matrix]:
+                    raise ArtifactError(f"{ADAPTER} lacks the trainable_token_indices of {name}")
+                if ".transformer." not in name and matrix == EMBEDDING:  # PEFT saw no head
+                    tokens.setdefault(OUTPUT, [])
             continue
         module, part, its_name = _place(name, file)
         index[f"{module}.{part}"] = _checked(name, tensor, file)
@@ -180,7 +212,7 @@ def read(path: str | Path) -> Adapter:
         module: _scale(config, called[module], index[f"{module}.down"].shape[0])
         for module in sorted(called)
     }
-    return Adapter(folder, base, index, scales, read_generation(folder))
+    return Adapter(folder, base, index, scales, tokens, read_generation(folder))
 
 
 def _check_kind(config: Mapping[str, Any]) -> None:
@@ -218,9 +250,11 @@ def _read_weights(folder: Path) -> tuple[Index, str]:
 
 
 def _place(name: str, file: str) -> tuple[str, str, str]:
-    """The module, the part and PEFT's name of the module: of
-    `base_model.model.transformer.h.3.attn.c_attn.lora_A.weight`, for example, `3.qkv`, `down` and
-    `transformer.h.3.attn.c_attn`."""
+    """The module, the part, and PEFT's name of the module.
+
+    `base_model.model.transformer.h.3.attn.c_attn.lora_A.weight` has `3.qkv`, `down` and
+    `transformer.h.3.attn.c_attn`.
+    """
     for part, ours in PARTS.items():
         where = name.removesuffix(f".{part}").removesuffix(".base_layer")
         module = MODULE.fullmatch(where)
@@ -233,10 +267,15 @@ def _place(name: str, file: str) -> tuple[str, str, str]:
 
 
 def _whole(name: str) -> str | None:
-    """Our name of a parameter that an adapter brings whole: of `modules_to_save`, a resized
-    vocabulary or `bias` `all`; None for a matrix of low rank or a bias beside one."""
+    """Our name of a parameter that an adapter replaces; None for matrices and biases of one.
+
+    Such are in `modules_to_save`, a resized vocabulary, and `bias` `all`.
+    """
     own = name.removeprefix("base_model.model.").replace(".modules_to_save.", ".")
-    own = own.replace(".base_layer.", ".")
+    if own.endswith(TRAINED_TOKENS):
+        matrix = _whole(f"{own.removesuffix(TRAINED_TOKENS)}.weight")
+        return matrix + ROWS if matrix in (EMBEDDING, OUTPUT) else None
+    own = own.replace(".token_adapter.", ".").replace(".base_layer.", ".")
     if own == HEAD:
         return OUTPUT
     own = own.removeprefix("transformer.")
@@ -244,12 +283,31 @@ def _whole(name: str) -> str | None:
         return EMBEDDING
     if own == "wpe.weight":
         return POSITIONS
-    found = our_name(own)
-    return None if found is None or MODULE.fullmatch(own.removesuffix(".bias")) else found
+    ours = our_name(own)
+    return None if ours is None or MODULE.fullmatch(own.removesuffix(".bias")) else ours
+
+
+def _tokens(config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The ids of `trainable_token_indices`, by our names of the matrices.
+
+    A list is for the embedding, an object has modules. Raises `ArtifactError`.
+    """
+    given = config.get("trainable_token_indices") or {}
+    tokens = {}
+    for module, ids in (given if isinstance(given, dict) else {"wte": given}).items():
+        name = _whole(f"{module}.weight")
+        fits = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
+        if name not in (EMBEDDING, OUTPUT) or not fits or not ids:
+            raise ArtifactError(
+                f"{ADAPTER}: trainable_token_indices must be token ids, or token ids of wte and"
+                f" lm_head, is {str(given)[:100]}"
+            )
+        tokens[name] = ids
+    return tokens
 
 
 def _transposed(name: str) -> bool:
-    """Whether transformers keeps a parameter as [in, out]."""
+    """Whether transformers stores a parameter as [in, out]."""
     return name.endswith(".weight") and name not in (EMBEDDING, POSITIONS, OUTPUT)
 
 
@@ -280,14 +338,14 @@ def _check_pair(index: Index, module: str, file: str) -> None:
 
 
 def _scale(config: Mapping[str, Any], called: str, rank: int) -> float:
-    """What an adapter's product is multiplied by, as PEFT's `LoraLayer.update_layer` has it.
+    """The factor of an adapter's product, as in PEFT's `LoraLayer.update_layer`.
 
-    Patterns see a module's name in what was given to PEFT: not always with `transformer.`.
+    Patterns match a module's name in the model that PEFT was given, with or without `transformer.`.
     """
-    said = _pattern(config, "rank_pattern", called, config.get("r", 8))
-    if said != rank:
+    expected = _pattern(config, "rank_pattern", called, config.get("r", 8))
+    if expected != rank:
         raise ArtifactError(
-            f"{ADAPTER} says rank {said!r} for {called}, but its matrices have {rank}"
+            f"{ADAPTER} says rank {expected!r} for {called}, but its matrices have {rank}"
         )
     alpha = _pattern(config, "alpha_pattern", called, config.get("lora_alpha", 8))
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
@@ -302,9 +360,9 @@ def _pattern(config: Mapping[str, Any], name: str, module: str, default: Any) ->
         raise ArtifactError(f"{ADAPTER}: {name} must be an object")
     for key, value in patterns.items():
         try:
-            found = re.match(rf"(.*\.)?({key})$", module)
+            matches = re.match(rf"(.*\.)?({key})$", module)
         except (re.error, RecursionError, OverflowError):
             raise ArtifactError(f"{ADAPTER}: {name} has the key {key[:100]!r}") from None
-        if found:
+        if matches:
             return value
     return default

@@ -36,14 +36,14 @@ MIN_EPSILON = 1e-12
 
 
 class MappedWeights:
-    """A folder's tensors, found by an index of its files."""
+    """The tensors of a folder, by an index of its files."""
 
     path: Path
     index: Index
 
     @functools.cached_property
     def weights(self) -> Weights:
-        """Mapped from disk, not read. Raises `ArtifactError` if the files have changed."""
+        """The weights, mapped. Raises `ArtifactError` if the files have changed."""
         return map_index(self.path, self.index)
 
     @property
@@ -53,9 +53,9 @@ class MappedWeights:
 
 @dataclass(frozen=True)
 class Artifact(MappedWeights):
-    """A checked model folder: where its weights lie, and what it says of itself.
+    """A checked model folder: its configuration and where its weights are.
 
-    content: the hash of the weights, once they have been read through (`engine.prepared.manifest`)
+    content: the hash of the weights, once they have been read (`engine.prepared.manifest`)
     """
 
     path: Path
@@ -71,7 +71,7 @@ class Artifact(MappedWeights):
 
 
 def shapes(config: GPT2Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every parameter of a model with its shape; a tied output projection is not among them."""
+    """The parameters of a model with their shapes, without a tied output projection."""
     c = config
     yield EMBEDDING, (c.vocab_size, c.units)
     yield POSITIONS, (c.max_length, c.units)
@@ -98,13 +98,13 @@ def list_files(folder: Path) -> str:
 
 
 def check_plain(path: Path) -> Path:
-    """Itself. Raises `ArtifactError` unless it is a file that can be read."""
+    """Return the path. Raises `ArtifactError` unless it is a file that can be read."""
     with open_file(path):
         return path
 
 
 class ConfigFile:
-    """What a `config.json` says, each thing under one of several names."""
+    """A `config.json`, whose fields have several names."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._given = given
@@ -128,16 +128,16 @@ class ConfigFile:
 
     def activation(self, default: str, aliases: Mapping[str, str]) -> str:
         value = self.get("activation", "activation_function", default=default)
-        found = aliases.get(value, value) if isinstance(value, str) else value
-        if found not in ACTIVATIONS:
+        ours = aliases.get(value, value) if isinstance(value, str) else value
+        if ours not in ACTIVATIONS:
             raise ArtifactError(
                 f"{CONFIG_FILE}: activation is {value!r}, must be one of {', '.join(ACTIVATIONS)}"
             )
-        return str(found)
+        return str(ours)
 
     def layer_norm_eps(self) -> float:
         value = self.get("layer_norm_eps", "layer_norm_epsilon", default=1e-5)
-        # Below, it is nothing beside a variance in fp32.
+        # Smaller ones vanish beside a variance in fp32.
         if not isinstance(value, float) or not MIN_EPSILON <= value < 1:
             raise ArtifactError(
                 f"{CONFIG_FILE}: layer_norm_eps is {value!r}, must be at least {MIN_EPSILON} and"
@@ -146,7 +146,7 @@ class ConfigFile:
         return value
 
     def must_agree(self, config: GPT2Config, file: str) -> None:
-        """The sizes that it names are those of the weights in `file`."""
+        """Raise `ArtifactError` if it has other sizes than the weights in `file`."""
         for field_name, names in {
             "vocab_size": ("vocab_size",),
             "units": ("units", "n_embd"),
@@ -154,16 +154,19 @@ class ConfigFile:
             "max_length": ("max_length", "n_positions"),
             "hidden_size": ("hidden_size", "n_inner"),
         }.items():
-            found = getattr(config, field_name)
-            said = self.get(*names, default=found)
-            if said != found:
+            actual = getattr(config, field_name)
+            configured = self.get(*names, default=actual)
+            if configured != actual:
                 raise ArtifactError(
-                    f"{CONFIG_FILE} says {names[0]} {said!r}, but {file} has {found}"
+                    f"{CONFIG_FILE} says {names[0]} {configured!r}, but {file} has {actual}"
                 )
 
 
 def shared_prefix(weights: Index, embedding: str, positions: str, otherwise: str) -> str:
-    """What wrappers have put in front of every name. Raises `ArtifactError`, `otherwise`."""
+    """The prefix that wrappers have put in front of every name.
+
+    Raises `ArtifactError` with the message `otherwise` where there is none.
+    """
     prefixes = [name.removesuffix(positions) for name in weights if name.endswith(positions)]
     fitting = [prefix for prefix in prefixes if prefix + embedding in weights]
     if not fitting:
@@ -172,7 +175,7 @@ def shared_prefix(weights: Index, embedding: str, positions: str, otherwise: str
     return min(fitting, key=len)
 
 
-# For messages: of a parameter the name in the file, and whether it is transposed there.
+# For messages: the name of a parameter in the file, and whether it is transposed there.
 FileNames = Mapping[str, tuple[str, bool]]
 
 
@@ -192,25 +195,25 @@ def sizes(weights: Index, file: str, called: FileNames | None = None) -> dict[st
 
 
 def _count_layers(weights: Index) -> int:
-    """One more than the highest layer that any parameter belongs to, so that none is left out."""
+    """One more than the highest layer of any parameter, so that none is left out."""
     blocks = (QKV, ATTENTION_OUT, FFN_HIDDEN, FFN_OUT, ATTENTION_NORM, FFN_NORM)
     pattern = re.compile("|".join(re.escape(b).replace(r"\{\}", r"(\d{1,4})") for b in blocks))
-    found = (pattern.match(name) for name in weights)
-    return 1 + max(int(m[m.lastindex or 0]) for m in found if m)
+    matches = (pattern.match(name) for name in weights)
+    return 1 + max(int(m[m.lastindex or 0]) for m in matches if m)
 
 
 def check_weights(
     weights: Index, config: GPT2Config, file: str, called: FileNames | None = None
 ) -> None:
-    """Each parameter is there in its shape, as floats. Others are left out of `weights`."""
+    """Check that each parameter exists with its shape, as floats; removes all others."""
     expected = dict(shapes(config))
     for ours, shape in expected.items():
         name, transposed = (called or {}).get(ours, (ours, False))
         if ours not in weights:
             raise ArtifactError(f"{file} lacks {name}")
         if weights[ours].shape != shape:
-            found, needed = (s[::-1] if transposed else s for s in (weights[ours].shape, shape))
-            raise ArtifactError(f"{file}: {name} is {found}, must be {needed}")
+            actual, needed = (s[::-1] if transposed else s for s in (weights[ours].shape, shape))
+            raise ArtifactError(f"{file}: {name} is {actual}, must be {needed}")
         if weights[ours].dtype not in DTYPES:
             allowed = "float16, bfloat16 or float32"
             raise ArtifactError(f"{file}: {name} is {weights[ours].dtype}, must be {allowed}")

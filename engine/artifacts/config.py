@@ -33,13 +33,13 @@ class GPT2Config:
         return self.units // self.num_heads
 
     def attention_scale(self, layer: int) -> float:
-        """What the products of queries and keys are multiplied by before the softmax."""
+        """The factor of the products of queries and keys before the softmax."""
         scale = self.head_size**-0.5 if self.scale_attn_weights else 1.0
         return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of fp32 keys and values that one token keeps in all layers."""
+        """Bytes of fp32 keys and values of one token in all layers."""
         return 2 * self.num_layers * self.units * 4
 
     @property

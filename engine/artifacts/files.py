@@ -1,4 +1,4 @@
-"""Opens the files of an artifact, which may be anything: only plain files, of bounded length."""
+"""Opens the foreign files of an artifact: only plain files, of bounded length."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ LFS, MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/v1", 1024
 
 
 def open_file(path: Path) -> BinaryIO:
-    """For reading. Raises `FileNotFoundError`, and `ArtifactError` for what is no plain file: a
-    pipe would be waited for."""
+    """Open a file for reading.
+
+    Raises `FileNotFoundError`, and `ArtifactError` for anything but a plain file: opening a pipe
+    would block.
+    """
     try:
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
             raise ArtifactError(f"{path.name} is no plain file, but must be")
-        if found.st_size < MAX_POINTER_BYTES and _begins_with(path, LFS):
+        if status.st_size < MAX_POINTER_BYTES and _has_prefix(path, LFS):
             raise ArtifactError(
                 f"{path.name} is a pointer of Git LFS, not the file itself: fetch that with"
                 " git lfs pull"
             )
-        return open(str(path), "rb", opener=_without_waiting)
+        return open(str(path), "rb", opener=_open_nonblocking)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -40,8 +43,10 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def why(error: OSError) -> str:
-    """The system's reason, and for files of another user what helps: save_pretrained writes weights
-    that only their owner may read."""
+    """The reason of an error, with advice for files of another user.
+
+    `save_pretrained` writes weights that only their owner may read.
+    """
     if error.errno != errno.EACCES:
         return str(error.strerror or error)
     return (
@@ -50,17 +55,17 @@ def why(error: OSError) -> str:
     )
 
 
-def _begins_with(path: Path, text: bytes) -> bool:
-    with open(str(path), "rb", opener=_without_waiting) as file:
+def _has_prefix(path: Path, text: bytes) -> bool:
+    with open(str(path), "rb", opener=_open_nonblocking) as file:
         return file.read(len(text)) == text
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def map_file(path: Path, advice: int = mmap.MADV_NORMAL) -> NDArray[np.uint8]:
-    """A file's bytes, mapped. Raises `ArtifactError`, and `OutOfMemory` where there is no room."""
+    """A file's bytes, mapped. Raises `ArtifactError`, and `OutOfMemory` without address space."""
     try:
         with open_file(path) as file:
             if os.fstat(file.fileno()).st_size == 0:
@@ -78,7 +83,7 @@ def map_file(path: Path, advice: int = mmap.MADV_NORMAL) -> NDArray[np.uint8]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a file, nothing if there is no file. Raises `ArtifactError`."""
+    """The object in a file, empty without a file. Raises `ArtifactError`."""
     try:
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -93,7 +98,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, file: str) -> dict[str, Any]:
-    """An object. Raises `ArtifactError` that names `file`."""
+    """Parse a JSON object. Raises `ArtifactError` that names `file`."""
     try:
         value = read_body(content)
     except InvalidRequest as error:

@@ -1,4 +1,4 @@
-"""How a fine-tune wants to be asked: `generation.json`, and transformers' `generation_config.json`.
+"""A fine-tune's generation settings: `generation.json`, and transformers' `generation_config.json`.
 
     {
       "template": "<usr>{text}<unused1>{sentiment}<sys>",
@@ -8,7 +8,7 @@
       "strip": [" "]
     }
 
-All of it may be left out. What a request says comes first, then `generation.json`, then
+All fields are optional. A request's parameters come first, then `generation.json`, then
 `generation_config.json`.
 """
 
@@ -28,15 +28,14 @@ from engine.artifacts.files import read_json
 
 FILE = "generation.json"
 HUGGING_FACE_FILE = "generation_config.json"
-# About the answer as a whole, so a request's own.
+# Parameters that only a request may set.
 ONLY_IN_REQUESTS = (
     *("num_return_sequences", "return_full_text", "logprobs", "seed"),
     "decoder_input_details",
 )
 MAX_STRIPS = 16
 MAX_STRIP_CHARACTERS = 64
-# Fields of generation_config.json that change the text and that nothing here does, with the values
-# that change nothing.
+# Fields of generation_config.json that are not supported, with the values that have no effect.
 NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -58,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a template: text, or the name of the field that stands there."""
+    """A piece of a template: text, or the name of a field."""
 
     text: str
     is_field: bool = False
@@ -66,20 +65,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Template:
-    """A prompt with places for a request's fields; `defaults` are theirs where it gives none."""
+    """A prompt with fields; `defaults` are for fields that a request does not have."""
 
     parts: tuple[Part, ...]
     defaults: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fields(self) -> list[str]:
-        """In their order, each once."""
+        """The names of the fields in order, without repetitions."""
         return list(dict.fromkeys(part.text for part in self.parts if part.is_field))
 
     def fill(self, inputs: str | Mapping[str, str]) -> list[Part]:
-        """The parts with each field's text in its place, still marked as a field.
+        """Return the parts with the fields' texts in their places, still marked as fields.
 
-        A text alone is the first field's that has no default. Raises `InvalidRequest`.
+        A text alone is for the first field without a default. Raises `InvalidRequest`.
         """
         open_fields = [name for name in self.fields if name not in self.defaults]
         if isinstance(inputs, str):
@@ -103,12 +102,12 @@ class Template:
 
 @dataclass(frozen=True)
 class Generation:
-    """What an artifact says of prompts and answers.
+    """The generation settings of an artifact.
 
     parameters: defaults of a request's parameters
     stop_tokens: tokens at which an answer ends, beside the end token
-    end_ids: the end token's ids; None: what the tokenizer says
-    strip: texts that are cut from both ends of an answer, as often as they stand there
+    end_ids: the end token's ids; None: those of the tokenizer
+    strip: texts that are stripped from both ends of an answer
     """
 
     template: Template | None = None
@@ -118,7 +117,7 @@ class Generation:
     end_ids: tuple[int, ...] | None = None
 
     def over(self, other: Generation) -> Generation:
-        """This one, and where it says nothing, the other."""
+        """These settings, with those of `other` for what is not set."""
         return dataclasses.replace(
             self,
             template=self.template or other.template,
@@ -132,21 +131,21 @@ class Generation:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Generation:
-        """What `to_json` gave. Raises `KeyError`, `TypeError` for anything else."""
-        template, end_ids = said["template"], said["end_ids"]
+    def from_json(cls, value: Mapping[str, Any]) -> Generation:
+        """The inverse of `to_json`. Raises `KeyError`, `TypeError`."""
+        template, end_ids = value["template"], value["end_ids"]
         return cls(
             template
             and Template(tuple(Part(**part) for part in template["parts"]), template["defaults"]),
-            dict(said["parameters"]),
-            tuple(said["stop_tokens"]),
-            tuple(said["strip"]),
+            dict(value["parameters"]),
+            tuple(value["stop_tokens"]),
+            tuple(value["strip"]),
             None if end_ids is None else tuple(end_ids),
         )
 
 
 def read_generation(folder: Path) -> Generation:
-    """`generation.json`, if there is one. Raises `ArtifactError` naming the field."""
+    """Read `generation.json`, if it exists. Raises `ArtifactError` that names the field."""
     given = read_json(folder / FILE)
     known = ("template", "defaults", "parameters", "stop_tokens", "strip")
     for name in given:
@@ -210,10 +209,10 @@ def _template(given: Mapping[str, Any]) -> Template | None:
 
 
 def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generation:
-    """The defaults that `generate` of transformers would take: from `generation_config.json`, or
-    from `config.json` where that is not there. Raises `ArtifactError`.
+    """Read the defaults of transformers' `generate`. Raises `ArtifactError`.
 
-    Left out, with a line in the log: what changes the text and is not done here, such as beams.
+    They are in `generation_config.json`, or without that in `config.json`. Settings that are not
+    supported and would change the text, such as beams, are ignored with a warning in the log.
     """
     path = folder / HUGGING_FACE_FILE
     given, file = read_json(path), path.name

@@ -1,7 +1,7 @@
-"""Directories as transformers' `save_pretrained` writes them: KoGPT2 v2 and any other GPT-2.
+"""Folders as transformers' `save_pretrained` writes them: KoGPT2 v2 and any other GPT-2.
 
-Weights come from `model.safetensors` or `pytorch_model.bin`, whole or in shards, and stay mapped:
-a Conv1D matrix [in, out] is seen transposed, not copied.
+Weights are in `model.safetensors` or `pytorch_model.bin`, whole or in shards, and stay mapped: a
+Conv1D matrix [in, out] is a transposed view, not a copy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from engine.artifacts.tensor_index import Index, Tensor, check_count, map_index
 
 logger = logging.getLogger(__name__)
 
-ROWS = 4096  # of a matrix, compared at once
+ROWS = 4096  # of two matrices that are compared at once
 TOKENIZER_FILE = "tokenizer.json"
 ACTIVATION_ALIASES = {
     "gelu_python": "gelu",
@@ -53,7 +53,7 @@ ACTIVATION_ALIASES = {
     "gelu_python_tanh": "gelu_new",
 }
 ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model", "GPT2DoubleHeadsModel")
-# What would change the computation, with the one value that does not.
+# Options that would change the computation, with the value that does not.
 UNSUPPORTED = {
     "add_cross_attention": False,
     "quantization_config": None,
@@ -77,7 +77,7 @@ BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 
 def is_in(folder: Path) -> bool:
-    """Whether this is such a directory. Raises `ArtifactError` for a mixture, or an adapter."""
+    """Whether a folder is such a one. Raises `ArtifactError` for a mixture, or an adapter."""
     names = {path.name for path in folder.iterdir()}
     theirs = any(name in names or f"{name}.index.json" in names for name in WEIGHT_FILES)
     ours = any(name.endswith(PARAMS) for name in names)
@@ -107,7 +107,7 @@ def is_in(folder: Path) -> bool:
 
 
 def names(config: GPT2Config) -> Iterator[tuple[str, str, bool]]:
-    """Of each parameter our name, theirs, and whether theirs is transposed ([in, out])."""
+    """For each parameter our name, theirs, and whether theirs is transposed ([in, out])."""
     yield EMBEDDING, f"{TRUNK}wte.weight", False
     yield POSITIONS, f"{TRUNK}wpe.weight", False
     for i in range(config.num_layers):
@@ -126,7 +126,7 @@ def names(config: GPT2Config) -> Iterator[tuple[str, str, bool]]:
 
 
 def read(folder: Path, generation: Generation) -> Artifact:
-    """Checks the directory. Raises `ArtifactError` that says what is missing or does not fit."""
+    """Read and check the folder. Raises `ArtifactError` that says what is missing or wrong."""
     for needed in (CONFIG_FILE, TOKENIZER_FILE):
         if not (folder / needed).is_file():
             raise ArtifactError(
@@ -134,9 +134,9 @@ def read(folder: Path, generation: Generation) -> Artifact:
                 + _tokenizer_advice(folder) * (needed == TOKENIZER_FILE)
                 + f" (found: {list_files(folder)})"
             )
-    said = read_json(folder / CONFIG_FILE)
-    _refuse_unsupported(said)
-    given, untied = ConfigFile(said), said.get("tie_word_embeddings") is False
+    fields = read_json(folder / CONFIG_FILE)
+    _refuse_unsupported(fields)
+    given, untied = ConfigFile(fields), fields.get("tie_word_embeddings") is False
     weights, file = _read_weights(folder)
     canonical, prefix = canonical_names(weights, file)
     head = prefix.removesuffix(TRUNK) + HEAD
@@ -153,10 +153,10 @@ def read(folder: Path, generation: Generation) -> Artifact:
         untied = True
     if untied:
         canonical[OUTPUT] = weights[head]
-    found = sizes(canonical, file, _their_names(1, prefix))
+    measured = sizes(canonical, file, _their_names(1, prefix))
     config = GPT2Config(
-        **found,
-        num_heads=given.heads(found["units"], 12),
+        **measured,
+        num_heads=given.heads(measured["units"], 12),
         activation=given.activation("gelu_new", ACTIVATION_ALIASES),
         layer_norm_eps=given.layer_norm_eps(),
         tie_word_embeddings=not untied,
@@ -166,7 +166,7 @@ def read(folder: Path, generation: Generation) -> Artifact:
     # reorder_and_upcast_attn only says in what precision to compute: here it is always fp32.
     given.must_agree(config, file)
     check_weights(canonical, config, file, _their_names(config.num_layers, prefix))
-    defaults = read_generation_config(folder, said)
+    defaults = read_generation_config(folder, fields)
     tokenizer_file = check_plain(folder / TOKENIZER_FILE)
     return Artifact(folder, config, canonical, tokenizer_file, generation.over(defaults))
 
@@ -177,11 +177,11 @@ def _tokenizer_advice(folder: Path) -> str:
     return "; vocab.json alone does not say how text is cut: save the tokenizer with use_fast=True"
 
 
-def _refuse_unsupported(said: dict[str, Any]) -> None:
-    kind = said.get("model_type", "gpt2")
+def _refuse_unsupported(fields: dict[str, Any]) -> None:
+    kind = fields.get("model_type", "gpt2")
     if kind != "gpt2":
         raise ArtifactError(f"{CONFIG_FILE}: model_type is {kind!r}, must be 'gpt2'")
-    architectures = said.get("architectures") or []
+    architectures = fields.get("architectures") or []
     if not isinstance(architectures, list):
         raise ArtifactError(
             f"{CONFIG_FILE}: architectures is {architectures!r}, must be a list of names"
@@ -193,14 +193,14 @@ def _refuse_unsupported(said: dict[str, Any]) -> None:
                 f" must be {ARCHITECTURES[0]}"
             )
     for name, harmless in UNSUPPORTED.items():
-        if said.get(name, harmless) not in (harmless, None):
-            raise ArtifactError(f"{CONFIG_FILE}: {name} {said[name]!r} is not supported")
-    if said.get("pruned_heads"):
+        if fields.get(name, harmless) not in (harmless, None):
+            raise ArtifactError(f"{CONFIG_FILE}: {name} {fields[name]!r} is not supported")
+    if fields.get("pruned_heads"):
         raise ArtifactError(f"{CONFIG_FILE}: pruned_heads are not supported")
 
 
 def _read_weights(folder: Path) -> tuple[Index, str]:
-    """All tensors under their own names, and the (first) file that they are in."""
+    """All tensors under their own names, and the name of the (first) file."""
     from engine.artifacts.read_safetensors import index_safetensors
     from engine.artifacts.read_torch import index_torch
 
@@ -223,7 +223,7 @@ def _read_weights(folder: Path) -> tuple[Index, str]:
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
-    """The files that an index names, which must lie beside it."""
+    """The files that an index names, which must be in the same folder."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ArtifactError(f"{index.name} has no weight_map")
@@ -236,7 +236,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 
 def _differs(folder: Path, head: Tensor | None, embedding: Tensor) -> bool:
-    """Whether a file holds two matrices of the same shape with other numbers."""
+    """Whether two matrices of the same shape have different numbers."""
     if head is None or head == embedding or head.shape != embedding.shape:
         return False
     pair = map_index(folder, {HEAD: head, EMBEDDING: embedding})
@@ -247,7 +247,7 @@ def _differs(folder: Path, head: Tensor | None, embedding: Tensor) -> bool:
 
 
 def _their_names(num_layers: int, prefix: str) -> dict[str, tuple[str, bool]]:
-    """Of each parameter the name in the file, and whether it is transposed there."""
+    """For each parameter the name in the file, and whether it is transposed there."""
     config = dataclasses.replace(KOGPT2, num_layers=num_layers, tie_word_embeddings=False)
     return {
         ours: (
@@ -261,8 +261,10 @@ def _their_names(num_layers: int, prefix: str) -> dict[str, tuple[str, bool]]:
 
 
 def canonical_names(weights: Index, file: str) -> tuple[Index, str]:
-    """Our names, without the prefix that wrappers put in front, Conv1D matrices transposed; and the
-    prefix."""
+    """The weights under our names, Conv1D matrices transposed, and the prefix of their names.
+
+    Wrappers put a prefix in front of all names.
+    """
     wte, wpe = "wte.weight", "wpe.weight"
     prefix = shared_prefix(weights, wte, wpe, f"{file} is not a GPT-2")
     canonical = {EMBEDDING: weights[prefix + wte], POSITIONS: weights[prefix + wpe]}
@@ -270,17 +272,17 @@ def canonical_names(weights: Index, file: str) -> tuple[Index, str]:
         own = name.removeprefix(prefix)
         if not name.startswith(prefix) or own in (wte, wpe) or own.endswith(BUFFERS):
             continue
-        found = our_name(own)
-        if found is None:
+        ours = our_name(own)
+        if ours is None:
             if prefix or own.startswith("h."):
                 raise ArtifactError(f"{file} holds {name}, which is not part of a GPT-2")
             continue  # beside a bare GPT2Model, such as its head
-        canonical[found] = value.T if found.endswith(".weight") and value.ndim == 2 else value
+        canonical[ours] = value.T if ours.endswith(".weight") and value.ndim == 2 else value
     return canonical, prefix
 
 
 def our_name(theirs: str) -> str | None:
-    """`h.0.attn.c_attn.weight` -> our name of it."""
+    """Our name of `h.0.attn.c_attn.weight`; None for what is no parameter of a block."""
     blocks = {theirs: ours for ours, theirs in BLOCK.items()}
     block, _, kind = theirs.rpartition(".")
     kinds = {their_kind: kind for kind, their_kind in NORM.items()}

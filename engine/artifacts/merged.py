@@ -1,16 +1,17 @@
-"""A base with an adapter in its weights: a whole model, where it cannot be computed beside it."""
+"""A base with an adapter merged into its weights, where it is not computed beside them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ArtifactError
-from engine.artifacts.adapter import BASE_NAMES, WHOLE, Adapter
+from engine.artifacts.adapter import BASE_NAMES, ROWS, WHOLE, Adapter
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, Artifact
 from engine.artifacts.hugging_face import TOKENIZER_FILE
 from engine.artifacts.tensor_index import Weights
@@ -21,21 +22,28 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class Merged(Artifact):
-    """`path` is the adapter's folder; `index` is the base's, of which `weights` are made."""
+    """A whole model made of a base and an adapter.
+
+    `path` is the adapter's folder, `index` the base's.
+    """
 
     base: Artifact
     adapter: Adapter
 
     @functools.cached_property
     def weights(self) -> Weights:
-        """In fp32 where the adapter changes them. Raises `ArtifactError`."""
+        """The merged weights, in fp32 where the adapter changes them. Raises `ArtifactError`."""
         base, adapter = self.base.weights, self.adapter.weights
         weights = dict(base)
         if not self.config.tie_word_embeddings:
             weights[OUTPUT] = base.get(OUTPUT, base[EMBEDDING])
         for name in adapter:
-            if name.startswith(WHOLE):
+            if name.startswith(WHOLE) and not name.endswith(ROWS):
                 weights[name.removeprefix(WHOLE)] = adapter[name]
+        for name, (ids, rows) in self._rows().items():
+            if name in weights:
+                weights[name] = weights[name].astype(np.float32)
+                weights[name][ids] = rows
         for module, scale in self.adapter.scales.items():
             layer, product = module.split(".")
             name = BASE_NAMES[product].format(layer)
@@ -49,10 +57,20 @@ class Merged(Artifact):
             weights.pop(OUTPUT, None)
         return weights
 
+    def _rows(self) -> dict[str, tuple[Sequence[int], Floats]]:
+        """By matrix, which of its rows were trained, and to what."""
+        tokens, adapter = self.adapter.tokens, self.adapter.weights
+        rows = {n: (ids, adapter[WHOLE + n + ROWS]) for n, ids in tokens.items() if ids}
+        if self.base.config.tie_word_embeddings and OUTPUT not in tokens and rows:
+            rows[OUTPUT] = rows[EMBEDDING]
+        return rows
+
 
 def _merged(weight: Floats, adapter: Weights, module: str, scale: float) -> Floats:
-    """A matrix (outputs, inputs) with what the adapter adds. DoRA, https://arxiv.org/abs/2402.09353,
-    gives each output a magnitude of its own."""
+    """A matrix (outputs, inputs) with the adapter's product added.
+
+    DoRA, https://arxiv.org/abs/2402.09353, gives each output a magnitude of its own.
+    """
     up, down = (adapter[f"{module}.{part}"].astype(np.float64) for part in ("up", "down"))
     whole = weight.astype(np.float64) + scale * (up @ down)
     if f"{module}.magnitude" in adapter:
@@ -62,13 +80,14 @@ def _merged(weight: Floats, adapter: Weights, module: str, scale: float) -> Floa
 
 
 def merge(base: Artifact, adapter: Adapter) -> Merged:
-    """Raises `ArtifactError` where the adapter does not fit its base."""
+    """Merge. Raises `ArtifactError` where the adapter does not fit its base."""
     adapter.check_fits(base.config)
     index = adapter.index
     embedding, head = (index.get(WHOLE + name) for name in (EMBEDDING, OUTPUT))
     sizes = {tensor.shape[0] for tensor in (embedding, head) if tensor is not None}
     vocab_size = sizes.pop() if sizes else base.config.vocab_size
     tied = base.config.tie_word_embeddings and embedding is None and head is None
+    tied = tied and OUTPUT not in adapter.tokens
     if sizes or (vocab_size != base.config.vocab_size and (embedding is None or head is None)):
         raise ArtifactError(
             f"the adapter {adapter.path.name} brings an embedding and a head of different sizes"
@@ -87,7 +106,10 @@ def merge(base: Artifact, adapter: Adapter) -> Merged:
         index=base.index,
         tokenizer_file=tokenizer_file,
         generation=adapter.generation.over(base.generation),
-        content=hash_of(f"{base.content} {adapter.content} {sorted(adapter.scales.items())}"),
+        content=hash_of(
+            f"{base.content} {adapter.content} {sorted(adapter.scales.items())}"
+            f" {sorted(adapter.tokens.items())}"
+        ),
         base=base,
         adapter=adapter,
     )

@@ -1,4 +1,4 @@
-"""Opens a model's folder, whichever kind of artifact it holds."""
+"""Opens the folder of a model, whatever kind of artifact it has."""
 
 from __future__ import annotations
 

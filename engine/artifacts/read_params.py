@@ -1,8 +1,8 @@
 """Reads MXNet's `.params` files with numpy alone, the arrays mapped from the file.
 
-Needs no MXNet (1.2 s and 276 MB to import), copies nothing, and checks every length, so a damaged
-file gives an error instead of a crash. Format: `NDArray::Save` in MXNet's src/ndarray/ndarray.cc,
-versions 2 and 3, little endian, dense arrays.
+It needs no MXNet (1.2 s and 276 MB to import), copies nothing, and checks every length, so a
+damaged file gives an error instead of a crash. Format: `NDArray::Save` in MXNet's
+src/ndarray/ndarray.cc, versions 2 and 3, little endian, dense arrays.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CODES = {0: "float32", 1: "float64", 2: "float16", 3: "uint8", 4: "int32", 5: "i
 class _Reader:
     def __init__(self, path: Path) -> None:
         self.file = path.name
-        # Only some bytes in front of each array: reading ahead would read most of the file.
+        # Only the headers of the arrays are read: reading ahead would read most of the file.
         self.data = map_file(path, mmap.MADV_RANDOM)
         if len(self.data) < 24:
             raise ArtifactError(f"{self.file} is not an MXNet .params file: it is too short")
         self.at = 0
 
     def skip(self, size: int) -> int:
-        """Passes over so many bytes; returns where they begin."""
+        """Skip bytes; returns where they begin."""
         if size < 0 or self.at + size > len(self.data):
             raise ArtifactError(
                 f"{self.file} is cut short: it ends at byte {len(self.data)},"
@@ -60,7 +60,7 @@ class _Reader:
 
 
 def read_params(path: Path) -> Weights:
-    """Name -> array of a file written by `Block.save_parameters` or `mx.nd.save`.
+    """The arrays of a file by `Block.save_parameters` or `mx.nd.save`, by name.
 
     `arg:` and `aux:` in front of names (symbol checkpoints) are dropped. Raises `ArtifactError`.
     """
@@ -68,7 +68,7 @@ def read_params(path: Path) -> Weights:
 
 
 def index_params(path: Path) -> Index:
-    """Where each array is. Raises `ArtifactError`."""
+    """The places of the arrays. Raises `ArtifactError`."""
     r = _Reader(path)
     if r.number("Q") != LIST_MAGIC:
         raise ArtifactError(f"{path.name} is not an MXNet .params file")
@@ -85,7 +85,7 @@ def index_params(path: Path) -> Index:
 
 def _count(r: _Reader) -> int:
     count = r.number("Q")
-    if count <= len(r.data):  # otherwise it will be found to be cut short
+    if count <= len(r.data):  # otherwise it is cut short
         check_count(count, r.file)
     return count
 

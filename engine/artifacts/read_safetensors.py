@@ -35,7 +35,12 @@ DTYPES = {
 
 
 def index_safetensors(path: Path) -> Index:
-    """Where each tensor is. Raises `ArtifactError`."""
+    """The places of the tensors. Raises `ArtifactError`."""
+    return read_safetensors(path)[0]
+
+
+def read_safetensors(path: Path) -> tuple[Index, dict[str, Any], int]:
+    """Index, metadata, and where the data begins. Raises `ArtifactError`."""
     data, file = map_file(path), path.name
     if len(data) < 8:
         raise ArtifactError(f"{file} is not a safetensors file: it is too short")
@@ -48,13 +53,14 @@ def index_safetensors(path: Path) -> Index:
         raise ArtifactError(
             f"{file} is not a safetensors file, no JSON header: {error.message}"
         ) from None
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     check_count(len(header), file)
     begin = 8 + length
-    return {
+    index = {
         check_name(name, file): _tensor(file, name, entry, begin, len(data))
         for name, entry in header.items()
     }
+    return index, metadata if isinstance(metadata, dict) else {}, begin
 
 
 def _tensor(file: str, name: str, entry: Any, body: int, file_bytes: int) -> Tensor:

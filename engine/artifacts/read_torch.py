@@ -1,10 +1,10 @@
 """Reads the weights in `pytorch_model.bin` without torch, the arrays mapped from the file.
 
-`torch.save` writes a zip archive: `data.pkl`, a pickle of the names and shapes, and one stored file
-for the numbers of each tensor. A pickle is a program that may call anything; here the standard
-library runs only the opcodes that build names, numbers and tensors, and nothing is ever imported or
-called: whatever else a file asks for is refused by its name.
-Formats: https://docs.python.org/3/library/pickletools.html, torch/csrc/jit/serialization.
+`torch.save` writes a zip archive: `data.pkl`, a pickle of the names and shapes, and a stored file
+with the numbers of each tensor. A pickle is a program that may call anything; here the standard
+library runs only the opcodes that build names, numbers and tensors, and imports and calls nothing:
+anything else is refused by its name. Formats: https://docs.python.org/3/library/pickletools.html,
+torch/csrc/jit/serialization.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def is_torch(path: Path) -> bool:
 
 
 def index_torch(path: Path) -> Index:
-    """Where each tensor of a state_dict is that `torch.save` wrote.
+    """The places of the tensors of a state_dict that `torch.save` wrote.
 
     Raises `ArtifactError` for anything else, for example a whole pickled model.
     """
@@ -100,30 +100,30 @@ def index_torch(path: Path) -> Index:
     data = map_file(path)
     try:
         if old:
-            found = _load_old(path.name, data, content)
+            state = _load_old(path.name, data, content)
         else:
             storages = _Storages(path.name, data, folder, entries)
-            found = _Unpickler(io.BytesIO(content), storages).load()
+            state = _Unpickler(io.BytesIO(content), storages).load()
     except _NONSENSE:
         raise ArtifactError(f"{path.name} is damaged: its pickle makes no sense") from None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise ArtifactError(f"{path.name} holds no state_dict, which is a dict of named tensors")
-    check_count(len(found), path.name)
-    for name, value in found.items():
+    check_count(len(state), path.name)
+    for name, value in state.items():
         if isinstance(value, dict) and any(isinstance(v, Tensor) for v in value.values()):
             raise ArtifactError(
                 f"{path.name} is a checkpoint of a training, its weights are under {name!r} (keys:"
-                f" {', '.join(found)}): save them alone, torch.save(torch.load(...)[{name!r}], ...)"
+                f" {', '.join(state)}): save them alone, torch.save(torch.load(...)[{name!r}], ...)"
             )
     return {
         check_name(name, path.name): tensor.check(name, len(data))
-        for name, tensor in found.items()
+        for name, tensor in state.items()
         if isinstance(tensor, Tensor)
     }
 
 
 def _unzip(file: str, archive: zipfile.ZipFile) -> tuple[str, dict[str, zipfile.ZipInfo], bytes]:
-    """The folder that all is in, the entries by name, and the pickle."""
+    """The folder inside the archive, its entries by name, and the pickle."""
     entries = {entry.filename: entry for entry in archive.infolist()}
     pickles = [name for name in entries if name.rpartition("/")[2] == "data.pkl"]
     if len(pickles) != 1 or entries[pickles[0]].file_size > MAX_PICKLE_BYTES:
@@ -136,19 +136,15 @@ def _unzip(file: str, archive: zipfile.ZipFile) -> tuple[str, dict[str, zipfile.
 
 
 class _Storages:
-    """The numbers of each tensor, by the key that the pickle has for them."""
+    """The numbers of the tensors, by their keys in the pickle."""
 
     def __init__(self, file: str, data: Any, folder: str, entries: dict[str, Any]) -> None:
         self.file, self._data, self._folder, self._entries = file, data, folder, entries
 
     def get(self, description: Any) -> _Storage:
-        """('storage', its class, key, device, count)."""
+        """Find a storage by its description: ('storage', class, key, device, count)."""
         _, kind, key, _, count = description
-        if not isinstance(kind, _Global) or kind.name not in STORAGES:
-            raise ArtifactError(
-                f"{self.file} holds numbers of an unknown type ({getattr(kind, 'name', kind)})"
-            )
-        dtype = STORAGES[kind.name]
+        dtype = _dtype(self.file, kind)
         entry = self._entries[f"{self._folder}data/{key}"]
         # The entry's own header says how long its name and its padding are.
         header = self._data[entry.header_offset : entry.header_offset + 30].tobytes()
@@ -163,8 +159,10 @@ class _Storages:
 
 
 class _OldStorages:
-    """The same of a file by torch before 1.6, where they follow the pickle: known in a second
-    reading, once all of it was read."""
+    """The same of a file by torch before 1.6, where the numbers follow the pickle.
+
+    Their places are known only after the pickle was read, so it is read twice.
+    """
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -172,21 +170,30 @@ class _OldStorages:
         self.begins: dict[str, int] = {}
 
     def get(self, description: Any) -> _Storage:
-        """('storage', its class, key, device, count, view)."""
+        """Find a storage by its description: ('storage', class, key, device, count, view)."""
         _, kind, key, _, count, view = description
-        if not isinstance(kind, _Global) or kind.name not in STORAGES:
-            raise ArtifactError(
-                f"{self.file} holds numbers of an unknown type ({getattr(kind, 'name', kind)})"
-            )
+        dtype = _dtype(self.file, kind)
         if view is not None or type(count) is not int or count < 0:
             raise ValueError("no storage of its own")
-        self.sizes[key] = count * DTYPES[STORAGES[kind.name]].itemsize
-        return _Storage(self.file, self.begins.get(key, 0), STORAGES[kind.name], count)
+        self.sizes[key] = count * DTYPES[dtype].itemsize
+        return _Storage(self.file, self.begins.get(key, 0), dtype, count)
+
+
+def _dtype(file: str, kind: Any) -> str:
+    """The type of the numbers in a storage of this class."""
+    if not isinstance(kind, _Global) or kind.name not in STORAGES:
+        raise ArtifactError(
+            f"{file} holds numbers of an unknown type ({getattr(kind, 'name', kind)})"
+        )
+    return STORAGES[kind.name]
 
 
 def _load_old(file: str, data: Any, content: bytes) -> Any:
-    """`content` follows the magic number: protocol, machine, object and keys, a pickle each; then
-    of each storage the count of its numbers and these."""
+    """Read a file by torch before 1.6; `content` follows the magic number.
+
+    It is protocol, machine, object and keys, each a pickle; then for each storage the count of its
+    numbers and the numbers.
+    """
     stream, storages = io.BytesIO(content), _OldStorages(file)
     if _Unpickler(stream, storages).load() != OLD_PROTOCOL:
         raise ValueError("another protocol")
@@ -246,7 +253,7 @@ OBJECTS = {code[0] for code in (pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.OBJ, pic
 
 
 class _Global:
-    """What the pickle names: it can be called if it is known."""
+    """A name in the pickle; it can be called if it is known."""
 
     def __init__(self, file: str, name: str) -> None:
         self._file, self.name = file, name
@@ -261,7 +268,7 @@ class _Global:
 
 
 class _Opcodes(dict[int, Any]):
-    """What is done for each; those that no state_dict needs are refused."""
+    """The functions of the opcodes; those that no state_dict needs are refused."""
 
     def __init__(self, file: str) -> None:
         codes = (getattr(pickle, name)[0] for name in _OPCODES.split())
@@ -282,7 +289,7 @@ class _Opcodes(dict[int, Any]):
 
 
 class _Unpickler(pickle._Unpickler):
-    """The one in Python: the other makes room for whatever a file announces."""
+    """The unpickler in Python: the one in C allocates whatever a file announces."""
 
     def __init__(self, content: io.BytesIO, storages: _Storages | _OldStorages) -> None:
         super().__init__(content)

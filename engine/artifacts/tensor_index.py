@@ -1,7 +1,7 @@
-"""Where the tensors of a model's files lie: what readers of foreign files give, before any array.
+"""Where the tensors of a model's files are, before any array is made.
 
-An index is checked in one place, against the length of the file and against what numpy can take,
-and only then mapped. So it does not matter who made it.
+An index is checked in one place, against the length of the file and the limits of numpy, and only
+then mapped; so its origin does not matter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_NAME = 1000
 
 
 class Tensor(NamedTuple):
-    """A view of a file's bytes. `offset` and `strides` in bytes."""
+    """A view of a file's bytes; `offset` and `strides` are in bytes."""
 
     file: str
     offset: int
@@ -64,7 +64,7 @@ class Tensor(NamedTuple):
         return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
 
     def check(self, name: str, file_bytes: int) -> Tensor:
-        """Itself, if it lies inside of a file of this length. Raises `ArtifactError`."""
+        """Return the tensor if it is inside a file of this length. Raises `ArtifactError`."""
         if self.dtype not in DTYPES:
             raise ArtifactError(f"{self.file}: {name} is of the unknown type {self.dtype}")
         if self.ndim > MAX_DIMENSIONS:
@@ -90,7 +90,7 @@ Index = dict[str, Tensor]
 
 
 def contiguous(file: str, offset: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """One whose numbers lie one after the other, the last dimension's next to each other."""
+    """A tensor in row-major order."""
     strides, step = [], DTYPES[dtype].itemsize
     for size in reversed(shape):
         strides.append(step)
@@ -99,7 +99,7 @@ def contiguous(file: str, offset: int, dtype: str, shape: tuple[int, ...]) -> Te
 
 
 def check_name(name: str, file: str) -> str:
-    """Itself. Raises `ArtifactError` for one that is too long or no text."""
+    """Return the name. Raises `ArtifactError` if it is too long or no text."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -115,7 +115,7 @@ def check_count(count: int, file: str) -> None:
 
 
 def map_index(folder: Path, index: Mapping[str, Tensor]) -> Weights:
-    """The arrays, mapped from files in `folder`, read-only. Raises `ArtifactError`."""
+    """The arrays, mapped read-only from files in `folder`. Raises `ArtifactError`."""
     data: dict[str, NDArray[np.uint8]] = {}
     weights: Weights = {}
     for name, tensor in index.items():

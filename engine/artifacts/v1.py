@@ -1,4 +1,4 @@
-"""KoGPT2 v1's artifacts: `*.params` as Gluon's `save_parameters` writes it, and `*.spiece`.
+"""KoGPT2 v1's artifacts: `*.params`, by Gluon's `save_parameters`, and `*.spiece`.
 
 KoGPT2's release for PyTorch (`pytorch_kogpt2_*.params`) is a state_dict of transformers' GPT-2.
 """
@@ -51,28 +51,28 @@ def read(folder: Path, generation: Generation) -> Artifact:
 
 
 def _only(folder: Path, pattern: str) -> Path:
-    found = sorted(folder.glob(pattern))
-    if len(found) != 1:
-        count = "no" if not found else f"{len(found)}"
+    paths = sorted(folder.glob(pattern))
+    if len(paths) != 1:
+        count = "no" if not paths else f"{len(paths)}"
         raise ArtifactError(
             f"{folder.name} holds {count} {pattern} files, must hold exactly one"
             f" (found: {list_files(folder)})"
         )
-    return found[0]
+    return paths[0]
 
 
 def _canonical(weights: Index, file: str) -> Index:
-    """Strips the prefix that all keys share (a fine-tune saved from a wrapper block)."""
+    """Strip the prefix that all keys share, of a fine-tune saved from a wrapper block."""
     prefix = shared_prefix(weights, EMBEDDING, POSITIONS, f"{file} is not a KoGPT2 model")
     return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
 
 
 def _config(weights: Index, given: ConfigFile, file: str) -> GPT2Config:
-    """Sizes from the parameters; what they cannot say (heads, activation) from config.json."""
-    found = sizes(weights, file)
+    """Sizes from the weights; heads and activation from config.json."""
+    measured = sizes(weights, file)
     config = GPT2Config(
-        **found,
-        num_heads=given.heads(found["units"], max(found["units"] // DEFAULT_HEAD_SIZE, 1)),
+        **measured,
+        num_heads=given.heads(measured["units"], max(measured["units"] // DEFAULT_HEAD_SIZE, 1)),
         activation=given.activation("gelu", {}),
         layer_norm_eps=given.layer_norm_eps(),
     )

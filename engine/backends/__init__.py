@@ -1,4 +1,4 @@
-"""Which backend runs a model, and what each can compute in."""
+"""Chooses the backend of a model, and knows what each can compute in."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _MODULES = {
 
 
 def precisions(backend: str, device: str) -> tuple[str, ...]:
-    """What a backend can compute in on a device, its default first.
+    """The precisions of a backend on a device, its default first.
 
-    Raises `InvalidRequest` for a backend that is not there on the device.
+    Raises `InvalidRequest` for a backend that does not exist on the device.
     """
     known = [name for name, of_device in _MODULES if of_device == device]
     if backend not in known:
@@ -37,7 +37,7 @@ def precisions(backend: str, device: str) -> tuple[str, ...]:
 
 
 def check(backend: str, precision: str, device: str) -> None:
-    """Raises `InvalidRequest` for what no backend computes."""
+    """Raise `InvalidRequest` for a backend or precision that does not exist on the device."""
     known = precisions(backend, device)
     if precision not in known:
         raise InvalidRequest(
@@ -47,21 +47,21 @@ def check(backend: str, precision: str, device: str) -> None:
 
 
 def weight_bytes(config: GPT2Config, precision: str, device: str) -> int:
-    """What a model's weights will take, for admission before anything is allocated."""
+    """Bytes of a model's weights, for admission before they are allocated."""
     if device == "cpu":
         return prepared.num_bytes(config, precision)
     return (2 if precision == "fp16" else 4) * config.num_parameters
 
 
 def row_bytes(config: GPT2Config, precision: str) -> int:
-    """What the keys and values of one row of full context will take: fp32, or else fp16."""
+    """K/V bytes of a row of full context, in fp32 or else fp16."""
     pages = -(-config.max_length // library.PAGE_TOKENS)
     fp32 = pages * library.PAGE_TOKENS * config.kv_bytes_per_token
     return fp32 if precision == "fp32" else fp32 // 2
 
 
 def import_backend(backend: str, device: str) -> None:
-    """Imports a backend's library ahead of its first use: MXNet costs 1.2 s and 276 MB.
+    """Import a backend's library before its first use: MXNet costs 1.2 s and 276 MB.
 
     Raises `InvalidRequest` where a library that it needs is missing.
     """
@@ -84,7 +84,7 @@ def load(
     cache_dir: Path | None = None,
     run: Run = directly,
 ) -> BackendModel:
-    """Loads a model; `run` does what may take long or go wrong with its files.
+    """Load a model; `run` runs the long or risky work on its files.
 
     Raises `ArtifactError`, `OutOfMemory`, and what `check` does.
     """

@@ -1,6 +1,6 @@
-"""Models whose rows lie beside each other in one cache, as a GPU's graphs want them.
+"""Models whose rows are in one cache, as the graphs for GPUs need them.
 
-Such a graph computes the next token of rows 0..B-1 at once, or several tokens of one row.
+Such a graph computes the next token of rows 0..B-1, or several tokens of one row.
 """
 
 from __future__ import annotations
@@ -17,9 +17,22 @@ from engine.backends.interface import BackendModel, Logits, Piece, Row, check_id
 
 Ids = NDArray[np.int64]
 
+BLOCK = 64  # positions that a cache grows by. Larger: more memory. Smaller: more copies
+
+
+def grown_shape(now: tuple[int, int], rows: int, length: int, max_length: int) -> tuple[int, int]:
+    """The shape (rows, capacity) that `rows` rows of `length` tokens need, from the shape `now`.
+
+    The capacity grows in blocks of `BLOCK` positions up to `max_length`, the rows to the next power
+    of two; neither shrinks.
+    """
+    blocks = -(-length // BLOCK)
+    capacity = min(max(now[1], blocks * BLOCK), max_length)
+    return max(now[0], 1 << (rows - 1).bit_length()), capacity
+
 
 class DenseCache(Protocol):
-    """Keys and values of rows 0..len(lengths)-1, and of one free row behind them."""
+    """Keys and values of rows 0..len(lengths)-1, and of a free row behind them."""
 
     lengths: list[int]  # of each row, in tokens
 
@@ -52,7 +65,7 @@ class DenseRow:
 class DenseModel(BackendModel):
     """Runs pieces through `extend` and `decode`."""
 
-    keeps = False
+    caches_rows = False
     _cache: DenseCache
 
     def __init__(self) -> None:
@@ -92,37 +105,37 @@ class DenseModel(BackendModel):
     def run(self, pieces: Sequence[Piece]) -> Logits:
         for piece in pieces:
             check_ids(self.config, piece.ids, piece.row.length + len(piece.ids))
-        found: dict[int, Logits] = {}
+        parts: dict[int, Logits] = {}
         steps = [i for i, piece in enumerate(pieces) if len(piece.ids) == 1 and piece.num_logits]
         if len(steps) > 1:
             self._bring_to_front([pieces[i].row for i in steps])
             logits = self.decode(np.array([pieces[i].ids[0] for i in steps]))
-            found = {i: logits[j : j + 1].copy() for j, i in enumerate(steps)}
+            parts = {i: logits[j : j + 1].copy() for j, i in enumerate(steps)}
         for i, piece in enumerate(pieces):
-            if i not in found:
-                found[i] = self._extend(piece)
+            if i not in parts:
+                parts[i] = self._extend(piece)
         empty = np.empty((0, self.config.vocab_size), np.float32)
-        return np.concatenate([empty, *(found[i] for i in range(len(pieces)))])
+        return np.concatenate([empty, *(parts[i] for i in range(len(pieces)))])
 
     def _extend(self, piece: Piece) -> Logits:
         """The logits (num_logits, V) of one piece."""
         assert isinstance(piece.row, DenseRow)
         row, ids = piece.row.index, np.array(piece.ids)
-        first = len(ids) - max(piece.num_logits - 1, 0)  # those behind it come one by one
+        first = len(ids) - max(piece.num_logits - 1, 0)  # the rest is computed one by one
         parts = [ids[:first], *(ids[i : i + 1] for i in range(first, len(ids)))]
         logits = [self.extend(row, part) for part in parts]
         return np.stack(logits) if piece.num_logits else np.empty((0, len(logits[0])), np.float32)
 
     def _bring_to_front(self, rows: Sequence[Row]) -> None:
-        """Has the rows lie at 0, 1, ... in this order."""
+        """Move the rows to 0, 1, ... in this order."""
         for index, row in enumerate(rows):
             assert isinstance(row, DenseRow)
             if row.index != index:
-                other, spare = self._rows[index], self._cache.add_row()
+                other, free = self._rows[index], self._cache.add_row()
                 try:
-                    self._cache.copy_row(index, spare, other.length)
+                    self._cache.copy_row(index, free, other.length)
                     self._cache.copy_row(row.index, index, row.length)
-                    self._cache.copy_row(spare, row.index, self._cache.lengths[spare])
+                    self._cache.copy_row(free, row.index, self._cache.lengths[free])
                 finally:
                     self._cache.remove_last_row()
                 self._rows[row.index], other.index = other, row.index

@@ -1,4 +1,4 @@
-"""The interface behind which each backend runs one model.
+"""The interface of a backend, which runs one model.
 
 A backend computes; it knows nothing of requests, sampling or fairness. `run` is called by one
 thread, one pass at a time; rows are opened and closed by any thread.
@@ -43,7 +43,7 @@ class Adapter(Protocol):
 
 @dataclass
 class Piece:
-    """Tokens that a pass appends to a row; the last `num_logits` of them want logits.
+    """Tokens that a pass appends to a row; logits are wanted after the last `num_logits` of them.
 
     All tokens of a row are computed with the same adapter, or with none.
     """
@@ -59,14 +59,14 @@ class BackendModel(ABC):
 
     config: GPT2Config
     weight_bytes: int  # resident bytes of the weights
-    max_rows: int  # that may be open
-    keeps: bool  # whether rows may stay open beyond those of running sequences
-    checks_guesses = False  # whether a few tokens of a row take little longer than one
+    max_rows: int  # open at the same time
+    caches_rows: bool  # whether rows may stay open for the prefix cache
+    checks_guesses = False  # whether a few tokens of a row take little more time than one
     mapped: Sequence[Span] = ()  # its weights, where they are mapped files and not its memory
 
     @abstractmethod
     def open_row(self, source: Row | None = None, length: int = 0) -> Row:
-        """Opens a row that begins with the first `length` tokens of `source`."""
+        """Open a row that begins with the first `length` tokens of `source`."""
 
     @abstractmethod
     def truncate(self, row: Row, length: int) -> None:
@@ -78,29 +78,28 @@ class BackendModel(ABC):
 
     @abstractmethod
     def run(self, pieces: Sequence[Piece]) -> Logits:
-        """Appends pieces, each to a row of its own; returns the logits (N, V) of the tokens that
-        want them, in order. The next call overwrites the array.
+        """Append pieces, each to a row of its own; return the logits (N, V) in their order.
 
-        A token's logits do not depend on what else is in the pass. Raises `OutOfMemory`,
-        `InvalidRequest` and `PromptTooLong`; then no row has changed.
+        The next call overwrites the array. The logits of a token do not depend on the other pieces.
+        Raises `OutOfMemory`, `InvalidRequest` and `PromptTooLong`; then no row has changed.
         """
 
     @abstractmethod
     def kv_bytes_for(self, lengths: Sequence[int]) -> int:
-        """Bytes of keys and values of rows of these lengths."""
+        """K/V bytes of rows of these lengths."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees everything; the model cannot be used afterwards."""
+        """Free everything; the model cannot be used afterwards."""
 
     @property
     @abstractmethod
     def kv_bytes(self) -> int:
-        """Resident bytes of the keys and values of all its rows."""
+        """Resident K/V bytes of all rows."""
 
 
 def check_ids(config: GPT2Config, ids: Sequence[int], end: int) -> None:
-    """Raises unless the model has these ids, and a row of `end` tokens fits its context."""
+    """Raise unless the model has these ids and a context of at least `end` tokens."""
     if end > config.max_length:
         raise PromptTooLong(f"{end} tokens do not fit the {config.max_length} of the model")
     if min(ids) < 0 or max(ids) >= config.vocab_size:

@@ -1,8 +1,8 @@
-"""What the NVIDIA driver says of the GPU that the engine uses: the first one that it may see.
+"""The memory of the NVIDIA GPU that the engine uses: the first visible one.
 
-Asked of the driver's own library, which is wherever CUDA works, also where a container lacks
-`nvidia-smi`. It obeys `CUDA_VISIBLE_DEVICES`, knows a MIG slice's own size, and takes no memory
-on the GPU. https://docs.nvidia.com/cuda/cuda-driver-api/
+The driver's own library knows it; that is wherever CUDA works, also in containers without
+`nvidia-smi`. It obeys `CUDA_VISIBLE_DEVICES`, knows the size of a MIG slice, and takes no memory on
+the GPU. https://docs.nvidia.com/cuda/cuda-driver-api/
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 from typing import Any
 
 from common.errors import InvalidRequest
+from common.memory import MIB
 
 LIBRARY = "libcuda.so.1"
 # CUDA errors after which every call of the process fails, until it ends.
@@ -28,24 +29,23 @@ FATAL = (
     "launch timed out",
     "gpu is lost",
 )
-MIB = 1 << 20
-# For CUDA's context, cuBLAS's and cuDNN's working memory, and what a step computes.
-LEAST_RESERVE_BYTES = 1536 * MIB
+# For CUDA's context, working memory of cuBLAS and cuDNN, and activations. Less: steps fail.
+MIN_RESERVE_BYTES = 1536 * MIB
 
 
 def default_budget_bytes() -> int:
     """The GPU's memory less a reserve. Raises `InvalidRequest` where there is no GPU."""
     total = memory_bytes()
-    return total - min(max(LEAST_RESERVE_BYTES, total // 8), total // 2)
+    return total - min(max(MIN_RESERVE_BYTES, total // 8), total // 2)
 
 
 def is_fatal(text: str) -> bool:
-    """Whether a library's error message says that this process can use the GPU no more."""
-    return any(said in text.lower() for said in FATAL)
+    """Whether a library's error message means that this process cannot use the GPU any more."""
+    return any(message in text.lower() for message in FATAL)
 
 
 def memory_bytes(library: str = "") -> int:
-    """The GPU's whole memory. Raises `InvalidRequest` where there is no GPU that can be used."""
+    """The GPU's whole memory. Raises `InvalidRequest` where there is no usable GPU."""
     library = library or LIBRARY
     try:
         driver = ctypes.CDLL(library)

@@ -1,6 +1,6 @@
-"""Mapped files in memory: brought there before they are computed with, and left when they are not.
+"""Reads mapped files into memory before they are computed with, and advises their eviction.
 
-A step that meets a page that is not there waits for the disk, and every model with it.
+A step that touches a page that is not in memory waits for the disk, and every model with it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 def read_in(spans: Iterable[Span]) -> int:
-    """Reads what is not in memory and waits for it, and has the rest mapped, so that nothing is
-    left to do when it is touched. Returns how many bytes were read.
+    """Read the missing pages and map all of them; returns how many bytes were read.
 
-    Linux says of a file that is not this user's that all of it is there: it is read as well, but
-    one part after the other.
+    Linux reports all pages of another user's file as present; such a file is read as well, but page
+    after page.
     """
     spans = list(spans)
     missing = [part for span in spans for part in _missing(*span)]
-    # One after the other: of two at once neither would be there before both are.
+    # One caller at a time: of two at once, neither would finish before both do.
     with _disk if missing else nullcontext():
         for part in missing:  # all are under way before the first is waited for
             _libc.madvise(*part, mmap.MADV_WILLNEED)
@@ -49,26 +48,29 @@ def read_in(spans: Iterable[Span]) -> int:
 
 
 def advise_cold(spans: Iterable[Span]) -> None:
-    """Has the kernel take these pages before others. Otherwise it took what another model has just
-    read, and which has not been touched so often."""
+    """Advise the kernel to evict these pages first.
+
+    Otherwise it would evict pages that were just read for another model, which are used less often
+    so far.
+    """
     for span in spans:
         _libc.madvise(*span, MADV_COLD)
 
 
 def present(address: int, length: int) -> NDArray[np.uint8]:
-    """Of each page of mapped memory, whether it is there: 1 or 0. Raises `OSError`."""
-    found = np.zeros(-(-length // PAGE), dtype=np.uint8)
-    if _libc.mincore(address, length, found.ctypes.data) != 0:
+    """For each page of mapped memory, whether it is in memory: 1 or 0. Raises `OSError`."""
+    pages = np.zeros(-(-length // PAGE), dtype=np.uint8)
+    if _libc.mincore(address, length, pages.ctypes.data) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"mincore: {os.strerror(code)}")
-    return found & np.uint8(1)
+    return pages & np.uint8(1)
 
 
 def bytes_at(address: int, length: int) -> NDArray[np.uint8]:
-    """Memory that is somebody else's."""
+    """A view of memory that something else owns."""
     pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8))
-    found: NDArray[np.uint8] = np.ctypeslib.as_array(pointer, (length,))
-    return found
+    memory: NDArray[np.uint8] = np.ctypeslib.as_array(pointer, (length,))
+    return memory
 
 
 def _missing(address: int, length: int) -> Iterator[Span]:
@@ -86,7 +88,7 @@ def _missing(address: int, length: int) -> Iterator[Span]:
 
 
 def _populate(address: int, length: int) -> None:
-    """Raises `OSError` where the disk does not give it."""
+    """Map and read the pages. Raises `OSError` where the disk fails."""
     if _libc.madvise(address, length, MADV_POPULATE_READ) == 0:
         return
     if (code := ctypes.get_errno()) != errno.EINVAL:

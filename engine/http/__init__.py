@@ -1,1 +1,1 @@
-"""The engine's face: HTTP on a unix socket, its server and its two clients."""
+"""HTTP on a unix socket: the engine's server and its two clients."""

@@ -12,46 +12,52 @@ from engine.sequence import Token
 
 
 class Answer:
-    """Pass `emit` to `Engine.submit`; `done` is called once, on the engine's thread."""
+    """Collects the sequences of a request.
 
-    def __init__(self, parameters_count: int, done: Callable[[], None]) -> None:
-        self._texts = [""] * parameters_count
-        self._tokens: list[list[Token]] = [[] for _ in range(parameters_count)]
-        self._left = parameters_count
+    Give `emit` to `Engine.submit_soon`; `done` is called once, on a text thread, when the last
+    sequence or the first error has come.
+    """
+
+    def __init__(self, num_sequences: int, done: Callable[[], None]) -> None:
+        self._texts = [""] * num_sequences
+        self._tokens: list[list[Token]] = [[] for _ in range(num_sequences)]
+        self._unfinished = num_sequences
         self._done = done
         self._started = time.monotonic()
         self._first_token_at: float | None = None
         self.error: EngineError | None = None
 
     def emit(self, item: Token | EngineError) -> None:
-        if self._left <= 0:
+        if self._unfinished <= 0:
             return
         if isinstance(item, EngineError):
             self.error = item
-            self._left = 0
+            self._unfinished = 0
         else:
             if self._first_token_at is None:
                 self._first_token_at = time.monotonic()
             self._tokens[item.index].append(item)
             self._texts[item.index] += item.text
-            self._left -= item.finish_reason is not None
-        if self._left == 0:
+            self._unfinished -= item.finish_reason is not None
+        if self._unfinished == 0:
             self._finished = time.monotonic()
             self._done()
 
     @property
     def is_complete(self) -> bool:
-        return self._left == 0
+        return self._unfinished == 0
 
     @property
     def entries(self) -> int:
-        """How many log-probabilities the result holds."""
+        """The number of log-probabilities in the result."""
         return sum(len(token.shown) for tokens in self._tokens for token in tokens)
 
     def result(self) -> dict[str, Any]:
-        """`{"completions": [{"text", "tokens", "finish_reason", "logprobs"?}], "seconds", ...}`.
+        """The body of the response to `generate`.
 
-        Raises the error that ended the request.
+        `{"completions": [{"text", "tokens", "finish_reason", "logprobs"?, "prefill"?,
+        "choice_logprobs"?}], "seconds", "time_to_first_token_s"}`. Raises the error that ended the
+        request.
         """
         if self.error is not None:
             raise self.error
@@ -65,7 +71,7 @@ class Answer:
             }
             details = [token_details(token) for token in tokens]
             if tokens[0].logprobs is not None:
-                completion["logprobs"] = [found["logprobs"] for found in details]
+                completion["logprobs"] = [entry["logprobs"] for entry in details]
             if tokens[0].prefill:
                 completion["prefill"] = details[0]["prefill"]
             if tokens[-1].choices:
@@ -79,34 +85,37 @@ class Answer:
 
 
 def token_details(token: Token) -> dict[str, Any]:
-    """`logprobs` where they were asked for, `prefill` with an answer's first token: each
-    `{"token", "text", "special"?, "logprob"?, "top"?: [{"token", "text", "logprob"}]}`, with
-    `bytes` where a token is only a part of a character."""
+    """The `logprobs` of a token, and the prompt's `prefill` on the first token of an answer.
+
+    Both are left out where the request does not want them. An entry is `{"token", "text",
+    "special"?, "logprob"?, "top"?: [{"token", "text", "logprob"}]}`, with `bytes` where the token
+    is only a part of a character.
+    """
     shown = token.shown
     pieces = iter(token.pieces if len(token.pieces) == len(shown) else [b""] * len(shown))
 
     def body(token_id: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
-        said: dict[str, Any] = {"token": token_id, **_piece_body(next(pieces))}
+        entry: dict[str, Any] = {"token": token_id, **_piece_body(next(pieces))}
         if token_id in token.special_ids:
-            said["special"] = True
+            entry["special"] = True
         if logprobs is not None:
-            said["logprob"] = round(logprobs.chosen, 6)
-            said["top"] = [
+            entry["logprob"] = round(logprobs.chosen, 6)
+            entry["top"] = [
                 {"token": i, **_piece_body(next(pieces)), "logprob": round(p, 6)}
                 for i, p in logprobs.top
             ]
-        return said
+        return entry
 
-    found: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     if token.prefill:
-        found["prefill"] = [body(*one) for one in token.prefill]
+        details["prefill"] = [body(*entry) for entry in token.prefill]
     if token.logprobs is not None:
-        found["logprobs"] = body(token.id, token.logprobs)
-    return found
+        details["logprobs"] = body(token.id, token.logprobs)
+    return details
 
 
 def choices_body(token: Token) -> list[dict[str, Any]]:
-    """`[{"text", "logprob"}]`, the likeliest first."""
+    """`[{"text", "logprob"}]`, the most likely first."""
     return [{"text": text, "logprob": round(p, 6)} for text, p in token.choices]
 
 

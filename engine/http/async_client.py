@@ -1,4 +1,4 @@
-"""The asynchronous client of the engine process, for the gateway."""
+"""The gateway's asynchronous client of the engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from common.unix_http import UnixHTTP
 from engine.http.client import GRACE_S, LOAD_TIMEOUT_S, error_of
 
 CHECK_TIMEOUT_S = 10.0
-
-
 HEADERS = {"content-type": "application/json"}
 
 
 class AsyncEngineClient:
-    """Every call raises the engine's errors, or `EngineUnavailable`."""
+    """A client of one event loop. All calls raise the engine's errors, or `EngineUnavailable`."""
 
     def __init__(self, path: str) -> None:
         self._http = UnixHTTP(path)
@@ -36,32 +34,33 @@ class AsyncEngineClient:
         promised: Mapping[str, int] | None = None,
         base: str | None = None,
     ) -> int:
-        """What the weights will take, in bytes, if they fit beside what is `promised`: bytes, by
-        the names of models that will be loaded.
+        """Return the bytes that a model's weights will take, if they fit.
 
-        Raises what `load` would for want of room, or for an artifact that is none.
+        `promised` has the bytes of other models that will be loaded, by name. Raises what a load
+        would raise for a lack of memory or a faulty artifact.
         """
-        body = {"name": name, "model_dir": model_dir, "backend": backend, "precision": precision}
-        asked = {**body, "base": base, "promised": dict(promised or {})}
-        room = await self._call("POST", "/room", asked, CHECK_TIMEOUT_S)
-        needed = int(room["weight_bytes"])
-        if "missing_bytes" in room:
-            missing = room["missing_bytes"]
-            raise OutOfMemory(room["message"], missing_bytes=missing, needed_bytes=needed)
+        body: dict[str, Any] = {"name": name, "model_dir": model_dir}
+        body |= {"backend": backend, "precision": precision}
+        body |= {"base": base, "promised": dict(promised or {})}
+        answer = await self._call("POST", "/room", body, CHECK_TIMEOUT_S)
+        needed = int(answer["weight_bytes"])
+        if "missing_bytes" in answer:
+            missing = answer["missing_bytes"]
+            raise OutOfMemory(answer["message"], missing_bytes=missing, needed_bytes=needed)
         return needed
 
     async def unload(self, name: str) -> None:
-        """Returns once the memory is free again."""
+        """Unload a model; returns once its memory is free."""
         await self._call("DELETE", _url(name), None, LOAD_TIMEOUT_S)
 
     async def models(self) -> list[dict[str, Any]]:
-        """The names of those that are loaded, and what each holds of the budget."""
-        found: list[dict[str, Any]] = (await self._call("GET", "/models", None, 10.0))["models"]
-        return found
+        """The loaded models: their names and what each holds of the budget."""
+        models: list[dict[str, Any]] = (await self._call("GET", "/models", None, 10.0))["models"]
+        return models
 
     async def statistics(self, timeout_s: float = 10.0) -> dict[str, Any]:
-        found: dict[str, Any] = await self._call("GET", "/statistics", None, timeout_s)
-        return found
+        statistics: dict[str, Any] = await self._call("GET", "/statistics", None, timeout_s)
+        return statistics
 
     async def is_healthy(self) -> bool:
         try:
@@ -78,8 +77,10 @@ class AsyncEngineClient:
         timeout_s: float = 60.0,
         kind: str = "inputs",
     ) -> dict[str, Any]:
-        """The whole answer. `inputs` are what `engine.http.server` knows by this name: "inputs",
-        "prompt" or "messages". A caller that is cancelled frees the request's place in the batch.
+        """Return the whole answer to a request.
+
+        `kind` names the field that `inputs` are: "inputs", "prompt" or "messages"
+        (`engine.http.server`). Cancelling the call frees the row of the request.
         """
         body = {kind: inputs, "parameters": parameters, "timeout_s": timeout_s}
         url = _url(name, "/generate")
@@ -89,18 +90,20 @@ class AsyncEngineClient:
     async def tokenize(
         self, name: str, inputs: Any, kind: str, special: bool, timeout_s: float
     ) -> dict[str, Any]:
-        """`{"tokens", "texts", "max_length"}` of a "prompt" or "messages", as `kind` says; a
-        prompt's with what the tokenizer puts in front where `special`."""
+        """Return `{"tokens", "texts", "max_length"}` of a "prompt" or "messages", as `kind` says.
+
+        With `special`, the tokens of a prompt include those that the tokenizer puts in front.
+        """
         body = {kind: inputs, "special": special}
-        found: dict[str, Any] = await self._call("POST", _url(name, "/tokenize"), body, timeout_s)
-        return found
+        tokens: dict[str, Any] = await self._call("POST", _url(name, "/tokenize"), body, timeout_s)
+        return tokens
 
     async def detokenize(self, name: str, tokens: list[int], timeout_s: float) -> str:
-        found = await self._call("POST", _url(name, "/detokenize"), {"tokens": tokens}, timeout_s)
-        return str(found["text"])
+        url = _url(name, "/detokenize")
+        return str((await self._call("POST", url, {"tokens": tokens}, timeout_s))["text"])
 
     async def cancel(self, request_id: str) -> None:
-        """Frees the place of the request that a worker sent under this id, now or later."""
+        """Cancel the request with this id, also one that the engine has not received yet."""
         await self._call("DELETE", f"/requests/{request_id}", None, 10.0)
 
     async def stream(
@@ -111,10 +114,11 @@ class AsyncEngineClient:
         timeout_s: float = 60.0,
         kind: str = "inputs",
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Each token as it is made: `{"index", "token", "text", "logprobs"?, "finish_reason"?}`,
-        a sequence's first one with `prompt_tokens`.
+        """Yield each token when it is made.
 
-        Leaving the loop frees the request's place in the batch. `kind` as for `generate`.
+        A token is `{"index", "token", "text", "logprobs"?, "finish_reason"?}`, the first of a
+        sequence also has `prompt_tokens`. Closing the generator frees the row of the request.
+        `kind` as for `generate`.
         """
         body = {kind: inputs, "parameters": parameters, "timeout_s": timeout_s, "stream": True}
         content, limit_s = json.dumps(body).encode(), timeout_s + GRACE_S
@@ -147,10 +151,12 @@ class AsyncEngineClient:
     ) -> Any:
         content = None if body is None else json.dumps(body).encode()
         try:
-            status, headers, found = await self._http.ask(method, url, timeout_s, HEADERS, content)
+            status, headers, answer = await self._http.request(
+                method, url, timeout_s, HEADERS, content
+            )
             if status >= 400:
-                raise error_of(status, found, headers.get("retry-after"))
-            return json.loads(found) if found else None
+                raise error_of(status, answer, headers.get("retry-after"))
+            return json.loads(answer) if answer else None
         except (OSError, asyncio.TimeoutError) as error:
             raise EngineUnavailable("the engine is not there") from error
         except ValueError as error:

@@ -1,6 +1,6 @@
-"""The synchronous client of the engine process, for workers. Standard library only.
+"""The workers' synchronous client of the engine. Standard library only.
 
-A worker's model is a `ModelHandle`: it survives a restart of the engine by loading its model again.
+A worker's model is a `ModelHandle`: after a restart of the engine it loads its model again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from common.errors import EngineError, EngineUnavailable, ModelNotFound, named
 from engine.http.connection import Connection
 
 LOAD_TIMEOUT_S = 300.0
-# Longer than the supervisor needs to start the engine again.
+# How long a restart of the engine is waited for. Shorter than the supervisor needs: requests fail.
 RECONNECT_S = 15.0
-# How much later than the request's own deadline a silent engine is given up.
+# How long after the deadline of a request the engine may still answer, with the deadline's error.
 GRACE_S = 5.0
 
 
@@ -40,18 +40,18 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 def error_of(status: int, body: bytes, retry_after: str | None) -> EngineError:
-    """The engine's error answer as the exception that it was there."""
+    """The exception for an error answer of the engine."""
     retry_after_s = float(retry_after) if retry_after else None
     try:
-        said = json.loads(body)
-        kind, message = said["type"], said["message"]
+        error = json.loads(body)
+        kind, message = error["type"], error["message"]
     except (ValueError, KeyError, TypeError):
         kind, message = "", f"the engine answered {status}"
     return named(kind, message, retry_after_s) or EngineError(message, retry_after_s=retry_after_s)
 
 
 class Uses:
-    """The connections on which somebody waits for a model, so that all can be given up at once."""
+    """The connections with requests for a model, so that all can be aborted at once."""
 
     def __init__(self) -> None:
         self._sockets: set[socket.socket] = set()
@@ -60,7 +60,7 @@ class Uses:
 
     @contextlib.contextmanager
     def of(self, used: socket.socket) -> Iterator[None]:
-        """While a request is on this connection. Raises `ModelNotFound` after `end`."""
+        """Register a connection during a request. Raises `ModelNotFound` after `end`."""
         with self._lock:
             if self.ended:
                 raise ModelNotFound("the model is unloaded")
@@ -72,7 +72,7 @@ class Uses:
                 self._sockets.discard(used)
 
     def end(self) -> None:
-        """The engine sees each of them go, and computes for nobody."""
+        """Shut down all connections; the engine then cancels their requests."""
         with self._lock:
             self.ended = True
             for used in self._sockets:
@@ -81,7 +81,7 @@ class Uses:
 
 
 class EngineClient:
-    """One per process; a connection per thread is kept open."""
+    """The client of a process; it keeps a connection for each thread."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -95,7 +95,7 @@ class EngineClient:
         timeout_s: float = 60.0,
         uses: Uses | None = None,
     ) -> Any:
-        """The parsed answer. Raises the engine's error, or `EngineUnavailable`."""
+        """Return the parsed answer. Raises the engine's error, or `EngineUnavailable`."""
         connection: Connection | None = getattr(self._local, "connection", None)
         payload = None if body is None else json.dumps(body).encode()
         for fresh in (connection is None, True):
@@ -105,7 +105,7 @@ class EngineClient:
                     connection = self._local.connection = Connection(self._path, timeout_s)
                 assert connection is not None
                 with uses.of(connection.socket) if uses else contextlib.nullcontext():
-                    status, headers, content = connection.ask(method, url, payload, timeout_s)
+                    status, headers, content = connection.request(method, url, payload, timeout_s)
             except TimeoutError as error:
                 self.close()
                 message = f"the engine did not answer within {timeout_s:.0f} s"
@@ -113,7 +113,7 @@ class EngineClient:
             except OSError as error:
                 self.close()
                 if not fresh and isinstance(error, _IDLE_CLOSED):
-                    continue  # the kept connection had been closed while it was idle
+                    continue  # the connection was closed while it was idle
                 raise EngineUnavailable("the engine is not there") from error
             if headers.get("connection") == "close":
                 self.close()
@@ -138,7 +138,7 @@ class EngineClient:
         base: str | None = None,
         timeout_s: float = LOAD_TIMEOUT_S,
     ) -> Lease:
-        """Loads a model that stays loaded while the lease is open (or this process lives)."""
+        """Load a model that stays loaded while the lease is open and this process lives."""
         connection = UnixConnection(self._path, timeout_s)
         body = {"name": name, "model_dir": model_dir, "lease": True}
         body |= {"backend": backend, "precision": precision, "max_rows": max_rows, "base": base}
@@ -158,12 +158,12 @@ class EngineClient:
         return Lease(connection, response, json.loads(content))
 
 
-# What a kept connection answers when the engine had closed it before this request.
+# What a request raises on a connection that the engine has closed while it was idle.
 _IDLE_CLOSED = (BrokenPipeError, ConnectionResetError)
 
 
 class Lease:
-    """An open load. `model` is what the engine says of the model."""
+    """A load's open response; `model` is the engine's description of the model."""
 
     def __init__(
         self,
@@ -181,10 +181,10 @@ class Lease:
 
 
 class ModelHandle:
-    """A loaded model, seen from a worker. Thread-safe."""
+    """A worker's loaded model. Thread-safe."""
 
     def __init__(self, client: EngineClient, name: str, model_dir: str, **options: Any) -> None:
-        """Loads the model. Raises what the engine raises, `EngineUnavailable` included."""
+        """Load the model. Raises what the engine raises, and `EngineUnavailable`."""
         self._client, self._name, self._model_dir = client, name, model_dir
         self._options = options
         self._lock = threading.Lock()
@@ -202,11 +202,11 @@ class ModelHandle:
         timeout_s: float = 60.0,
         request_id: str | None = None,
     ) -> dict[str, Any]:
-        """The engine's answer, see `engine.http.answer.Answer.result`.
+        """Return the engine's answer, see `engine.http.answer.Answer.result`.
 
-        If the engine has been restarted the model is loaded again; a request that was under way is
-        sent once more. By `request_id` others may cancel it (`AsyncEngineClient.cancel`). Raises
-        the engine's errors; `EngineUnavailable` when it does not come back.
+        If the engine has been restarted, the model is loaded again and the request sent once more.
+        By `request_id` the gateway can cancel it (`AsyncEngineClient.cancel`). Raises the engine's
+        errors, and `EngineUnavailable` if it does not come back.
         """
         lease = self._lease
         deadline = time.monotonic() + timeout_s
@@ -229,7 +229,7 @@ class ModelHandle:
         return answer
 
     def _renew(self, old: Lease, deadline: float) -> None:
-        """Loads the model again, once for all threads that lost it."""
+        """Load the model again, once for all threads that lost it."""
         with self._lock:
             if self._uses.ended:
                 raise ModelNotFound(f"model {self._name} is not loaded")
@@ -237,9 +237,9 @@ class ModelHandle:
                 return
             while True:
                 try:
-                    left = max(deadline - time.monotonic(), 0.1)
+                    remaining_s = max(deadline - time.monotonic(), 0.1)
                     lease = self._client.lease(
-                        self._name, self._model_dir, **self._options, timeout_s=left
+                        self._name, self._model_dir, **self._options, timeout_s=remaining_s
                     )
                     break
                 except EngineUnavailable:
@@ -250,7 +250,7 @@ class ModelHandle:
             self._lease = lease
 
     def close(self) -> None:
-        """Gives the model up, and with it whatever waits for it."""
+        """Close the lease and abort the requests of the model."""
         self._uses.end()
         with self._lock:
             self._lease.close()

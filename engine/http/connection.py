@@ -1,7 +1,7 @@
-"""One connection to the engine's socket, for workers: a request and its whole answer, in turns.
+"""A worker's connection to the engine's socket, for one request after another.
 
-As much of HTTP/1.1 as the engine speaks, in two calls of the kernel: `http.client` took a third of
-a worker's time for a request.
+It speaks as much of HTTP/1.1 as the engine does, in two system calls a request: `http.client` took
+a third of a worker's time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ MAX_HEAD_BYTES = 65_536
 
 
 class Connection:
-    """Blocking. `socket` may be shut down by another thread, which ends what waits here."""
+    """A blocking connection. Another thread may shut `socket` down, which ends a request."""
 
     def __init__(self, path: Path | str, timeout_s: float) -> None:
-        """Raises `OSError`."""
+        """Connect. Raises `OSError`."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self.socket.settimeout(timeout_s)
@@ -26,13 +26,14 @@ class Connection:
             self.socket.close()
             raise
 
-    def ask(
+    def request(
         self, method: str, url: str, body: bytes | None, timeout_s: float
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers by their names in lower case, and body.
+        """Return status, headers by lower-case names, and body.
 
-        Raises `ConnectionResetError` where it was closed before an answer began, `OSError` where
-        there is none or no whole one, `TimeoutError` where nothing comes for `timeout_s`.
+        Raises `ConnectionResetError` where the connection was closed before the answer began,
+        `TimeoutError` where nothing comes for `timeout_s`, and `OSError` where the answer is not
+        complete or no HTTP.
         """
         head = f"{method} {url} HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\n"
         if body is not None:

@@ -1,5 +1,8 @@
-"""Leases: a model stays loaded while it has one, and goes soon after the last one ended: once what
-was begun with it is finished, since a stream needs no worker any more."""
+"""Leases: a model stays loaded while it has one.
+
+It is unloaded some time after its last lease has ended, once its streams, which need no worker,
+have finished.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,22 @@ import functools
 from starlette.concurrency import run_in_threadpool
 
 from common.errors import ModelNotFound
-from engine.registry import Engine
+from engine.engine import Engine
 
-# How long a model outlives its last lease: a worker that crashed is restarted within this time.
+# How long a model stays loaded after its last lease. Shorter than the restart of a crashed worker:
+# the model is unloaded and loaded again.
 GRACE_S = 3.0
 
 
 class Leases:
-    """All calls come from the event loop's thread."""
+    """The leases of all models. Used on the event loop's thread only."""
 
     def __init__(self, engine: Engine, stopping: asyncio.Event, grace_s: float = GRACE_S) -> None:
-        """Once the engine is `stopping`, workers end while requests are still running: the models
-        go with the engine then, not with their leases."""
+        """Create an empty set of leases.
+
+        Once `stopping` is set no model is unloaded: workers end before the requests in flight do,
+        and the engine unloads all models in the end.
+        """
         self._engine = engine
         self._stopping = stopping
         self._grace_s = grace_s
@@ -29,7 +36,7 @@ class Leases:
         self._unloads: dict[str, asyncio.Task[None]] = {}
 
     def take(self, name: str) -> None:
-        """Before the load that it is for: so that this finds the model, or loads it anew."""
+        """Count a lease, before the load that it is for."""
         self._counts[name] += 1
         if name in self._unloads:
             self._unloads[name].cancel()
@@ -50,13 +57,13 @@ class Leases:
         return self._counts.get(name, 0) > 0
 
     async def _unload(self, name: str) -> None:
-        gone = False
-        while not gone:
+        unloaded = False
+        while not unloaded:
             await asyncio.sleep(self._grace_s)
             if self._stopping.is_set():
                 return
             try:
-                gone = await run_in_threadpool(
+                unloaded = await run_in_threadpool(
                     self._engine.unload,
                     name,
                     unless=lambda model: self._is_leased(name) or not model.answered,

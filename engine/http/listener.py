@@ -17,15 +17,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from common.one_write import join
 from engine import sandbox
+from engine.engine import Engine
 from engine.http.server import EngineApp
-from engine.registry import Engine
 from engine.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 
 def listen(path: str) -> socket.socket:
-    """Binds a unix socket that only this user can reach, in place of a stale one."""
+    """Bind a unix socket that only this user can reach, in place of a stale one."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode):
@@ -63,7 +63,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(settings: Settings) -> None:
-    """Runs until SIGTERM or SIGINT; requests in flight are finished, at most for 25 s."""
+    """Serve until SIGTERM or SIGINT; requests in flight have 25 s to finish."""
     sandbox.prepare(*(["engine.native.prepared"] if settings.device == "cpu" else []))
     engine = Engine(settings)
 
@@ -79,7 +79,7 @@ def serve(settings: Settings) -> None:
             timeout_graceful_shutdown=25,
         )
         await _Server(config, app).serve(sockets=[listener])
-        await asyncio.to_thread(engine.close)  # its thread calls into the loop to the end
+        await asyncio.to_thread(engine.close)  # its threads call into the event loop until then
 
     listener = listen(settings.socket)
     logger.info("the engine listens on %s (%s)", settings.socket, settings.backend)

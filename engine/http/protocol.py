@@ -1,4 +1,4 @@
-"""What the engine and its clients say to each other: requests checked, tokens as JSON."""
+"""The engine's messages: checks of requests, tokens as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.http.answer import choices_body, token_details
 from engine.sequence import Sequence, Token
 from engine.text.prompts import Chat, Inputs, Raw
 
-LARGE_BYTES = 64 << 10  # takes milliseconds to read, which is not done on the event loop
+LARGE_BYTES = 64 << 10  # bodies from here on are parsed on a thread: they take milliseconds
 
 
 def json_line(value: Any) -> str:
@@ -52,7 +52,7 @@ def text_of(body: dict[str, Any], name: str) -> str:
 
 
 def inputs_of(body: dict[str, Any]) -> Inputs:
-    """What is to be continued. Raises `InvalidRequest`."""
+    """The input of a request. Raises `InvalidRequest`."""
     if "prompt" in body:
         return _raw(body["prompt"])
     if "messages" in body:
@@ -67,7 +67,7 @@ def inputs_of(body: dict[str, Any]) -> Inputs:
 
 
 def _raw(prompt: Any) -> Raw:
-    """A text, or its ids."""
+    """A prompt that is a text or a list of ids."""
     if isinstance(prompt, list) and all(type(i) is int and i >= 0 for i in prompt):
         return Raw(prompt)
     if not isinstance(prompt, str) or "\0" in prompt:

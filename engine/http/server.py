@@ -1,33 +1,34 @@
-"""The engine's face: HTTP on a unix socket.
+"""The engine's HTTP server, on a unix socket.
 
-    POST   /models                  {"name", "model_dir", "base"?, "backend"?, "precision"?,
-                                     "max_rows"?, "lease"?}; base is the folder of the model that
-                                     the one in model_dir is an adapter of
-    GET    /models                  their names and what each holds of the budget
-    DELETE /models/{name}
+    POST   /models                  load a model:
+                                    {"name", "model_dir", "base"?, "backend"?, "precision"?,
+                                     "max_rows"?, "lease"?}; base is the folder of the base model if
+                                    model_dir has an adapter
+    GET    /models                  the loaded models and what each holds of the budget
+    DELETE /models/{name}           unload a model
     POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?,
-                                     "request_id"?}; inputs are a text, or an object with the
-                                     fields of the model's template. In their place: "prompt", a
-                                     text or ids that no template is for, or "messages" of a chat,
-                                     `{"role", "content"}`
+                                     "request_id"?}; inputs are a text, or an object with the fields
+                                    of the model's template. In their place: "prompt", a text or ids
+                                    without the template, or "messages" for the chat template,
+                                    `{"role", "content"}`
     POST   /models/{name}/tokenize  {"prompt" | "messages", "special"?}: `{"tokens", "texts",
                                      "max_length"}`
     POST   /models/{name}/detokenize {"tokens"}: `{"text"}`
-    DELETE /requests/{request_id}   for one who knows that nobody waits any more
-    POST   /room                    {"name", "model_dir", "base"?, "backend"?, "precision"?,
-                                     "promised"?}:
-                                    whether a load would find room now beside those that are
-                                    promised, bytes by name: `weight_bytes`, and if it would not,
-                                    `missing_bytes` and a `message`
-    GET    /health                  503 where no step gets on, see `engine.step_loop`
-    GET    /statistics              all that is counted, of each model too
+    DELETE /requests/{request_id}   cancel a request whose client has disconnected
+    POST   /room                    check whether a load would fit now:
+                                    {"name", "model_dir", "base"?, "backend"?, "precision"?,
+                                     "promised"?}, promised being the bytes of other models that
+                                    will be loaded, by name; `{"weight_bytes", "missing_bytes"?,
+                                    "message"?}`, the last two if it would not fit
+    GET    /health                  503 where no step completes, see `engine.step_loop`
+    GET    /statistics              all counters, also those of each model
 
-Try it with `curl --unix-socket $ENGINE_SOCKET http://engine/statistics`. Errors are
-`{"code", "type", "message"}`; a stream is NDJSON, one token a line, and ends with a line that has
+Try it with `curl --unix-socket $ENGINE_SOCKET http://engine/statistics`. Errors are `{"code",
+"type", "message"}`; a stream is NDJSON, one token a line, and ends with a line that has
 `finish_reason` or, after an error, `error`.
 
-With `"lease": true` the answer to a load stays open, and the model stays loaded while any such
-answer does: a worker that dies, however it dies, leaves no model behind.
+With `"lease": true` the response to a load stays open, and the model stays loaded while any such
+response does: a worker's models are unloaded however it ends.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from starlette.routing import Route
 
 from common.errors import Cancelled, EngineError, InvalidRequest, NeverFits, OutOfMemory
 from common.parameters import Parameters
+from engine.engine import Engine
 from engine.http import leases
 from engine.http.answer import Answer
 from engine.http.protocol import (
@@ -59,7 +61,6 @@ from engine.http.protocol import (
     token_body,
 )
 from engine.http.stream import NdjsonStream, disconnected
-from engine.registry import Engine
 from engine.sandbox.reading import Reading
 from engine.sequence import Sequence, Token
 from engine.text.prompts import Chat, Inputs, Raw
@@ -68,8 +69,8 @@ from engine.text.texts import Texts
 logger = logging.getLogger(__name__)
 
 MAX_TIMEOUT_S = 3600.0
-CANCELLED_KEPT = 1000
-LARGE_ENTRIES = 500  # log-probabilities of an answer that is not written on the event loop
+MAX_CANCELLED_IDS = 1000  # of requests that may still arrive
+LARGE_ENTRIES = 500  # answers with more log-probabilities are written on a thread
 T = TypeVar("T")
 
 
@@ -82,7 +83,7 @@ class EngineApp:
         self._leases = leases.Leases(engine, self.stopping)
         self._running: dict[str, set[Callable[[], None]]] = {}  # by request id
         # A request may still be on its way when it is cancelled.
-        self._cancelled: deque[str] = deque(maxlen=CANCELLED_KEPT)
+        self._cancelled: deque[str] = deque(maxlen=MAX_CANCELLED_IDS)
         self.asgi = Starlette(
             routes=[
                 Route("/models/{name:path}/generate", self._generate, methods=["POST"]),
@@ -92,7 +93,7 @@ class EngineApp:
                 Route("/models", self._list, methods=["GET"]),
                 Route("/models/{name:path}", self._unload, methods=["DELETE"]),
                 Route("/requests/{id}", self._cancel, methods=["DELETE"]),
-                Route("/room", self._room, methods=["POST"]),
+                Route("/room", self._check_load, methods=["POST"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/statistics", self._statistics, methods=["GET"]),
             ],
@@ -133,7 +134,7 @@ class EngineApp:
         return NdjsonStream(hold(), lambda: self._leases.release(name))
 
     async def _unless_gone(self, request: Request, work: Callable[[Reading], T]) -> T:
-        """What `work` returns, on a thread; given up if the client goes or the engine stops."""
+        """Run `work` on a thread; cancelled if the client disconnects or the engine stops."""
         reading = Reading()
         working = asyncio.ensure_future(run_in_threadpool(work, reading))
         ends: list[asyncio.Future[Any]] = [
@@ -143,13 +144,13 @@ class EngineApp:
         try:
             await asyncio.wait([working, *ends], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                reading.give_up()
+                reading.cancel()
             return await working
         finally:
             for end in ends:
                 end.cancel()
 
-    async def _room(self, request: Request) -> Response:
+    async def _check_load(self, request: Request) -> Response:
         body = await json_object(request)
         name, model_dir = text_of(body, "name"), text_of(body, "model_dir")
         backend, precision, base = body.get("backend"), body.get("precision"), _base_of(body)
@@ -250,8 +251,8 @@ class EngineApp:
         submitted = self._engine.submit_soon(
             name, inputs, parameters, answer.emit, timeout_s, stream=False
         )
-        # A prompt that was cut wakes nobody here: the interpreter is for the thread that computes.
-        submitted.add_done_callback(lambda cut: done() if _sequences(cut) is None else None)
+        # Only a failure wakes the event loop, whose thread competes with the step loop's.
+        submitted.add_done_callback(lambda f: done() if _sequences(f) is None else None)
         ends = self._running.setdefault(request_id, set())
         ends.add(end)
         gone = asyncio.ensure_future(disconnected(request.receive))
@@ -263,21 +264,20 @@ class EngineApp:
             ends.discard(end)
             if not ends:
                 del self._running[request_id]
-            given_up = not answer.is_complete or answer.error is not None
-            if given_up and not submitted.cancel():
-                submitted.add_done_callback(self._give_up)
+            failed = not answer.is_complete or answer.error is not None
+            if failed and not submitted.cancel():
+                submitted.add_done_callback(self._cancel_sequences)
         if not answer.is_complete:
             if not submitted.cancelled() and submitted.done():
                 submitted.result()  # raises what is wrong with the prompt
             raise Cancelled("the request was cancelled")
 
         def build() -> Response:
-            told = answer.result()
-            return JSONResponse({**prompt_body(submitted.result()[0]), **told})
+            return JSONResponse({**prompt_body(submitted.result()[0]), **answer.result()})
 
         return await run_in_threadpool(build) if answer.entries > LARGE_ENTRIES else build()
 
-    def _give_up(self, submitted: Future[list[Sequence]]) -> None:
+    def _cancel_sequences(self, submitted: Future[list[Sequence]]) -> None:
         self._engine.cancel(_sequences(submitted) or [])
 
     async def _cancel(self, request: Request) -> Response:
@@ -301,8 +301,8 @@ class EngineApp:
         )
 
         async def lines() -> AsyncIterator[str]:
-            left, begun = len(sequences), set[int]()
-            while left:
+            unfinished, begun = len(sequences), set[int]()
+            while unfinished:
                 item = await queue.get()
                 if isinstance(item, EngineError):
                     yield json_line({"error": item.to_body()})
@@ -311,19 +311,19 @@ class EngineApp:
                 if item.index not in begun:
                     begun.add(item.index)
                     body |= prompt_body(sequences[0])
-                left -= item.finish_reason is not None
+                unfinished -= item.finish_reason is not None
                 yield json_line(body)
 
         return NdjsonStream(lines(), lambda: self._engine.cancel(sequences))
 
 
 def _base_of(body: dict[str, Any]) -> str | None:
-    """The folder of an adapter's base; None where the model is no adapter."""
+    """The folder of an adapter's base; None for a whole model."""
     return None if body.get("base") is None else text_of(body, "base")
 
 
 def _sequences(submitted: Future[list[Sequence]]) -> list[Sequence] | None:
-    """Of a prompt that was cut; None where it will never be."""
+    """The sequences of a finished submission; None if it was cancelled or failed."""
     if submitted.cancelled() or submitted.exception() is not None:
         return None
     return submitted.result()

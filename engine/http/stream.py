@@ -1,4 +1,4 @@
-"""Answers that are streams, and clients that go."""
+"""Streaming responses that end when the client disconnects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 
 class NdjsonStream(StreamingResponse):
-    """A stream that ends when its client goes, and calls `closed` however it ends."""
+    """A stream that ends when its client disconnects, and calls `closed` however it ends."""
 
     def __init__(self, lines: AsyncIterator[str], closed: Callable[[], None]) -> None:
         super().__init__(lines, media_type="application/x-ndjson")

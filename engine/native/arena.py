@@ -1,4 +1,4 @@
-"""Pages of keys and values of all models of one shape, in one anonymous mapping."""
+"""The arena: K/V pages of all models of one shape, in one anonymous mapping."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from common.errors import OutOfMemory
 from engine.native.library import PAGE_TOKENS
 
 MAP_NORESERVE = 0x4000  # Linux; in Python's mmap from 3.13 on
-MAX_BYTES = 64 << 30  # of addresses; memory is taken where it is written
+MAX_BYTES = 64 << 30  # of address space; memory is allocated where it is written
 MIN_BYTES = 1 << 30
 
 
 class Arena:
-    """Pages with reference counts: rows that begin alike share them. Thread-safe.
+    """Pages with reference counts: rows with the same prefix share them. Thread-safe.
 
-    A page that becomes free keeps its memory until `trim`: the next row takes it again without page
-    faults.
+    A free page keeps its memory until `trim`: the next row takes it without page faults.
     """
 
     def __init__(self, page_bytes: int) -> None:
@@ -29,12 +28,12 @@ class Arena:
         self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
         self._count = len(self._memory) // page_bytes
         self._references = np.zeros(self._count, np.uint32)
-        self._free: list[int] = []  # that were used before; the last is taken first
+        self._free: list[int] = []  # used before; the last is taken first
         self._used = 0  # pages from here on have never been used
         self._lock = threading.Lock()
 
     def take(self, count: int) -> list[int]:
-        """Takes free pages. Raises `OutOfMemory` where there are no addresses for them."""
+        """Take free pages. Raises `OutOfMemory` where there are no addresses for them."""
         with self._lock:
             again = min(count, len(self._free))
             if count - again > self._count - self._used:
@@ -55,14 +54,14 @@ class Arena:
             self._free += [page for page in reversed(pages) if not self._references[page]]
 
     def copy(self, page: int) -> int:
-        """Takes a free page and gives it the content of another."""
+        """Take a free page and copy another into it."""
         [new] = self.take(1)
         size = self.page_bytes
         self._memory[new * size : (new + 1) * size] = self._memory[page * size : (page + 1) * size]
         return new
 
     def trim(self) -> None:
-        """Gives the memory of free pages back to the operating system."""
+        """Return the memory of free pages to the operating system."""
         with self._lock:
             self._free.sort(reverse=True)  # the next rows take the first pages
             while self._free and self._free[0] == self._used - 1:
@@ -110,9 +109,9 @@ class NativeRow:
         return pages
 
     def begin_with(self, source: NativeRow, length: int) -> None:
-        """Shares the pages of another row's first `length` tokens.
+        """Share the pages of another row's first `length` tokens.
 
-        Of the last, where it is not full, it has a copy: both rows go on.
+        The last page, unless it is full, is copied: both rows append to it.
         """
         whole, rest = divmod(length, PAGE_TOKENS)
         shared = source.pages[:whole]
@@ -129,14 +128,14 @@ class NativeRow:
         self.length = length
 
     def reserve(self, length: int) -> None:
-        """Takes pages for `length` tokens in all. Raises `OutOfMemory`."""
+        """Take pages for `length` tokens in all. Raises `OutOfMemory`."""
         count = -(-length // PAGE_TOKENS)
         if count > self._count:
             self.table[self._count : count] = self._arena.take(count - self._count)
             self._count = count
 
     def truncate(self, length: int) -> None:
-        """Gives back the pages behind the first `length` tokens."""
+        """Release the pages behind the first `length` tokens."""
         count = -(-length // PAGE_TOKENS)
         if count < self._count:
             pages = self.pages[count:]

@@ -1,6 +1,6 @@
-"""The C library behind `engine.native`, called by ctypes: see pass.h for what each function does.
+"""The C library behind `engine.native`, called by ctypes; pass.h documents its functions.
 
-A call lets other Python threads run. Only one thread may call `run_pass`.
+A call releases the interpreter's lock. Only one thread may call `run_pass`.
 """
 
 from __future__ import annotations
@@ -121,25 +121,24 @@ def page_bytes(model: Model) -> int:
 
 
 def use_kernels(name: str | None = None) -> str:
-    """Chooses the instruction set from the next pass on, by default the processor's best.
+    """Choose the instruction set from the next pass on, by default the processor's best.
 
     Returns its name. Raises `InvalidRequest` where the processor lacks it.
     """
-    found = _library.use_kernels(None if name is None else name.encode())
-    if found is None:
+    used: bytes | None = _library.use_kernels(None if name is None else name.encode())
+    if used is None:
         raise InvalidRequest(f"this processor has no {name} instructions")
-    chosen: str = found.decode()
-    return chosen
+    return used.decode()
 
 
 def use_threads(count: int) -> int:
-    """Sets the threads of a pass, the calling one among them; returns how many started."""
+    """Set the threads of a pass, including the calling one; returns how many started."""
     started: int = _library.use_threads(count)
     return started
 
 
 def start() -> None:
-    """Chooses the best kernels and a thread for each processor: once, before the first pass."""
+    """Choose the best kernels, and a thread for each processor, before the first pass."""
     use_kernels()
     use_threads(cpu_count())
 
@@ -147,15 +146,15 @@ def start() -> None:
 def run_pass(
     model: Model, arena: int, pieces: ctypes.Array[Piece], count: int, logits: int
 ) -> None:
-    """Computes pieces and writes the logits asked for; `arena` and `logits` are addresses.
+    """Compute pieces and write the logits; `arena` and `logits` are addresses.
 
-    Raises `OutOfMemory`, and `InvalidRequest` for a token or a position that the model lacks.
+    Raises `OutOfMemory`, and `InvalidRequest` for a token or position beyond the model's.
     """
     check(_library.run_pass(byref(model), arena, pieces, count, logits))
 
 
 def check(status: int) -> None:
-    """Raises the error of a pass that returned `status`."""
+    """Raise the error of a pass that returned `status`."""
     if status == 3:
         raise OutOfMemory("there is no memory for the arrays of a pass")
     if status:

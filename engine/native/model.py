@@ -42,7 +42,7 @@ def _close_arena(page_bytes: int) -> None:
 
 
 def release_memory() -> None:
-    """Gives back what passes and rows that are over have left: between two passes."""
+    """Return unused memory of passes and rows to the system; between two passes."""
     with _lock:
         for arena, _ in _arenas.values():
             arena.trim()
@@ -51,7 +51,7 @@ def release_memory() -> None:
 
 
 class _LogitsBuffer:
-    """Rows of logits, the same memory for the passes of all models."""
+    """Rows of logits, in the same memory for the passes of all models."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -70,10 +70,10 @@ _logits = _LogitsBuffer()
 
 
 class NativeModel(BackendModel):
-    """A prepared file, its struct of pointers, and the rows in the arena of its shape."""
+    """A model: a prepared file, its struct of pointers, and rows in the arena of its shape."""
 
     max_rows = 1 << 16
-    keeps = checks_guesses = True
+    caches_rows = checks_guesses = True
 
     def __init__(self, prepared: Prepared, run_pass: RunPass = library.run_pass) -> None:
         config = prepared.config
@@ -141,7 +141,10 @@ class NativeModel(BackendModel):
 def _struct(
     config: GPT2Config, prepared: Prepared
 ) -> tuple[library.Model, ctypes.Array[library.Layer]]:
-    """What the library reads, pointing into the prepared file; the layers live as long as it."""
+    """The struct that the library reads, pointing into the prepared file, and its layers.
+
+    The layers must live as long as it.
+    """
 
     def norm(name: str) -> library.Norm:
         return library.Norm(prepared.address(f"{name}.gamma"), prepared.address(f"{name}.beta"))

@@ -1,4 +1,4 @@
-"""The library's pass as an operator of MXNet's own, see operator.cc."""
+"""The library's pass as an operator of MXNet, see operator.cc."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def run_pass(
 ) -> None:
     """As `library.run_pass`, by MXNet's engine.
 
-    0.1 ms more with MXNET_ENGINE_TYPE=NaiveEngine, and up to 0.3 ms by MXNet's threads: each pass
-    drives MXNet's code out of the processor's caches.
+    It takes 0.1 ms more with MXNET_ENGINE_TYPE=NaiveEngine, and up to 0.3 ms more on MXNet's
+    threads: each pass drives MXNet's code out of the processor's caches.
     """
     _call.pieces, _call.count = ctypes.addressof(pieces), count
     executor, output = _bind(ctypes.addressof(model), arena, logits)
@@ -50,7 +50,7 @@ def _bind(model: int, arena: int, logits: int) -> tuple[Any, Any]:
     """The operator bound to memory at these addresses, and its output.
 
     mx.nd.kogpt2_pass, which is not bound, costs three times as much. MXNet needs arrays of the
-    arena and the logits to order what it runs, whatever their length.
+    arena and the logits to order operations, whatever their length.
     """
     arrays = {
         "model": _array(model, ctypes.sizeof(library.Model)),

@@ -1,5 +1,4 @@
-"""Prepared models: one file a model, as the native library reads it, which is mapped and used as
-it is.
+"""Prepared models: a mapped file for each, which the native library computes with as it is.
 
 The file is in the safetensors format, its tensors at multiples of 64 bytes from a page on. It is
 the same on every processor. Its metadata have the hash of the weights that it was made of, and of
@@ -35,7 +34,7 @@ from engine.artifacts import artifact as names
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.merged import Merged, merge
-from engine.artifacts.read_safetensors import index_safetensors
+from engine.artifacts.read_safetensors import read_safetensors
 from engine.backends.page_cache import Span
 from engine.native import library
 from engine.prepared.folder import (
@@ -60,18 +59,18 @@ from engine.sandbox import Limits
 
 FORMAT = 1  # raise it when the layout or the quantization changes
 BLOCKS = {"int8": 64, "fp32": 0}  # numbers that share a scale
-# Planes of int8 numbers that x has in each product: one is 8 bits, two are 15. With two for
+# Planes of int8 numbers of x in each product: one has 8 bits, two have 15. With two for
 # `ffn_hidden` logits are off by 1.2 to 1.5% of their deviation on the demo models instead of 1.3 to
 # 1.8%, for nothing at one row and 10 to 14% of the time of eight rows and of prompts; two for all
 # would give 0.9 to 1.0% for half the speed.
 PLANES = {"qkv": 1, "attention_out": 1, "ffn_hidden": 2, "ffn_out": 1, "head": 1}
 SOURCE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # pass.h, SourceType
 DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8"}
-GROUPS_AT_ONCE = 256  # of columns, packed by one thread
+GROUPS_AT_ONCE = 256  # groups of columns that a thread packs in one task
 ALIGNMENT = 4096  # of the first tensor
 ALIGNED = 32  # of each: half a cache line, in which an adapter's rows of fp16 lie
-# To build: libraries, the weights as given and as merged, and the file, which is mapped while it is
-# written.
+# Limits of building: libraries, the weights before and after merging, and the file, which is mapped
+# while it is written.
 BUILD_MIB, BUILD_TIMES_FP32 = 512, 4
 BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
 
@@ -156,12 +155,15 @@ class Stored(Protocol):
 
 
 class PreparedFile:
-    """A mapped file. `name in` it says whether it has the tensor."""
+    """A mapped file; `name in file` is whether it has the tensor."""
 
     def __init__(self, path: Path, entries: Iterable[Stored], content: str) -> None:
-        """Raises `ArtifactError` and `OSError` where the file is not there, not whole, or holds
-        other tensors or those of another `content`."""
-        index = index_safetensors(path)
+        """Map a file.
+
+        Raises `ArtifactError` and `OSError` where it does not exist, is not whole, or has other
+        tensors or those of another `content`.
+        """
+        index, metadata, data_begin = read_safetensors(path)
         with path.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         data = np.frombuffer(self._memory, np.uint8)
@@ -173,13 +175,12 @@ class PreparedFile:
             place = None if entry is None else (entry.dtype, entry.shape)
             if (DTYPES.get(tensor.dtype), tensor.shape) != place or tensor.offset % ALIGNED:
                 raise ArtifactError(f"{path.name}: {name} is not of this model")
-        metadata = _metadata(data)
         if expected or metadata.get("source") != content:
             raise ArtifactError(f"{path.name} is not of this model")
         if is_older_than_boot(path):
-            if metadata.get("blake3") != _digest(data[_data_begin(data) :]):
+            if metadata.get("blake3") != _digest(data[data_begin:]):
                 raise ArtifactError(f"{path.name} is damaged")
-            with suppress(OSError):  # not this user's: it is compared again after the next start
+            with suppress(OSError):  # another user's file: it is hashed again after the next start
                 os.utime(path)
         self._addresses = {name: self.span[0] + tensor.offset for name, tensor in index.items()}
 
@@ -190,7 +191,7 @@ class PreparedFile:
         return self._addresses[name]
 
     def close(self) -> None:
-        """Nothing may point into it any more."""
+        """Unmap the file; nothing may point into it any more."""
         self._addresses = {}
         self._memory.close()
 
@@ -199,19 +200,9 @@ class Prepared(PreparedFile):
     """The mapped file of a model."""
 
     def __init__(self, path: Path, config: GPT2Config, precision: str, content: str) -> None:
-        """Raises what `PreparedFile` does."""
+        """Map the file of a model. Raises what `PreparedFile` does."""
         super().__init__(path, layout(config, precision), content)
         self.config, self.block = config, BLOCKS[precision]
-
-
-def _data_begin(data: NDArray[np.uint8]) -> int:
-    return 8 + int.from_bytes(data[:8].tobytes(), "little")
-
-
-def _metadata(data: NDArray[np.uint8]) -> dict[str, Any]:
-    header: dict[str, Any] = json.loads(data[8 : _data_begin(data)].tobytes())
-    metadata = header.get("__metadata__")
-    return metadata if isinstance(metadata, dict) else {}
 
 
 def _digest(data: NDArray[np.uint8]) -> str:
@@ -221,12 +212,12 @@ def _digest(data: NDArray[np.uint8]) -> str:
 def prepared(
     artifact: Artifact, precision: str, cache_dir: Path | None, run: Run = directly
 ) -> Prepared:
-    """The artifact's prepared model, which `run` builds where it is not there yet.
+    """Open the artifact's prepared model, which `run` builds if it does not exist.
 
-    It is made in `cache_dir`, or in `.prepared` in the artifact's folder; one that came with the
-    artifact is used there. Where neither can be written, the file is made in a temporary folder
-    and is gone once it is closed. Raises `ArtifactError`, and
-    `OutOfMemory`, also where no disk has space.
+    Its place is `cache_dir`, or `.prepared` in the artifact's folder; one that came with the
+    artifact is used there. Where neither can be written, the file is built in a temporary folder
+    and exists while it is open. Raises `ArtifactError`, and `OutOfMemory`, also where no disk has
+    space.
     """
     config, content = artifact.config, artifact.content or content_of(artifact)
     fp32 = artifact.fp32_bytes
@@ -265,7 +256,7 @@ def prepared(
 
 
 def file_name(key: list[Any]) -> str:
-    """Name of the prepared file for a key, a JSON value that identifies its content."""
+    """The name of the prepared file for a key, a JSON value that identifies its content."""
     return f"{hash_of(json.dumps([FORMAT, *key]))}{MODEL}"
 
 
@@ -276,8 +267,10 @@ def open_prepared(
     open_file: Callable[[Path], File],
     build_at: Callable[[Path], Any],
 ) -> File:
-    """The prepared file of the artifact in `path`, which `build_at` builds where there is none; it
-    returns what is wrong with the folder, if anything. Places and errors are those of `prepared`.
+    """Open the prepared file of the artifact in `path`; `build_at` builds it if it does not exist.
+
+    `build_at` returns what is wrong with the folder, if anything. Places and errors as of
+    `prepared`.
     """
     folder = cache_folder(path, cache_dir)
     if folder is None:
@@ -286,10 +279,10 @@ def open_prepared(
         if place is None:
             continue
         with suppress(ArtifactError, OSError):
-            found = open_file(place / name)
+            prepared_file = open_file(place / name)
             with suppress(OSError):
                 os.utime(place / name)  # when it was used last, see prune
-            return found
+            return prepared_file
 
     def build_in(folder: Path) -> File:
         folder.mkdir(parents=True, exist_ok=True)
@@ -320,10 +313,7 @@ def open_prepared(
 
 
 def build(path: str, manifest: dict[str, Any], file: str, precision: str) -> str | None:
-    """Writes the prepared file of an artifact.
-
-    Returns what is wrong with its folder, if anything.
-    """
+    """Write an artifact's prepared file; returns what is wrong with its folder, if anything."""
     artifact = from_manifest(Path(path), manifest)
     return put(Path(file), lambda file: write(artifact, file, precision))
 
@@ -336,14 +326,14 @@ def build_merged(
     file: str,
     precision: str,
 ) -> str | None:
-    """As `build`, of a base with an adapter in its weights."""
+    """As `build`, for a base with an adapter merged into its weights."""
     base = from_manifest(Path(base_path), base_manifest)
     merged = merge(base, adapter_from_manifest(Path(path), manifest))
     return put(Path(file), lambda file: write(merged, file, precision))
 
 
 def put(target: Path, write_at: Callable[[Path], object]) -> str | None:
-    """Has a file written beside its place and put there. Returns what is wrong, if anything."""
+    """Write a file beside its place, then move it there; returns what is wrong, if anything."""
     try:
         with tempfile.TemporaryDirectory(prefix=BUILDING, dir=target.parent) as building:
             write_at(Path(building) / target.name)
@@ -354,7 +344,7 @@ def put(target: Path, write_at: Callable[[Path], object]) -> str | None:
 
 
 def write(artifact: Artifact, file: Path, precision: str) -> None:
-    """Quantizes or packs an artifact's weights into a new file, on all cores. Raises `OSError`."""
+    """Quantize or pack an artifact's weights into a new file, on all cores. Raises `OSError`."""
     entries = list(layout(artifact.config, precision))
     write_file(file, entries, artifact.content, lambda data: _fill(artifact, entries, data))
 
@@ -365,10 +355,7 @@ def write_file(
     content: str,
     fill: Callable[[NDArray[np.uint8]], object],
 ) -> None:
-    """Writes a prepared file, whose tensors `fill` writes one behind the other.
-
-    Raises `OSError`.
-    """
+    """Write a prepared file, whose tensors `fill` writes in order. Raises `OSError`."""
     header: dict[str, Any] = {"__metadata__": {"source": content, "blake3": "0" * 64}}
     at = 0
     for entry in entries:

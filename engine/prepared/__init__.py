@@ -1,1 +1,1 @@
-"""Models prepared for the native library, and what artifacts were found to hold, on the disk."""
+"""Prepared models for the native library, and manifests of artifacts, on disk."""

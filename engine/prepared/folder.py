@@ -1,4 +1,4 @@
-"""The folder that prepared models are kept in: where it is, its files, its bound."""
+"""The folder of prepared models: its place, its files, its size limit."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ MODEL = ".safetensors"  # a prepared model, see `engine.native.prepared`
 
 logger = logging.getLogger(__name__)
 
-_pruned: dict[Path, tuple[int, int]] = {}  # when a folder had changed, and the bound
+_pruned: dict[Path, tuple[int, int]] = {}  # modification time and limit of the last `prune`
 
 
 def cache_folder(artifact: Path, cache_dir: Path | None) -> Path | None:
-    """`cache_dir`, or `.prepared` in the artifact's folder; none where another user could write
-    it."""
+    """`cache_dir`, or `.prepared` in the artifact's folder.
+
+    None where another user could write to it.
+    """
     if cache_dir is not None:
         return cache_dir
     folder = artifact / NAME
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:  # it can be made, or it cannot
         return folder
-    ours = found.st_uid in (0, os.geteuid()) and not found.st_mode & stat.S_IWOTH
-    return folder if ours and stat.S_ISDIR(found.st_mode) else None
+    ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & stat.S_IWOTH
+    return folder if ours and stat.S_ISDIR(status.st_mode) else None
 
 
 def hash_of(data: str | Iterable[Any]) -> str:
@@ -57,7 +59,7 @@ def is_older_than_boot(path: Path) -> bool:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file, or no object in it."""
+    """The JSON object in a file; empty where there is none."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -66,7 +68,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_object(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all. Raises `OSError`."""
+    """Write a file whole or not at all. Raises `OSError`."""
     with tempfile.TemporaryDirectory(prefix=BUILDING, dir=path.parent) as building:
         file = Path(building) / path.name
         file.write_text(json.dumps(value), encoding="utf-8")
@@ -74,7 +76,7 @@ def write_object(path: Path, value: dict[str, Any]) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes what a builder that was killed left behind."""
+    """Remove what a killed builder left behind."""
     for path in folder.glob(BUILDING + "*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
@@ -82,10 +84,10 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def prune(folder: Path, max_bytes: int) -> None:
-    """Removes the least recently loaded models until the others take at most `max_bytes`.
+    """Remove the least recently loaded models until the rest takes at most `max_bytes`.
 
-    The most recent one stays in any case. Models that are open do not mind. Nothing is done where
-    no file has come or gone since the last time.
+    The most recent one is never removed, and open ones stay usable. Does nothing where no file has
+    changed since the last call.
     """
     with suppress(OSError):
         now = (folder.stat().st_mtime_ns, max_bytes)

@@ -1,9 +1,9 @@
-"""What an artifact was found to hold, so that it is read once, and not by the engine.
+"""Manifests: the contents of artifacts, read once, and not by the engine.
 
-A sandbox opens the artifact, checks it, reads its weights through, and answers with a manifest:
-configuration, generation settings, and where each tensor lies. It is kept, in memory and as
-`<path hash>.source.json` beside the prepared models, and holds as long as the names, sizes, times
-and inodes of the artifact's files do. The engine checks it again before it maps anything.
+A sandbox opens an artifact, checks it, reads all its weights, and answers with a manifest:
+configuration, generation settings, and where each tensor is. It is stored in memory and as `<path
+hash>.source.json` beside the prepared models, and is valid while the names, sizes, times and inodes
+of the artifact's files are the same. The engine checks it again before it maps anything.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from engine.sandbox import MIB, Limits
 
 FORMAT = 3
 MAX_FILES = 1000
-KEPT = 256
+MAX_ARTIFACTS = 256  # in memory
 THREADS = 2
 CHUNK_NUMBERS = 1 << 18
 # To read an artifact: parsing takes some of each, reading the weights through the rest.
@@ -55,18 +55,18 @@ Opened = TypeVar("Opened", Artifact, Adapter)
 
 
 class Run(Protocol):
-    """Calls a function, perhaps elsewhere: arguments and value are JSON."""
+    """Calls a function, perhaps in another process: arguments and value are JSON."""
 
     def __call__(self, target: Any, *arguments: Any, what: str, limits: Limits) -> Any: ...
 
 
 def directly(target: Any, *arguments: Any, what: str, limits: Limits) -> Any:
-    """In this process, for tools that read their own user's files."""
+    """Call in this process, for tools that read their own user's files."""
     return target(*arguments)
 
 
 class Manifests:
-    """Opens artifacts, each once as long as it does not change. Thread-safe."""
+    """Opens artifacts, and reads each only once while it does not change. Thread-safe."""
 
     def __init__(self, cache_dir: Path | None = None) -> None:
         self._cache_dir = cache_dir
@@ -74,12 +74,11 @@ class Manifests:
         self._lock = threading.Lock()
 
     def open(self, path: Path, run: Run = directly) -> Artifact:
-        """As `open_artifact`, and its weights are known to be finite. Raises `ArtifactError`."""
+        """As `open_artifact`, with weights that are finite. Raises `ArtifactError`."""
         return self._open(path, run, Artifact, read, from_manifest)
 
     def open_adapter(self, path: Path, run: Run = directly) -> Adapter:
-        """As `engine.artifacts.adapter.read`, and its weights are known to be finite. Raises
-        `ArtifactError`."""
+        """As `engine.artifacts.adapter.read`, with finite weights. Raises `ArtifactError`."""
         return self._open(path, run, Adapter, read_adapter, adapter_from_manifest)
 
     def _open(
@@ -90,7 +89,7 @@ class Manifests:
         target: Callable[[str], dict[str, Any]],
         decode: Callable[[Path, Any], Opened],
     ) -> Opened:
-        """`target` makes a manifest in the sandbox, and `decode` what it stands for."""
+        """Open with `target`, which makes a manifest in a sandbox, and `decode`, its reader."""
         path = path.resolve()
         stamps = stamps_of(path)
         with self._lock:
@@ -98,12 +97,12 @@ class Manifests:
         if known is not None and known[0] == stamps and isinstance(known[1], kind):
             artifact = known[1]
         else:
-            kept = self._kept(path, stamps, decode)
-            artifact = kept or decode(path, self._read(path, stamps, run, target))
+            stored = self._stored(path, stamps, decode)
+            artifact = stored or decode(path, self._read(path, stamps, run, target))
         with self._lock:
             self._known[path] = (stamps, artifact)
             self._known.move_to_end(path)
-            while len(self._known) > KEPT:
+            while len(self._known) > MAX_ARTIFACTS:
                 self._known.popitem(last=False)
         return dataclasses.replace(artifact)  # what it maps goes with it
 
@@ -111,16 +110,16 @@ class Manifests:
         folder = cache_folder(path, self._cache_dir)
         return folder and folder / (hash_of(str(path)) + SOURCE)
 
-    def _kept(
+    def _stored(
         self, path: Path, stamps: Stamps, decode: Callable[[Path, Any], Opened]
     ) -> Opened | None:
-        """From an earlier process, if it is about these files and not damaged."""
+        """The artifact of an earlier process, if its manifest is valid and not damaged."""
         file = self._file(path)
-        kept = {} if file is None else read_object(file)
-        if kept.get("format") != FORMAT or kept.get("files") != stamps:
+        stored = {} if file is None else read_object(file)
+        if stored.get("format") != FORMAT or stored.get("files") != stamps:
             return None
         try:
-            return decode(path, kept.get("artifact"))
+            return decode(path, stored.get("artifact"))
         except ArtifactError:
             return None
 
@@ -137,29 +136,29 @@ class Manifests:
         logger.info("read %s in %.2f s", path.name, time.monotonic() - began)
         file = self._file(path)
         if file is not None and stamps_of(path) == stamps:
-            said = {"format": FORMAT, "path": str(path), "files": stamps, "artifact": manifest}
+            entry = {"format": FORMAT, "path": str(path), "files": stamps, "artifact": manifest}
             with suppress(OSError):  # then it is read again after a restart
                 file.parent.mkdir(parents=True, exist_ok=True)
-                write_object(file, said)
+                write_object(file, entry)
         return manifest
 
 
 def stamps_of(path: Path) -> Stamps:
-    """What changes when a file of the artifact does. Folders in it are not the engine's."""
-    found: Stamps = []
+    """What changes when a file of the artifact does; subfolders do not count."""
+    stamps: Stamps = []
     try:
         with os.scandir(path) as entries:
             for entry in entries:
-                if len(found) == MAX_FILES:
+                if len(stamps) == MAX_FILES:
                     raise ArtifactError(f"{path.name} holds more than {MAX_FILES} files")
                 status = entry.stat(follow_symlinks=os.path.exists(entry.path))
                 if not stat.S_ISDIR(status.st_mode):
-                    found.append([entry.name, status.st_size, status.st_mtime_ns, status.st_ino])
+                    stamps.append([entry.name, status.st_size, status.st_mtime_ns, status.st_ino])
     except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(f"there is no model folder {path}") from None
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {why(error)}") from None
-    return sorted(found)
+    return sorted(stamps)
 
 
 # In the sandbox
@@ -178,30 +177,32 @@ def read_adapter(path: str) -> dict[str, Any]:
 
 
 def content_of(artifact: MappedWeights) -> str:
-    """The hash of the weights, which are all read. Raises `ArtifactError` for one that is NaN or
-    infinite, with which a model makes no text."""
+    """The hash of the weights, which are all read.
+
+    Raises `ArtifactError` for a weight that is NaN or infinite, with which a model makes no text.
+    """
     file_bytes = sum(file.stat().st_size for file in artifact.weight_files)
     if sum(tensor.nbytes for tensor in artifact.index.values()) > file_bytes:
         raise ArtifactError(f"{artifact.weight_files[0].name}: its tensors overlap")
     weights, names = artifact.weights, sorted(artifact.index)
 
-    def digest(name: str) -> str:
+    def hash_tensor(name: str) -> str:
         try:
-            return hash_of(_finite_pieces(weights[name]))
+            return hash_of(_finite_chunks(weights[name]))
         except FloatingPointError:
             file = artifact.index[name].file
             raise ArtifactError(f"{file}: {name} holds NaN or infinity") from None
 
     with ThreadPoolExecutor(THREADS) as pool:
         parts = [
-            [name, weights[name].dtype.str, weights[name].shape, found]
-            for name, found in zip(names, pool.map(digest, names), strict=True)
+            [name, weights[name].dtype.str, weights[name].shape, digest]
+            for name, digest in zip(names, pool.map(hash_tensor, names), strict=True)
         ]
     return hash_of(json.dumps(parts))
 
 
-def _finite_pieces(weight: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
-    """Its bytes, row after row. Raises `FloatingPointError`."""
+def _finite_chunks(weight: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
+    """The bytes of a tensor. Raises `FloatingPointError` for NaN and infinity."""
     rows = max(CHUNK_NUMBERS // max(weight[:1].size, 1), 1)
     for begin in range(0, len(weight), rows):
         piece = np.ascontiguousarray(weight[begin : begin + rows])
@@ -211,18 +212,19 @@ def _finite_pieces(weight: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
 
 
 def adapter_to_manifest(adapter: Adapter) -> dict[str, Any]:
-    """As JSON has it."""
+    """The manifest of an adapter, for JSON."""
     return {
         "base": adapter.base,
         "index": {name: list(tensor) for name, tensor in adapter.index.items()},
         "scales": dict(adapter.scales),
+        "tokens": dict(adapter.tokens),
         "generation": adapter.generation.to_json(),
         "content": adapter.content,
     }
 
 
 def to_manifest(artifact: Artifact) -> dict[str, Any]:
-    """As JSON has it."""
+    """The manifest of an artifact, for JSON."""
     return {
         "config": dataclasses.asdict(artifact.config),
         "index": {name: list(tensor) for name, tensor in artifact.index.items()},
@@ -235,33 +237,33 @@ def to_manifest(artifact: Artifact) -> dict[str, Any]:
 # In the engine
 
 
-def from_manifest(path: Path, said: Any) -> Artifact:
-    """The artifact, if what is said of it fits itself and the files there. Raises `ArtifactError`.
+def from_manifest(path: Path, value: Any) -> Artifact:
+    """The artifact of a manifest that is consistent and fits the files. Raises `ArtifactError`.
 
-    What is not checked, because nothing depends on it: whether it is what the files say.
+    Not checked is whether the manifest is what the files say: nothing depends on that.
     """
     try:
-        config = GPT2Config(**said["config"])
+        config = GPT2Config(**value["config"])
         for name, kind in get_type_hints(GPT2Config).items():
-            value = getattr(config, name)
-            if type(value) is not kind or (kind is int and value < 1):
+            size = getattr(config, name)
+            if type(size) is not kind or (kind is int and size < 1):
                 raise ValueError(name)
         if config.units % config.num_heads:
             raise ValueError("num_heads")
-        index = _index(path, said["index"])
+        index = _index(path, value["index"])
         check_weights(index, config, path.name)
-        tokenizer_file = path / _plain(said["tokenizer"])
-        generation = Generation.from_json(said["generation"])
-        return Artifact(path, config, index, tokenizer_file, generation, str(said["content"]))
+        tokenizer_file = path / _plain_name(value["tokenizer"])
+        generation = Generation.from_json(value["generation"])
+        return Artifact(path, config, index, tokenizer_file, generation, str(value["content"]))
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
         raise ArtifactError(f"{path.name} changed while it was read") from None
 
 
-def adapter_from_manifest(path: Path, said: Any) -> Adapter:
-    """As `from_manifest`, of an adapter."""
+def adapter_from_manifest(path: Path, value: Any) -> Adapter:
+    """As `from_manifest`, for an adapter."""
     try:
-        index = _index(path, said["index"])
-        scales = {str(module): float(scale) for module, scale in said["scales"].items()}
+        index = _index(path, value["index"])
+        scales = {str(module): float(scale) for module, scale in value["scales"].items()}
         for module, product in (module.split(".") for module in scales):
             if not module.isdecimal() or product not in adapters.BASE_NAMES:
                 raise ValueError(product)
@@ -271,16 +273,21 @@ def adapter_from_manifest(path: Path, said: Any) -> Adapter:
         for module in scales:
             if (index[f"{module}.down"].ndim, index[f"{module}.up"].ndim) != (2, 2):
                 raise ValueError(module)
-        generation = Generation.from_json(said["generation"])
-        return Adapter(path, str(said["base"]), index, scales, generation, str(said["content"]))
+        tokens = {str(name): [int(i) for i in ids] for name, ids in value["tokens"].items()}
+        rows = {n[1:].removesuffix(adapters.ROWS) for n in index if n.endswith(adapters.ROWS)}
+        if rows != {name for name, ids in tokens.items() if ids and min(ids) >= 0}:
+            raise ValueError("tokens")
+        generation = Generation.from_json(value["generation"])
+        base, content = str(value["base"]), str(value["content"])
+        return Adapter(path, base, index, scales, tokens, generation, content)
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
         raise ArtifactError(f"{path.name} changed while it was read") from None
 
 
-def _index(path: Path, said: Any) -> dict[str, Tensor]:
+def _index(path: Path, value: Any) -> dict[str, Tensor]:
     index = {
-        str(name): Tensor(_plain(file), offset, dtype, tuple(shape), tuple(strides))
-        for name, (file, offset, dtype, shape, strides) in said.items()
+        str(name): Tensor(_plain_name(file), offset, dtype, tuple(shape), tuple(strides))
+        for name, (file, offset, dtype, shape, strides) in value.items()
     }
     sizes = {file: (path / file).stat().st_size for file in {t.file for t in index.values()}}
     for name, tensor in index.items():
@@ -288,7 +295,7 @@ def _index(path: Path, said: Any) -> dict[str, Tensor]:
     return index
 
 
-def _plain(name: Any) -> str:
+def _plain_name(name: Any) -> str:
     if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
         raise ValueError(name)
     return name

@@ -1,9 +1,9 @@
-"""Runs our own code over foreign data in a process of its own, limited and soon given up.
+"""Run our own code over foreign data in a limited process.
 
-A file that crashes a parser, never ends or takes all memory then costs one child process and one
-error, not the engine and every model in it. The children are forked from a helper that has imported
-what they need (`engine.sandbox.zygote`), so one costs some 10 ms and little memory of its own. What
-they say is JSON: nothing of theirs is unpickled, mapped or run.
+A file that crashes a parser, never ends or takes all memory costs one child process and one error,
+not the engine and all models in it. Children are forked from a helper that has imported what they
+need (`engine.sandbox.zygote`), so one costs some 10 ms and little memory of its own. Their answers
+are JSON: nothing of a child is unpickled, mapped or run.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from engine.sandbox.messages import receive, send
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
-# How long the helper may take to fork, and to say how a child ended.
-HELPER_S = 30.0
-STATUS_S = 5.0
+HELPER_S = 30.0  # a wide limit for the helper to fork a child
+STATUS_S = 5.0  # a wide limit for it to send the exit status of one
 Target = Callable[..., Any]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a child may take.
+    """Limits of a child.
 
     memory_mib: private memory beyond what it begins with; mapped files do not count
-    cpu_s: of all its life; 0: no limit, for one that lives long and whose calls have deadlines
+    cpu_s: processor time of its whole life; 0: no limit, where calls have deadlines instead
     write_mib: the longest file that it may write; 0: it may not change any file
     answer_mib: the longest answer
-    niceness: how much it lets others go first
+    niceness: as of `os.nice`
     """
 
     memory_mib: int = 512
@@ -62,16 +61,16 @@ class Sandbox:
         what: str,
         limits: Limits = Limits(),
     ) -> None:
-        """Has a child call `target(*arguments)`, a function or class at the top of a module.
+        """Start a child that calls `target(*arguments)`, a function or class of a module.
 
-        `ready` waits for that. What it returns serves `call`, if it can be called. Arguments and
-        values are JSON. `what` begins the messages of errors, for example "m.params".
+        `ready` waits for that. A callable result serves `call`. Arguments and values are JSON.
+        `what` begins the messages of errors, for example "m.params".
 
-        Raises `Overloaded` where no process can be had in time.
+        Raises `Overloaded` where no process can be started in time.
         """
         self._what, self._limits = what, limits
         self._calls, self._ending = threading.Lock(), threading.Lock()
-        self._given_up = ""
+        self._kill_reason = ""
         self._connection, theirs = socket.socketpair()
         self._status, their_status = socket.socketpair()
         orders = {
@@ -91,36 +90,37 @@ class Sandbox:
                 raise Overloaded(why) from error
 
     def ready(self, timeout_s: float) -> Any:
-        """What the target returned; None where that is what answers calls. Called once, first.
+        """Return the result of the target; None where it is callable. Called once, first.
 
         Raises as `call` does.
         """
         return self._exchange(None, timeout_s)
 
     def call(self, *arguments: Any, timeout_s: float) -> Any:
-        """What the child's callable returns for these arguments.
+        """Return what the child's callable returns for these arguments.
 
-        Raises the `EngineError` that it raises, and `ArtifactError` if the child ends or has not
-        answered after `timeout_s`, which ends it (`alive` tells the two apart); `EngineUnavailable`
-        if it is killed or lost with the helper, which says nothing of what it read.
+        Raises the `EngineError` that it raises; `ArtifactError` if the child ends or has not
+        answered after `timeout_s`, which kills it (`alive` distinguishes the two);
+        `EngineUnavailable` if it was killed from outside or lost with the helper, which says
+        nothing about its data.
         """
         return self._exchange(list(arguments), timeout_s)
 
     @property
     def alive(self) -> bool:
-        """Whether it is not known to have ended."""
+        """Whether the child has not ended, as far as this process knows."""
         return self._pid is not None
 
     @property
     def pid(self) -> int | None:
         return self._pid
 
-    def kill(self, reason: str = "it was given up") -> None:
-        """Ends the child, at once and from any thread; whoever waits for an answer is told why."""
+    def kill(self, reason: str = "it was cancelled") -> None:
+        """Kill the child, from any thread; calls that wait for it fail with `reason`."""
         with self._ending:
             if self._pid is None:
                 return
-            self._given_up = reason
+            self._kill_reason = reason
             self._kill()
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
@@ -169,21 +169,23 @@ class Sandbox:
             self._calls.release()
 
     def _end(self) -> None:
-        """Kills it from inside a call."""
+        """Kill the child from inside a call."""
         with self._ending:
             if self._pid is not None:
                 self._kill()
 
     def _kill(self) -> None:
-        """Has the helper kill the child, unless it has ended: its number may be another process's
-        by now, and only the helper, its parent, knows."""
+        """Have the helper kill the child, unless it has ended.
+
+        Its pid may belong to another process by then, and only the helper, its parent, knows.
+        """
         self._pid = None
         with contextlib.suppress(OSError):
             self._status.shutdown(socket.SHUT_WR)
 
-    def _raised(self, said: Any) -> EngineError:
+    def _raised(self, error: Any) -> EngineError:
         """The error that was raised in the child."""
-        name, message = (str(said.get(key)) for key in ("type", "message"))
+        name, message = (str(error.get(key)) for key in ("type", "message"))
         if name == "MemoryError":
             return self._error(f"it took more than {self._limits.memory_mib} MiB")
         return named(name, message) or self._error(f"its reader failed ({name})")
@@ -209,7 +211,7 @@ class Sandbox:
         return self._error(f"its reader crashed ({how})")
 
     def _gone(self) -> ArtifactError:
-        return self._error(self._given_up or "its reader has ended")
+        return self._error(self._kill_reason or "its reader has ended")
 
     def _too_slow(self, seconds: float) -> ArtifactError:
         return self._error(f"it took more than {seconds:g} s")
@@ -219,7 +221,7 @@ class Sandbox:
 
 
 class _Helper:
-    """The process that forks the children; started with the first, and again if it is lost."""
+    """The process that forks the children, started with the first and again if it is lost."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -228,7 +230,7 @@ class _Helper:
         self._modules: tuple[str, ...] = ()
 
     def start(self, orders: Any, connection: socket.socket, status: socket.socket) -> int:
-        """The pid of a new child that has the two sockets."""
+        """Fork a child that gets the two sockets; returns its pid."""
         with self._lock:
             for fresh in (False, True):
                 if fresh or self._socket is None:
@@ -276,15 +278,17 @@ class _Helper:
             )
 
     def prepare(self, *modules: str) -> None:
-        """Starts the process, if there is none, and does not wait for what it imports: `modules`,
-        too, which children would have to otherwise."""
+        """Start the process without waiting for its imports.
+
+        `modules` are imported, too, so that its children need not.
+        """
         with self._lock:
             self._modules = modules
             if self._socket is None:
                 self._start_helper()
 
     def close(self) -> None:
-        """Ends the process, and with it the children that are left."""
+        """End the process and its children."""
         with self._lock:
             if self._socket is not None and self._process is not None:
                 self._socket.close()
@@ -304,7 +308,7 @@ def run(
     limits: Limits = Limits(),
     timeout_s: float,
 ) -> Any:
-    """What `target(*arguments)` returns in a child of its own. Raises as `Sandbox.call` does."""
+    """Return what `target(*arguments)` returns in a child. Raises as `Sandbox.call` does."""
 
     def once() -> Any:
         with Sandbox(target, *arguments, what=what, limits=limits) as child:
@@ -314,7 +318,7 @@ def run(
 
 
 def again(work: Callable[[], T]) -> T:
-    """What `work` returns, done once more where its child was killed or lost with the helper."""
+    """Call `work`, and once more if its child was killed or lost with the helper."""
     try:
         return work()
     except EngineUnavailable:

@@ -1,4 +1,4 @@
-"""What a sandbox's two ends say to each other: a length, then JSON."""
+"""The messages between a sandbox's two ends: a length, then JSON."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def receive(connection: socket.socket, max_bytes: int, deadline: float | None = None) -> Any:
-    """The next message. Raises `EOFError`-like `ConnectionError` at the end, `TimeoutError` at the
-    deadline (of `time.monotonic`), `ValueError` for what is too long or no JSON."""
+    """Return the next message.
+
+    Raises `ConnectionError` at the end, `TimeoutError` at the deadline (of `time.monotonic`), and
+    `ValueError` for a message that is too long or no JSON.
+    """
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size, deadline))
     if length > max_bytes:
         raise ValueError(f"an answer of {length} bytes, more than {max_bytes}")
@@ -32,10 +35,10 @@ def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes
     content = bytearray()
     while len(content) < size:
         if deadline is not None:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 raise TimeoutError
-            connection.settimeout(left_s)
+            connection.settimeout(remaining_s)
         chunk = connection.recv(min(size - len(content), 1 << 20))
         if not chunk:
             raise ConnectionError("the other end is closed")

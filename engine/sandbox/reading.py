@@ -1,4 +1,4 @@
-"""The sandboxes of one load, which end when nobody waits for it any more."""
+"""The sandboxes of one load, which end when it is cancelled."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from common.errors import ArtifactError, Cancelled, EngineUnavailable
 from engine.sandbox import Limits, Sandbox, again
 
-# Beyond what a gateway waits for a load by default: whoever waits gives up first.
+# Longer than the gateway waits for a load by default, so that its timeout comes first.
 TIMEOUT_S = 600.0
 
 
 class Reading:
-    """`run` is an `engine.prepared.manifest.Run`; `give_up`, from any thread, ends what it runs."""
+    """Runs sandboxes (`run` is an `engine.prepared.manifest.Run`) until `cancel`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: Sandbox | None = None
-        self.given_up = False
+        self.cancelled = False
 
     def run(self, target: Any, *arguments: Any, what: str, limits: Limits) -> Any:
         """Raises what `engine.sandbox.Sandbox.call` does, and `Cancelled`."""
@@ -32,19 +32,19 @@ class Reading:
                     self.check()
                     return child.ready(TIMEOUT_S)
                 except (ArtifactError, EngineUnavailable):
-                    self.check()  # it ended because of that
+                    self.check()  # it was killed by `cancel`
                     raise
 
         return again(once)
 
     def check(self) -> None:
-        """Raises `Cancelled` once it is given up."""
-        if self.given_up:
-            raise Cancelled("nobody waits for the load any more")
+        """Raise `Cancelled` after `cancel`."""
+        if self.cancelled:
+            raise Cancelled("the load was cancelled")
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         with self._lock:
-            self.given_up = True
+            self.cancelled = True
             child = self._child
         if child is not None:
             child.kill()

@@ -1,8 +1,7 @@
-"""`python -m engine.sandbox.zygote`: forks the children of `engine.sandbox`, and what they begin
-with: their limits, before they see a foreign byte.
+"""`python -m engine.sandbox.zygote`: forks the children of `engine.sandbox` and sets their limits.
 
-One thread, what the children need imported already. It ends with the engine, and its children with
-it, however the engine ends.
+It has one thread and has imported what the children need. It ends when the engine does, however
+that ends, and its children with it.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _start_child(
     children: dict[int, socket.socket],
     wakeups: tuple[int, int],
 ) -> None:
-    """Forks a child and sends its pid, or why there is none. Ends this process with the engine."""
+    """Fork a child and send its pid, or the reason why not. Exits when the engine has ended."""
     content, descriptors, _, _ = socket.recv_fds(control, 1, 2)
     if not content:
         os._exit(0)
@@ -108,7 +107,7 @@ def _start_child(
 
 
 def _reap(events: selectors.PollSelector, children: dict[int, socket.socket]) -> None:
-    """Sends the exit status of each child that has ended."""
+    """Send the exit status of each child that has ended."""
     while children:
         pid, exit_status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -120,7 +119,7 @@ def _reap(events: selectors.PollSelector, children: dict[int, socket.socket]) ->
 
 
 def _be_child(connection: socket.socket, orders: Any, parent: int) -> None:
-    """Never returns."""
+    """Run as the child. Never returns."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -132,7 +131,7 @@ def _be_child(connection: socket.socket, orders: Any, parent: int) -> None:
         while callable(value):
             _answer(connection, value, receive(connection, MAX_ORDERS_BYTES))
         status = 0
-    except ConnectionError:  # nobody asks any more
+    except ConnectionError:  # the engine has closed the connection
         status = 0
     except BaseException:
         logger.exception("a sandbox could not do its work")
@@ -144,7 +143,7 @@ def _be_child(connection: socket.socket, orders: Any, parent: int) -> None:
 def _answer(
     connection: socket.socket, target: Any, arguments: list[Any], first: bool = False
 ) -> Any:
-    """Calls and says what came of it. Returns what was returned, None after an error."""
+    """Call the target and send the result. Returns it, or None after an error."""
     value: Any = None
     try:
         value = target(*arguments)
@@ -163,7 +162,7 @@ def _answer(
 def limit(
     parent: int, memory_mib: int, cpu_s: int, write_mib: int, answer_mib: int, niceness: int
 ) -> None:
-    """Bounds this process, for good; see `engine.sandbox.Limits`."""
+    """Set the limits of this process, for good; see `engine.sandbox.Limits`."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended just before
@@ -190,7 +189,7 @@ def limit(
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts now: private writable memory."""
+    """The private writable memory, as RLIMIT_DATA counts it."""
     status = Path("/proc/self/status").read_text()
     return next(int(s.split()[1]) for s in status.splitlines() if s.startswith("VmData")) * 1024
 

@@ -1,4 +1,4 @@
-"""The text of one answer in the making: what of it is sure, and whether a stop string ends it."""
+"""The text of an answer: what of it is final, and whether a stop string has ended it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from engine.text.trimming import Trimmer
 
 
 class AnswerText:
-    """From an answer's ids, one after the other, the pieces of its text."""
+    """Turns an answer's ids, one by one, into pieces of its text."""
 
     def __init__(
         self,
@@ -17,9 +17,10 @@ class AnswerText:
         min_tokens: int = 0,
         leading_space: bool = False,
     ) -> None:
-        """min_tokens: no stop string that ends in so many first tokens ends the answer, as vLLM
-            has it
-        leading_space: whether one space is left out that the text may begin with
+        """Begin an answer.
+
+        min_tokens: stop strings that end in the first so many tokens do not count, as in vLLM
+        leading_space: whether to drop a space at the beginning
         """
         self._detokenizer, self._stops = detokenizer, stops
         self._unsearched = min_tokens  # tokens
@@ -28,10 +29,10 @@ class AnswerText:
         self._held = ""  # text that may be the beginning of a stop string
 
     def write(self, token: int, end: str | None = None) -> tuple[str, bool]:
-        """The text that is sure now, and whether a stop string has ended the answer.
+        """Return the text that is final now, and whether a stop string has ended the answer.
 
-        `end`: "stop" for a token that ends the answer and is no text of it, "length" and "complete"
-        for one that is the last.
+        `end` is "stop" for a token that ends the answer and has no text, "length" or "complete" for
+        one that is the last.
         """
         if end == "stop":
             return self._trimmer.finish(self._held + self._detokenizer.flush()), False
@@ -52,12 +53,14 @@ class AnswerText:
 
 
 def _find_stop(text: str, stops: tuple[str, ...], begin: int) -> tuple[int | None, int]:
-    """Where the first stop string that ends behind `begin` begins, and how many last characters may
-    begin one."""
-    found = [text.find(stop, max(begin - len(stop) + 1, 0)) for stop in stops]
-    found = [at for at in found if at >= 0]
-    if found:
-        return min(found), 0
+    """Where the first stop string begins that ends behind `begin`, or None.
+
+    Second, the number of last characters that may begin a stop string.
+    """
+    places = [text.find(stop, max(begin - len(stop) + 1, 0)) for stop in stops]
+    places = [at for at in places if at >= 0]
+    if places:
+        return min(places), 0
     keep = 0
     for stop in stops:
         at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))

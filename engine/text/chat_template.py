@@ -1,8 +1,8 @@
-"""A model's chat template: Jinja, from `chat_template.jinja` or `tokenizer_config.json`, as
-transformers' `apply_chat_template` runs it.
+"""Chat templates: Jinja, run as transformers' `apply_chat_template` does.
 
-Foreign code: it belongs into a model's text process, where one that never ends is ended. Jinja's
-sandbox keeps it from Python's objects.
+The source is `chat_template.jinja` or a field of `tokenizer_config.json`. It is foreign code: it
+runs in a text process, where one that never ends is killed, and in Jinja's sandbox, which keeps it
+from Python's objects.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ DEFAULT = "default"
 Message = Mapping[str, str]
 
 
-class Refused(TemplateError):
-    """What a template says with `raise_exception`."""
+class TemplateRefused(TemplateError):
+    """The error that a template raises with `raise_exception`."""
 
 
 class Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it
-    is what it encloses."""
+    """`{% generation %}...{% endgeneration %}`, a mark for training; renders what it encloses."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -41,8 +40,10 @@ class Generation(Extension):
 
 
 class ChatTemplate:
-    """`special_tokens` are variables of the template, such as `bos_token`. Raises `InvalidRequest`
-    for one that is no template."""
+    """A compiled template. Raises `InvalidRequest` for a source that is no template.
+
+    `special_tokens` are variables of the template, such as `bos_token`.
+    """
 
     def __init__(self, source: str, file: str, special_tokens: Mapping[str, str]) -> None:
         self._file, self._special_tokens = file, special_tokens
@@ -62,8 +63,10 @@ class ChatTemplate:
             raise InvalidRequest(f"this model's {file} is no chat template: {message}") from None
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The prompt, up to where the assistant answers. Raises `InvalidRequest`, whatever the
-        template raises."""
+        """Return the prompt up to where the assistant answers.
+
+        Raises `InvalidRequest`, whatever the template raises.
+        """
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
@@ -72,7 +75,7 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except Refused as error:
+        except TemplateRefused as error:
             raise InvalidRequest(f"messages: the model's chat template says: {error}") from None
         except MemoryError:
             raise
@@ -82,17 +85,19 @@ class ChatTemplate:
 
 
 def find_chat_template(files: Files) -> tuple[str, str] | None:
-    """A template's source and the file that it is in. Raises `ArtifactError`, `InvalidRequest`."""
+    """A template's source and its file. Raises `ArtifactError`, `InvalidRequest`."""
     if CHAT_TEMPLATE in files:
         try:
             return files[CHAT_TEMPLATE].decode("utf-8"), CHAT_TEMPLATE
         except UnicodeDecodeError:
             raise InvalidRequest(f"this model's {CHAT_TEMPLATE} is not UTF-8") from None
-    said = json_in(files, CONFIG).get("chat_template")
-    if isinstance(said, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in said if _is_object(entry)}
-        said = named.get(DEFAULT)
-    return (said, CONFIG) if isinstance(said, str) else None
+    template = json_in(files, CONFIG).get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {
+            entry.get("name"): entry.get("template") for entry in template if _is_object(entry)
+        }
+        template = named.get(DEFAULT)
+    return (template, CONFIG) if isinstance(template, str) else None
 
 
 def _is_object(value: Any) -> bool:
@@ -106,7 +111,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes what HTML would."""
+    """JSON without the escapes for HTML of Jinja's own filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -117,7 +122,7 @@ def _to_json(
 
 
 def _refuse(message: Any) -> NoReturn:
-    raise Refused(str(message))
+    raise TemplateRefused(str(message))
 
 
 def _now(format: str) -> str:

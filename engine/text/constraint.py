@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Logits = NDArray[np.float32]
 
-FORMS_KEPT = 64  # compiled forms of one tokenizer: some 10 KB to 1 MB each
+MAX_COMPILED = 64  # compiled forms of one tokenizer: some 10 KB to 1 MB each
 # Of a lexer: 1 to 2 KB each. The library's own limit of 250,000 would be 400 MB.
 MAX_LEXER_STATES = 20_000
 MAX_GRAMMAR_SIZE = 100_000  # symbols
@@ -61,11 +61,13 @@ class Vocabulary:
         self._compiled: OrderedDict[Form, LLMatcher] = OrderedDict()
 
     def constrain(self, form: Form) -> Constraint:
-        """Returns a new answer's constraint. Raises `InvalidRequest` that names the form's fault,
-        or what keeps this tokenizer from writing it."""
+        """Returns a new answer's constraint.
+
+        Raises `InvalidRequest` with what is wrong with the form, or what the tokenizer lacks.
+        """
         if self._table.kind == PROCESS:
             raise InvalidRequest(
-                f"parameters.{form.kind}: no form can be kept to with this model's tokenizer, whose"
+                f"parameters.{form.kind}: this model's tokenizer cannot be held to a form: its"
                 " texts are not those of its tokens, joined"
             )
         with self._lock:
@@ -73,7 +75,7 @@ class Vocabulary:
             if matcher is None:
                 matcher = self._compile(form)
                 self._compiled[form] = matcher
-                if len(self._compiled) > FORMS_KEPT:
+                if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(form)
             return Constraint(form, matcher.deep_copy(), self._buffers)
@@ -158,14 +160,17 @@ class Constraint:
         """
         logits = np.ascontiguousarray(logits)
         values, tokens = self._buffers.values, self._buffers.tokens
-        found = library.allowed_logits(
+        count = library.allowed_logits(
             logits.ctypes.data, self._address, self._count, values.ctypes.data, tokens.ctypes.data
         )
-        return values[:found], tokens[:found]
+        return values[:count], tokens[:count]
 
     def advance(self, token: int) -> None:
-        """Takes in a token that was allowed. Raises `InvalidRequest` where the form has become too
-        large for its limits, or the vocabulary cannot go on with it."""
+        """Advances by a token that was allowed.
+
+        Raises `InvalidRequest` where the form has grown beyond its limits, or no token of the
+        vocabulary can continue it.
+        """
         if not self._matcher.consume_token(token):
             raise _refused(self._form, self._matcher.get_error())
         self._stopped = bool(self._matcher.is_stopped())

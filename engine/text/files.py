@@ -1,4 +1,4 @@
-"""The files of a tokenizer and its chat template, read once: what is hashed is what is used."""
+"""The files of a tokenizer and its chat template, read once and hashed as read."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from engine.artifacts.files import MAX_JSON_BYTES, open_file, parse_json, why
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-MAX_TOKENIZER_BYTES = 128 << 20  # KoGPT2's have one and three million
+MAX_TOKENIZER_BYTES = 128 << 20  # KoGPT2's take 1 and 3 MB
 
 Files = Mapping[str, bytes]  # by name
 
 
 def read_files(tokenizer_file: Path) -> Files:
-    """The tokenizer, and what stands beside it. Raises `ArtifactError`."""
+    """The tokenizer and the files beside it. Raises `ArtifactError`."""
     try:
-        found = {tokenizer_file.name: _read(tokenizer_file, MAX_TOKENIZER_BYTES)}
+        files = {tokenizer_file.name: _read(tokenizer_file, MAX_TOKENIZER_BYTES)}
     except FileNotFoundError:
         raise ArtifactError(f"there is no {tokenizer_file.name}") from None
     for name in (CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE):
         with suppress(FileNotFoundError):
-            found[name] = _read(tokenizer_file.with_name(name), MAX_JSON_BYTES)
-    return found
+            files[name] = _read(tokenizer_file.with_name(name), MAX_JSON_BYTES)
+    return files
 
 
 def json_in(files: Files, name: str) -> dict[str, Any]:
-    """An object in one of them, nothing if it is not there. Raises `ArtifactError`."""
+    """The object in one of the files, empty without the file. Raises `ArtifactError`."""
     return parse_json(files[name], name) if name in files else {}
 
 

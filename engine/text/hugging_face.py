@@ -18,16 +18,16 @@ from engine.text.table import ALL_SPACES, BYTES, PROCESS, RUNS, Table
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTED = ("additional_special_tokens", "extra_special_tokens")
-# Texts of which a table is checked, beside all ids in some order and short runs of any.
+# Texts by which a table is checked, beside all ids in order and short runs of random ones.
 TEXTS = ("가", "나는 오늘  밥을", " Hello, 1!", "뷁\n漢🙂é", "<s> 👩‍👩‍👧 ㅋㅋ")
 RUNS_CHECKED = 200
 
 
 class HuggingFaceTokenizer:
-    """Text to ids and back as transformers does it, with `tokenizer_config.json` and
-    `special_tokens_map.json` beside `path`, if they are there; `files` are those, read already.
+    """Encodes and decodes as transformers does. Raises `ArtifactError`.
 
-    Raises `ArtifactError`.
+    `tokenizer_config.json` and `special_tokens_map.json` beside `path` count, too. `files` are
+    these files, if they are read already.
     """
 
     def __init__(self, path: Path, files: Files | None = None) -> None:
@@ -38,15 +38,15 @@ class HuggingFaceTokenizer:
             raise
         except BaseException as error:  # Exception itself; and a panic in Rust is not even one
             raise ArtifactError(f"{path.name} is not a tokenizer: {error}") from None
-        # Settings of the last training run, of which a prompt must know nothing.
+        # Settings of the last training run, which prompts must not depend on.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None):
             self._tokenizer.model.dropout = None
-        said = json_in(files, CONFIG)
+        config = json_in(files, CONFIG)
         # As transformers 5 has it: the older file counts where the newer one lists no tokens.
-        named = dict(said)
-        if "added_tokens_decoder" not in said:
+        named = dict(config)
+        if "added_tokens_decoder" not in config:
             named |= json_in(files, SPECIAL_TOKENS)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         self._add_tokens(named)
@@ -62,11 +62,11 @@ class HuggingFaceTokenizer:
         decoder = repr(self._tokenizer.decoder)
         self._letters = byte_letters() if "ByteLevel" in decoder else {}
         names = [f"<0x{byte:02X}>" for byte in range(256)] if "ByteFallback" in decoder else []
-        found = {self.token_id(name): byte for byte, name in enumerate(names)}
-        self._byte_ids = {i: byte for i, byte in found.items() if i is not None}
+        byte_ids = {self.token_id(name): byte for byte, name in enumerate(names)}
+        self._byte_ids = {i: byte for i, byte in byte_ids.items() if i is not None}
 
     def _add_tokens(self, named: dict[str, Any]) -> None:
-        """Tokens that are special only because a file beside `tokenizer.json` says so."""
+        """Add tokens that only a file beside `tokenizer.json` calls special."""
         decoder = named.get("added_tokens_decoder") or {}
         if not isinstance(decoder, dict):
             raise ArtifactError(f"{CONFIG}: added_tokens_decoder must be an object, tokens by id")
@@ -91,12 +91,15 @@ class HuggingFaceTokenizer:
         self._tokenizer.add_tokens(new)
 
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._tokenizer.token_to_id(token)
-        return found
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
 
     def encode(self, text: str) -> list[int]:
-        """As transformers' `tokenizer(text).input_ids`: what is put in front and behind is said in
-        tokenizer.json, whatever `add_bos_token` says beside it."""
+        """As transformers' `tokenizer(text).input_ids`.
+
+        tokenizer.json says what is put in front and behind, whatever `add_bos_token` says beside
+        it.
+        """
         return self._encode(text, True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -105,33 +108,37 @@ class HuggingFaceTokenizer:
         return ids
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """The filled template as one text, whose tokens must be those that the template has when
-        its fields are empty."""
+        """Encode the filled template as one text.
+
+        Its control tokens must be those that the template has with empty fields.
+        """
         ids = self._encode("".join(part.text for part in parts), False)
         frame = self._encode("".join(part.text for part in parts if not part.is_field), False)
         wanted = [i for i in frame if i in self._added and i != self._unknown]
-        kept = self.special_ids.union(wanted)
-        for found in (i for i in ids if i in kept):
-            if not wanted or wanted[0] != found:
-                raise control_in_text(self._added[found])
+        controls = self.special_ids.union(wanted)
+        for token in (i for i in ids if i in controls):
+            if not wanted or wanted[0] != token:
+                raise control_in_text(self._added[token])
             wanted.pop(0)
         return ids
 
     def check_plain(self, text: str) -> None:
-        for found in (i for i in self._encode(text, False) if i in self.special_ids):
-            raise control_in_text(self._added[found])
+        for token in (i for i in self._encode(text, False) if i in self.special_ids):
+            raise control_in_text(self._added[token])
 
     def table(self, size: int) -> Table:
-        """Of the ids below `size`. Where its pieces, joined, are not what the library decodes, the
-        kind is `PROCESS`."""
+        """The table of the ids below `size`.
+
+        Its kind is `PROCESS` where its joined pieces are not what the library decodes.
+        """
         ids = range(size)
         names = [self._tokenizer.id_to_token(i) for i in ids]
         silent = {i for i in ids if i in self._special or names[i] is None}
         kind = BYTES if self._letters else RUNS
         plain = [i for i in ids if i not in silent and i not in self._byte_ids]
         whole = self._decode(plain).lstrip(" ")
-        for guess in (self._guess, self._decoded):
-            pieces = guess(names)
+        for pieces_of in (self._simple_pieces, self._decoded_pieces):
+            pieces = pieces_of(names)
             joined = b"".join(pieces[i] for i in plain).decode("utf-8", "replace")
             if joined.lstrip(" ") == whole:
                 samples = self._samples(pieces)
@@ -141,7 +148,7 @@ class HuggingFaceTokenizer:
                         return table
         return Table(PROCESS, pieces, silent, self._byte_ids)
 
-    def _guess(self, names: list[str | None]) -> list[bytes]:
+    def _simple_pieces(self, names: list[str | None]) -> list[bytes]:
         """The pieces as most tokenizers write them."""
         letters = str.maketrans({letter: chr(byte) for letter, byte in self._letters.items()})
         pieces = []
@@ -156,10 +163,12 @@ class HuggingFaceTokenizer:
                 pieces.append(name.replace(SPACE, " ").encode())
         return pieces
 
-    def _decoded(self, names: list[str | None]) -> list[bytes]:
-        """The same; of texts, what the library makes of them behind another: a decoder may cut the
-        space in front of a text's first token."""
-        pieces = self._guess(names)
+    def _decoded_pieces(self, names: list[str | None]) -> list[bytes]:
+        """The pieces as the library decodes them behind another token.
+
+        A decoder may drop the space in front of the first token of a text.
+        """
+        pieces = self._simple_pieces(names)
         odd = {*self._added, *self._byte_ids} if not self._letters else range(len(names))
         plain = [i for i in range(len(names)) if i not in odd and names[i] is not None]
         decode = self._tokenizer.decode
@@ -171,7 +180,7 @@ class HuggingFaceTokenizer:
         return pieces
 
     def _samples(self, pieces: list[bytes]) -> list[list[int]]:
-        """Ids that show how pieces are joined: at the begin of a text, in runs of bytes, any."""
+        """Ids that show how pieces are joined: at a beginning, in runs of bytes, at random."""
         rng = random.Random(0)  # noqa: S311
         ids, byte_ids = range(len(pieces)), [i for i in self._byte_ids if i < len(pieces)]
         samples = [self._encode(text, False) for text in TEXTS]
@@ -183,8 +192,10 @@ class HuggingFaceTokenizer:
         return samples + [[*front, i] for i in most for front in ([], *alone)]
 
     def decode(self, ids: list[int]) -> tuple[str, int, str]:
-        """The text of ids; where the last of them begin that make some text, which are no part of a
-        run of bytes; and their text."""
+        """The text of ids, the index of the last ids that have a text, and their text.
+
+        The last ids do not begin within a run of bytes.
+        """
         text = self._decode(ids)
         for begin in range(len(ids) - 1, 0, -1):
             odd = ids[begin] in self._byte_ids or ids[begin] in self._special
@@ -198,15 +209,17 @@ class HuggingFaceTokenizer:
 
 
 def byte_letters() -> dict[str, int]:
-    """How GPT-2 writes bytes in its vocabulary: printable ones of Latin-1 as themselves, the
-    others as the letters from U+0100 on."""
+    """The letters by which GPT-2 writes bytes in its vocabulary.
+
+    Printable bytes of Latin-1 are themselves, the others are the letters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def _added_token(value: Any) -> AddedToken | None:
-    """A token as the files write it: its text, or an object."""
+    """A token as the files have it: its text, or an object."""
     if isinstance(value, str) and value:
         return AddedToken(_unicode(value), special=True)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):

@@ -1,4 +1,4 @@
-"""Texts in an answer, and the tokens that complete one, however they are cut into tokens."""
+"""Phrases: texts in an answer, and the tokens that complete one, however they are tokenized."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Tokens = NDArray[np.uint32]
 
 
 class Phrases:
-    """Some texts, looked for in the joined bytes of tokens. Does not change.
+    """Some texts to find in the joined bytes of tokens. Immutable.
 
     Where a tokenizer's texts are not its joined pieces (`PROCESS`), they are found in the pieces.
 
-    longest: bytes of the longest
-    within: tokens that hold one of the texts alone
+    longest: bytes of the longest text
+    within: tokens that contain one of the texts
     """
 
     def __init__(self, table: Table, texts: tuple[str, ...]) -> None:
         self._table = table
         self._texts = tuple({text.encode("utf-8", "surrogatepass") for text in texts})
         self.longest = max(map(len, self._texts), default=1)
-        held = {token for text in self._texts for token in table.holding(text)}
-        self.within: Tokens = np.array(sorted(held), np.uint32)
+        containing = {token for text in self._texts for token in table.holding(text)}
+        self.within: Tokens = np.array(sorted(containing), np.uint32)
         # By the beginning of a text, the tokens that begin with the rest of it.
         self._after: dict[bytes, list[Tokens]] = defaultdict(list)
         for text in self._texts:
@@ -37,8 +37,11 @@ class Phrases:
         self._sizes = sorted(set(map(len, self._after)))
 
     def read(self, tail: bytes, token: int) -> tuple[bytes, bool]:
-        """The tail of a text with a token more, as long as it can matter; and whether one of the
-        texts ends in the token."""
+        """Append a token to the tail of a text.
+
+        Returns the new tail, as long as it can matter, and whether one of the texts ends in the
+        token.
+        """
         begin = len(tail)
         tail += self._table.join([token])
         ends = any(tail.find(text, max(begin - len(text) + 1, 0)) >= 0 for text in self._texts)
@@ -46,9 +49,9 @@ class Phrases:
 
     def completing(self, tail: bytes) -> list[Tokens]:
         """The tokens that complete one of the texts behind `tail`."""
-        found = [self.within]
+        tokens = [self.within]
         for size in self._sizes:
             if size > len(tail):
                 break
-            found += self._after.get(tail[-size:], ())
-        return found
+            tokens += self._after.get(tail[-size:], ())
+        return tokens

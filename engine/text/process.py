@@ -1,5 +1,7 @@
-"""A tokenizer and its template in a process of their own, which may stall, crash or take all memory
-without harm to others. Models with the same files and settings share one.
+"""Text processes: a tokenizer and its template in a sandbox.
+
+One may stall, crash or take all memory without harm to other models. Models with the same files and
+settings share one.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ from engine.text import child as text_child
 from engine.text.constraint import Vocabulary
 from engine.text.table import Table
 
-# How long the process may take to read a tokenizer and to find out about it.
-LOAD_S = 20.0
+LOAD_S = 20.0  # a wide limit for reading a tokenizer and making its table
 MEMORY_MIB = 512
-# Of those whose models have no requests. A start takes 30 to 100 ms, a process 17 MB.
-PROCESSES_KEPT = 8
+# Processes of models without requests. More: 17 MB each. Fewer: a request waits more often for the
+# start of one, 30 to 100 ms.
+MAX_IDLE_PROCESSES = 8
 
 
 @dataclass(frozen=True)
 class About:
-    """What a text process has found out about its files."""
+    """What a text process has read in its files."""
 
     stop_ids: frozenset[int]
     special_ids: frozenset[int]  # of tokens that are no text, those among them
@@ -35,18 +37,18 @@ class About:
     vocabulary: Vocabulary  # of that table, for constraints
 
     @classmethod
-    def from_json(cls, said: Any, file: str) -> About:
+    def from_json(cls, value: Any, file: str) -> About:
         try:
-            stop_ids = frozenset(map(int, said["stop_ids"]))
-            special_ids = stop_ids.union(map(int, said["special_ids"]))
-            table = Table.from_json(said["table"])
+            stop_ids = frozenset(map(int, value["stop_ids"]))
+            special_ids = stop_ids.union(map(int, value["special_ids"]))
+            table = Table.from_json(value["table"])
             return cls(stop_ids, special_ids, table, Vocabulary(table, stop_ids))
         except (KeyError, TypeError, ValueError, OverflowError):
             raise ArtifactError(f"{file} cannot be used: its process gave no table") from None
 
 
 class Turns:
-    """A thread that runs tasks; users, of which each has some, take turns. Thread-safe."""
+    """A thread that runs tasks of several users in turn. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -55,7 +57,7 @@ class Turns:
         threading.Thread(target=self._run, name="texts", daemon=True).start()
 
     def soon(self, user: Hashable, task: Callable[[], None]) -> None:
-        """Runs `task`, which raises nothing."""
+        """Queue a task, which must not raise."""
         with self._changed:
             self._tasks.setdefault(user, deque()).append(task)
             self._changed.notify()
@@ -64,12 +66,12 @@ class Turns:
         return len(self._tasks.get(user, ()))
 
     def take(self, user: Hashable) -> deque[Callable[[], None]]:
-        """What waits of a user's tasks, which then do not run."""
+        """Remove and return a user's queued tasks."""
         with self._changed:
             return self._tasks.pop(user, deque())
 
     def close(self) -> None:
-        """Ends the thread once it has run what waits."""
+        """End the thread after the queued tasks."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -89,14 +91,17 @@ class Turns:
 
 
 class TextProcess:
-    """Calls are made on the thread of its `turns` alone; the rest is thread-safe."""
+    """A text process. `call` runs on the thread of its `turns`, the rest is thread-safe."""
 
-    def __init__(self, about: About | None, starts: Callable[[], None]) -> None:
-        """`about` is what an earlier process with the same files has found out. `starts` is called
-        before a process starts."""
-        self.about, self._starts = about, starts
+    def __init__(self, about: About | None, before_start: Callable[[], None]) -> None:
+        """Start no process yet.
+
+        `about` is what an earlier process with the same files has read; `before_start` is called
+        before a process starts.
+        """
+        self.about, self._before_start = about, before_start
         self.turns = Turns()
-        # Each with whether it has no answer in the making; guarded by `TextProcesses`.
+        # With a function that says whether the user is idle; guarded by `TextProcesses`.
         self.users: dict[Hashable, Callable[[], bool]] = {}
         self.used_at = time.monotonic()
         self._child: Sandbox | None = None
@@ -104,35 +109,38 @@ class TextProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if it lives."""
+        """Its pid while it lives."""
         return None if self._child is None else self._child.pid
 
     def close(self) -> None:
-        """Ends the process and, after what waits, the thread. Does not block."""
+        """End the process, and the thread after its queued tasks. Does not block."""
         self._closed = True
         self.turns.close()
         self._kill("it is not needed")
 
-    def rest(self) -> None:
-        """Ends the process, unless what waits needs it, until it is needed again."""
+    def end_when_idle(self) -> None:
+        """End the process unless a queued task uses it; a call restarts it."""
         used_at = self.used_at
 
-        def rest() -> None:
+        def end() -> None:
             if self.used_at == used_at:
                 self._kill("it is not needed")
 
-        self.turns.soon(None, rest)
+        self.turns.soon(None, end)
 
     def _kill(self, reason: str) -> None:
         if self._child is not None:
             self._child.kill(reason)
 
     def open(self, source: text_child.Source) -> None:
-        """Starts the process, unless it lives. Raises `ArtifactError` that says what is wrong with
-        the tokenizer or its settings, and `EngineUnavailable`."""
+        """Start the process, unless it lives.
+
+        Raises `ArtifactError` that says what is wrong with the tokenizer or its settings, and
+        `EngineUnavailable`.
+        """
         self.used_at = time.monotonic()
         if self.pid is None:
-            self._starts()
+            self._before_start()
             again(lambda: self._open(source))
 
     def _open(self, source: text_child.Source) -> None:
@@ -149,11 +157,11 @@ class TextProcess:
             raise
 
     def call(self, source: text_child.Source, timeout_s: float, *arguments: Any) -> Any:
-        """Calls the process, a new one of `source` if the last has ended; once more where it ended
-        meanwhile, for it may have been killed long before.
+        """Call the process; start it first, from `source`, if it has ended.
 
-        Raises what it raises, `DeadlineExceeded` if it stalls, `EngineUnavailable` if it is lost
-        with all others, `EngineError` if it ends.
+        Repeated once where the process ended during the call, for it may have been killed long
+        before. Raises what it raises, `DeadlineExceeded` if it stalls, `EngineUnavailable` if it is
+        lost with all others, `EngineError` if it ends.
         """
         for last in (False, True):
             began = time.monotonic()
@@ -166,19 +174,19 @@ class TextProcess:
                 kind = EngineUnavailable if isinstance(error, EngineUnavailable) else EngineError
                 late = time.monotonic() - began >= timeout_s
                 ended = self.pid is None
-                failure = self.give_up(error.message, DeadlineExceeded if late else kind)
+                failure = self.fail(error.message, DeadlineExceeded if late else kind)
                 if last or late or self._closed or not ended:
                     raise failure from None
         raise AssertionError("it was returned or raised")
 
-    def give_up(self, why: str, kind: type[EngineError] = EngineError) -> EngineError:
-        """Ends the process; the next call starts another."""
-        self._kill("it was given up")
+    def fail(self, why: str, kind: type[EngineError] = EngineError) -> EngineError:
+        """End the process and return the error of its call; the next call starts another."""
+        self._kill("it failed")
         return kind(f"the tokenizer's process ended: {why}")
 
 
 class TextProcesses:
-    """One for each digest that is in use. Thread-safe."""
+    """The text processes, one for each digest. Thread-safe."""
 
     def __init__(self) -> None:
         self.writer = Turns()  # makes texts of tokens, for all models whose tables can
@@ -187,17 +195,17 @@ class TextProcesses:
         self._known: OrderedDict[str, About] = OrderedDict()  # of the last that ended
 
     def acquire(self, digest: str, user: Hashable, is_idle: Callable[[], bool]) -> TextProcess:
-        """The process of a digest, until `release`. It may rest while all its users are idle."""
+        """The process of a digest, until `release`; it may end while all its users are idle."""
         with self._lock:
             process = self._processes.get(digest)
             if process is None:
-                process = TextProcess(self._known.pop(digest, None), self._rest)
+                process = TextProcess(self._known.pop(digest, None), self._end_idle)
                 self._processes[digest] = process
             process.users[user] = is_idle
             return process
 
     def release(self, digest: str, user: Hashable) -> None:
-        """Closes the process with its last user. Does not block."""
+        """Close the process after its last user. Does not block."""
         with self._lock:
             process = self._processes[digest]
             del process.users[user]
@@ -206,18 +214,18 @@ class TextProcesses:
             del self._processes[digest]
             if process.about is not None:
                 self._known[digest] = process.about
-                while len(self._known) > PROCESSES_KEPT:
+                while len(self._known) > MAX_IDLE_PROCESSES:
                     self._known.popitem(last=False)
         process.close()
 
-    def _rest(self) -> None:
-        """Ends those beyond `PROCESSES_KEPT` that were used least recently."""
+    def _end_idle(self) -> None:
+        """End all but the `MAX_IDLE_PROCESSES` idle processes that were used last."""
         with self._lock:
             running = [p for p in self._processes.values() if p.pid is not None]
             idle = [p for p in running if all(is_idle() for is_idle in p.users.values())]
         idle.sort(key=lambda process: process.used_at, reverse=True)
-        for process in idle[PROCESSES_KEPT:]:
-            process.rest()
+        for process in idle[MAX_IDLE_PROCESSES:]:
+            process.end_when_idle()
 
     def close(self) -> None:
         self.writer.close()

@@ -1,4 +1,4 @@
-"""A model's way with text: from a request's inputs to ids, and where and how an answer ends."""
+"""A model's prompts: from a request's inputs to ids, and the ids that end an answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Raw:
-    """A text or its ids, to be continued as they are, whatever template the model has."""
+    """A text or ids to continue as they are, without the template."""
 
     prompt: str | list[int]
 
@@ -33,8 +33,9 @@ class Chat:
 
 
 Inputs = str | Mapping[str, str] | Raw | Chat
-# Real text has two to six characters a token, and a run of spaces or unknown characters may be one
-# token. What is far beyond either is not cut only to be counted: megabytes take seconds.
+# Characters of a prompt for each token of the context; longer ones are refused before they are
+# tokenized, which takes seconds for megabytes. Real text has two to six characters a token, but a
+# run of spaces or unknown characters may be one token.
 CHARACTERS_PER_TOKEN = 64
 BYTES_PER_CHARACTER = 12  # of JSON: beyond 16 bits two escapes
 PARAMETERS_BYTES = 256 << 10
@@ -45,8 +46,10 @@ ADVICE = (
 
 
 def check_bytes(length: int, max_length: int) -> None:
-    """Raises `PromptTooLong` for a request that is longer than any whose prompt is cut. Reading
-    megabytes of JSON keeps the interpreter's lock, for which the engine's steps would wait."""
+    """Raise `PromptTooLong` for a body that is longer than any acceptable prompt's.
+
+    Parsing megabytes of JSON would hold the interpreter's lock, for which the step loop waits.
+    """
     most = max_length * CHARACTERS_PER_TOKEN * BYTES_PER_CHARACTER + PARAMETERS_BYTES
     if length > most:
         raise PromptTooLong(
@@ -56,8 +59,10 @@ def check_bytes(length: int, max_length: int) -> None:
 
 
 class Prompts:
-    """The artifact's tokenizer and template. `files` are the tokenizer's, read already. Raises
-    `ArtifactError` that says what does not fit."""
+    """The tokenizer and templates of an artifact. Raises `ArtifactError` if they do not fit it.
+
+    `files` are the tokenizer's, if they are read already.
+    """
 
     def __init__(self, artifact: Artifact, files: Files | None = None) -> None:
         self._vocab_size, self._max_length = artifact.config.vocab_size, artifact.config.max_length
@@ -81,13 +86,13 @@ class Prompts:
                 raise ArtifactError(f"{FILE}: template: {error.message}") from None
 
     def _stop_id(self, token: str) -> int:
-        found = self.tokenizer.token_id(token)
-        if found is None:
+        token_id = self.tokenizer.token_id(token)
+        if token_id is None:
             raise ArtifactError(f"{FILE}: stop_tokens: the tokenizer has no token {token}")
-        return found
+        return token_id
 
     def encode(self, inputs: str | Mapping[str, str]) -> list[int]:
-        """Raises `InvalidRequest`, and `PromptTooLong` for what fills the context."""
+        """Ids of a text or fields, in the template. Raises `InvalidRequest`, `PromptTooLong`."""
         if not inputs:
             raise InvalidRequest("inputs is empty, must be text")
         texts = [inputs] if isinstance(inputs, str) else list(inputs.values())
@@ -95,20 +100,25 @@ class Prompts:
         return self._checked("inputs", self._encode(inputs))
 
     def encode_raw(self, prompt: str | list[int]) -> list[int]:
-        """The same of a text or ids without the template."""
+        """Ids of a text or of ids, without the template. Raises as `encode` does."""
         if isinstance(prompt, str):
             self._check_length("prompt", [prompt])
             prompt = self.tokenizer.encode(prompt)
         return self._checked("prompt", prompt)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """The same of messages in the model's chat template; where it has none, of one message of
-        the user's in its other template."""
+        """Ids of messages, in the chat template. Raises as `encode` does.
+
+        A model with only the other template takes one message of the user.
+        """
         return self._checked("messages", self._chat_ids(messages))
 
     def tokenize(self, inputs: str | list[dict[str, str]], special: bool) -> list[int]:
-        """The ids of a text or messages, however many, of a text with what the tokenizer puts in
-        front where `special`. Raises `InvalidRequest`, `PromptTooLong`."""
+        """Ids of a text or messages, also more than fit the context.
+
+        With `special`, a text's have those that the tokenizer puts in front. Raises
+        `InvalidRequest`, `PromptTooLong`.
+        """
         if not isinstance(inputs, str):
             return self._chat_ids(inputs)
         self._check_length("prompt", [inputs])
@@ -138,10 +148,10 @@ class Prompts:
     def _chat_template(self) -> ChatTemplate | None:
         from engine.text import chat_template  # Jinja is only for models that chat
 
-        found = chat_template.find_chat_template(self._beside)
-        if found is None:
+        template = chat_template.find_chat_template(self._beside)
+        if template is None:
             return None
-        return chat_template.ChatTemplate(*found, self.tokenizer.special_tokens)
+        return chat_template.ChatTemplate(*template, self.tokenizer.special_tokens)
 
     def _check_length(self, name: str, texts: list[str]) -> None:
         length = sum(map(len, texts))

@@ -1,4 +1,4 @@
-"""Text to token ids and back: what any tokenizer does, and KoGPT2 v1's, a sentencepiece model."""
+"""Tokenizers: their protocol, and KoGPT2 v1's, a sentencepiece model."""
 
 from __future__ import annotations
 
@@ -26,22 +26,25 @@ class Tokenizer(Protocol):
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """By transformers' name of what they are for, such as `eos_token`."""
+        """Special tokens by what they are for, such as `eos_token`, as transformers names it."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with what the tokenizer puts in front. Raises `InvalidRequest`."""
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """The ids of a filled template, of nothing else. Control tokens are such only in the
-        template's own text. Raises `InvalidRequest` where a field holds one."""
+        """The ids of a filled template and nothing else.
+
+        Control tokens count only in the template's own text. Raises `InvalidRequest` where a field
+        has one.
+        """
 
     def check_plain(self, text: str) -> None:
-        """Raises `InvalidRequest` for a text with a control token in it."""
+        """Raise `InvalidRequest` for a text with a control token in it."""
 
     def token_id(self, token: str) -> int | None: ...
 
     def table(self, size: int) -> Table:
-        """Of the ids below `size`."""
+        """The table of the ids below `size`."""
 
     def decode(self, ids: list[int]) -> tuple[str, int, str]:
         """An `engine.text.table.Decode`."""
@@ -55,11 +58,11 @@ def check_unicode(text: str) -> None:
 
 
 def control_in_text(token: str) -> InvalidRequest:
-    return InvalidRequest(f"inputs holds {token}, which this model's template keeps for itself")
+    return InvalidRequest(f"inputs holds {token}, which is reserved for this model's template")
 
 
 class SentencePieceTokenizer:
-    """The tokenizer of KoGPT2 v1: a sentencepiece model, always its best (deterministic) pieces."""
+    """The tokenizer of KoGPT2 v1: a sentencepiece model, without sampling."""
 
     def __init__(self, path: Path, files: Files | None = None) -> None:
         content = (files or read_files(path))[path.name]
@@ -70,7 +73,7 @@ class SentencePieceTokenizer:
             raise ArtifactError(f"{path.name} is not a sentencepiece model: {error}") from None
         size = self._model.get_piece_size()
         self.vocab_size: int = size
-        ids = list(range(size))  # asked for in one call each: there may be 50,000
+        ids = list(range(size))  # in one call each: there may be 50,000
         self._pieces: list[str] = self._model.id_to_piece(ids)
         self.special_ids = set(itertools.compress(ids, self._model.is_control(ids)))
         byte_ids = itertools.compress(ids, self._model.is_byte(ids))
@@ -83,8 +86,8 @@ class SentencePieceTokenizer:
         }
 
     def token_id(self, token: str) -> int | None:
-        found: int = self._model.piece_to_id(token)
-        return found if self._pieces[found] == token else None
+        token_id: int = self._model.piece_to_id(token)
+        return token_id if self._pieces[token_id] == token else None
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, `<s>` first where the vocabulary has one.
@@ -100,18 +103,21 @@ class SentencePieceTokenizer:
         return ids
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """As the chat fine-tunes of v1 were trained: what lies between two control tokens is cut
-        into pieces alone, the control pieces stand for themselves."""
+        """The ids of a filled template, as chat fine-tunes of v1 were trained.
+
+        The text between two control tokens is tokenized on its own; control pieces stand for
+        themselves.
+        """
         controls, pattern = self._controls
         ids: list[int] = []
         text = ""
 
         def cut() -> None:
-            found = self._encode(text)
-            for token in found:
+            new = self._encode(text)
+            for token in new:
                 if token in controls:
                     raise control_in_text(self._pieces[token])
-            ids.extend(found)
+            ids.extend(new)
 
         for part in parts:
             pieces = [part.text] if part.is_field or pattern is None else pattern.split(part.text)
@@ -128,15 +134,15 @@ class SentencePieceTokenizer:
     def check_plain(self, text: str) -> None:
         check_unicode(text)
         _, pattern = self._controls
-        found = pattern and pattern.search(text)
-        if found:
-            raise control_in_text(found[0])
+        match = pattern and pattern.search(text)
+        if match:
+            raise control_in_text(match[0])
 
     @functools.cached_property
     def _controls(self) -> tuple[set[int], re.Pattern[str] | None]:
-        """The ids that are no text, control pieces and user-defined symbols, and what finds them.
+        """Ids of control pieces and user-defined symbols, which are no text, and their pattern.
 
-        Those are matched wherever they stand in a text.
+        User-defined symbols are matched anywhere in a text.
         """
         from sentencepiece import sentencepiece_model_pb2 as protobuf
 
@@ -149,7 +155,7 @@ class SentencePieceTokenizer:
         return ids, re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 
     def table(self, size: int) -> Table:
-        """Of all ids: a model's vocabulary has no fewer."""
+        """The table of all ids: a model's vocabulary has no fewer."""
         return self._table
 
     @functools.cached_property

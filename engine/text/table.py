@@ -1,6 +1,6 @@
-"""The bytes of a tokenizer's ids, with which the engine makes text of ids itself.
+"""A tokenizer's table: the bytes of each id, with which the engine decodes ids itself.
 
-The process that reads the tokenizer makes the table and checks it; what arrives is foreign.
+The text process makes and checks it; its answer is foreign data.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ PROCESS = ""  # not by joining pieces: the text process decodes
 KINDS = (SEPARATE, BYTES, RUNS, PROCESS)
 ALL_SPACES = 1 << 16
 
-# Of ids their text, where the last of them begin that make some text, and that.
+# Takes ids; returns their text, the index of the last ids that have a text, and that text.
 Decode = Callable[[list[int]], tuple[str, int, str]]
 
 
 class Detokenizer(Protocol):
-    """Turns a sequence's ids into text one by one, for a stream."""
+    """Turns the ids of a sequence into text one by one, for a stream."""
 
     def feed(self, token: int) -> str:
         """The text that `token` completes, often all of its own, sometimes none."""
 
     def flush(self) -> str:
-        """What is left of a character cut short, as U+FFFD."""
+        """The rest of an incomplete character, as U+FFFD."""
 
 
 class Table:
-    """Each id's piece: its bytes as they stand in a text; a control token's name.
+    """Each id's piece: its bytes in a text, or the name of a control token.
 
     silent: ids that are no text, such as `<s>`
     byte_ids: ids that are one byte of a character
-    lead: how many leading spaces the first piece of a text loses at most
+    lead: how many leading spaces of a text's first piece are dropped at most
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Table:
         return token in self.silent or token >= len(self)
 
     def join(self, ids: Iterable[int]) -> bytes:
-        """The bytes of ids that are text."""
+        """The joined bytes of the ids that are text."""
         return b"".join(self.piece(i) for i in ids if i not in self.silent)
 
     @functools.cached_property
     def _sorted(self) -> tuple[list[bytes], NDArray[np.uint32]]:
-        """The pieces that are text, in their order, and their ids: 3 MB of 50,000, in 50 ms."""
+        """The pieces that are text, sorted, and their ids: 3 MB for 50,000, in 50 ms."""
         texts = [(piece, i) for i, piece in enumerate(self.pieces()) if i not in self.silent]
         texts.sort()
         return [piece for piece, _ in texts], np.array([i for _, i in texts], np.uint32)
@@ -89,7 +89,7 @@ class Table:
 
     @functools.cached_property
     def _heads(self) -> NDArray[np.uint32]:
-        """By place in `_blob`, three bytes as a number."""
+        """For each place in `_blob` the three bytes there as a number."""
         blob = np.frombuffer(self._blob + bytes(2), np.uint8).astype(np.uint32)
         return np.asarray(blob[:-2] << 16 | blob[1:-1] << 8 | blob[2:], np.uint32)
 
@@ -100,18 +100,18 @@ class Table:
         return ids[first : bisect_left(pieces, text[:-1] + bytes([text[-1] + 1]), first)]
 
     def holding(self, text: bytes) -> list[int]:
-        """The ids whose pieces hold `text`."""
+        """The ids whose pieces contain `text`."""
         head, ends = text[:3], np.frombuffer(self._ends, np.uint32)
         places = self._heads >> 8 * (3 - len(head)) == int.from_bytes(head, "big")
         at = np.flatnonzero(places)  # `bytes.find` takes five times as long
         tokens = np.searchsorted(ends, at, side="right") - 1
         whole = at + len(text) <= ends[tokens + 1]
-        found = zip(tokens[whole].tolist(), at[whole].tolist(), strict=True)
+        pairs = zip(tokens[whole].tolist(), at[whole].tolist(), strict=True)
         blob, silent = self._blob, self.silent
-        return [i for i, a in found if i not in silent and blob.startswith(text, a)]
+        return [i for i, a in pairs if i not in silent and blob.startswith(text, a)]
 
     def detokenizer(self, prompt: Sequence[int], decode: Decode) -> Detokenizer:
-        """For the ids that follow `prompt`. `decode` is called where joining is not enough."""
+        """A detokenizer of the ids after `prompt`; calls `decode` where joining does not do."""
         if self.kind == SEPARATE:
             return SeparateDetokenizer(self)
         if self.kind == PROCESS:
@@ -119,12 +119,12 @@ class Table:
         return JoinedDetokenizer(self, prompt)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Of ids that nothing stands before."""
+        """The text of ids at the beginning of a text."""
         detokenizer = self.detokenizer([], lambda _: ("", 0, ""))
         return "".join(map(detokenizer.feed, ids)) + detokenizer.flush()
 
     def pieces(self) -> Iterator[bytes]:
-        """Those of all ids, in their order."""
+        """The pieces of all ids in order."""
         return (self._blob[a:b] for a, b in pairwise(self._ends))
 
     def to_json(self) -> dict[str, Any]:
@@ -134,18 +134,21 @@ class Table:
         return {"kind": self.kind, "pieces": pieces, "lengths": lengths, **ids, "lead": self.lead}
 
     @classmethod
-    def from_json(cls, said: Any) -> Table:
-        """What `to_json` gave. Raises `KeyError`, `TypeError`, `ValueError`, `OverflowError`."""
-        blob = base64.b64decode(said["pieces"], validate=True)
-        pieces = [blob[a:b] for a, b in pairwise(accumulate(said["lengths"], initial=0))]
-        if said["kind"] not in KINDS or sum(said["lengths"]) != len(blob) or said["lead"] < 0:
+    def from_json(cls, value: Any) -> Table:
+        """The inverse of `to_json`.
+
+        Raises `KeyError`, `TypeError`, `ValueError`, `OverflowError`.
+        """
+        blob = base64.b64decode(value["pieces"], validate=True)
+        pieces = [blob[a:b] for a, b in pairwise(accumulate(value["lengths"], initial=0))]
+        if value["kind"] not in KINDS or sum(value["lengths"]) != len(blob) or value["lead"] < 0:
             raise ValueError("no table")
-        silent, byte_ids = map(int, said["silent"]), map(int, said["byte_ids"])
-        return cls(said["kind"], pieces, silent, byte_ids, said["lead"])
+        silent, byte_ids = map(int, value["silent"]), map(int, value["byte_ids"])
+        return cls(value["kind"], pieces, silent, byte_ids, value["lead"])
 
 
 class SeparateDetokenizer:
-    """Control pieces are silent; byte pieces are held back until they make whole characters."""
+    """Decodes pieces one by one; byte pieces are buffered until they are whole characters."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -170,9 +173,11 @@ class SeparateDetokenizer:
 
 
 class JoinedDetokenizer:
-    """Gives what decoding all pieces at once has more than those of the prompt. Held back is what
-    ends in U+FFFD, which may become a character, and a run of single bytes up to its end: it is
-    text, or a U+FFFD for each byte."""
+    """Decodes all pieces joined, and gives what is new behind the prompt's.
+
+    Text is buffered where it ends in U+FFFD, which may become a character, and so is a run of
+    single bytes up to its end: it is text, or a U+FFFD for each byte.
+    """
 
     def __init__(self, table: Table, prompt: Sequence[int]) -> None:
         self._table, self._bytes = table, table.kind == BYTES
@@ -187,7 +192,7 @@ class JoinedDetokenizer:
             self._open = table.piece(token) + self._open  # the prompt may end within a character
             if self._bytes and self._open:
                 break
-        self._given = len(self._text())
+        self._sent = len(self._text())
 
     def feed(self, token: int) -> str:
         table = self._table
@@ -202,16 +207,16 @@ class JoinedDetokenizer:
             self._held = self._text() + table.piece(token).decode("utf-8", "replace")
             self._open = b""
         text = self._text()
-        return "" if text.endswith(REPLACEMENT) else self._give(text)
+        return "" if text.endswith(REPLACEMENT) else self._send(text)
 
     def flush(self) -> str:
-        return self._give(self._text())
+        return self._send(self._text())
 
-    def _give(self, text: str) -> str:
-        text = text[self._given :]
+    def _send(self, text: str) -> str:
+        text = text[self._sent :]
         if self._first:
             text = text[min(self._table.lead, len(text) - len(text.lstrip(" "))) :]
-        self._held, self._open, self._given, self._first = "", b"", 0, False
+        self._held, self._open, self._sent, self._first = "", b"", 0, False
         return text
 
     def _text(self) -> str:
@@ -224,12 +229,14 @@ class JoinedDetokenizer:
 
 
 class WindowDetokenizer:
-    """The text of some last tokens with and without the new one: what one token adds depends on
-    those before it. Held back as by the others."""
+    """Decodes the last tokens with and without the new one, and gives the difference.
+
+    For tokenizers where the text of a token depends on those before it. Buffers as the others do.
+    """
 
     def __init__(self, table: Table, prompt: Sequence[int], decode: Decode) -> None:
         self._table, self._decode = table, decode
-        self._window, self._given = list(prompt), ""  # the text of the window that was given
+        self._window, self._sent = list(prompt), ""  # the text of the window that was given
         self.flush()
 
     def feed(self, token: int) -> str:
@@ -245,6 +252,6 @@ class WindowDetokenizer:
         text, begin, last = self._decode(self._window)
         if text.endswith(REPLACEMENT) and not ends:
             return ""
-        new = text[len(self._given) :]
-        self._window, self._given = self._window[begin:], last
+        new = text[len(self._sent) :]
+        self._window, self._sent = self._window[begin:], last
         return new

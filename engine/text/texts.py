@@ -1,4 +1,4 @@
-"""A model's texts: prompts become ids in a text process, tokens become text here, by its table."""
+"""A model's texts: prompts become ids in a text process, tokens become text here."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ from engine.text.process import TextProcesses
 from engine.text.prompts import Chat, Inputs, Raw
 from engine.text.table import PROCESS, Table
 
-# How long the process may take to cut a prompt, of megabytes if need be; to decode some tokens.
-ENCODE_S = 5.0
-DECODE_S = 5.0
-# A token's text in the mean of an answer. Those of real vocabularies have some dozens.
+ENCODE_S = 5.0  # a wide limit for a text process to encode a prompt of the greatest length
+DECODE_S = 5.0  # the same to decode some tokens
+# Characters of an answer for each token. Tokens of real vocabularies have at most some dozens.
 MAX_CHARACTERS_PER_TOKEN = 1024
-PHRASES_KEPT = 16  # of a model
+MAX_PHRASES = 16  # of a model that are indexed at the same time
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
 class Texts:
-    """Thread-safe. `close` ends it."""
+    """The texts of a model, until `close`. Thread-safe."""
 
     stop_ids: frozenset[int]
     _table: Table
@@ -49,17 +48,19 @@ class Texts:
         self,
         artifact: Artifact,
         statistics: Statistics,
-        most_waiting: int,
+        max_waiting: int,
         processes: TextProcesses,
     ) -> None:
-        """Does not wait for the process: `ready` does, once, before anything else is called.
-        Raises `ArtifactError` for a tokenizer that cannot be read."""
+        """Begin to start the text process; `ready` waits for it, and is called first.
+
+        Raises `ArtifactError` for a tokenizer that cannot be read.
+        """
         self.file = artifact.tokenizer_file.name
         self._defaults, self._strip = artifact.generation.parameters, artifact.generation.strip
         self._vocab_size = artifact.config.vocab_size
         self.max_length = artifact.config.max_length
-        self._statistics, self._most_waiting = statistics, most_waiting
-        self._answers: dict[Sequence, AnswerText | None] = {}  # None: no token has its text yet
+        self._statistics, self._max_waiting = statistics, max_waiting
+        self._answers: dict[Sequence, AnswerText | None] = {}  # None: no token has a text yet
         self._source, self._processes = source_of(artifact), processes
         self._process = processes.acquire(self._digest, self, lambda: self.idle)
         self._closing = threading.Lock()
@@ -67,9 +68,9 @@ class Texts:
         self._opening = self._soon(lambda: self._process.open(self._source))
 
     def ready(self) -> Texts:
-        """Itself, once the process has shown that it can use the tokenizer.
+        """Wait until the process has shown that it can use the tokenizer; returns itself.
 
-        Raises `ArtifactError` that says what is wrong with it or its settings.
+        Raises `ArtifactError` that says what is wrong with the tokenizer or its settings.
         """
         if self._process.about is None:
             self._opening.result()
@@ -84,7 +85,7 @@ class Texts:
             except InvalidRequest as error:
                 raise ArtifactError(f"{GENERATION_FILE}: {error.message}") from None
         # Requests of one client have the same texts; an index of 100 takes some ms.
-        self._phrases = lru_cache(PHRASES_KEPT)(partial(Phrases, self._table))
+        self._phrases = lru_cache(MAX_PHRASES)(partial(Phrases, self._table))
         return self
 
     @property
@@ -93,14 +94,14 @@ class Texts:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if it lives."""
+        """The pid of the process while it lives."""
         return self._process.pid
 
     def parameters(self, given: Any) -> Parameters:
-        """A request's, and the model's own where it gives none. Raises `InvalidRequest`."""
+        """A request's parameters, with the model's defaults. Raises `InvalidRequest`."""
         parameters = Parameters.parse(given, self._defaults)
         if parameters.choice_logprobs:
-            parameters.check_labels()
+            parameters.check_choice_logprobs()
         tokens = {
             "logit_bias": [token for token, _ in parameters.logit_bias],
             "bad_words_ids": [token for ids in parameters.bad_words_ids for token in ids],
@@ -114,15 +115,15 @@ class Texts:
         return parameters
 
     def rules(self, parameters: Parameters, prompt: list[int]) -> list[Rule]:
-        """What is forbidden to one answer, or made less likely; on the process's thread."""
+        """The rules of an answer, see `engine.rules`; on the process's thread."""
         return rules_of(parameters, prompt, self.stop_ids, self._phrases)
 
     # Prompts
 
     def soon(self, task: Callable[[], Result]) -> Future[Result]:
-        """Runs `task` on the process's thread. Raises `Overloaded` where too many wait for that."""
+        """Run `task` on the process's thread. Raises `Overloaded` where too many are queued."""
         waiting = self._process.turns.waiting(self)
-        if waiting >= self._most_waiting:
+        if waiting >= self._max_waiting:
             message = f"{waiting} requests wait for their prompts to be cut already"
             raise Overloaded(message, retry_after_s=ENCODE_S)
         return self._soon(task)
@@ -160,28 +161,30 @@ class Texts:
     def tokenize(
         self, inputs: str | list[dict[str, str]], special: bool
     ) -> tuple[list[int], list[str]]:
-        """The ids of a text or messages, however many, and their texts; as `encode`."""
+        """Ids of a text or messages, also too many, and their texts. Raises as `encode` does."""
         ids = self._ids("tokenize", inputs, special)
         return ids, [self._table.piece(i).decode("utf-8", "replace") for i in ids]
 
     def detokenize(self, ids: list[int]) -> str:
-        """Their text, without special tokens; on the process's thread."""
+        """The text of ids, without special tokens; on the process's thread."""
         if max(ids, default=0) >= self._vocab_size:
             raise InvalidRequest(
                 f"tokens has {max(ids)}, but the model's vocabulary ends at {self._vocab_size - 1}"
             )
-        found = self._call(DECODE_S, "decode", ids)
-        if not isinstance(found, list) or not found or not isinstance(found[0], str):
-            raise self._process.give_up("it gave no text")
-        return found[0].encode("utf-8", "replace").decode()
+        decoded = self._call(DECODE_S, "decode", ids)
+        if not isinstance(decoded, list) or not decoded or not isinstance(decoded[0], str):
+            raise self._process.fail("it gave no text")
+        return decoded[0].encode("utf-8", "replace").decode()
 
     def constrain(self, form: Form) -> Constraint:
-        """For an answer that is held to a form. Raises `InvalidRequest`."""
+        """The constraint of an answer with a form. Raises `InvalidRequest`."""
         return self._vocabulary.constrain(form)
 
     def labels(self, form: Form) -> Labels:
-        """A choice's texts as tokens, with a space before them and without; on the process's
-        thread. Raises `InvalidRequest`."""
+        """A choice's texts as tokens, with a leading space and without.
+
+        Runs on the process's thread. Raises `InvalidRequest`.
+        """
         spaces = ("", " ") if begins_with_space(form) else ("",)
         ways: list[list[list[int]]] = []
         for text in form.source:
@@ -198,7 +201,7 @@ class Texts:
     def _ids(self, *arguments: Any) -> list[int]:
         ids = self._call(ENCODE_S, *arguments)
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise self._process.give_up("it gave no ids")
+            raise self._process.fail("it gave no ids")
         return ids
 
     def _call(self, timeout_s: float, *arguments: Any) -> Any:
@@ -207,47 +210,46 @@ class Texts:
     # Answers
 
     def write(self, sequences: list[Sequence]) -> None:
-        """Has the tokens that wait in these sequences told with their texts. Does not block."""
+        """Queue the unsent tokens of sequences to be sent with their texts. Does not block."""
         for sequence in sequences:
             self._answers.setdefault(sequence)
         decodes = self._table.kind == PROCESS
         turns = self._process.turns if decodes else self._processes.writer
-        turns.soon((self, "answers"), partial(self._tell, sequences))
+        turns.soon((self, "answers"), partial(self._send_all, sequences))
 
     @property
     def idle(self) -> bool:
-        """Whether all answers have all their texts. One that is cancelled needs no more."""
+        """Whether all answers are sent completely, or cancelled."""
         return all(sequence.over for sequence in list(self._answers))
 
     def close(self, reason: EngineError) -> None:
-        """Lets go of the process; what it still owes an answer fails with the reason. Does not
-        block."""
+        """Release the process; unsent answers fail with the reason. Does not block."""
         with self._closing:
             if self._closed is not None:
                 return
             self._closed = reason
         self._processes.release(self._digest, self)
         for task in self._process.turns.take(self):
-            task()  # it finds this closed
+            task()  # fails with the reason
         for sequence in list(self._answers):
-            sequence.tell(reason)
+            sequence.send(reason)
 
-    def _tell(self, sequences: list[Sequence]) -> None:
+    def _send_all(self, sequences: list[Sequence]) -> None:
         for sequence in dict.fromkeys(sequences):
             try:
-                for token in sequence.take():
+                for token in sequence.take_tokens():
                     if not sequence.over:
-                        self._tell_token(sequence, token)
+                        self._send_token(sequence, token)
             except EngineError as error:
                 logger.error("the texts of %s failed: %s", self.file, error.message)
-                sequence.tell(self._closed or error)
+                sequence.send(self._closed or error)
             except Exception:
                 logger.exception("the texts of %s failed", self.file)
-                sequence.tell(EngineError("the answer could not be given"))
+                sequence.send(EngineError("the answer could not be given"))
             if sequence.over:
                 self._answers.pop(sequence, None)
 
-    def _tell_token(self, sequence: Sequence, token: Token) -> None:
+    def _send_token(self, sequence: Sequence, token: Token) -> None:
         answer = self._answers.get(sequence) or self._begin(sequence)
         token.text, stopped = answer.write(token.id, token.finish_reason)
         if token.logprobs is not None or token.prefill:
@@ -259,7 +261,7 @@ class Texts:
         if stopped or token.finish_reason == "complete":
             token.finish_reason = "stop"
         self._statistics.tokens += 1
-        sequence.tell(token)
+        sequence.send(token)
         if token.finish_reason is not None:
             self._statistics.finished(time.monotonic() - sequence.queued_at)
 
@@ -268,7 +270,7 @@ class Texts:
             self._answers.pop(other, None)
         detokenizer = self._table.detokenizer(sequence.prompt, self._decode)
         p = sequence.parameters
-        # What is cut from other answers may be part of a form.
+        # Text that is stripped from other answers may be part of a form.
         strip = () if p.form else self._strip
         leading_space = p.form is not None and begins_with_space(p.form)
         answer = AnswerText(detokenizer, p.stop, strip, p.min_new_tokens, leading_space)
@@ -276,9 +278,9 @@ class Texts:
         return answer
 
     def _decode(self, ids: list[int]) -> tuple[str, int, str]:
-        found = self._call(DECODE_S, "decode", ids)
-        if isinstance(found, list) and list(map(type, found)) == [str, int, str]:
-            text, begin, last = found
+        decoded = self._call(DECODE_S, "decode", ids)
+        if isinstance(decoded, list) and list(map(type, decoded)) == [str, int, str]:
+            text, begin, last = decoded
             texts = (t.encode("utf-8", "replace").decode() for t in (text, last))
             return next(texts), begin, next(texts)
-        raise self._process.give_up("it gave no text")
+        raise self._process.fail("it gave no text")

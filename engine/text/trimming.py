@@ -1,13 +1,13 @@
-"""Cuts texts such as spaces from both ends of an answer that comes in pieces."""
+"""Strips texts such as spaces from both ends of an answer that comes in pieces."""
 
 from __future__ import annotations
 
 
 class Trimmer:
-    """Each of `texts` is cut as often as it stands there: of the answer the longest beginning that
-    is made of them, and of what is left the longest end.
+    """Strips each of `texts` as often as it occurs at an end.
 
-    Of every position it is known where the longest run of such texts that ends there begins, so a
+    That is the longest prefix of the answer that is made of them, and then the longest suffix. For
+    each position the beginning of the longest run of such texts that ends there is known, so a
     character costs as many comparisons as there are texts, however they overlap.
     """
 
@@ -18,30 +18,30 @@ class Trimmer:
         self._longest = max(map(len, texts), default=0)
         self._begun = not texts
         self._held = ""
-        self._given = 0  # characters in front of `_held`
+        self._num_sent = 0  # characters in front of `_held`
         self._runs = [0]  # by position in `_held`; counted from the answer's begin
 
     def feed(self, text: str) -> str:
-        """What of the answer so far is sure to be part of it."""
+        """The part of the answer so far that is final."""
         if not self._texts:
             return text
         self._read(text)
         if not self._begun and self._keep() > 0:
             self._begin()
         keep = self._keep()
-        given, self._held = self._held[:keep], self._held[keep:]
+        final, self._held = self._held[:keep], self._held[keep:]
         del self._runs[:keep]
-        self._given += keep
-        return given
+        self._num_sent += keep
+        return final
 
     def finish(self, text: str) -> str:
-        """The rest, once `text` is the last."""
+        """The rest, after `text`, which is the last."""
         if not self._texts:
             return text
-        given = self.feed(text)
+        final = self.feed(text)
         if not self._begun:
             self._begin()
-        return given + self._held[: self._runs[-1] - self._given]
+        return final + self._held[: self._runs[-1] - self._num_sent]
 
     def _read(self, text: str) -> None:
         self._held += text
@@ -51,17 +51,17 @@ class Trimmer:
                 for text in self._texts
                 if self._held.endswith(text, 0, end)
             ]
-            self._runs.append(min(begins, default=self._given + end))
+            self._runs.append(min(begins, default=self._num_sent + end))
 
     def _keep(self) -> int:
-        """Where in `_held` begins what may turn out to be the end."""
+        """The index in `_held` from where on it may be the suffix."""
         end = len(self._held)
         openings = range(min(self._longest, end + 1))
         begins = [self._runs[end - n] for n in openings if self._held[end - n :] in self._openings]
-        return min(begins) - self._given
+        return min(begins) - self._num_sent
 
     def _begin(self) -> None:
-        """Cuts the front; the end's runs begin behind it."""
+        """Strip the prefix; runs of the suffix begin behind it."""
         front = max(at for at, begin in enumerate(self._runs) if begin == 0)
         rest, self._held, self._runs, self._begun = self._held[front:], "", [0], True
         self._read(rest)

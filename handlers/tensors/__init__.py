@@ -1,1 +1,1 @@
-"""Models of tensors: ONNX graphs and MXNet symbol checkpoints, which their own workers hold."""
+"""Models of tensors: ONNX graphs and MXNet symbol checkpoints, computed by their own workers."""

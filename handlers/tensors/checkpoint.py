@@ -1,4 +1,4 @@
-"""Reads MXNet symbol checkpoints: what `Module.save_checkpoint("model", 0)` writes.
+"""Reads MXNet symbol checkpoints, the files of `Module.save_checkpoint("model", 0)`.
 
 model-symbol.json, model-0000.params
 model-shapes.json                       [{"shape": [1, 2], "name": "data"}]
@@ -16,14 +16,14 @@ from common.model_files import SYMBOL
 from common.mxnet_compat import mx
 from handlers.tensors.files import SHAPES
 
-# Operators that run Python of whoever trained the model, or that take addresses in memory.
+# Operators that call Python code or take addresses of memory.
 REFUSED_OPERATORS = {"Custom", "_npi_Custom", "_Native", "_NDArray", "_CustomFunction"}
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def data_shapes(folder: Path) -> Shapes:
-    """What `model-shapes.json` says. Raises `ArtifactError`."""
+    """The shapes in `model-shapes.json`, by input. Raises `ArtifactError`."""
     try:
         rows = json.loads((folder / SHAPES).read_text(encoding="utf-8"))
         shapes = {row["name"]: tuple(row["shape"]) for row in rows}
@@ -39,12 +39,12 @@ def data_shapes(folder: Path) -> Shapes:
 
 
 def load_symbol(folder: Path, shapes: Shapes) -> Any:
-    """The graph, which takes the inputs that `shapes` names. Raises `ArtifactError`."""
+    """The graph, checked to have the inputs `shapes`. Raises `ArtifactError`."""
     text = (folder / SYMBOL).read_text(encoding="utf-8", errors="replace")
     operators: set[str] = set()
 
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Also of graphs within nodes, such as `_foreach`, and where a key is there twice."""
+        """Sees also subgraphs of nodes, such as `_foreach`'s, and duplicate keys."""
         operators.update(value for key, value in pairs if key == "op")
         return dict(pairs)
 
@@ -55,8 +55,8 @@ def load_symbol(folder: Path, shapes: Shapes) -> Any:
     refused = sorted(operators & REFUSED_OPERATORS)
     if refused:
         raise ArtifactError(
-            f"{SYMBOL} has the operator {refused[0]}, which needs code of its own: bring it in"
-            " code/inference.py"
+            f"{SYMBOL} has the operator {refused[0]}, which runs code or uses addresses of"
+            " memory: load the model in code/inference.py"
         )
     try:
         symbol = mx.sym.load_json(text)
@@ -72,9 +72,11 @@ def load_symbol(folder: Path, shapes: Shapes) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """MXNet's own words in one line, without the stack of C++ functions and its places."""
+    """MXNet's error message in one line, without the C++ stack trace and source locations."""
     lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line and not line.startswith(("Stack trace", "[bt]", "File"))]
-    text = (told or ["unknown"])[-1].removeprefix("MXNetError: ")
+    texts = [
+        line for line in lines if line and not line.startswith(("Stack trace", "[bt]", "File"))
+    ]
+    text = (texts or ["unknown"])[-1].removeprefix("MXNetError: ")
     text = re.sub(r"(Error in operator [^:]*: )?\[[\d:]+\] \S+:\d+: ", "", text)
     return re.sub(r"Check failed: [^:]*(::[^:]*)*: (?=.)", "", text)[:300]

@@ -1,6 +1,6 @@
-"""Tensors as bytes: JSON, CSV and NPY in and out, checked against what a model takes.
+"""Decodes and encodes tensors in JSON, CSV and NPY, checked against a model's inputs.
 
-Values must fit exactly: nothing is cut, rounded to an integer, or read as NaN.
+Values must fit exactly: none is truncated, rounded to an integer, or read as NaN.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -26,10 +26,11 @@ npy: Any = np.lib.format
 
 CSV = "text/csv"
 NPY = "application/x-npy"
-MAX_NPY_HEADER = 1024  # of 32 dimensions; numpy takes a tenth of a second for 9,000 minus signs
+# Bytes: enough for 32 dimensions. numpy evaluates a header as Python: 9,000 minus signs take 0.1 s.
+MAX_NPY_HEADER = 1024
 MEDIA_TYPES = (JSON, CSV, NPY)
 
-# The datatypes of the Open Inference Protocol. BYTES are texts, in arrays of Python objects.
+# The datatypes of the Open Inference Protocol. BYTES are texts, in arrays of dtype object.
 DATATYPES = {
     "BOOL": np.dtype(bool),
     **{f"UINT{bits}": np.dtype(f"u{bits // 8}") for bits in (8, 16, 32, 64)},
@@ -38,19 +39,20 @@ DATATYPES = {
     "BYTES": np.dtype(object),
 }
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
+DTYPES = ", ".join(map(str, NAMES))  # for messages
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a model takes or gives. A dimension that may be anything is its name, or None.
+    """An input or output of a model. A dimension of any size is its name, or None.
 
-    `takes` knows whether the model computes with a shape that is another one.
+    `accepts`: whether the model can also compute a shape that differs from `shape`.
     """
 
     name: str
     datatype: str
     shape: tuple[int | str | None, ...]
-    takes: Callable[[tuple[int, ...]], bool] | None = field(default=None, compare=False, repr=False)
+    accepts: Callable[[tuple[int, ...]], bool] | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -58,7 +60,7 @@ class TensorSpec:
 
     @property
     def v2_shape(self) -> list[int]:
-        """-1 for what may be anything."""
+        """The shape with -1 for dimensions of any size."""
         return [size if isinstance(size, int) else -1 for size in self.shape]
 
     def __str__(self) -> str:
@@ -66,17 +68,18 @@ class TensorSpec:
         return f"{self.datatype} [{sizes}]"
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        """Raises `InvalidRequest` that says which shape is right."""
+        """Raises `InvalidRequest` with the right shape."""
         fits = len(shape) == len(self.shape) and all(
-            not isinstance(wanted, int) or size == wanted
-            for size, wanted in zip(shape, self.shape, strict=True)
+            not isinstance(expected, int) or size == expected
+            for size, expected in zip(shape, self.shape, strict=True)
         )
-        if not fits and not (self.takes and min(shape, default=0) > 0 and self.takes(tuple(shape))):
+        positive = min(shape, default=0) > 0
+        if not fits and not (self.accepts and positive and self.accepts(tuple(shape))):
             raise InvalidRequest(f"{self.name} has shape {list(shape)}, must be {self}")
 
 
 def listed(specs: Sequence[TensorSpec]) -> str:
-    """For people: `input_ids INT64 [batch, sequence], ...`."""
+    """For messages: `input_ids INT64 [batch, sequence], ...`."""
     return ", ".join(f"{spec.name} {spec}" for spec in specs)
 
 
@@ -84,11 +87,11 @@ def listed(specs: Sequence[TensorSpec]) -> str:
 
 
 def from_values(value: Any, spec: TensorSpec) -> Array:
-    """Nested lists as an array of the spec's type, of whatever shape they have."""
+    """Converts nested lists to an array of the spec's datatype and of any shape."""
     if spec.datatype == "BYTES":
         return _texts(value, spec)
     if _holds_text(value):
-        raise InvalidRequest(f"{spec.name} holds what are no numbers, must be {spec}")
+        raise InvalidRequest(f"{spec.name} holds values that are no numbers, must be {spec}")
     try:
         array = np.array(value)
     except ValueError:
@@ -99,7 +102,10 @@ def from_values(value: Any, spec: TensorSpec) -> Array:
 
 
 def _holds_text(value: Any) -> bool:
-    """Beside a text numpy makes texts of all numbers, each with room for the longest one."""
+    """Whether nested lists contain a text.
+
+    numpy would convert all values to texts, each of the size of the longest.
+    """
     level = [[value]]
     while level:
         kinds = set(map(type, chain.from_iterable(level)))
@@ -110,7 +116,7 @@ def _holds_text(value: Any) -> bool:
 
 
 def _exact_integers(value: Any, array: Array, spec: TensorSpec) -> Array:
-    """numpy makes floats of integers that are beyond int64 together with others."""
+    """Converts integers exactly; numpy makes floats of a list with integers beyond int64."""
     exact = np.array(value, dtype=object)
     if exact.size == 0 or not all(type(number) is int for number in exact.ravel()):
         return cast(array, spec)
@@ -122,50 +128,53 @@ def _texts(value: Any, spec: TensorSpec) -> Array:
     array = np.array(value, dtype=object)
     for text in array.ravel():
         if not isinstance(text, str):
-            what = "rows of different lengths" if isinstance(text, list) else quoted(text, 50)
-            raise InvalidRequest(f"{spec.name} holds {what}, must be texts: {spec}")
+            content = "rows of different lengths" if isinstance(text, list) else quoted(text, 50)
+            raise InvalidRequest(f"{spec.name} holds {content}, must be texts: {spec}")
     return array
 
 
 def cast(array: Array, spec: TensorSpec) -> Array:
-    """The array in the spec's type, its values unchanged. Raises `InvalidRequest`."""
-    wanted, kind = spec.dtype, array.dtype.kind
-    if array.dtype == wanted:
+    """The array in the spec's datatype. Raises `InvalidRequest` if a value would change."""
+    dtype, kind = spec.dtype, array.dtype.kind
+    if array.dtype == dtype:
         return array
-    if array.size == 0 and kind in "iuf":  # an empty list says nothing about its type
-        return array.astype(wanted)
+    if array.size == 0 and kind in "iuf":  # an empty list is float64 in numpy
+        return array.astype(dtype)
     if spec.datatype == "BOOL" and kind in "iu" and not ((array != 0) & (array != 1)).any():
         return array.astype(bool)
-    if kind not in {"f": "iuf", "i": "iu", "u": "iu"}.get(wanted.kind, ""):
+    if kind not in {"f": "iuf", "i": "iu", "u": "iu"}.get(dtype.kind, ""):
         raise InvalidRequest(f"{spec.name} holds {_kind(array)}, must be {spec}")
-    if wanted.kind in "iu":
+    if dtype.kind in "iu":
         _check_range(int(array.min()), int(array.max()), spec)
-        return array.astype(wanted)
+        return array.astype(dtype)
     with np.errstate(over="ignore"):
-        converted = array.astype(wanted)
-    lost = np.isinf(converted) & np.isfinite(array)
-    if lost.any():
-        raise InvalidRequest(f"{spec.name} holds {array[lost][0]}, which is no {spec.datatype}")
+        converted = array.astype(dtype)
+    overflowed = np.isinf(converted) & np.isfinite(array)
+    if overflowed.any():
+        raise _out_of_range(array[overflowed][0], spec)
     return converted
 
 
 def _check_range(low: int, high: int, spec: TensorSpec) -> None:
     limits = np.iinfo(spec.dtype)
     if low < limits.min or high > limits.max:
-        bad = low if low < limits.min else high
-        raise InvalidRequest(f"{spec.name} holds {bad}, which is no {spec.datatype}")
+        raise _out_of_range(low if low < limits.min else high, spec)
+
+
+def _out_of_range(value: Any, spec: TensorSpec) -> InvalidRequest:
+    return InvalidRequest(f"{spec.name} holds {value}, out of range for {spec.datatype}")
 
 
 def _kind(array: Array) -> str:
     kinds = {"b": "true and false", "i": "integers", "u": "integers", "f": "fractions"}
-    return kinds.get(array.dtype.kind, "what are no numbers")
+    return kinds.get(array.dtype.kind, "values that are no numbers")
 
 
 # From bytes
 
 
 def parse_json(body: bytes | str) -> Any:
-    """Raises `InvalidRequest`; NaN and Infinity are not JSON."""
+    """The JSON value. Raises `InvalidRequest`, also for NaN and Infinity."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -173,7 +182,7 @@ def parse_json(body: bytes | str) -> Any:
 
 
 def decode(body: bytes, media_type: str, spec: TensorSpec) -> Array:
-    """The one tensor that the body holds. Raises `InvalidRequest`, `UnsupportedMediaType`."""
+    """The single tensor in the body. Raises `InvalidRequest`, `UnsupportedMediaType`."""
     if media_type == JSON:
         array = from_values(parse_json(body), spec)
     elif media_type == CSV:
@@ -189,7 +198,7 @@ def decode(body: bytes, media_type: str, spec: TensorSpec) -> Array:
 
 
 def _from_csv(body: bytes, spec: TensorSpec) -> Array:
-    """A line a row; lines may also be rows of one larger row, such as an image's."""
+    """One row of the tensor per line, or several lines per row, such as an image's."""
     try:
         text = body.decode("utf-8-sig")
         lines = [line for line in csv.reader(io.StringIO(text, newline=""), strict=True) if line]
@@ -224,15 +233,15 @@ def _cell(cell: str, line: int, column: int, spec: TensorSpec) -> int | float | 
 
 
 def from_npy(body: bytes) -> Array:
-    """Arrays of numbers only: nothing is unpickled, and no more is allocated than was sent."""
+    """An array of numbers. Never unpickles, nor allocates more memory than the body has bytes."""
     file = io.BytesIO(body)
     try:
         version = npy.read_magic(file)
         if version in ((1, 0), (2, 0)):
-            one = version == (1, 0)
-            read = npy.read_array_header_1_0 if one else npy.read_array_header_2_0
+            first = version == (1, 0)
+            read = npy.read_array_header_1_0 if first else npy.read_array_header_2_0
             shape, fortran, dtype = read(file, max_header_size=MAX_NPY_HEADER)
-    except Exception as error:  # a header is Python: what reads it raises all sorts
+    except Exception as error:  # numpy evaluates the header, which raises many kinds of errors
         reason = str(error).split("\n")[0] or type(error).__name__
         raise InvalidRequest(f"the body is not NPY: {reason}") from None
     if version not in ((1, 0), (2, 0)):
@@ -258,7 +267,7 @@ def from_npy(body: bytes) -> Array:
 
 
 def encode(outputs: Mapping[str, Array], media_type: str) -> bytes:
-    """One output as it is; several as a JSON object by their names. Raises `NotAcceptable`."""
+    """A single output, or a JSON object of several by name. Raises `NotAcceptable`."""
     if media_type == JSON:
         single = len(outputs) == 1
         return to_json(next(iter(outputs.values())) if single else dict(outputs))
@@ -281,8 +290,11 @@ def encode(outputs: Mapping[str, Array], media_type: str) -> bytes:
 
 
 def to_json(value: Any) -> bytes:
-    """Arrays may stand anywhere in it. NaN and Infinity are written by these names, as Python's
-    `json` and Triton do, where there are any: JSON itself has no word for them."""
+    """JSON of a value that may contain arrays.
+
+    NaN and Infinity, which are not JSON, are written as `NaN` and `Infinity`, as by Python's `json`
+    and Triton.
+    """
     if _all_finite(value):
         return orjson.dumps(value, default=_to_list, option=orjson.OPT_SERIALIZE_NUMPY)
     return json.dumps(value, default=_to_list, ensure_ascii=False).encode("utf-8")
@@ -297,5 +309,5 @@ def _all_finite(value: Any) -> bool:
 
 
 def _to_list(array: Any) -> Any:
-    """What orjson and json do not write by themselves: texts, arrays that are not contiguous."""
+    """Converts arrays that orjson cannot write: of texts, or not contiguous."""
     return array.tolist()

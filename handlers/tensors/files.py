@@ -1,4 +1,4 @@
-"""Which files make a model of tensors, and where they lie. Imports nothing that is large."""
+"""Finds the files of a model of tensors. Imports no large module."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from common.errors import ArtifactError
 from common.model_files import GRAPH, SYMBOL
 
 PARAMS, SHAPES = "model-0000.params", "model-shapes.json"
-# A graph that lies beside these is a companion, not what the model is served by.
+# Beside one of these an ONNX graph is a companion file: the engine serves the model.
 OTHER_WEIGHTS = ("*.params", "*.safetensors", "*.spiece", "pytorch_model*.bin")
 
 
 def is_symbol(model_dir: str) -> bool:
-    """Whether `model_dir` holds an MXNet symbol checkpoint; KoGPT2's exports have a tokenizer."""
+    """Whether `model_dir` holds an MXNet symbol checkpoint without a tokenizer, unlike KoGPT2's."""
     folder = Path(model_dir)
     return any((folder / sub / SYMBOL).exists() for sub in ("", "model")) and not any(
         folder.glob("*.spiece")
@@ -21,9 +21,9 @@ def is_symbol(model_dir: str) -> bool:
 
 
 def symbol_folder(model_dir: str) -> Path:
-    """Where the checkpoint's files lie: the artifact's root, or `model/`.
+    """The folder of the checkpoint's files: the artifact's root, or `model/`.
 
-    Raises `ArtifactError` that names what is missing.
+    Raises `ArtifactError` with the names of missing files.
     """
     root = Path(model_dir)
     folder = root if (root / SYMBOL).exists() else root / "model"
@@ -37,7 +37,7 @@ def symbol_folder(model_dir: str) -> Path:
 
 
 def is_graph(model_dir: str) -> bool:
-    """Whether `model_dir` holds an ONNX model, and none for whom that is only a companion."""
+    """Whether `model_dir` holds an ONNX graph, and no other weights."""
     folder = Path(model_dir)
     if any(True for pattern in OTHER_WEIGHTS for _ in folder.glob(pattern)):
         return False
@@ -51,7 +51,7 @@ def find_graph(model_dir: str) -> tuple[Path, str]:
         return folder / GRAPH, "1"
     versions = _versions(folder)
     if not versions:
-        raise ArtifactError(f"there is no {GRAPH} and no 1/{GRAPH}")
+        raise ArtifactError(f"there is no {GRAPH} and no 1/{GRAPH}, must be one of them")
     models = {path.parent.parent for _, path in versions}
     if len(models) > 1:
         names = ", ".join(sorted(model.name for model in models))
@@ -63,7 +63,7 @@ def find_graph(model_dir: str) -> tuple[Path, str]:
 def _versions(folder: Path) -> list[tuple[int, Path]]:
     """Version and file of each `1/model.onnx`, or else `name/1/model.onnx`."""
     for pattern in (f"*/{GRAPH}", f"*/*/{GRAPH}"):
-        found = [path for path in folder.glob(pattern) if path.parent.name.isdecimal()]
-        if found:
-            return sorted((int(path.parent.name), path) for path in found)
+        paths = [path for path in folder.glob(pattern) if path.parent.name.isdecimal()]
+        if paths:
+            return sorted((int(path.parent.name), path) for path in paths)
     return []

@@ -1,8 +1,8 @@
-"""A model as an ONNX graph, `model.onnx`: tensors in, tensors out.
+"""The handler for ONNX graphs: tensors in, tensors out.
 
-The file lies in the artifact, in `1/model.onnx` (the highest number counts), or in one folder more,
-as Triton and SageMaker's multi-model archives have it: `name/1/model.onnx`. Weights may lie in
-files beside it. Only onnxruntime's own operators run: libraries of others are never loaded.
+The graph is `model.onnx`, `1/model.onnx` (the highest version is served), or, as in Triton's
+repositories and SageMaker's multi-model archives, `name/1/model.onnx`. Its weights may be in files
+beside it. Only onnxruntime's own operators run: libraries of custom operators are never loaded.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from handlers.tensors.v2 import Metadata
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # as `handlers.dispatch` wants them
+__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # of `handlers.dispatch.Handler`
 
 IN_ENGINE = False
-# Resident bytes while a graph is made ready: of its own file twice the size, of weights beside it a
-# copy that suits the processor; and what the library takes.
-FILE_FACTOR, WEIGHTS_FACTOR = 2.0, 1.2
+# Peak resident bytes of a load, as factors of the graph's own size (file and parsed graph) and of
+# the weights beside it (a copy packed for the processor), and of the library. Larger values refuse
+# models that would fit; with smaller ones the kernel may kill the worker.
+GRAPH_FACTOR, WEIGHTS_FACTOR = 2.0, 1.2
 LIBRARY_BYTES = 64 << 20
 
 DATATYPES = {
@@ -43,19 +44,20 @@ DATATYPES = {
 
 
 def model_fn(model_dir: str, name: str | None = None) -> OnnxModel:
-    """Raises `ArtifactError` with the reason in one sentence, or `OutOfMemory`."""
+    """Loads the graph. Raises `ArtifactError` with the reason in one sentence, or `OutOfMemory`."""
     path, version = find_graph(model_dir)
-    own = path.stat().st_size
-    all_files = sum(file.stat().st_size for file in path.parent.rglob("*") if file.is_file())
-    needed = FILE_FACTOR * own + WEIGHTS_FACTOR * (all_files - own) + LIBRARY_BYTES
+    graph_bytes = path.stat().st_size
+    total_bytes = sum(file.stat().st_size for file in path.parent.rglob("*") if file.is_file())
+    needed = GRAPH_FACTOR * graph_bytes + LIBRARY_BYTES
+    needed += WEIGHTS_FACTOR * (total_bytes - graph_bytes)
     check_memory(int(needed), "the model")
     model = OnnxModel(path, client_name(name or Path(model_dir).name), version)
-    return_freed_memory()  # the file's own bytes
+    return_freed_memory()  # the bytes of the file
     return model
 
 
 class OnnxModel:
-    """A session, which several threads may run at the same time."""
+    """An onnxruntime session. Thread-safe."""
 
     def __init__(self, path: Path, name: str, version: str) -> None:
         from common import onnx_session
@@ -70,23 +72,28 @@ class OnnxModel:
         self.metadata = Metadata(
             name,
             "onnxruntime_onnx",
-            [_input(given) for given in self._session.get_inputs()],
+            [_input_spec(value) for value in self._session.get_inputs()],
             [_spec(o) for o in self._session.get_outputs() if _datatype(o)],
             version,
             {o.name: o.type for o in self._session.get_outputs() if not _datatype(o)},
         )
         if not self.metadata.outputs:
-            raise ArtifactError(f"{path.name} gives no tensor, but {self.metadata.unserved}")
-        # More at once would only take more memory, not less time.
-        self._turns = threading.BoundedSemaphore(max(2, cpu_count()))
+            raise ArtifactError(
+                f"{path.name} has no output that is a tensor, but {self.metadata.unserved}"
+            )
+        # More concurrent runs take more memory and no less time.
+        self._slots = threading.BoundedSemaphore(max(2, cpu_count()))
 
     def run(
         self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float | None
     ) -> dict[str, Array]:
-        if not self._turns.acquire(timeout=timeout_s):
-            raise DeadlineExceeded(f"no turn within {timeout_s:g} s")
+        if not self._slots.acquire(timeout=timeout_s):
+            raise DeadlineExceeded(f"no answer within {timeout_s:g} s: other requests came first")
         try:
-            with self._ended_after(timeout_s) as options, self._runtime.out_of_memory("the answer"):
+            with (
+                self._cancel_after(timeout_s) as options,
+                self._runtime.out_of_memory("the answer"),
+            ):
                 values = self._session.run(list(outputs), dict(inputs), options)
         except EngineError:
             raise
@@ -94,23 +101,23 @@ class OnnxModel:
             logger.warning("the graph failed: %s", error)
             if options.terminate:
                 raise DeadlineExceeded(f"no answer within {timeout_s:g} s") from None
-            given = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
             raise InvalidRequest(
-                f"the model cannot compute with {given}: {_reason(error)}; it takes"
+                f"the model cannot compute with {shapes}: {_reason(error)}; it takes"
                 f" {listed(self.metadata.inputs)}"
             ) from None
         finally:
-            self._turns.release()
+            self._slots.release()
         return dict(zip(outputs, values, strict=True))
 
     @contextlib.contextmanager
-    def _ended_after(self, timeout_s: float | None) -> Iterator[Any]:
-        """Options of a run that gives up its cores when nobody waits for it any more."""
+    def _cancel_after(self, timeout_s: float | None) -> Iterator[Any]:
+        """Options of a run that is cancelled after `timeout_s`."""
         options = self._runtime.run_options()
         timer = threading.Timer(timeout_s or 0, setattr, (options, "terminate", True))
         timer.daemon = True
         if timeout_s is not None:
-            with contextlib.suppress(RuntimeError):  # no thread can be had: a run ends by itself
+            with contextlib.suppress(RuntimeError):  # no thread: the run is not cancelled
                 timer.start()
         try:
             yield options
@@ -119,7 +126,7 @@ class OnnxModel:
 
 
 def _datatype(value: Any) -> str | None:
-    """Of a `NodeArg`, `tensor(float)`; None for what is no tensor, or of an unknown type."""
+    """The datatype of a `NodeArg` like `tensor(float)`; None if it is no tensor of a known type."""
     kind: str = value.type
     return DATATYPES.get(kind.removeprefix("tensor(").removesuffix(")"))
 
@@ -130,7 +137,7 @@ def _spec(value: Any) -> TensorSpec:
     return TensorSpec(value.name, datatype, tuple(value.shape))
 
 
-def _input(value: Any) -> TensorSpec:
+def _input_spec(value: Any) -> TensorSpec:
     if _datatype(value) is None:
         raise ArtifactError(
             f"input {value.name} is {value.type}, but only tensors of"
@@ -140,7 +147,7 @@ def _input(value: Any) -> TensorSpec:
 
 
 def _reason(error: Exception) -> str:
-    """onnxruntime's own words in one line, without its sources' places and our own paths."""
+    """onnxruntime's error message in one line, without source locations and our paths."""
     text = str(error).split(" : ", 3)[-1].split("Status Message: ")[-1]
     text = re.sub(r"/onnxruntime_src/\S+ [^)]*\) |Load model from .*? failed: ?", "", text)
     return " ".join(text.split())[:300].rstrip(".")

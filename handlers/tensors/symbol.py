@@ -1,7 +1,7 @@
-"""MXNet symbol checkpoints, as the SageMaker MXNet serving container serves them without a script.
+"""The handler for MXNet symbol checkpoints, as served by the SageMaker MXNet container.
 
-MXNet's Python side is called by one thread at a time; what it has been told to compute runs on its
-own threads, for several requests side by side.
+MXNet's Python interface is called by one thread at a time; its own threads compute several requests
+in parallel.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from handlers.model_spec import client_name
 from handlers.tensors import symbol_module
 from handlers.tensors.admission import check_memory
 from handlers.tensors.checkpoint import Shapes, data_shapes, load_symbol, reason
-from handlers.tensors.codec import NAMES, Array, TensorSpec
+from handlers.tensors.codec import DTYPES, NAMES, Array, TensorSpec
 from handlers.tensors.files import PARAMS, SHAPES, symbol_folder
 from handlers.tensors.tensor_model import describe, transform_fn
 from handlers.tensors.v2 import Metadata
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # as `handlers.dispatch` wants them
+__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # of `handlers.dispatch.Handler`
 
 IN_ENGINE = False
-FOR_SCRIPTS = symbol_module  # which expect MXNet's own module
-MXNET_BYTES = 200 << 20
-# What a training graph takes beside its data, and what answers do not depend on.
+FOR_SCRIPTS = symbol_module  # users' scripts expect a `mx.mod.Module`
+MXNET_BYTES = 200 << 20  # resident memory of the library itself
+# Suffix of a training graph's inputs that predictions do not depend on.
 LABEL = "label"
 
 
 def model_fn(model_dir: str, name: str | None = None) -> SymbolModel:
-    """Raises `ArtifactError` with the reason in one sentence, or `OutOfMemory`."""
+    """Loads the graph. Raises `ArtifactError` with the reason in one sentence, or `OutOfMemory`."""
     folder = symbol_folder(model_dir)
-    # The weights as they are, and as the convolutions want them.
+    # The weights, and their copy in the layout of the convolutions.
     check_memory(2 * (folder / PARAMS).stat().st_size + MXNET_BYTES, "the model")
     model = SymbolModel(folder, client_name(name or Path(model_dir).name))
     return_freed_memory()
@@ -54,55 +54,56 @@ def model_fn(model_dir: str, name: str | None = None) -> SymbolModel:
 
 
 class SymbolModel:
-    """A graph and its weights; any number of rows at a time, if the graph can."""
+    """A graph and its weights. Computes any number of rows at a time if the graph allows it."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._shapes = data_shapes(folder)
         self._symbol = load_symbol(folder, self._shapes)
         self._order, self._outputs = self._symbol.list_inputs(), self._symbol.list_outputs()
         self._labels = [n for n in self._order if n.endswith(LABEL) and n not in self._shapes]
-        given = {*self._shapes, *self._labels}
+        fed = {*self._shapes, *self._labels}
         weights = read_params(folder / PARAMS)
-        needed = [n for n in self._order if n not in given]
+        needed = [n for n in self._order if n not in fed]
         missing = [n for n in needed if n not in weights]
         if missing:
             raise ArtifactError(f"{PARAMS} lacks {', '.join(missing)[:300]}")
-        # Some operators' weights have no shape of their own but that of the file's.
-        self._known: Shapes = {}
-        found = self._infer(self._shapes, partial=True)
+        # MXNet cannot infer the shapes of some operators' weights: those are the file's.
+        self._weight_shapes: Shapes = {}
+        inferred = self._infer(self._shapes, partial=True)
         for n in needed:
-            if found[n] and all(found[n]) and tuple(weights[n].shape) != found[n]:
+            if inferred[n] and all(inferred[n]) and tuple(weights[n].shape) != inferred[n]:
                 raise ArtifactError(
                     f"{n} has shape {list(weights[n].shape)} in {PARAMS}, must be"
-                    f" {list(found[n])} with the shapes of {SHAPES}"
+                    f" {list(inferred[n])} with the shapes of {SHAPES}"
                 )
         arguments = self._symbol.list_arguments()
-        self._known = {n: tuple(weights[n].shape) for n in needed if n in arguments}
-        found = self._infer(self._shapes)
+        self._weight_shapes = {n: tuple(weights[n].shape) for n in needed if n in arguments}
+        inferred = self._infer(self._shapes)
         self._batch = next(iter(self._shapes.values()))[0]
-        rows = [*self._shapes.values(), *(found[n] for n in self._outputs)]
-        # Else it may be that rows are no rows, and a request must have just these shapes.
+        rows = [*self._shapes.values(), *(inferred[n] for n in self._outputs)]
+        # Otherwise the first dimension may be no batch, and requests must have the file's shapes.
         self._batched = all(shape[:1] == (self._batch,) for shape in rows)
         self._dtypes = self._infer_types({n: weights[n].dtype for n in needed})
         self._weights = {n: mx.nd.array(weights[n], dtype=weights[n].dtype) for n in needed}
         mx.nd.waitall()
         self._graph = mx.nd.CachedOp(self._symbol, [("static_alloc", False)])
         self._lock = threading.Lock()
-        self._turns = threading.BoundedSemaphore(cpu_count())
+        self._slots = threading.BoundedSemaphore(cpu_count())
         self.metadata = Metadata(
             name,
             "mxnet_symbol",
             [self._spec(n, shape) for n, shape in self._shapes.items()],
-            [self._spec(n, found[n]) for n in self._outputs],
+            [self._spec(n, inferred[n]) for n in self._outputs],
         )
-        self._try()
+        self._test_run()
 
-    def _infer_types(self, given: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
-        """Of all inputs and outputs, by name, from the weights'."""
+    def _infer_types(self, weights: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
+        """The dtypes of all inputs and outputs, by name, from the weights' dtypes."""
         try:
-            # Partial: what nothing says is the label's, or float32.
-            found = self._symbol.infer_type_partial(**{n: t.type for n, t in given.items()})
-            arguments, outputs, _ = found
+            # Partial, because the labels' dtypes remain unknown: float32 below.
+            arguments, outputs, _ = self._symbol.infer_type_partial(
+                **{n: t.type for n, t in weights.items()}
+            )
         except mx.MXNetError as error:
             raise ArtifactError(f"{SYMBOL} and {PARAMS} do not fit: {reason(error)}") from None
         names = (*self._symbol.list_arguments(), *self._symbol.list_outputs())
@@ -110,15 +111,15 @@ class SymbolModel:
         return {n: np.dtype(t or np.float32) for n, t in zip(names, types, strict=True)}
 
     def _infer(self, shapes: Shapes, *, partial: bool = False) -> Shapes:
-        """Of all inputs and outputs, by name; with `partial` what cannot be told is 0.
+        """The shapes of all inputs and outputs, by name; with `partial` unknown sizes are 0.
 
-        Raises `ArtifactError` if the graph cannot compute.
+        Raises `ArtifactError` if the graph cannot compute `shapes`.
         """
         infer = self._symbol.infer_shape_partial if partial else self._symbol.infer_shape
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of what cannot be told
-                arguments, outputs, states = infer(**self._known, **shapes)
+                warnings.simplefilter("ignore")  # MXNet warns of unknown shapes
+                arguments, outputs, states = infer(**self._weight_shapes, **shapes)
         except mx.MXNetError as error:
             raise ArtifactError(f"{SYMBOL} cannot compute {shapes}: {reason(error)}") from None
         if arguments is None:
@@ -133,22 +134,22 @@ class SymbolModel:
     def _spec(self, name: str, shape: tuple[int, ...]) -> TensorSpec:
         dtype = self._dtypes[name]
         if dtype not in NAMES:
-            raise ArtifactError(f"{name} is of {dtype}, which cannot be sent")
+            raise ArtifactError(f"{name} is of {dtype}, must be one of {DTYPES}")
         if not self._batched:
             return TensorSpec(name, NAMES[dtype], shape)
-        # As in SageMaker's container, whose MXNet binds a lone input's shape as it comes: a graph
-        # that flattens takes images without their channels.
-        takes = self._takes_rows if [*self._shapes] == [name] else None
-        return TensorSpec(name, NAMES[dtype], ("batch", *shape[1:]), takes)
+        # As in SageMaker's container, a single input is bound to the request's shape: a graph that
+        # flattens its input takes images without a channel dimension.
+        accepts = self._accepts_rows if [*self._shapes] == [name] else None
+        return TensorSpec(name, NAMES[dtype], ("batch", *shape[1:]), accepts)
 
-    def _takes_rows(self, shape: tuple[int, ...]) -> bool:
+    def _accepts_rows(self, shape: tuple[int, ...]) -> bool:
         """Whether the graph computes rows of this shape, for a graph of one input."""
         (name,) = self._shapes
         row = shape[1:]
-        return any(self._takes(((name, (rows, *row)),)) for rows in (shape[0], self._batch))
+        return any(self._accepts(((name, (rows, *row)),)) for rows in (shape[0], self._batch))
 
-    def _try(self) -> None:
-        """What MXNet finds out only when it computes shall not wait for the first request."""
+    def _test_run(self) -> None:
+        """Computes zeros, so that errors of MXNet's operators fail the load."""
         zeros = {n: np.zeros(shape, self._dtypes[n]) for n, shape in self._shapes.items()}
         try:
             self.run(zeros, [], None)
@@ -166,14 +167,16 @@ class SymbolModel:
         return {name: named[name] for name in outputs}
 
     def _compute_rows(self, inputs: Mapping[str, Array], end: float | None) -> list[Array]:
-        """All at once, or else as many at a time as the graph takes."""
+        """Computes all rows at once, or in batches of the size that the graph fixes."""
         rows = self._rows(inputs)
-        step = rows if self._takes(tuple((n, a.shape) for n, a in inputs.items())) else self._batch
-        pieces = []
-        for start in range(0, rows, step):
-            part = {n: _padded(a[start : start + step], step) for n, a in inputs.items()}
-            pieces.append([a[: rows - start] for a in self._compute(part, end)])
-        return [np.concatenate(p) if len(p) > 1 else p[0] for p in zip(*pieces, strict=True)]
+        batch = (
+            rows if self._accepts(tuple((n, a.shape) for n, a in inputs.items())) else self._batch
+        )
+        results = []
+        for start in range(0, rows, batch):
+            part = {n: _padded(a[start : start + batch], batch) for n, a in inputs.items()}
+            results.append([a[: rows - start] for a in self._compute(part, end)])
+        return [np.concatenate(p) if len(p) > 1 else p[0] for p in zip(*results, strict=True)]
 
     def _rows(self, inputs: Mapping[str, Array]) -> int:
         counts = {name: len(array) for name, array in inputs.items()}
@@ -184,22 +187,22 @@ class SymbolModel:
             raise InvalidRequest(f"{', '.join(counts)} has no rows, must have at least one")
         return rows
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019 -- a worker has one model, for all its life
-    def _takes(self, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:
-        """Whether the graph computes these rows at once: not one that fixes their number."""
+    @functools.lru_cache(maxsize=256)  # noqa: B019 -- a worker has one model for its whole life
+    def _accepts(self, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:
+        """Whether the graph computes these rows at once; False if it fixes another batch size."""
         rows = shapes[0][1][0]
         with self._lock:
             try:
-                found = self._infer(dict(shapes))
+                inferred = self._infer(dict(shapes))
             except ArtifactError:
                 return False
-        return all(found[n][:1] == (rows,) for n in self._outputs)
+        return all(inferred[n][:1] == (rows,) for n in self._outputs)
 
     def _compute(self, inputs: Mapping[str, Array], end: float | None) -> list[Array]:
         left_s = None if end is None else end - time.monotonic()
         late = left_s is not None and left_s <= 0
-        if late or not self._turns.acquire(timeout=left_s):
-            raise DeadlineExceeded("no turn within the time that the answer may take")
+        if late or not self._slots.acquire(timeout=left_s):
+            raise DeadlineExceeded("no answer within the timeout: other requests came first")
         try:
             with self._lock:
                 values = self._graph(*self._arguments(inputs))
@@ -212,18 +215,18 @@ class SymbolModel:
             logger.warning("the graph failed: %s", error)
             raise InvalidRequest(f"the model cannot compute this: {reason(error)}") from None
         finally:
-            self._turns.release()
+            self._slots.release()
 
     def _arguments(self, inputs: Mapping[str, Array]) -> list[Any]:
-        given = {n: mx.nd.array(a, dtype=a.dtype) for n, a in inputs.items()}
+        arrays = {n: mx.nd.array(a, dtype=a.dtype) for n, a in inputs.items()}
         if self._labels:
-            found = self._infer({n: tuple(a.shape) for n, a in inputs.items()})
-            given |= {n: mx.nd.zeros(found[n]) for n in self._labels}
-        return [given[n] if n in given else self._weights[n] for n in self._order]
+            inferred = self._infer({n: tuple(a.shape) for n, a in inputs.items()})
+            arrays |= {n: mx.nd.zeros(inferred[n]) for n in self._labels}
+        return [arrays[n] if n in arrays else self._weights[n] for n in self._order]
 
 
 def _padded(rows: Array, count: int) -> Array:
-    """`rows` with zeros behind, for a graph that takes just `count`."""
+    """`rows` padded with zeros to `count` rows."""
     if len(rows) == count:
         return rows
     return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])

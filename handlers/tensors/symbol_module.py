@@ -1,7 +1,7 @@
-"""What the SageMaker MXNet serving container does around a script that leaves functions out.
+"""The SageMaker MXNet container's default functions for scripts with a `mx.mod.Module`.
 
-`model_fn` loads a symbol checkpoint; the three others are the defaults around a `mx.mod.Module`.
-Unlike there, wrong requests are errors that say what is right, and NPY is never unpickled.
+`model_fn` loads a symbol checkpoint as a module. Unlike in that container, errors of a request say
+what would be right, and NPY is never unpickled.
 
 https://github.com/aws/sagemaker-mxnet-inference-toolkit, default_inference_handler.py
 """
@@ -17,20 +17,23 @@ from typing import Any
 from common.errors import ArtifactError, InvalidRequest
 from common.media_types import accepted, media_type
 from common.mxnet_compat import mx
-from handlers.scripts.conventions import formats
 from handlers.tensors import codec
 from handlers.tensors.checkpoint import data_shapes, load_symbol, reason
 from handlers.tensors.codec import NAMES, TensorSpec
 from handlers.tensors.files import PARAMS, symbol_folder
+from handlers.user_code.conventions import formats
 
-os.environ.setdefault("MXNET_SUBGRAPH_VERBOSE", "0")  # a line on stderr for each bind
+os.environ.setdefault("MXNET_SUBGRAPH_VERBOSE", "0")  # else MXNet prints a line for each bind
 
 IN_ENGINE = False
 
 
 def model_fn(model_dir: str, name: str | None = None) -> Any:
-    """A `mx.mod.Module`, bound for prediction, one row at a time as in that container, or as many
-    as `model-shapes.json` says where the graph takes no others. Raises `ArtifactError`."""
+    """A `mx.mod.Module` bound for prediction. Raises `ArtifactError`.
+
+    Bound to one row, as in that container, or to the batch size in `model-shapes.json` if the graph
+    fixes it.
+    """
     folder = symbol_folder(model_dir)
     shapes = data_shapes(folder)
     symbol = load_symbol(folder, shapes)
@@ -68,12 +71,12 @@ def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
     name, shape = _only_input(model)
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
     kind, _ = media_type(content_type)
-    spec = TensorSpec(name, "FP32", ("batch", *shape[1:]), functools.partial(_takes, model))
+    spec = TensorSpec(name, "FP32", ("batch", *shape[1:]), functools.partial(_accepts, model))
     return _batches(mx.nd.array(codec.decode(raw, kind, spec)), model)
 
 
 def predict_fn(data: Any, model: Any, timeout_s: float) -> Any:
-    """What the module gives for an iterator, an NDArray or a numpy array of rows."""
+    """The module's outputs for an iterator, an NDArray or a numpy array of rows."""
     if not isinstance(data, mx.io.DataIter):
         data = _batches(data if isinstance(data, mx.nd.NDArray) else mx.nd.array(data), model)
     bound = model.data_shapes
@@ -81,11 +84,11 @@ def predict_fn(data: Any, model: Any, timeout_s: float) -> Any:
         with computing():
             return model.predict(data)
     finally:
-        if model.data_shapes != bound:  # it was bound again, to this request's shape
+        if model.data_shapes != bound:  # `predict` has bound it to this request's shape
             model.reshape(bound)
 
 
-def _takes(model: Any, shape: tuple[int, ...]) -> bool:
+def _accepts(model: Any, shape: tuple[int, ...]) -> bool:
     """Whether the module computes rows of this shape."""
     name, (rows, *_) = _only_input(model)
     weights = {n: array.shape for n, array in model.get_params()[0].items()}
@@ -98,7 +101,7 @@ def _takes(model: Any, shape: tuple[int, ...]) -> bool:
 
 @contextlib.contextmanager
 def computing() -> Iterator[None]:
-    """Waits for all that was begun inside. Raises `InvalidRequest` for what MXNet refuses."""
+    """Waits for the computations begun inside. Raises `InvalidRequest` for MXNet's errors."""
     try:
         yield
         mx.nd.waitall()
@@ -108,19 +111,19 @@ def computing() -> Iterator[None]:
 
 def output_fn(prediction: Any, accept: str) -> tuple[Any, str]:
     """The body and its content type. Raises `NotAcceptable`, `ScriptError`."""
-    several = prediction if isinstance(prediction, list | tuple) else [prediction]
-    if not several or not all(isinstance(array, mx.nd.NDArray) for array in several):
-        return formats.output_fn(prediction, accept)  # of a predict_fn of the script's own
+    arrays = prediction if isinstance(prediction, list | tuple) else [prediction]
+    if not arrays or not all(isinstance(array, mx.nd.NDArray) for array in arrays):
+        return formats.output_fn(prediction, accept)  # from the script's own predict_fn
     kind = accepted(accept, codec.MEDIA_TYPES)
-    outputs = {f"output{i}": array.asnumpy() for i, array in enumerate(several)}
+    outputs = {f"output{i}": array.asnumpy() for i, array in enumerate(arrays)}
     for name, array in outputs.items():
         if array.dtype not in NAMES:
-            raise TypeError(f"{name} is of {array.dtype}, which cannot be sent")
+            raise TypeError(f"{name} is of {array.dtype}, must be one of {codec.DTYPES}")
     return codec.encode(outputs, kind), kind
 
 
 def _only_input(model: Any) -> tuple[str, tuple[int, ...]]:
-    """Its name and shape; that container's defaults know no more than one, too."""
+    """The name and shape of the module's input; the defaults need a module with only one."""
     if len(model.data_shapes) != 1:
         names = ", ".join(shape.name for shape in model.data_shapes)
         raise ArtifactError(f"the model takes {names}: its script must define input_fn")
@@ -129,7 +132,7 @@ def _only_input(model: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _batches(rows: Any, model: Any) -> Any:
-    """In batches as large as the module is bound to, the last one filled with zeros."""
+    """An iterator of batches of the module's size, the last one padded with zeros."""
     size = _only_input(model)[1][0]
     padding = max(0, size - rows.shape[0])
     if padding:

@@ -1,4 +1,4 @@
-"""Answers for a model of tensors, whatever computes it.
+"""Handles requests for any model of tensors.
 
 JSON object of the Open Inference Protocol (`handlers.tensors.v2`)  ->  the same
 JSON, CSV or NPY of the one input                           ->  the one output, by Accept
@@ -8,6 +8,7 @@ JSON {"input": nested lists, ...}                           ->  likewise; severa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from common.errors import EngineError, InvalidRequest
@@ -17,29 +18,29 @@ from handlers.tensors import codec, v2
 from handlers.tensors.codec import Array
 from handlers.v2 import is_request, split
 
-MAX_ANSWER_BYTES = MAX_RESPONSE_BYTES - 65_536  # with its headers
+MAX_ANSWER_BYTES = MAX_RESPONSE_BYTES - 65_536  # minus the headers
 
 
 class AnswerTooLarge(EngineError, status=413):
-    """The outputs are larger than what can be sent."""
+    """The outputs exceed Multi Model Server's limit for a response."""
 
 
 class TensorModel(Protocol):
-    """Safe to use from several threads."""
+    """A loaded model. Thread-safe."""
 
     metadata: v2.Metadata
 
     def run(
         self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float | None
     ) -> dict[str, Array]:
-        """The outputs of these names. All inputs are there, in the shapes and types of `metadata`.
+        """Computes the named outputs; `inputs` are complete and checked against `metadata`.
 
         Raises `InvalidRequest`, `OutOfMemory`, `DeadlineExceeded`.
         """
 
 
 def describe(model: TensorModel) -> dict[str, Any]:
-    """As `GET /v2/models/{name}` answers."""
+    """The answer of `GET /v2/models/{name}`."""
     return model.metadata.to_dict()
 
 
@@ -56,32 +57,36 @@ def transform_fn(
     if kind == BINARY:
         header, binary = split(raw, parameters.get(HEADER_SIZE, ""))
         if not header:
-            return _infer(model, *v2.raw_request(binary, model.metadata), timeout_s)
-        return _infer(model, codec.parse_json(header), binary, timeout_s)
+            return _answer_v2(model, *v2.raw_request(binary, model.metadata), timeout_s)
+        return _answer_v2(model, codec.parse_json(header), binary, timeout_s)
     if kind != JSON:
-        return _plain(model, _only_input(model, raw, kind), accept, timeout_s)
+        return _answer_plain(model, _only_input(model, raw, kind), accept, timeout_s)
     value = codec.parse_json(raw)
     if is_request(value):
-        return _infer(model, value, b"", timeout_s)
-    return _plain(model, _inputs(model, value), accept, timeout_s)
+        return _answer_v2(model, value, b"", timeout_s)
+    return _answer_plain(model, _inputs(model, value), accept, timeout_s)
 
 
-def _infer(
+def _answer_v2(
     model: TensorModel, value: Any, binary: bytes, timeout_s: float | None
 ) -> tuple[bytes, str]:
     request, inputs = v2.parse(value, binary, model.metadata)
     outputs = model.run(inputs, list(request.outputs), timeout_s)
     _check_size({name: outputs[name] for name, as_bytes in request.outputs.items() if not as_bytes})
-    return _checked(*v2.answer(request, outputs, model.metadata))
+    body, content_type = v2.answer(request, outputs, model.metadata)
+    _check_bytes(len(body))
+    return body, content_type
 
 
-def _plain(
+def _answer_plain(
     model: TensorModel, inputs: Mapping[str, Array], accept: str | None, timeout_s: float | None
 ) -> tuple[bytes, str]:
     kind = accepted(accept, codec.MEDIA_TYPES)
     outputs = model.run(inputs, [spec.name for spec in model.metadata.outputs], timeout_s)
     _check_size(outputs, kind)
-    return _checked(codec.encode(outputs, kind), kind)
+    body = codec.encode(outputs, kind)
+    _check_bytes(len(body))
+    return body, kind
 
 
 def _only_input(model: TensorModel, body: bytes, kind: str) -> dict[str, Array]:
@@ -95,7 +100,7 @@ def _only_input(model: TensorModel, body: bytes, kind: str) -> dict[str, Array]:
 
 
 def _inputs(model: TensorModel, value: Any) -> dict[str, Array]:
-    """From nested lists, or from an object of them by the inputs' names."""
+    """The inputs from nested lists, or from an object of nested lists by name."""
     specs = {spec.name: spec for spec in model.metadata.inputs}
     if not isinstance(value, dict):
         if len(specs) != 1:
@@ -104,10 +109,10 @@ def _inputs(model: TensorModel, value: Any) -> dict[str, Array]:
             )
         value = {next(iter(specs)): value}
     if set(value) != set(specs):
-        odd = sorted(set(value) ^ set(specs))
+        wrong = sorted(set(value) ^ set(specs))
         raise InvalidRequest(
-            f"{odd[0][:100]} is {'missing' if odd[0] in specs else 'not known'}; the model takes"
-            f" {codec.listed(list(specs.values()))}"
+            f"{wrong[0][:100]} is {'missing' if wrong[0] in specs else 'not known'}; the model"
+            f" takes {codec.listed(list(specs.values()))}"
         )
     inputs = {}
     for name, nested in value.items():
@@ -118,23 +123,21 @@ def _inputs(model: TensorModel, value: Any) -> dict[str, Array]:
 
 
 def _check_size(outputs: Mapping[str, Array], kind: str = JSON) -> None:
-    """Before they are written: as text a value takes two bytes at least, and in NPY each text four
-    times as many as the longest has characters."""
-    least = 2
-    if kind == codec.NPY and (texts := [a for a in outputs.values() if a.dtype == object]):
-        least = 4 * max((len(str(text)) for array in texts for text in array.flat), default=0)
-    if sum(least * array.size for array in outputs.values()) > MAX_ANSWER_BYTES:
-        _too_large()
+    """Raises `AnswerTooLarge` before encoding, by the least size that the outputs can have.
+
+    As text a value takes at least two bytes. In NPY all texts take four bytes per character of the
+    longest.
+    """
+    bytes_per_value = 2
+    if kind == codec.NPY:
+        texts = chain.from_iterable(a.flat for a in outputs.values() if a.dtype == object)
+        bytes_per_value = 4 * max((len(str(text)) for text in texts), default=0) or 2
+    _check_bytes(sum(bytes_per_value * array.size for array in outputs.values()))
 
 
-def _checked(body: bytes, content_type: str) -> tuple[bytes, str]:
-    if len(body) > MAX_ANSWER_BYTES:
-        _too_large()
-    return body, content_type
-
-
-def _too_large() -> None:
-    raise AnswerTooLarge(
-        f"the answer has more than {MAX_ANSWER_BYTES >> 20} MiB: ask for fewer outputs, for binary"
-        " data, or send fewer rows"
-    )
+def _check_bytes(num_bytes: int) -> None:
+    if num_bytes > MAX_ANSWER_BYTES:
+        raise AnswerTooLarge(
+            f"the answer has more than {MAX_ANSWER_BYTES >> 20} MiB: request fewer outputs, binary"
+            " data, or send fewer rows"
+        )

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol for a model of tensors: `handlers.v2`'s tensors as arrays."""
+"""The Open Inference Protocol for a model of tensors, with `handlers.v2`'s tensors as arrays."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Metadata:
     inputs: Sequence[TensorSpec]
     outputs: Sequence[TensorSpec]
     version: str = "1"
-    unserved: Mapping[str, str] = field(default_factory=dict)  # outputs that are no tensors: why
+    # Outputs that are no tensors -> their types.
+    unserved: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """As `GET /v2/models/{name}` answers."""
+        """The answer of `GET /v2/models/{name}`."""
         return {
             "name": self.name,
             "versions": [self.version],
@@ -50,8 +51,8 @@ def parse(
 
 
 def raw_request(data: bytes, metadata: Metadata) -> tuple[dict[str, Any], bytes]:
-    """`handlers.v2.raw_request` of the model's only input, whose shape is told by how many bytes
-    there are. Raises `InvalidRequest`."""
+    """`handlers.v2.raw_request` for a model with one input, whose shape follows from the number of
+    bytes. Raises `InvalidRequest`."""
     spec = metadata.inputs[0]
     fixed = math.prod(size for size in spec.v2_shape if size >= 0)
     if spec.datatype == "BYTES":
@@ -105,7 +106,7 @@ def _from_bytes(data: bytes, shape: list[int], spec: TensorSpec) -> Array:
 def answer(
     request: v2.InferRequest, outputs: Mapping[str, Array], metadata: Metadata
 ) -> tuple[bytes, str]:
-    """The body and its content type."""
+    """The body and content type."""
     datatypes = {spec.name: spec.datatype for spec in metadata.outputs}
     tensors = []
     for name, as_bytes in request.outputs.items():

@@ -1,1 +1,1 @@
-"""Models of texts: the built-in handler, whose tokens the engine makes."""
+"""Text models: the built-in handler, which has the engine generate the tokens."""

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol for a text model: one text in, the generated ones out.
+"""The Open Inference Protocol for a text model: one text in, the generated texts out.
 
 {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["..."]}],
  "parameters": {"max_new_tokens": 16}}
@@ -29,11 +29,11 @@ VERSION = "1"
 @dataclass(frozen=True)
 class TextRequest:
     body: bytes  # of `handlers.payload`
-    asked: v2.InferRequest
+    v2_request: v2.InferRequest
 
 
 def metadata(name: str) -> dict[str, Any]:
-    """As `GET /v2/models/{name}` answers."""
+    """The answer of `GET /v2/models/{name}`."""
     return {
         "name": name,
         "versions": [VERSION],
@@ -44,7 +44,7 @@ def metadata(name: str) -> dict[str, Any]:
 
 
 def parse(body: bytes | bytearray | str, content_type: str | None) -> TextRequest | None:
-    """None for what is no request of this protocol. Raises `InvalidRequest`."""
+    """Converts a request of this protocol; None for any other body. Raises `InvalidRequest`."""
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body)
     binary = b""
     kind, _, size = (content_type or "").partition(f";{HEADER_SIZE}=")
@@ -60,15 +60,15 @@ def parse(body: bytes | bytearray | str, content_type: str | None) -> TextReques
     except InvalidRequest:
         if kind == BINARY:
             raise
-        return None  # a plain text that speaks of datatypes, or for `handlers.payload` to refuse
+        return None  # plain text with the word, or an error that `handlers.payload` reports
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), list):
         return None
     match value["inputs"]:
         case [{"name": "text", "datatype": "BYTES", "shape": [1] | [1, 1]}]:
-            asked = v2.parse(value, binary, {"text": "BYTES [1]"}, list(DATATYPES))
-            parameters = {k: v for k, v in asked.parameters.items() if k not in HINTS}
-            plain = {"inputs": _text(asked.inputs[0].data), "parameters": parameters}
-            return TextRequest(to_json(plain), asked)
+            request = v2.parse(value, binary, {"text": "BYTES [1]"}, list(DATATYPES))
+            parameters = {k: v for k, v in request.parameters.items() if k not in HINTS}
+            plain = {"inputs": _text(request.inputs[0].data), "parameters": parameters}
+            return TextRequest(to_json(plain), request)
     raise InvalidRequest(f"inputs must be one text, [{INPUT}]")
 
 
@@ -83,15 +83,15 @@ def _text(data: Any) -> str:
 
 
 def answer(request: TextRequest, plain: bytes, name: str) -> tuple[bytes, str]:
-    """The body and its content type; `plain` is what `handlers.payload` answers."""
+    """The body and content type, from the answer in `handlers.payload`'s form, `plain`."""
     value = json.loads(plain)
     sequences = value.get("sequences", [value])
     tensors = []
-    for output, as_bytes in request.asked.outputs.items():
+    for output, as_bytes in request.v2_request.outputs.items():
         values = [sequence[output] for sequence in sequences]
         data: Any = values
         if as_bytes:
             texts = DATATYPES[output] == "BYTES"
             data = v2.pack_texts(values) if texts else struct.pack(f"<{len(values)}q", *values)
         tensors.append(v2.Tensor(output, DATATYPES[output], [len(values)], data))
-    return v2.answer(name, VERSION, request.asked, tensors, to_json)
+    return v2.answer(name, VERSION, request.v2_request, tensors, to_json)

@@ -22,6 +22,7 @@ from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import content_of
 from engine.text.prompts import Prompts
 from handlers.dispatch import handler_for
+from handlers.user_code.entry_point import Script
 from scripts.artifacts.folder import belongs
 from serving.settings import Settings
 from serving.store.archive_limits import MAX_FILES
@@ -57,7 +58,10 @@ def check(folder: Path) -> Checked:
         )
     try:
         handler = handler_for(str(folder))
-        summary = _check_model(folder) if handler.IN_ENGINE else _check_tensors(handler, folder)
+        if isinstance(handler, Script):  # never run here
+            summary = "the model's own script"
+        else:
+            summary = _check_model(folder) if handler.IN_ENGINE else _check_tensors(handler, folder)
     except EngineError as error:
         raise Problem(f"{folder} cannot be served: {error.message}") from None
     return Checked(folder, summary, files)
@@ -94,15 +98,13 @@ def _check_adapter(folder: Path) -> str:
 
 
 def _check_tensors(handler: Any, folder: Path) -> str:
-    """Loads a tensor model as its worker would; does not run a model's own script."""
-    if not hasattr(handler, "describe"):
-        return "the model's own script"
-    spec = handler.describe(handler.model_fn(str(folder)))
+    """Loads the model as its worker would; returns its platform, inputs and outputs."""
+    metadata = handler.describe(handler.model_fn(str(folder)))
     sides = [
-        ", ".join(f"{t['name']} {t['datatype']} {t['shape']}" for t in spec[side])
+        ", ".join(f"{t['name']} {t['datatype']} {t['shape']}" for t in metadata[side])
         for side in ("inputs", "outputs")
     ]
-    return f"{spec['platform']}, {' -> '.join(sides)}"
+    return f"{metadata['platform']}, {' -> '.join(sides)}"
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -254,7 +254,7 @@ def fine_tune(base: Path, text: Path, out: Path, options: FineTune) -> None:
         if artifact.tokenizer_file.suffix != ".spiece":
             raise Problem(
                 f"{base} is a Hugging Face model: use transformers' Trainer, and serve what its"
-                " save_model writes (docs/bring-your-own/artifacts.md)"
+                " save_model writes (docs/models/artifacts.md)"
             )
         config = artifact.config
         weights = {n: mx.nd.array(w, dtype="float32") for n, w in artifact.weights.items()}

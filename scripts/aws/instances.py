@@ -19,8 +19,8 @@ DATA = Path(__file__).with_name("instances.json")
 GIB, MIB = 1 << 30, 1 << 20
 KV_BYTES = GIB  # keys and values of 14 requests in flight of 1,024 tokens
 WORKER_BYTES = 20 * MIB  # a model's worker process
-# Resident bytes of weights per byte of archive, of float32 archives: docs/benchmark.md has the
-# weights (497 MB in fp32, 147 MB in int8), and gzip takes some 8 % off random weights.
+# Resident bytes of weights per byte of archive, of float32 archives: docs/develop/benchmark.md
+# has the weights (497 MB in fp32, 147 MB in int8), and gzip takes some 8 % off random weights.
 FP32, INT8 = 1.1, 0.33
 
 

@@ -19,14 +19,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from serving.api.shared import (
-    Gateway,
-    Right,
-    check_token,
-    name_model,
-    name_source,
-    read_json_object,
-)
+from serving.api.naming import check_no_alias, name_model, name_source
+from serving.api.shared import Gateway, Right, check_token, read_json_object
 from serving.errors import BadRequest, ModelNotFound
 from serving.models.model_settings import ModelSettings
 from serving.names import model_name
@@ -52,13 +46,16 @@ class Adapters:
         gateway.check_ready()
         body = _checked(await read_json_object(gateway, request))
         name, src = model_name(body["name"]), body["src"]
-        name_model(request, name)
-        name_source(request, src)
-        stored = await gateway.lookups.locate(src)
+        name_model(gateway, request, name)
+        check_no_alias(gateway, name)
+        name_source(gateway, request, src)
+        with gateway.metrics.loading():
+            stored = await gateway.lookups.locate(src)
         settings = ModelSettings(base=self._base(), pinned=body.get("pin"))
         load = gateway.registry.begin(name, public_url(src), stored, settings)
+        counted = gateway.registry.spawn(gateway.metrics.loaded(load))
         if body.get("preload", True):
-            await asyncio.shield(load)
+            await asyncio.shield(counted)
         return PlainTextResponse(f"Adapter {name} registered")
 
     def _base(self) -> str | None:
@@ -69,7 +66,8 @@ class Adapters:
     async def unregister(self, request: Request) -> Response:
         gateway, name = self._gateway, request.path_params["name"]
         check_token(gateway, request, Right.LOAD)
-        name_model(request, name)
+        name_model(gateway, request, name)
+        check_no_alias(gateway, name)
         gateway.check_ready()
         model = gateway.registry.find(name)
         if model is None or model.stored_base is None:

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import EngineError, ServiceError
-from common.worker_protocol import REQUEST_ID
+from common.worker_protocol import REQUEST_ID, SERVED_MODEL
 from serving.api import openapi
 from serving.api.adapters import Adapters
 from serving.api.http_protocol import HEALTH_PATHS
@@ -90,6 +91,7 @@ class App:
         scope["state"] = {
             "request_id": _request_id(scope),
             "model": None,
+            "alias": None,  # the name that was sent, where it is one
             "token": None,  # of TOKENS_FILE, once it has begun
             "token_name": None,
             "started": started,
@@ -106,6 +108,9 @@ class App:
                     *message["headers"],
                     (REQUEST_ID.encode(), request_id.encode()),
                 ]
+                if scope["state"]["alias"] is not None:
+                    served = quote(scope["state"]["model"], errors="replace")
+                    message["headers"].append((SERVED_MODEL.encode(), served.encode()))
             await send(message)
 
         if scope["path"] not in HEALTH_PATHS:
@@ -141,15 +146,18 @@ class App:
         if scope["path"] in ("/ping", "/health", "/metrics"):
             return
         headers = dict(scope["headers"])
+        alias = scope["state"]["alias"]
         target = headers.get(b"x-amzn-sagemaker-target-model", b"").decode("utf-8", "replace")
         fields = {
             "request_id": scope["state"]["request_id"],
-            "model": target or scope["state"]["model"],
+            "model": scope["state"]["model"] if alias else target or scope["state"]["model"],
             "method": scope["method"],
             "path": scope["path"],
             "status": status,
             "seconds": round(seconds, 6),
         }
+        if alias:
+            fields["alias"] = alias
         if scope["state"]["token_name"] is not None:
             fields["token"] = scope["state"]["token_name"]
         logger.info("request", extra={"fields": fields})
@@ -167,7 +175,7 @@ class App:
         waiting = {model.name: len(model.line.waiting) for model in gateway.registry.all()}
         # Of hundreds of models a fifth of a second's work.
         text = await asyncio.to_thread(
-            gateway.metrics.text, statistics, names, waiting, gateway.tokens.all()
+            gateway.metrics.text, statistics, names, waiting, gateway.tokens.all(), gateway.aliases
         )
         return Response(text, media_type=CONTENT_TYPE)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -16,7 +17,8 @@ from common.errors import InvalidRequest, ServiceError, UnsupportedMediaType
 from common.json_body import MAX_VALUES, read_json
 from common.media_types import JSON, media_type
 from serving.api import tgi
-from serving.api.invoke import Direct
+from serving.api.invoke import Direct, check_engine
+from serving.api.naming import choose_model, name_model
 from serving.api.openai import asked
 from serving.api.openai.answering import answer as answer_openai
 from serving.api.openai.answers import Answer
@@ -25,7 +27,7 @@ from serving.api.shared import Gateway, error_response
 from serving.api.stream import open_stream, wanted
 from serving.models.model import Model
 
-MARKS = (b'"messages"', b'"prompt"', b'"details"', b'"grammar"')
+MARKS = (b'"messages"', b'"prompt"', b'"details"', b'"grammar"', b'"adapter_id"')
 
 
 def read(request: Request, body: bytes, headers: Mapping[str, str]) -> Direct | None:
@@ -70,7 +72,15 @@ def _openai(body: dict[str, Any]) -> Direct:
             return respond(request, error)
 
     named = body.get("model")
-    return Direct(answer, named if isinstance(named, str) else "")
+    return Direct(answer, named if isinstance(named, str) else "", asked.user(body))
+
+
+def read_tgi(request: Request, body: bytes, headers: Mapping[str, str], *, stream: bool) -> Direct:
+    """The same of a body of TGI's own routes. Raises `InvalidRequest`."""
+    value = _object(body, headers.get("content-type"))
+    if not isinstance(value.get("inputs"), str):
+        raise InvalidRequest("the body must be a JSON object with inputs, which must be text")
+    return replace(_tgi({**value, "stream": stream}), model=tgi.adapter_of(value))
 
 
 def _tgi(body: dict[str, Any]) -> Direct:
@@ -78,11 +88,23 @@ def _tgi(body: dict[str, Any]) -> Direct:
         gateway: Gateway, request: Request, model: Model, end: float, resources: AsyncExitStack
     ) -> Response:
         try:
-            return await tgi.answer(gateway, model, tgi.parse(body), end, resources)
+            asked = tgi.parse(body)
+            if asked.adapter and asked.adapter not in (model.name, request.state.alias):
+                name_model(gateway, request, asked.adapter)
+                name = choose_model(gateway, request, asked.adapter)
+                model = await resources.enter_async_context(gateway.use(name))
+                request.state.counted.model = model.name
+                check_engine(model)
+                end = min(end, request.state.started + model.request_timeout_s)
+            return await tgi.answer(gateway, model, asked, end, resources)
         except ServiceError as error:
-            response = error_response(request, error)
-            response.body = orjson.dumps({**error.to_body(), **tgi.error_body(error)})
-            response.headers["content-length"] = str(len(response.body))
-            return response
+            return tgi_error(request, error)
 
     return Direct(answer)
+
+
+def tgi_error(request: Request, error: ServiceError) -> Response:
+    response = error_response(request, error)
+    response.body = orjson.dumps({**error.to_body(), **tgi.error_body(error)})
+    response.headers["content-length"] = str(len(response.body))
+    return response

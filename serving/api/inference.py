@@ -8,6 +8,7 @@ POST /invocations                     X-Amzn-SageMaker-Adapter-Identifier or -Ta
                                       no model for a body that opens or closes a session
 POST /predictions/{name}              Multi Model Server; OPTIONS describes it
 POST /{name}/predict                  its legacy route
+POST /generate, /generate_stream      TGI's; `parameters.adapter_id`, or what /invocations has
 POST /endpoints/{name}/invocations    boto3's sagemaker-runtime with `endpoint_url` set to here
 POST /endpoints/{name}/invocations-response-stream
 GET  /ping
@@ -15,6 +16,7 @@ GET  /ping
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -26,9 +28,10 @@ from starlette.routing import Route
 
 from common.errors import ServiceError, cut
 from serving.api import openapi, sessions
-from serving.api.bodies import read
+from serving.api.bodies import read, read_tgi, tgi_error
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.invoke import invoke
+from serving.api.naming import described_models, name_model
 from serving.api.shared import (
     CUSTOM_ATTRIBUTES,
     LARGE_BYTES,
@@ -37,7 +40,6 @@ from serving.api.shared import (
     Right,
     check_token,
     header_text,
-    name_model,
     off_loop,
 )
 from serving.api.stream import TokenStream
@@ -62,6 +64,8 @@ class Inference:
             Route("/predictions/{name:model}", self.named, methods=["POST", "GET", "PUT"]),
             Route("/predictions/{name:model}", self.interface, methods=["OPTIONS"]),
             Route("/invocations", self.invocations, methods=["POST"]),
+            Route("/generate", self.generate, methods=["POST"]),
+            Route("/generate_stream", self.generate, methods=["POST"]),
             Route("/endpoints/{endpoint}/invocations", self.endpoint, methods=["POST"]),
             Route(
                 "/endpoints/{endpoint}/invocations-response-stream",
@@ -79,14 +83,24 @@ class Inference:
         """What a model takes and answers, as Multi Model Server tells it; asking loads nothing."""
         name = request.path_params["name"]
         check_token(self._gateway, request, Right.CALL)
-        name_model(request, name)
-        await self._gateway.find(name)
+        name_model(self._gateway, request, name)
+        for model in described_models(self._gateway, name):
+            await self._gateway.find(model)
         return JSONResponse(openapi.of_model(name))
 
     async def invocations(self, request: Request) -> Response:
         check_token(self._gateway, request, Right.CALL)
         target = self._target(request)
         return await invoke(self._gateway, request, target, read=read, intercept=self._session)
+
+    async def generate(self, request: Request) -> Response:
+        try:
+            check_token(self._gateway, request, Right.CALL)
+            stream = request.url.path.endswith("_stream")
+            read = functools.partial(read_tgi, stream=stream)
+            return await invoke(self._gateway, request, self._target(request), read=read)
+        except ServiceError as error:
+            return tgi_error(request, error)
 
     async def _session(
         self, request: Request, body: bytes, headers: Mapping[str, str]

@@ -24,17 +24,18 @@ from common.media_types import TEXT
 from common.worker_protocol import (
     REQUEST_HEADER,
     REQUEST_ID,
+    SERVED_MODEL,
     TIMEOUT_HEADER,
     TOKENS_HEADER,
     WORKER_HEADER,
 )
 from serving.api.forms import check_form
+from serving.api.naming import choose_model, described_models, name_model
 from serving.api.shared import (
     CUSTOM_ATTRIBUTES,
     TARGET_MODEL,
     Gateway,
     header_text,
-    name_model,
     off_loop,
     read_body,
 )
@@ -64,7 +65,7 @@ ENDS = 2
 LOOK_AGAIN_S = 0.1
 NO_MODEL = (
     "say which model: X-Amzn-SageMaker-Target-Model, ?model_name=, CustomAttributes model=NAME,"
-    " model in a body of OpenAI's, or /predictions/{name}"
+    " model in a body of OpenAI's, parameters.adapter_id in one of TGI's, or /predictions/{name}"
 )
 AWS_ACCEPT = "x-amzn-sagemaker-accept"
 # What a worker's answer may not set: this connection's own headers, what holds for the whole origin
@@ -73,7 +74,7 @@ WITHHELD = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
     "te", "trailer", "transfer-encoding", "upgrade", "content-length", "date", "server",
     "alt-svc", "clear-site-data", "set-cookie", "set-cookie2", "strict-transport-security",
-    "cache-control", "expires", "pragma", REQUEST_ID, WORKER_HEADER, TOKENS_HEADER,
+    "cache-control", "expires", "pragma", REQUEST_ID, WORKER_HEADER, TOKENS_HEADER, SERVED_MODEL,
 }  # fmt: skip
 
 
@@ -98,11 +99,12 @@ Ask = Callable[[Gateway, Request, Model, float, AsyncExitStack], Awaitable[Respo
 
 @dataclass(frozen=True)
 class Direct:
-    """A body that the engine is asked for without the model's worker, and the model that it names,
-    if it does."""
+    """A body that the engine is asked for without the model's worker, and the model and the user
+    that it names, if it does."""
 
     answer: Ask
     model: str = ""
+    user: str = ""
 
 
 Read = Callable[[Request, bytes, Mapping[str, str]], Direct | None]
@@ -128,9 +130,9 @@ async def invoke(
     """
     gateway.check_ready()
     if name is not None:
-        name_model(request, name)
+        name_model(gateway, request, name)
     async with AsyncExitStack() as resources:
-        counted = resources.enter_context(Counted(gateway))
+        counted = request.state.counted = resources.enter_context(Counted(gateway))
         headers = {**forwarded_headers(request), **(headers or {})}
         query = _query(request)
         body = await read_body(gateway, request)
@@ -145,7 +147,8 @@ async def invoke(
             if direct is None or not direct.model:
                 raise BadRequest(NO_MODEL)
             name = normal_name(direct.model).lstrip("/")
-            name_model(request, name)
+            name_model(gateway, request, name)
+        name = choose_model(gateway, request, name, direct.user if direct is not None else "")
         used = await resources.enter_async_context(AsyncExitStack())
         async with until(gateway, request, name, limit_s) as scope:
             model = await used.enter_async_context(gateway.use(name))
@@ -174,15 +177,17 @@ async def invoke(
 
 async def describe(
     gateway: Gateway, request: Request, name: str, check: Check = lambda model: None
-) -> dict[str, Any]:
-    """What a model's worker told of it (`GET /v2/models/{name}`), loading it as `invoke` does."""
+) -> Model:
+    """A model, loaded as `invoke` does it, whose worker has told of it (`GET /v2/models/{name}`).
+    Of an alias it is the one with the largest weight."""
     gateway.check_ready()
-    name_model(request, name)
+    name_model(gateway, request, name)
+    name, *_ = described_models(gateway, name)
     with Counted(gateway) as counted:
         async with until(gateway, request, name), gateway.use(name) as model:
             counted.model = name
             check(model)
-            return model.metadata
+            return model
 
 
 @contextlib.asynccontextmanager
@@ -193,19 +198,28 @@ async def engine_model(
     resources: AsyncExitStack,
     check: Check = lambda model: None,
     limit_s: float = math.inf,
+    user: str = "",
 ) -> AsyncIterator[tuple[Model, float]]:
     """A model that the engine itself is asked for, loaded as `invoke` does it, and when its answer
     is due. `resources` keeps it. Raises `NotOfTheEngine` for one that answers by its own code."""
-    name_model(request, name)
+    name_model(gateway, request, name)
+    name = choose_model(gateway, request, name, user)
     counted = resources.enter_context(Counted(gateway))
     async with until(gateway, request, name, limit_s) as scope:
         model = await resources.enter_async_context(gateway.use(name))
         counted.model = name
         check(model)
-        if not model.in_engine:
-            raise NotOfTheEngine(f"{name} answers by its own code: call /predictions/{name}")
+        check_engine(model)
         end = scope.deadline = request.state.started + min(model.request_timeout_s, limit_s)
         yield model, end
+
+
+def check_engine(model: Model) -> None:
+    """Raises `NotOfTheEngine` for a model that answers by its own code."""
+    if not model.in_engine:
+        raise NotOfTheEngine(
+            f"{model.name} answers by its own code: call /predictions/{model.name}"
+        )
 
 
 @contextlib.asynccontextmanager

@@ -20,15 +20,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.errors import quoted
-from serving.api.shared import (
-    Gateway,
-    Right,
-    check_token,
+from serving.api.naming import (
+    check_no_alias,
+    listed_aliases,
     may_call,
     name_model,
     name_source,
-    read_json_object,
 )
+from serving.api.shared import Gateway, Right, check_token, read_json_object
 from serving.errors import BadRequest, ServingError
 from serving.mms.launcher import HANDLER
 from serving.models import model_settings
@@ -76,9 +75,9 @@ class Management:
         url, name = _text(given, "url"), _text(given, "model_name")
         if not url:
             raise BadRequest("Parameter url is required.")
-        name_source(request, url)
+        name_source(gateway, request, url)
         if name:
-            name_model(request, normal_name(name))
+            name_model(gateway, request, normal_name(name))
         # Of these only what is given: the rest follows from what the model holds.
         limits = {
             "initial_workers": (1, MAX_WORKERS),
@@ -102,14 +101,17 @@ class Management:
         if given.get("handler") not in (None, "", HANDLER):
             options["handler"] = _handler(_text(given, "handler"))
         if settings.base is not None:
-            name_source(request, settings.base)
-        stored = await gateway.lookups.locate(url, options.get("handler"))
-        name = model_name(name or await gateway.registry.manifest_name(stored) or stored.name)
-        name_model(request, name)
+            name_source(gateway, request, settings.base)
         wait = _boolean(given, "synchronous", True)
+        with gateway.metrics.loading():
+            stored = await gateway.lookups.locate(url, options.get("handler"))
+            name = model_name(name or await gateway.registry.manifest_name(stored) or stored.name)
+        name_model(gateway, request, name)
+        check_no_alias(gateway, name)
         load = gateway.registry.begin(name, public_url(url), stored, settings, **options)
+        counted = gateway.registry.spawn(gateway.metrics.loaded(load))
         if wait:
-            await asyncio.shield(load)
+            await asyncio.shield(counted)
             return JSONResponse({"status": "Workers scaled"})
         return JSONResponse({"status": "Processing worker updates..."}, 202)
 
@@ -119,13 +121,18 @@ class Management:
         limit = min(_integer(query, "limit", 1, 10**9, PAGE), PAGE)
         start = _integer(query, "next_page_token", 0, 10**9, 0)
         if _boolean(query, "available", False):
-            return JSONResponse(await self._available(request))
+            return JSONResponse(await self._available(request) | self._aliases(request, start))
         models = [m for m in gateway.registry.models() if may_call(request, m.name)]
         page = [_listed(model) for model in models[start : start + limit]]
-        answer: dict[str, Any] = {"models": page}
+        answer: dict[str, Any] = {"models": page, **self._aliases(request, start)}
         if start + limit < len(models):
             answer["nextPageToken"] = str(start + limit)
         return JSONResponse(answer)
+
+    def _aliases(self, request: Request, start: int) -> dict[str, Any]:
+        """All of them stand on the first page, where there are any."""
+        aliases = listed_aliases(self._gateway, request) if start == 0 else {}
+        return {"aliases": aliases} if aliases else {}
 
     async def _available(self, request: Request) -> dict[str, Any]:
         """What the store offers, and what of it is loaded."""
@@ -148,12 +155,17 @@ class Management:
     async def describe(self, request: Request) -> Response:
         check_token(self._gateway, request, Right.LIST)
         name = request.path_params["name"]
-        name_model(request, name)
+        name_model(self._gateway, request, name)
+        alias = self._gateway.aliases.find(name)
+        if alias is not None and self._gateway.registry.find(name) is None:
+            return JSONResponse({"modelName": name, "aliasOf": alias.weights})
         model = self._gateway.registry.get(name)
         found: dict[str, Any] = {}
         with contextlib.suppress(ServingError, ValueError):
             found = await self._gateway.mms.describe(model.id)
         found |= _listed(model)
+        if alias is not None:
+            found["aliasOf"] = alias.weights
         found["settings"] = model.settings.said()
         restarts = model.restarts
         if restarts.reason:
@@ -168,7 +180,8 @@ class Management:
         gateway = self._gateway
         check_token(gateway, request, Right.LOAD)
         name = request.path_params["name"]
-        name_model(request, name)
+        name_model(gateway, request, name)
+        check_no_alias(gateway, name)
         gateway.check_ready()
         model = gateway.registry.get(name)
         query = request.query_params
@@ -192,7 +205,8 @@ class Management:
     async def unload(self, request: Request) -> Response:
         check_token(self._gateway, request, Right.LOAD)
         name = request.path_params["name"]
-        name_model(request, name)
+        name_model(self._gateway, request, name)
+        check_no_alias(self._gateway, name)
         self._gateway.check_ready()
         await self._gateway.registry.unload(name)
         return JSONResponse({"status": f'Model "{name}" unregistered'})

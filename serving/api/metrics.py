@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import (
@@ -15,14 +17,15 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
-from prometheus_client.registry import Collector
 
 from common.histogram import SECONDS
+from serving.aliases import Aliases
+from serving.api.collectors import (
+    AliasRequests,
+    EngineStatistics,
+    EntrypointCounts,
+    TokenUsage,
+)
 from serving.tokens import Token
 
 LABELS = ("model",)
@@ -51,7 +54,10 @@ class Tally:
 class Metrics:
     """Everything that `/metrics` shows."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, run_dir: Path | None = None
+    ) -> None:
+        """`run_dir` has what the entrypoint counts."""
         self._registry = CollectorRegistry()
         on = self._registry
         self._requests = Counter(
@@ -91,10 +97,19 @@ class Metrics:
         )
         self._started = Gauge("kogpt2_start_time_seconds", "When the gateway started", registry=on)
         self._started.set(time.time())
-        self._engine = _EngineStatistics()
+        self._engine = EngineStatistics()
         self._registry.register(self._engine)
-        self._usage = _TokenUsage()
+        self._usage = TokenUsage()
         self._registry.register(self._usage)
+        self._aliases = AliasRequests()
+        self._registry.register(self._aliases)
+        self._registry.register(EntrypointCounts(run_dir))
+        self._failed_loads = Counter(
+            "kogpt2_load_failures",
+            "Loads by POST /models, /adapters and the model repository that failed, by status",
+            ["status"],
+            registry=on,
+        )
 
     def request(self, model: str, status: int, seconds: float) -> None:
         if status == 404:  # names that do not exist are no label
@@ -103,6 +118,20 @@ class Metrics:
         self.tallies[model].add(status, seconds)
         self._requests.labels(model, str(status)).inc()
         self._seconds.labels(model).observe(seconds)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Counts a load by hand that fails."""
+        try:
+            yield
+        except Exception as error:
+            self._failed_loads.labels(str(getattr(error, "status", 500))).inc()
+            raise
+
+    async def loaded(self, load: Awaitable[Any]) -> None:
+        """Waits for a load by hand, which is counted if it fails."""
+        with self.loading():
+            await load
 
     def observe(self, event: str, model: Any, seconds: float) -> None:
         """A stage in a model's life; see `serving.models.registry` and `.on_demand`."""
@@ -121,6 +150,7 @@ class Metrics:
         names: dict[str, str],
         waiting: Mapping[str, int],
         tokens: Sequence[Token] = (),
+        aliases: Aliases | None = None,
     ) -> bytes:
         """The exposition format. `names` maps the engine's names to those of all models that there
         are; what belongs to others is dropped after `GONE_S`, or to make room for later ones.
@@ -139,119 +169,5 @@ class Metrics:
         self._engine.statistics, self._engine.names, self._engine.waiting = (
             statistics, names, waiting
         )  # fmt: skip
-        self._usage.tokens = tokens
+        self._usage.tokens, self._aliases.aliases = tokens, aliases or Aliases()
         return generate_latest(self._registry)
-
-
-USAGE = {
-    "requests": "Requests with a token of TOKENS_FILE, those refused included",
-    "prompt_tokens": "Tokens of the prompts of its answers",
-    "completion_tokens": "Tokens made for its answers",
-}
-
-
-class _TokenUsage(Collector):
-    """What the tokens of TOKENS_FILE were used for, by their names in it: no others are labels."""
-
-    def __init__(self) -> None:
-        self.tokens: Sequence[Token] = ()
-
-    def collect(self) -> Iterator[Any]:
-        for name, text in USAGE.items():
-            family = CounterMetricFamily(f"kogpt2_token_{name}", text, labels=["token"])
-            for token in self.tokens:
-                family.add_metric([token.name], getattr(token.usage, name))
-            yield family
-        family = CounterMetricFamily(
-            "kogpt2_token_refusals",
-            "Requests refused: a model not allowed, loading not allowed, or beyond a limit",
-            labels=["token", "reason"],
-        )
-        for token in self.tokens:
-            for reason, count in token.usage.refused.items():
-                family.add_metric([token.name, reason], count)
-        yield family
-
-
-COUNTERS = {
-    "requests": "Requests that the engine took",
-    "tokens": "Tokens made",
-    "prompt_tokens": "Tokens of prompts",
-    "cached_tokens": "Tokens of prompts whose keys and values were kept, and not computed again",
-    "guessed_tokens": "Guesses of next tokens that were checked",
-    "accepted_tokens": "Guesses that were right",
-    "steps": "Decoding steps",
-    "rows": "Sequences summed over decoding steps; divided by the steps: the mean batch size",
-}
-HISTOGRAMS = {
-    "queue_s": "Time from a request to the beginning of its prompt's computation",
-    "time_to_first_token_s": "Time from a request to its first token",
-}
-GAUGES = {
-    "weight_bytes": "Bytes of weights",
-    "kv_bytes": "Bytes of keys and values",
-    "prefix_bytes": "Bytes of keys and values kept for prompts that begin alike",
-    "running": "Sequences in the running batch",
-}
-
-
-class _EngineStatistics(Collector):
-    """The engine's own counters, as it gave them for this scrape, and who waits for it."""
-
-    def __init__(self) -> None:
-        self.statistics: dict[str, Any] | None = None
-        self.names: dict[str, str] = {}
-        self.waiting: Mapping[str, int] = {}
-
-    def collect(self) -> Iterator[Any]:
-        up = GaugeMetricFamily("kogpt2_engine_up", "Whether the engine answers")
-        up.add_metric([], float(self.statistics is not None))
-        yield up
-        yield self._waiting()
-        if self.statistics is None:
-            return
-        for name, text in (
-            ("budget_bytes", "The engine's memory budget"),
-            ("weight_bytes", "Of the budget, taken by weights"),
-            ("kv_bytes", "Of the budget, reserved for running requests"),
-            ("prefix_bytes", "Of what is left, kept for prompts that begin alike"),
-        ):
-            yield GaugeMetricFamily(f"kogpt2_engine_{name}", text, self.statistics[name])
-        models = self.statistics["models"]
-        yield GaugeMetricFamily("kogpt2_models", "Models that the engine holds", len(models))
-        where: Any = GaugeMetricFamily(
-            "kogpt2_model_residency",
-            "1 for where a model's weights are: hot or parked",
-            labels=["model", "residency"],
-        )
-        for model in models:
-            where.add_metric([self.names.get(model["name"], model["name"]), model["residency"]], 1)
-        yield where
-        for families, kind in ((COUNTERS, CounterMetricFamily), (GAUGES, GaugeMetricFamily)):
-            for name, text in families.items():
-                family: Any = kind(f"kogpt2_model_{name}", text, labels=["model"])
-                for model in models:
-                    label = self.names.get(model["name"], model["name"])
-                    family.add_metric([label], model[name])
-                yield family
-        for name, text in HISTOGRAMS.items():
-            shown = f"kogpt2_model_{name.removesuffix('_s')}_seconds"
-            histogram = HistogramMetricFamily(shown, text, labels=["model"])
-            for model in models:
-                label = self.names.get(model["name"], model["name"])
-                histogram.add_metric([label], model[name]["buckets"], model[name]["sum"])
-            yield histogram
-
-    def _waiting(self) -> Any:
-        waiting = dict(self.waiting)
-        for model in self.statistics["models"] if self.statistics else ():
-            name = self.names.get(model["name"], model["name"])
-            waiting[name] = waiting.get(name, 0) + model["waiting"]
-        family: Any = GaugeMetricFamily(
-            "kogpt2_model_waiting",
-            "Requests that wait in the gateway, and sequences in the engine's queue",
-            labels=["model"],
-        )
-        for name, count in waiting.items():
-            family.add_metric([name], count)
-        return family

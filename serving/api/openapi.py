@@ -98,6 +98,8 @@ GET /v1/models/{{name}} | OpenAI | 401 403 404 429 503 | Whether there is such a
 POST /v1/completions | completion | {CALL} | Continue texts or token ids
 POST /v1/chat/completions | chat | {CALL} | Answer a chat
 POST /v1/responses | response | {CALL} | The same, as the Responses API has it
+POST /generate | inference | {CALL} | Continue a text, as Hugging Face's TGI does
+POST /generate_stream | inference | {CALL} | The same, in server-sent events
 POST /tokenize | tokens | {CALL} | A text or a chat as token ids, as vLLM has it
 POST /detokenize | tokens | {CALL} | Token ids as text
 GET /v2 | V2 | | The server's name and extensions

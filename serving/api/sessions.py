@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import operator
 import os
 import re
@@ -35,15 +36,15 @@ SESSION_ID = "X-Amzn-SageMaker-Session-Id"
 NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
 CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
 NEW, CLOSE = "NEW_SESSION", "CLOSE"
-MAX_SESSIONS = 10_000  # open at once; each takes an empty file and 200 bytes of memory
+MAX_SESSIONS = 10_000  # open at once; each takes a small file and some 200 bytes of memory
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class Sessions:
     """The open sessions, which outlive the gateway's process.
 
-    Each has an empty file in `folder`, named by its id, whose time of modification is the session's
-    end.
+    Each has a file in `folder`, named by its id, whose time of modification is the session's end.
+    It has the models that answer for aliases, as JSON, and is empty without any.
     """
 
     def __init__(self, folder: Path, life_s: int, clock: Callable[[], float] = time.time) -> None:
@@ -53,6 +54,7 @@ class Sessions:
         ends = {path.name: int(path.stat().st_mtime) for path in files}
         # By id, in seconds since 1970; the first to end comes first.
         self._ends = dict(sorted(ends.items(), key=operator.itemgetter(1)))
+        self._models = {path.name: _models(path) for path in files}
 
     async def open(self) -> tuple[str, int]:
         """A new session's id and end, in seconds since 1970.
@@ -63,6 +65,7 @@ class Sessions:
         ended = list(itertools.takewhile(lambda id: self._ends[id] <= now, self._ends))
         for id in ended:
             del self._ends[id]
+            self._models.pop(id, None)
         if len(self._ends) >= MAX_SESSIONS:
             first_end = next(iter(self._ends.values()))
             raise TooManyRequests(
@@ -89,11 +92,37 @@ class Sessions:
         if self._ends.get(id, 0) <= self._clock():
             raise BadRequest(f"session not found: {id[:100]}; it may have ended")
 
+    def model(self, id: str, alias: str) -> str:
+        """The model that answers an open session's requests for an alias; "" for none yet."""
+        is_open = self._ends.get(id, 0) > self._clock()
+        return self._models.get(id, {}).get(alias, "") if is_open else ""
+
+    def keep(self, id: str, alias: str, model: str) -> None:
+        """Has `model` answer an open session's requests for an alias from now on."""
+        end = self._ends.get(id, 0)
+        if end > self._clock():
+            kept = self._models.setdefault(id, {})
+            kept[alias] = model
+            with suppress(OSError):  # then only this gateway knows
+                fresh = self._folder / f"{id}.new"
+                fresh.write_text(json.dumps(kept), encoding="utf-8")
+                os.utime(fresh, (end, end))
+                fresh.replace(self._folder / id)
+
     async def close(self, id: str) -> None:
         """Raises `BadRequest` for the id of a session that is not open."""
         self.check(id)
         del self._ends[id]
+        self._models.pop(id, None)
         await asyncio.to_thread((self._folder / id).unlink, missing_ok=True)
+
+
+def _models(path: Path) -> dict[str, str]:
+    """By alias."""
+    with suppress(OSError, ValueError):
+        found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    return {}
 
 
 def session_request(body: bytes, content_type: str | None) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from common.errors import InvalidRequest, ServiceError
 from common.json_body import MAX_VALUES, read_json
 from engine.http.async_client import AsyncEngineClient
+from serving.aliases import Aliases
 from serving.api.encoding import Decoder
 from serving.api.metrics import Metrics
 from serving.api.sessions import Sessions
@@ -28,7 +29,6 @@ from serving.console.journal import Journal
 from serving.errors import (
     BadRequest,
     BodyTooLarge,
-    Forbidden,
     MethodNotAllowed,
     ModelNotFound,
     RequestTimeout,
@@ -92,6 +92,7 @@ class Gateway:
     single_model: str | None = None
     sessions: Sessions | None = None  # where they are enabled
     tokens: Tokens = field(default_factory=lambda: Tokens(""))
+    aliases: Aliases = field(default_factory=Aliases)
     healthy: bool = False
     adopted: bool = False  # knows what the gateway before it had loaded
     started: bool = False  # what is to be there from the start is loaded
@@ -215,7 +216,7 @@ def check_token(gateway: Gateway, request: Request, right: Right) -> None:
     Raises `Unauthorized` unless it carries `Authorization: Bearer <token>` with a token for this,
     if any is set. For one of TOKENS_FILE it counts as in flight until `App` has sent its answer;
     raises `TooManyRequests` beyond the token's limits, `Forbidden` if it may not load. Which models
-    such a token may use is `name_model`'s and `may_call`'s to say.
+    such a token may use is for `serving.api.naming` to say.
     """
     settings = gateway.settings
     known = {
@@ -242,29 +243,6 @@ def check_token(gateway: Gateway, request: Request, right: Right) -> None:
                 token.check_load()
             return
     raise Unauthorized("send the token as Authorization: Bearer <token>")
-
-
-def name_model(request: Request, name: str) -> None:
-    """The model that a request is for: in its log line, too. Raises `Forbidden` if the request's
-    token may not use it. To be called before anything is asked of the store or loaded."""
-    request.state.model = name
-    if request.state.token is not None:
-        request.state.token.check_model(name)
-
-
-def name_source(request: Request, url: str) -> None:
-    """The same of what a model is made of: its `url`, or its base. Raises `Forbidden` for what is
-    no name in the store, whose models alone the patterns of TOKENS_FILE are about."""
-    if request.state.token is not None:
-        if "://" in url or url.startswith("/"):
-            request.state.token.usage.refused["model"] += 1
-            raise Forbidden("this token loads models by their names in the store only")
-        request.state.token.check_model(normal_name(url))
-
-
-def may_call(request: Request, name: str) -> bool:
-    """Whether lists show the model."""
-    return request.state.token is None or request.state.token.may_call(name)
 
 
 def error_response(request: Request, error: Exception) -> Response:

@@ -1,6 +1,7 @@
 """Hugging Face's Text Generation Inference, as `huggingface_hub`'s `text_generation` calls it: our
-own body with `parameters.details`, true or false, with an object as `parameters.grammar`, or from
-that client, whose newer versions leave `details` out.
+own body with `parameters.details`, true or false, with an object as `parameters.grammar`, with
+`parameters.adapter_id`, or from that client, whose newer versions leave `details` out; and on TGI's
+own routes. `adapter_id` names the model that answers, whatever the route says.
 
     {"generated_text", "details"?}
 
@@ -32,10 +33,10 @@ from serving.api.answer_form import GivenForm, named_by_request
 from serving.api.shared import Gateway
 from serving.api.stream import EVENTS, Item, TokenStream, begin
 from serving.models.model import Model
+from serving.names import normal_name
 
 # What is not done, with the values that ask for nothing.
 NOT_DONE: Mapping[str, tuple[Any, ...]] = {
-    "adapter_id": (),
     "best_of": (1,),
     "truncate": (),
     "watermark": (False,),
@@ -50,6 +51,7 @@ class Asked:
     before: what stands before the text
     top: whether the likeliest tokens are wanted
     form: what the text is held to, if the request says it
+    adapter: the model that answers in place of the route's; "" for none
     """
 
     inputs: str
@@ -60,6 +62,7 @@ class Asked:
     top: bool
     seed: int | None
     form: GivenForm | None
+    adapter: str
 
 
 CLIENT = "hf_hub/"  # in its User-Agent
@@ -70,7 +73,8 @@ def is_meant(body: Mapping[str, Any], agent: str) -> bool:
     if not isinstance(parameters, Mapping) or not isinstance(body.get("inputs"), str):
         return False
     grammar = isinstance(parameters.get("grammar"), Mapping)  # ours is a text
-    return CLIENT in agent or grammar or parameters.get("details") is not None
+    own = (parameters.get(name) is not None for name in ("details", "adapter_id"))
+    return CLIENT in agent or grammar or any(own)
 
 
 def parse(body: Mapping[str, Any]) -> Asked:
@@ -82,6 +86,8 @@ def parse(body: Mapping[str, Any]) -> Asked:
     if not inputs.strip() or "\0" in inputs:
         raise InvalidRequest("inputs must be text that is not empty, without NUL")
     given = {k: v for k, v in body.get("parameters", {}).items() if v is not None}
+    adapter = adapter_of(body)
+    given.pop("adapter_id", None)
     for name, harmless in NOT_DONE.items():
         if name in given and given.pop(name) not in harmless:
             elsewhere = "; /v1/completions has it" if name == "best_of" else ""
@@ -109,7 +115,16 @@ def parse(body: Mapping[str, Any]) -> Asked:
         raise InvalidRequest("parameters.num_return_sequences must be 1 with parameters.details")
     stream = fields.boolean("stream", body.get("stream", False))
     before = inputs if checked.return_full_text else ""
-    return Asked(inputs, given, stream, details, before, bool(top), checked.seed, form)
+    return Asked(inputs, given, stream, details, before, bool(top), checked.seed, form, adapter)
+
+
+def adapter_of(body: Mapping[str, Any]) -> str:
+    """The model that a body names; "" for none. Raises `InvalidRequest`."""
+    parameters = body.get("parameters")
+    given = parameters.get("adapter_id") if isinstance(parameters, Mapping) else None
+    if given is not None and (not isinstance(given, str) or not given.strip("/")):
+        raise InvalidRequest("parameters.adapter_id must be a model's name")
+    return normal_name(given).lstrip("/") if given else ""
 
 
 async def answer(

@@ -22,7 +22,8 @@ from starlette.routing import Route
 
 from common.media_types import ranges
 from handlers.payload import to_json
-from serving.api.shared import Gateway, Right, check_token, may_call
+from serving.api.naming import may_call
+from serving.api.shared import Gateway, Right, check_token
 from serving.api.stream import EVENTS
 from serving.console.feed import Feed
 

@@ -18,7 +18,7 @@ from serving.errors import MMSEnded, NoRoom, Timeout, Unavailable, WorkerFailed
 logger = logging.getLogger(__name__)
 
 PAGE = 100
-BACK_S = 2.0  # Java answers again after 1.6 (docs/reliability.md)
+BACK_S = 2.0  # Java answers again after 1.6 (docs/operate/reliability.md)
 UNQUOTED = "?/:@!$'()*,"  # in a query, which MMS takes up to a length
 
 Query = Mapping[str, str] | Sequence[tuple[str, str]]
@@ -67,7 +67,7 @@ class MMSClient:
             url += "?" + urlencode(query, safe=UNQUOTED, quote_via=quote_plus)
         try:
             sent = {"accept": "*/*", **(headers or {})}
-            return Answer(*await self._http.ask(method, url, timeout_s, sent, body))
+            return Answer(*await self._http.request(method, url, timeout_s, sent, body))
         except asyncio.TimeoutError:
             raise Timeout(f"no answer within {timeout_s:.0f} s") from None
         except OSError as error:

@@ -111,7 +111,7 @@ def engine_socket(run_dir: Path) -> str:
 def remove_stale_files(run_dir: Path) -> None:
     """What a server that was killed left behind; a stale pid file would stop the next start."""
     patterns = (".model_server.pid", "mms.sock", ".mms.sock.*", "*-stdout", "*-stderr")
-    for pattern in (*patterns, "models.json"):
+    for pattern in (*patterns, "models.json", "aliases.json"):
         for path in run_dir.glob(pattern):
             path.unlink(missing_ok=True)
     remove(run_dir / "workers")

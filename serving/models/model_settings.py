@@ -1,6 +1,6 @@
 """What can be set for one model: in its load request, or in a `serving.json` beside it.
 
-A request's own beat the file's. docs/model-settings.md describes them for users.
+A request's own beat the file's. docs/models/model-settings.md describes them for users.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import OutOfMemory, ServiceError
-from handlers.scripts.entry_point import manifest_name
+from handlers.user_code.entry_point import manifest_name
 from serving.errors import (
     BadRequest,
     Conflict,

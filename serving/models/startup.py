@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from common.errors import ServiceError
+from serving.api.naming import described_models
 from serving.api.shared import Gateway
 from serving.errors import Conflict, ServingError
 from serving.names import normal_name
@@ -39,6 +40,7 @@ async def start(gateway: Gateway) -> None:
     while not gateway.healthy:
         await asyncio.sleep(0.05)
     await gateway.recovery.adopt()
+    await gateway.aliases.ready.wait()
     gateway.adopted = True
     await _preload(gateway)
     gateway.started = True
@@ -66,12 +68,13 @@ async def _preload(gateway: Gateway) -> None:
     async def preload(name: str) -> None:
         async with turn:
             try:
-                await gateway.on_demand.preload(normal_name(name))
+                await gateway.on_demand.preload(name)
             except Exception as error:
                 logger.error("model %s is not preloaded: %s", name, _explained(name, error))
 
     names = filter(None, (name.strip() for name in settings.preload_models.split(",")))
-    await asyncio.gather(*(preload(name) for name in names))
+    models = {m: None for n in names for m in described_models(gateway, normal_name(n))}
+    await asyncio.gather(*(preload(model) for model in models))
 
 
 def _explained(name: str, error: Exception) -> str:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 PR_SET_DUMPABLE = 4
 
 # What a process below the gateway gets of the server's environment, and nothing else: a password
-# can have any name. docs/security.md lists these for users.
+# can have any name. docs/operate/security.md lists these for users.
 PASSED = (
     # the system's
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TERM", "TZ", "LANG", "LANGUAGE",

@@ -14,6 +14,7 @@ import logging
 import os
 import select
 import threading
+from collections.abc import Callable
 from typing import IO
 
 from common.logs import JsonFormatter
@@ -28,8 +29,12 @@ class JsonOutput:
     """From now on, both outputs lead through here to what was stdout. Lines that are JSON objects
     already stay as they are."""
 
-    def __init__(self, process: str) -> None:
-        self._formatter = JsonFormatter(process)
+    def __init__(
+        self, process: str, on_dropped: Callable[[int], object] = lambda lines: None
+    ) -> None:
+        """`on_dropped` is called with the number of lines that are dropped, by one thread at a
+        time."""
+        self._formatter, self._on_dropped = JsonFormatter(process), on_dropped
         self._queued, self._dropped, self._ended = bytearray(), 0, False
         self._changed = threading.Condition()
         reader, writer = os.pipe()
@@ -55,6 +60,7 @@ class JsonOutput:
         with self._changed:
             if len(self._queued) + len(line) > MAX_QUEUED_BYTES:
                 self._dropped += 1
+                self._on_dropped(1)
             else:
                 self._queued += line
             self._changed.notify()
@@ -84,7 +90,9 @@ class JsonOutput:
                 self._write_all(batch)
             except OSError:  # the reader is gone, or the disk is full
                 with self._changed:
-                    self._dropped += dropped + batch.count(b"\n")
+                    lines = batch.count(b"\n")
+                    self._dropped += dropped + lines
+                    self._on_dropped(lines - bool(dropped))
 
     def _write_all(self, batch: bytearray) -> None:
         left, output = memoryview(batch), self._originals[0]

@@ -81,6 +81,7 @@ class Supervisor:
     start_timeout_s: float
     drain_s: float
     processes: Processes = field(default_factory=Processes)
+    on_restart: Callable[[str], None] = lambda name: None  # of a child that is to be started again
 
     def run(self) -> int:
         """Returns the exit status: 0 after a signal, otherwise 1 (and the log says why)."""
@@ -134,6 +135,7 @@ class Supervisor:
                 logger.error("%s %s, so the server ends", child.name, how)
                 return True
             delay_s = child.plan_restart(self.processes.now())
+            self.on_restart(child.name)
             logger.error("%s %s; it is started again in %.1f s", child.name, how, delay_s)
         return False
 

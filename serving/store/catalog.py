@@ -66,6 +66,12 @@ class Store(Protocol):
         what cannot be a name, and what `models` raises.
         """
 
+    def file(self, path: str) -> StoredFile | None:
+        """A file beside the models, None where there is none. Raises what `models` raises."""
+
+    def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
+        """See `Remote.read`."""
+
 
 class Remote(Protocol):
     """Where files are read from over the network, from several threads at once."""

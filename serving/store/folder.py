@@ -53,6 +53,16 @@ class FolderStore:
                 _raise_for_alike(path, name, self.root)
         raise ModelNotInStore(f"there is no model {name} in the store")
 
+    def file(self, path: str) -> StoredFile | None:
+        found = _resolved(self.root / path, (self.root,))
+        if found is None or not found.is_file():
+            return None
+        status = found.stat()
+        return StoredFile(path, str(found), status.st_size, file_version(status))
+
+    def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
+        yield Path(file.address).read_bytes()[start:stop]
+
 
 def find_path(path: Path, roots: tuple[Path, ...]) -> StoredModel:
     """The model at an absolute path, a folder or an archive, under one of `roots`.

@@ -67,6 +67,26 @@ class Lookups:
             listing.add_done_callback(self._listed)
         return await asyncio.shield(listing)
 
+    async def file(
+        self, path: str, known: str | None, max_bytes: int
+    ) -> tuple[str | None, bytes | None]:
+        """The version of a file beside the models, None where there is none, and at most
+        `max_bytes` of it unless the version is `known`. Raises what `Store.file` does."""
+
+        def read() -> tuple[str | None, bytes | None]:
+            try:
+                file = self._store.file(path)
+                if file is None:
+                    return None, None
+                if file.version == known:
+                    return known, None
+                size = min(file.size_bytes, max_bytes)
+                return file.version, b"".join(self._store.read(file, 0, size)) if size else b""
+            except OSError as error:
+                raise StoreUnavailable(f"{path} cannot be read: {error.strerror}") from None
+
+        return await self._ask(read, is_here("", self._store), ANSWER_S)
+
     async def _list(self) -> list[StoredModel]:
         return await self._ask(self._store.models, is_here("", self._store), LISTING_S)
 

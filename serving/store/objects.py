@@ -79,6 +79,9 @@ class ObjectStore:
             raise UrlNotAllowed(f"{url} is outside of {self.location}")
         return self.find(url.removeprefix(self.location).rstrip("/"), handler)
 
+    def file(self, path: str) -> StoredFile | None:
+        return self._bucket.head(self._prefix + path)
+
     def files(self, model: StoredModel) -> list[StoredFile]:
         if model.kind == "archive":
             key = model.url.removeprefix(self._address)

@@ -1,4 +1,4 @@
-"""The numbers of the README and of docs/benchmark.md are those of one run."""
+"""The numbers of the README and of docs/develop/benchmark.md are those of one run."""
 
 from __future__ import annotations
 

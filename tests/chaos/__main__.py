@@ -57,7 +57,7 @@ def run(options: Chaos) -> int:
     version or with a justified error; loaded models are loaded and unloaded ones are not; all
     processes agree after the faults; no process, file or memory is left over. On a violation the
     command prints the seed and the shortest plan that still fails, and ends with 1.
-    docs/reliability.md has the rules.
+    docs/develop/chaos.md has the rules.
 
     Faults that this machine does not allow are skipped and reported: full disks need mounts.
 
@@ -115,7 +115,7 @@ def inject(plan: Plan, options: Chaos) -> int:
     print(f"seed {plan.seed}; the shortest plan that fails ({options.out / 'shortest.json'}):")
     for fault in faults:
         print(f"  {fault.at_s:7.2f} s  {fault.kind}")
-    raise Failed(f"{len(first.violations)} violations of the rules in docs/reliability.md")
+    raise Failed(f"{len(first.violations)} violations of the rules in docs/develop/chaos.md")
 
 
 def soak(options: Chaos) -> int:

@@ -75,10 +75,11 @@ def call(
     op: Op,
     timeout_s: float,
     hang_up: Callable[[Heard], bool] = lambda heard: False,
+    host: str = "127.0.0.1",
 ) -> Op:
     """`op` with its end. `ports`: for requests and for management. `hang_up` is asked when the
     request is sent, and again at each token."""
-    connection = http.client.HTTPConnection("127.0.0.1", ports[asked.management], timeout=timeout_s)
+    connection = http.client.HTTPConnection(host, ports[asked.management], timeout=timeout_s)
     heard, lost, gone = Heard(), "", False
     try:
         _hear(connection, asked, op.id, heard, hang_up)

@@ -74,9 +74,10 @@ class Clients:
         mix: Mapping[str, int] = MIX,
         pause_s: float = PAUSE_S,
         lost_s: float = 150.0,
+        host: str = "127.0.0.1",
     ) -> None:
         self.ops: list[Op] = []
-        self._ports, self._models, self._put = ports, models, put
+        self._ports, self._models, self._put, self._host = ports, models, put, host
         self._seed, self._mix, self._pause_s, self._lost_s = seed, mix, pause_s, lost_s
         self._stop, self._go = threading.Event(), threading.Event()
         self._go.set()
@@ -112,9 +113,8 @@ class Clients:
         """One request that nobody hangs up."""
         op = Op(f"{self._seed}-{client}-{kind}-{time.monotonic_ns()}", client, kind, model, 0, 0)
         op = replace(op, prompt=prompt, begin=time.monotonic())
-        return self._said(
-            call(self._ports, request(kind, model, PROMPTS[prompt], url), op, self._lost_s)
-        )
+        asked = request(kind, model, PROMPTS[prompt], url)
+        return self._said(call(self._ports, asked, op, self._lost_s, host=self._host))
 
     def _said(self, op: Op) -> Op:
         self.ops.append(op)
@@ -161,7 +161,7 @@ class Clients:
         for attempt in range(RETRIES):
             op = Op(f"{id}-{attempt}", client, kind, "" if kind == LIST else model, 0, 0)
             op = replace(op, prompt=prompt, begin=time.monotonic())
-            op = self._said(call(self._ports, asked, op, self._lost_s, hang_up))
+            op = self._said(call(self._ports, asked, op, self._lost_s, hang_up, self._host))
             if op.status != 503 and (op.status or op.hung_up):
                 return
             # Where nobody listens, soon again.

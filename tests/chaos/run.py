@@ -8,7 +8,7 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -153,13 +153,13 @@ class _Run:
     ) -> History:
         history, clients, system = self.history, self.clients, self.system
         history.empty.append(system.held())
-        self._learn_texts()
+        history.texts = learn_texts(clients, self._put, [*self.archives])
         before, names = system.counted(), system.files("run")
         reserved = system.reserved_bytes()
         files = {kind: _open_files(system, kind) for kind in SETTLED}
         clients.ops = clients.first_versions(history.began)
         for model in self.size.models.steady if self.size.loaded else ():
-            self._surely(LOAD, model)
+            _surely(clients, LOAD, model)
         self.say(f"{len(self.plan.faults)} faults in {self.plan.seconds:.0f} s")
         clients.start()
         try:
@@ -177,27 +177,6 @@ class _Run:
         history.faults = sorted(self.injector.done, key=lambda fault: fault.begin)
         history.lines = dict(system.request_lines())
         return history
-
-    def _learn_texts(self) -> None:
-        """What each version of each model says alone, before anything is broken."""
-        for model, version in reversed(self.archives):  # the first version comes last
-            self._put(model, version)
-            self._surely(LOAD, model)
-            for route in ("predictions", "completions"):
-                for prompt in range(len(PROMPTS)):
-                    op = self.clients.ask(-1, route, model, prompt)
-                    if op.status != 200:
-                        raise Failed(f"{model} does not answer: {op.status} {op.message}{op.lost}")
-                    self.history.texts[text_key(model, version, route, prompt)] = op.text
-            self._surely(UNLOAD, model)
-        said = [text for key, text in self.history.texts.items() if key.endswith("predictions\n0")]
-        if len(set(said)) < len(said):
-            raise Failed("two models say the same, so they cannot be told apart")
-
-    def _surely(self, kind: str, model: str) -> None:
-        op = self.clients.ask(-1, kind, model)
-        if op.status != 200:
-            raise Failed(f"{kind} of {model}: {op.status} {op.message}{op.lost}")
 
     def _agreed(self) -> View:
         return self.system.agreed(AGREE_S * self.size.heal)
@@ -251,6 +230,34 @@ class _Run:
                 # Connections that are kept, threads that are: not what grows.
                 if count > files[kind].get(pid, count) + 40:
                     yield f"{kind} has {count} files open, {files[kind][pid]} at the start"
+
+
+def learn_texts(
+    clients: Clients, put: Callable[[str, int], None], versions: Sequence[tuple[str, int]]
+) -> dict[str, str]:
+    """What each version of each model says alone, before anything is broken; nothing is loaded
+    then, and the store has the first versions."""
+    texts = {}
+    for model, version in reversed(versions):  # the first version comes last
+        put(model, version)
+        _surely(clients, LOAD, model)
+        for route in ("predictions", "completions"):
+            for prompt in range(len(PROMPTS)):
+                op = clients.ask(-1, route, model, prompt)
+                if op.status != 200:
+                    raise Failed(f"{model} does not answer: {op.status} {op.message}{op.lost}")
+                texts[text_key(model, version, route, prompt)] = op.text
+        _surely(clients, UNLOAD, model)
+    said = [text for key, text in texts.items() if key.endswith("predictions\n0")]
+    if len(set(said)) < len(said):
+        raise Failed("two models say the same, so they cannot be told apart")
+    return texts
+
+
+def _surely(clients: Clients, kind: str, model: str) -> None:
+    op = clients.ask(-1, kind, model)
+    if op.status != 200:
+        raise Failed(f"{kind} of {model}: {op.status} {op.message}{op.lost}")
 
 
 def _open_files(system: System, kind: str) -> dict[int, int]:

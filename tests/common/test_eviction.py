@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from benchmarks.switching.trace import KINDS, Kind, results
-from common.eviction import KNOWN, Held, Victims
+from common.eviction import MAX_NAMES, Held, Victims
 
 
 def used(names: Iterable[str]) -> Victims[str]:
@@ -59,8 +59,8 @@ def test_nothing_goes_in_vain() -> None:
 
 
 def test_names_that_are_asked_for_once_do_not_fill_the_memory() -> None:
-    victims = used(f"없는 모델 {i}" for i in range(KNOWN + 100))
-    assert len(victims._uses) == KNOWN
+    victims = used(f"없는 모델 {i}" for i in range(MAX_NAMES + 100))
+    assert len(victims._uses) == MAX_NAMES
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -9,8 +9,8 @@ import pytest
 from common.errors import ArtifactError
 from common.model_files import is_model, model_folders, script_paths
 from engine.artifacts import hugging_face
-from handlers.scripts.entry_point import find_script
 from handlers.tensors import files
+from handlers.user_code.entry_point import find_script
 
 MODELS = [
     "a.params",

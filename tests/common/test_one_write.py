@@ -9,7 +9,7 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from common.one_write import MOST_BYTES, join
+from common.one_write import MAX_BYTES, join
 
 BODY = "가나다".encode()
 LENGTH = (b"content-length", b"%d" % len(BODY))
@@ -80,7 +80,7 @@ def test_its_further_pieces_are_written_as_they_come() -> None:
 
 
 def test_a_long_body_is_not_copied() -> None:
-    body = b"x" * (MOST_BYTES + 1)
+    body = b"x" * (MAX_BYTES + 1)
     head, written = answered("GET", [(b"content-length", b"%d" % len(body))], body).writes
     assert head.endswith(b"\r\n\r\n")
     assert written == body

@@ -81,7 +81,7 @@ def run(tmp_path: Path, server: Server, work: Callable[[UnixHTTP], Awaitable[T]]
 
 
 async def ask(client: UnixHTTP, method: str = "POST", timeout_s: float = WAIT_S) -> bytes:
-    status, _, body = await client.ask(method, "/m?a=b", timeout_s, {"x-id": "1"}, b"body")
+    status, _, body = await client.request(method, "/m?a=b", timeout_s, {"x-id": "1"}, b"body")
     assert status == 200
     return body
 
@@ -89,7 +89,9 @@ async def ask(client: UnixHTTP, method: str = "POST", timeout_s: float = WAIT_S)
 def test_a_request_is_sent_as_it_is_and_its_answer_read_in_whatever_pieces(tmp_path: Path) -> None:
     server = Server(says(*(OK[i : i + 1] for i in range(len(OK)))))
     answer = run(
-        tmp_path, server, lambda c: c.ask("POST", "/m?a=b", WAIT_S, {"x-id": "1"}, "가".encode())
+        tmp_path,
+        server,
+        lambda c: c.request("POST", "/m?a=b", WAIT_S, {"x-id": "1"}, "가".encode()),
     )
     assert answer == (200, {"content-length": "6", "x-name": "a"}, "시인".encode())
     assert server.requests == [
@@ -98,47 +100,41 @@ def test_a_request_is_sent_as_it_is_and_its_answer_read_in_whatever_pieces(tmp_p
     ]
 
 
-def test_a_connection_is_used_again_unless_it_is_closed(tmp_path: Path) -> None:
+async def test_a_connection_is_used_again_unless_it_is_closed(tmp_path: Path) -> None:
     closing = OK.replace(b"X-Name: a", b"connection: close")
     server = Server(says(OK), says(OK), says(closing, ends=True), says(OK))
 
-    async def work(client: UnixHTTP) -> None:
+    async with client_of(server, tmp_path / "s") as client:
         for _ in range(4):
             await ask(client)
-
-    run(tmp_path, server, work)
     assert server.connections == 2
 
 
-def test_a_connection_that_has_rested_too_long_is_not_used(
+async def test_a_connection_that_has_rested_too_long_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unix_http, "RESTS_S", -1.0)
+    monkeypatch.setattr(unix_http, "MAX_IDLE_S", -1.0)
     server = Server(says(OK), says(OK))
 
-    async def work(client: UnixHTTP) -> None:
+    async with client_of(server, tmp_path / "s") as client:
         await ask(client)
         await ask(client)
-
-    run(tmp_path, server, work)
     assert server.connections == 2
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_what_may_be_asked_twice_is_asked_again_where_its_connection_was_just_closed(
+async def test_what_may_be_asked_twice_is_asked_again_where_its_connection_was_just_closed(
     tmp_path: Path, method: str
 ) -> None:
     server = Server(says(OK), says(ends=True), says(OK))
 
-    async def work(client: UnixHTTP) -> None:
+    async with client_of(server, tmp_path / "s") as client:
         await ask(client)
         if method == "GET":
             await ask(client, method)
         else:
             with pytest.raises(ConnectionError):
                 await ask(client, method)
-
-    run(tmp_path, server, work)
     assert len(server.requests) == (3 if method == "GET" else 2)
 
 
@@ -153,29 +149,25 @@ def test_what_may_be_asked_twice_is_asked_again_where_its_connection_was_just_cl
         b"HTTP/1.1 200 OK\r\n" + b"x: " + 70_000 * b"y" + b"\r\n\r\n",
     ],
 )
-def test_a_broken_answer_is_none(tmp_path: Path, told: bytes) -> None:
-    async def work(client: UnixHTTP) -> None:
+async def test_a_broken_answer_is_none(tmp_path: Path, told: bytes) -> None:
+    async with client_of(Server(says(told, ends=True)), tmp_path / "s") as client:
         with pytest.raises(ConnectionError):
             await ask(client)
-
-    run(tmp_path, Server(says(told, ends=True)), work)
 
 
 def test_an_answer_may_come_behind_another_that_is_none(tmp_path: Path) -> None:
     server = Server(says(b"HTTP/1.1 100 Continue\r\nx-early: 1\r\n\r\n", OK))
-    answer = run(tmp_path, server, lambda c: c.ask("POST", "/", WAIT_S, {}, b""))
+    answer = run(tmp_path, server, lambda c: c.request("POST", "/", WAIT_S, {}, b""))
     assert answer == (200, {"content-length": "6", "x-name": "a"}, "시인".encode())
 
 
-def test_silence_is_not_waited_for(tmp_path: Path) -> None:
-    async def work(client: UnixHTTP) -> None:
+async def test_silence_is_not_waited_for(tmp_path: Path) -> None:
+    async with client_of(Server(silent), tmp_path / "s") as client:
         with pytest.raises(asyncio.TimeoutError):
             await ask(client, timeout_s=0.1)
 
-    run(tmp_path, Server(silent), work)
 
-
-def test_who_is_cancelled_hangs_up(tmp_path: Path) -> None:
+async def test_who_is_cancelled_hangs_up(tmp_path: Path) -> None:
     hung_up = asyncio.Event()
 
     async def watching(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
@@ -185,17 +177,15 @@ def test_who_is_cancelled_hangs_up(tmp_path: Path) -> None:
 
     server = Server(watching)
 
-    async def work(client: UnixHTTP) -> None:
+    async with client_of(server, tmp_path / "s") as client:
         task = asyncio.create_task(ask(client))
         while not server.requests:
             await asyncio.sleep(0.01)
         task.cancel()
         await hung_up.wait()
 
-    run(tmp_path, server, work)
 
-
-def test_a_stream_is_read_as_it_comes(tmp_path: Path) -> None:
+async def test_a_stream_is_read_as_it_comes(tmp_path: Path) -> None:
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     goes_on = asyncio.Event()
 
@@ -207,7 +197,7 @@ def test_a_stream_is_read_as_it_comes(tmp_path: Path) -> None:
 
     server = Server(answer, says(OK))
 
-    async def work(client: UnixHTTP) -> None:
+    async with client_of(server, tmp_path / "s") as client:
         async with client.stream("GET", "/", WAIT_S, {}, None) as told:
             assert told.status == 200
             assert await told.piece() == "가".encode()
@@ -216,8 +206,6 @@ def test_a_stream_is_read_as_it_comes(tmp_path: Path) -> None:
             assert await told.piece() == b""
             assert told.headers == {"transfer-encoding": "chunked"}
         await ask(client)
-
-    run(tmp_path, server, work)
     assert server.connections == 1
 
 
@@ -248,9 +236,7 @@ def test_the_sender_of_a_stream_that_nobody_reads_waits_for_its_reader(tmp_path:
     assert run(tmp_path, Server(answer), work) == size
 
 
-def test_a_line_that_would_end_early_is_not_sent(tmp_path: Path) -> None:
-    async def work(client: UnixHTTP) -> None:
+async def test_a_line_that_would_end_early_is_not_sent(tmp_path: Path) -> None:
+    async with client_of(Server(), tmp_path / "s") as client:
         with pytest.raises(ValueError, match="cannot be sent"):
-            await client.ask("GET", "/", WAIT_S, {"x": "1\r\ny: 2"}, None)
-
-    run(tmp_path, Server(), work)
+            await client.request("GET", "/", WAIT_S, {"x": "1\r\ny: 2"}, None)

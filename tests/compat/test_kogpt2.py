@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.mxnet_compat import mx
-from handlers.scripts.module import COMPAT
+from handlers.user_code.module import COMPAT
 from tests.engine.engines import uncached_model
 from tests.engine.models import make_artifact
 

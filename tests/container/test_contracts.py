@@ -19,7 +19,7 @@ HASH = "7f3e" * 16
 
 
 def test_the_session_of_the_documents_answers_as_it_is_shown(shared: Container) -> None:
-    page = "docs/requests.md"
+    page = "docs/api/requests.md"
     test_readme.test_the_session_answers_as_it_is_shown(shared, page)  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@ when it should, and only then."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.api.metrics import Metrics
+from serving.errors import StoreUnavailable
 from tests.deploy.test_monitoring import mounts
 from tests.serving.test_dashboard import STATISTICS
 
@@ -51,6 +53,8 @@ def served() -> dict[str, dict[str, set[str]]]:
     metrics.request("시", 200, 0.1)
     for event in ("fetched", "loaded", "unloaded", "evicted"):
         metrics.observe(event, model, 0.1)
+    with contextlib.suppress(StoreUnavailable), metrics.loading():
+        raise StoreUnavailable("gone")
     text = metrics.text(STATISTICS, {"시#m1": "시"}, {"시": 3}).decode()
     found: dict[str, dict[str, set[str]]] = {"up": {}}
     for family in text_string_to_metric_families(text):
@@ -89,15 +93,15 @@ def test_compose_gives_prometheus_the_alerts_where_it_looks_for_them() -> None:
     assert there[config.with_name(name)] == CONFIG.with_name(name)
 
 
-@pytest.mark.parametrize("page", ["docs/operations.md", "docs/operations.ko.md"])
+@pytest.mark.parametrize("page", ["docs/operate/monitoring.md", "docs/operate/monitoring.ko.md"])
 def test_each_alert_has_its_line_in_the_runbook(page: str) -> None:
     lines = re.findall(r"^\| `(KoGPT2\w+)` \|", (ROOT / page).read_text("utf-8"), re.MULTILINE)
     assert lines == list(ALERTS)
     for rule in ALERTS.values():
         assert rule["labels"]["severity"] in {"critical", "warning"}
         assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
-        assert rule["annotations"]["runbook_url"] == "docs/operations.md#alerts"
-    assert "\n## Alerts\n" in (ROOT / "docs/operations.md").read_text("utf-8")
+        assert rule["annotations"]["runbook_url"] == "docs/operate/monitoring.md#alerts"
+    assert "\n## Alerts\n" in (ROOT / "docs/operate/monitoring.md").read_text("utf-8")
 
 
 def test_each_alert_has_a_case_in_which_it_fires() -> None:

@@ -1,15 +1,16 @@
-"""What deploy declares for KServe and Seldon Core fits the schema of a pod, and the server."""
+"""All pods that deploy declares keep to Pod Security's restricted level; those of KServe and Seldon
+Core fit the schema of a pod, and the server."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
 from serving.settings import Settings
-from tests.deploy.test_kubernetes import POD, VERSIONS
+from tests.deploy.published import kubernetes_errors
+from tests.deploy.test_kubernetes import POD
 from tests.deploy.test_kubernetes import SERVER as OWN
 from tests.e2e.server import REPOSITORY
 
@@ -20,11 +21,21 @@ def documents(*path: str) -> dict[str, dict[str, Any]]:
 
 
 RUNTIME = documents("kserve", "serving-runtime.yaml")["ServingRuntime"]["spec"]
-KSERVE = documents("kserve", "inference-service.yaml")
+SERVICE = documents("kserve", "inference-service.yaml")["InferenceService"]["spec"]["predictor"]
+MODEL = SERVICE["model"]
 CONFIG = documents("seldon", "server-config.yaml")["ServerConfig"]["spec"]
 SELDON = documents("seldon", "model.yaml")
 PODS = {
-    "kserve": {name: RUNTIME[name] for name in ("containers", "volumes")},
+    # The runtime's, and what the InferenceService says of it.
+    "kserve": {
+        "containers": [
+            {**container, "env": [*container["env"], *MODEL["env"]]}
+            for container in RUNTIME["containers"]
+        ],
+        "volumes": RUNTIME["volumes"],
+        "securityContext": SERVICE["securityContext"],
+        "terminationGracePeriodSeconds": SERVICE["terminationGracePeriodSeconds"],
+    },
     # The operator mounts the claims.
     "seldon": {
         **CONFIG["podSpec"],
@@ -40,13 +51,32 @@ def server(pod: str) -> dict[str, Any]:
     return dict(PODS[pod]["containers"][-1])
 
 
+def settings(pod: str) -> dict[str, str]:
+    return {variable["name"]: variable.get("value", "") for variable in server(pod)["env"]}
+
+
 @pytest.mark.parametrize("pod", PODS)
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_pod_fits_the_schema(pod: str, version: str) -> None:
+def test_the_pod_fits_the_schema(pod: str) -> None:
     resource = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": pod}, "spec": PODS[pod]}
-    kubernetes_validate.validate(resource, version, strict=True)
+    assert kubernetes_errors(resource) == []
     mounted = {m["name"] for c in PODS[pod]["containers"] for m in c["volumeMounts"]}
     assert mounted == {volume["name"] for volume in PODS[pod]["volumes"]}
+
+
+@pytest.mark.parametrize("spec", [POD["spec"], *PODS.values()], ids=["base", *PODS])
+def test_a_pod_keeps_to_the_restricted_level(spec: dict[str, Any]) -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards"""
+    assert {name for name in spec if name.startswith("host")} == set()
+    kinds = {kind for volume in spec["volumes"] for kind in volume} - {"name"}
+    assert kinds <= {"emptyDir", "configMap"}
+    for container in spec["containers"]:
+        context = {**spec["securityContext"], **container["securityContext"]}
+        assert context["runAsNonRoot"] is True
+        assert context["runAsUser"] > 0
+        assert context["runAsGroup"] > 0
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
 
 
 @pytest.mark.parametrize("pod", PODS)
@@ -54,39 +84,44 @@ def test_the_server_runs_as_in_the_base(pod: str) -> None:
     own = server(pod)
     paths = {mount["mountPath"] for mount in own["volumeMounts"]}
     assert {mount["mountPath"] for mount in OWN["volumeMounts"]} <= paths
-    uid = own["securityContext"].get("runAsUser") or PODS[pod]["securityContext"]["runAsUser"]
-    assert uid == POD["spec"]["securityContext"]["runAsUser"]
-    both = {**PODS[pod].get("securityContext", {}), **own["securityContext"]}
-    assert both["runAsNonRoot"] is True
-    assert both["seccompProfile"] == POD["spec"]["securityContext"]["seccompProfile"]
-    assert own["securityContext"]["readOnlyRootFilesystem"] is True
+    context = {**PODS[pod]["securityContext"], **own["securityContext"]}
+    for name in ("runAsUser", "runAsGroup"):
+        assert context[name] == POD["spec"]["securityContext"][name]
+    assert context["readOnlyRootFilesystem"] is True
     for probe in ("startup", "liveness"):
         said = own[f"{probe}Probe"]["httpGet"]["path"]
         assert said == OWN[f"{probe}Probe"]["httpGet"]["path"]
 
 
-def test_kserves_agent_finds_the_server_where_it_looks() -> None:
-    """It brings models to /mnt/models and calls localhost:8080, with no token."""
-    settings = {variable["name"]: variable["value"] for variable in server("kserve")["env"]}
-    assert settings["MODEL_STORE"] == "/mnt/models"
-    assert server("kserve")["ports"] == [{"containerPort": 8080, "protocol": "TCP"}]
-    assert Settings().port == 8080
-    assert not {"MANAGEMENT_TOKEN", "INFERENCE_TOKEN"} & set(settings)
-    model = KSERVE["InferenceService"]["spec"]["predictor"]["model"]
-    trained = KSERVE["TrainedModel"]["spec"]
-    formats = {known["name"] for known in RUNTIME["supportedModelFormats"]}
-    assert {model["modelFormat"]["name"], trained["model"]["framework"]} <= formats
-    assert trained["inferenceService"] == KSERVE["InferenceService"]["metadata"]["name"]
-    assert model["protocolVersion"] in RUNTIME["protocolVersions"]
+def test_kserve_serves_a_store_by_the_runtime() -> None:
+    own = server("kserve")
+    assert own["ports"] == [{"containerPort": Settings().port, "protocol": "TCP"}]
+    assert (
+        MODEL["runtime"]
+        == documents("kserve", "serving-runtime.yaml")["ServingRuntime"]["metadata"]["name"]
+    )
+    assert MODEL["modelFormat"].items() <= RUNTIME["supportedModelFormats"][0].items()
+    assert MODEL["protocolVersion"] in RUNTIME["protocolVersions"]
+    assert "multiModel" not in RUNTIME
+    assert own["env"][-1]["name"] == "MODEL_STORE"
+    assert "MODEL_STORE" not in {variable["name"] for variable in RUNTIME["containers"][0]["env"]}
+    assert OWN["env"][0] in own["env"]  # the token for management
+    assert own["lifecycle"] == OWN["lifecycle"]
+    needed = int(own["lifecycle"]["preStop"]["exec"]["command"][1]) + 10
+    grace_s = PODS["kserve"]["terminationGracePeriodSeconds"]
+    assert grace_s >= needed + int(settings("kserve")["DRAIN_S"])
 
 
 def test_seldons_agent_finds_the_server_where_it_looks() -> None:
     agent = PODS["seldon"]["containers"][1]
     said = {variable["name"]: variable.get("value") for variable in agent["env"]}
-    settings = {variable["name"]: variable["value"] for variable in server("seldon")["env"]}
     ports = {port["name"]: port["containerPort"] for port in server("seldon")["ports"]}
     assert said["SELDON_SERVER_HTTP_PORT"] == str(ports["server-http"]) == str(Settings().port)
-    assert said["SELDON_SERVER_GRPC_PORT"] == str(ports["server-grpc"]) == settings["GRPC_PORT"]
-    assert settings["MODEL_STORE"] == "/mnt/agent/models"
+    assert (
+        said["SELDON_SERVER_GRPC_PORT"]
+        == str(ports["server-grpc"])
+        == settings("seldon")["GRPC_PORT"]
+    )
+    assert settings("seldon")["MODEL_STORE"] == "/mnt/agent/models"
     assert said["SELDON_SERVER_CAPABILITIES"] in SELDON["Model"]["spec"]["requirements"]
     assert SELDON["Server"]["spec"]["serverConfig"] == "kogpt2"

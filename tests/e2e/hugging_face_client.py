@@ -38,6 +38,8 @@ def asked(address: str, key: str) -> dict[str, Any]:
             asdict(one)["top_tokens"] for one in ask(PROMPT, **told, stream=True, top_n_tokens=2)
         ],
         "drawn": [ask(PROMPT, max_new_tokens=12, temperature=2.0) for _ in range(3)],
+        "adapter": ask(PROMPT, max_new_tokens=12, adapter_id="여름"),
+        "no such adapter": error(adapter_id="겨울"),
         "wrong": error(max_new_tokens=0),
         "form": ask(PROMPT, grammar={"type": "regex", "value": "산에는|꽃"}),  # type: ignore
         "wrong form": error(grammar={"type": "regex", "value": "("}),

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +47,25 @@ class Server:
         options: bool = True,
         one_port: bool = False,
         port: int | None = None,
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
     ) -> None:
-        """Without `options` the ports come from the environment, as SageMaker gives them."""
+        """Without `options` the ports come from the environment, as SageMaker gives them. `prefix`
+        is a command that becomes the server."""
+        self.host = host
         self.port = port or free_port()
         self.management_port = self.port if one_port else free_port()
         self.run_dir = folder / "run"
         self.log = folder / "server.log"
         self.store = store or folder
         self._forgotten = 0
-        ports = {"SAGEMAKER_BIND_TO_PORT": str(self.port), "HOST": "127.0.0.1"}
+        ports = {"SAGEMAKER_BIND_TO_PORT": str(self.port), "HOST": host}
         ports["MANAGEMENT_PORT"] = str(self.management_port)
-        command = [sys.executable, "-m", "serving.entrypoint", "serve"]
+        command = [*prefix, sys.executable, "-m", "serving.entrypoint", "serve"]
         if options:
             ports = {}
             command += ["--port", str(self.port), "--management-port", str(self.management_port)]
-            command += ["--host", "127.0.0.1"]
+            command += ["--host", host]
         if store is not None:
             command += ["--model-store", str(store)]
         with self.log.open("wb") as log:
@@ -112,7 +116,7 @@ class Server:
 
     def is_ready(self) -> bool:
         try:
-            url = f"http://127.0.0.1:{self.port}/ping"
+            url = f"http://{self.host}:{self.port}/ping"
             return requests.get(url, timeout=5).status_code == 200
         except requests.RequestException:
             return False
@@ -128,22 +132,22 @@ class Server:
 
     def predict(self, name: str, body: Any, **headers: str) -> requests.Response:
         """`body` is sent as JSON, or as it is when it is bytes."""
-        url = f"http://127.0.0.1:{self.port}/predictions/{name}"
+        url = f"http://{self.host}:{self.port}/predictions/{name}"
         if isinstance(body, bytes):
             return requests.post(url, data=body, headers=headers, timeout=600)
         return requests.post(url, json=body, headers=headers, timeout=600)
 
     def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
+        return f"http://{self.host}:{self.port}{path}"
 
     def management(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.management_port}{path}"
+        return f"http://{self.host}:{self.management_port}{path}"
 
 
 def eventually(condition: Any, seconds: float = WIDE_S) -> Any:
     """Waits for a true value and returns it. `seconds` is a net, not what is tested."""
     end = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < end, "it did not come true in time"
+        assert time.monotonic() < end, f"not within {seconds:g} s; the last value: {value!r:.500}"
         time.sleep(0.05)
     return value

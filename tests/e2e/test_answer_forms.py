@@ -23,7 +23,7 @@ from tests.e2e.stores import serving
 from tests.e2e.test_openai import TEMPLATE, checked, refused
 from tests.engine.hugging_face import make_hugging_face
 
-MODEL, LABELS = "my-chat", "감정"  # the first as docs/openai.md calls it
+MODEL, LABELS = "my-chat", "감정"  # the first as docs/api/openai.md calls it
 MESSAGES: list[Any] = [{"role": "user", "content": "오늘은 날씨가 좋다."}]
 PROMPT = "오늘은 날씨가"
 
@@ -71,7 +71,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, grpc_port: int) -> Iterator
         path = folder / "store" / name
         config = {"chat_template": TEMPLATE}
         make_hugging_face(path, kind="byte-level", max_length=512, tokenizer_config=config)
-    (labels,) = blocks("model-settings.md", "json")
+    (labels,) = blocks("models/model-settings.md", "json")
     (folder / "store" / LABELS / "generation.json").write_text(labels, encoding="utf-8")
     with serving(folder / "run", folder / "store", GRPC_PORT=str(grpc_port)) as server:
         yield server
@@ -117,7 +117,7 @@ def test_a_pydantic_model_is_what_a_chat_answers(client: openai.OpenAI) -> None:
 
 
 def test_the_example_of_the_page_runs_as_it_is_shown(server: Server) -> None:
-    (code,) = (block for block in blocks("openai.md", "python") if "pydantic" in block)
+    (code,) = (block for block in blocks("api/openai.md", "python") if "pydantic" in block)
     code = code.replace("http://localhost:8080", server.url(""))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout in ("긍정\n", "부정\n"), done.stderr

@@ -16,7 +16,7 @@ from tests.e2e.stores import FAST, error, serving
 
 pytestmark = pytest.mark.slow
 
-GUIDE = (REPOSITORY / "docs" / "bring-your-own" / "handlers.md").read_text("utf-8")
+GUIDE = (REPOSITORY / "docs" / "models" / "handlers.md").read_text("utf-8")
 SERVICE = GUIDE.partition("# service.py\n")[2].partition("```")[0]
 PROGRAM = """
 def model_fn(folder):

@@ -1,4 +1,5 @@
-"""docs/bring-your-own/artifacts.md is true: its commands are run, and answer as it is shown."""
+"""docs/models/artifacts.md and adapters.md are true: their commands are run, one page after the
+other, and answer as it is shown."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ from tests.e2e.server import REPOSITORY, Server
 
 pytestmark = pytest.mark.slow
 
-PAGES_IN = REPOSITORY / "docs" / "bring-your-own"
-PAGES = ("artifacts.md", "artifacts.ko.md")
+PAGES_IN = REPOSITORY / "docs" / "models"
+PAGES, KOREAN = (
+    [PAGES_IN / f"{name}{language}.md" for name in ("artifacts", "adapters")]
+    for language in ("", ".ko")
+)
 ANYTHING = "…"
 # Of a model that is trained here: on another processor the last digits differ.
 TRAINED = ("kogpt2 fine-tune ", "--to adapter ")
@@ -36,9 +40,13 @@ def workplace(clean: Server, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def sessions(pages: list[Path]) -> list[tuple[str, str]]:
+    return [call for page in pages for call in session(page)]
+
+
 def test_the_commands_answer_as_they_are_shown(workplace: Path, clean: Server) -> None:
     python = Path(sys.executable).parent
-    for command, shown in session(PAGES_IN / PAGES[0]):
+    for command, shown in sessions(PAGES):
         line = command.replace("localhost:8080", f"127.0.0.1:{clean.port}")
         line = line.replace("curl ", "curl --silent --max-time 60 ")
         done = subprocess.run(
@@ -63,7 +71,7 @@ def test_the_commands_answer_as_they_are_shown(workplace: Path, clean: Server) -
 
 
 def test_the_pages_show_the_same_commands_and_answers() -> None:
-    english, korean = (session(PAGES_IN / page) for page in PAGES)
+    english, korean = sessions(PAGES), sessions(KOREAN)
     assert english == korean
     assert len(english) > 12
 
@@ -74,12 +82,12 @@ def test_a_template_of_the_page_is_one_that_the_server_reads(tmp_path: Path) -> 
     from tests.engine.hugging_face import make_hugging_face
     from tests.engine.models import make_artifact
 
-    for page in PAGES:
-        text = (PAGES_IN / page).read_text(encoding="utf-8")
+    for page in (PAGES[0], KOREAN[0]):
+        text = page.read_text(encoding="utf-8")
         [shown] = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
         [other] = re.findall(r"`(<usr>\{text\}</s>[^`]*)`", text)
         for make, template in ((make_hugging_face, None), (make_artifact, other)):
-            folder = make(tmp_path / f"{make.__name__}-{page}")
+            folder = make(tmp_path / f"{make.__name__}-{page.name}")
             said = json.loads(shown)
             said["template"] = template or said["template"]
             (folder / "generation.json").write_text(json.dumps(said), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/bring-your-own/handlers.md is true: its models are made, its commands run."""
+"""docs/models/handlers.md is true: its models are made, its commands run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.server import REPOSITORY, Server
 
-DOCUMENTS = REPOSITORY / "docs" / "bring-your-own"
+DOCUMENTS = REPOSITORY / "docs" / "models"
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 DEMO = ("sowol.params", "sowol.spiece", "config.json")
 

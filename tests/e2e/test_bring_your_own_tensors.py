@@ -1,4 +1,4 @@
-"""docs/bring-your-own/tensors.md is true: its artifacts are made and its examples are run."""
+"""docs/models/tensors.md is true: its artifacts are made and its examples are run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 GPT2 = TinyGPT2(vocab=50_000)
 CLASSIFIERS = 2
-PAGES_IN = REPOSITORY / "docs" / "bring-your-own"
+PAGES_IN = REPOSITORY / "docs" / "models"
 PAGES = ("tensors.md", "tensors.ko.md")
 
 

@@ -18,6 +18,7 @@ from tests.e2e.stores import small, text
 @pytest.fixture(scope="module")
 def url(clean: Server) -> str:
     small(clean.store / "봄")
+    small(clean.store / "여름", seed=8)
     return clean.url("/predictions/봄")
 
 
@@ -68,6 +69,8 @@ def test_the_client_gets_texts_details_and_streams(clean: Server, found: dict[st
     assert (last["details"]["generated_tokens"], last["details"]["seed"]) == (12, 3)
     assert last["details"]["input_length"] == len(details["prefill"])
     assert [len(top) for top in found["likeliest"]] == [2] * 12
+    of_adapter = text(clean.predict("여름", {**body, "parameters": {"max_new_tokens": 12}}))
+    assert found["adapter"] == of_adapter != ours
     assert found["form"] in ("산에는", "꽃")
     assert len(set(found["drawn"])) > 1  # whatever the client's `do_sample` of false says
 
@@ -76,5 +79,6 @@ def test_the_client_raises_what_was_wrong(found: dict[str, Any]) -> None:
     kind, message = found["wrong"]
     assert kind == "ValidationError"
     assert message == "parameters.max_new_tokens must be from 1 to 1000000, is 0"
+    assert found["no such adapter"] == ["ValidationError", "there is no model 겨울 in the store"]
     assert found["wrong form"][1].startswith("parameters.grammar: ")
     assert "parameters.watermark is not done here" in found["not done"][1]

@@ -18,9 +18,9 @@ from tests.serving.api.test_forms import RIGHT, WRONG
 
 pytestmark = pytest.mark.slow
 
-# What has advisories in the libraries of the jar and no bound of ours, as docs/security.md says:
-# Netty's TLS, HTTP/2, compression, other protocols and requests of its own; Java's JNDI, Log4j's
-# sockets; Commons IO's reader of XML and its names of files.
+# What has advisories in the libraries of the jar and no bound of ours, as docs/operate/security.md
+# says: Netty's TLS, HTTP/2, compression, other protocols and requests of its own; Java's JNDI,
+# Log4j's sockets; Commons IO's reader of XML and its names of files.
 OUT_OF_REACH = re.compile(
     r"io\.netty\.handler\.(ssl\.|codec\.(http2|compression|haproxy|redis|mqtt|smtp|dns|stomp|socks))"
     r"|io\.netty\.handler\.codec\.http\.(HttpRequestEncoder|HttpClientCodec)"

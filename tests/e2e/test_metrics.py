@@ -22,7 +22,7 @@ def server(clean: Server) -> Server:
 
 def metrics(server: Server, port: str = "port") -> dict[tuple[str, ...], float]:
     """By name and the values of labels in the order of their names."""
-    url = f"http://127.0.0.1:{getattr(server, port)}/metrics"
+    url = f"http://{server.host}:{getattr(server, port)}/metrics"
     answer = requests.get(url, timeout=60)
     assert answer.headers["content-type"].startswith("text/plain")
     return {
@@ -83,6 +83,34 @@ def test_requests_that_wait_in_the_gateway_are_told(server: Server) -> None:
             assert text(answer.result())
     assert metrics(server)[waiting] == 0
     server.unload("느린")
+
+
+def test_loads_by_hand_that_fail_are_counted(server: Server) -> None:
+    failures = "kogpt2_load_failures_total"
+    before = metrics(server)
+    broken = server.store / "깨진"
+    broken.mkdir()
+    (broken / "model.params").write_bytes(b"nonsense")
+    assert server.load("없음").status_code == 404
+    assert server.load("깨진").status_code == 400
+    assert server.load("깨진", synchronous=False).status_code == 202
+    index = server.url("/v2/repository/models/없음/load")
+    assert requests.post(index, timeout=60).status_code == 404
+
+    def more(status: str) -> float:
+        return metrics(server)[(failures, status)] - before.get((failures, status), 0)
+
+    eventually(lambda: more("400") == 2)
+    assert more("404") == 2
+
+
+def test_an_engine_that_is_back_at_once_was_counted(breakable: Server) -> None:
+    restarts = ("kogpt2_process_restarts_total", "engine")
+    before = metrics(breakable)[restarts]
+    engine, *_ = breakable.descendants("-m engine ")
+    engine.kill()
+    eventually(lambda: metrics(breakable)[restarts] == before + 1)
+    assert metrics(breakable)[("kogpt2_process_restarts_total", "gateway")] == 0
 
 
 def test_metrics_come_also_without_the_engine(server: Server) -> None:

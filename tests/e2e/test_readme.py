@@ -13,8 +13,8 @@ import pytest
 from tests.e2e.console import session
 from tests.e2e.server import REPOSITORY, Server
 
-SESSIONS = ("README.md", "docs/requests.md")
-SETTINGS = ("docs/settings.md", "docs/settings.ko.md")
+SESSIONS = ("README.md", "docs/api/requests.md")
+SETTINGS = ("docs/reference/settings.md", "docs/reference/settings.ko.md")
 
 
 @pytest.mark.parametrize("page", SESSIONS)

@@ -1,5 +1,6 @@
 """A client that means harm, at a running server on both of its ports: what it has fetched, written
-and answered for it. Scripts that do: test_script_isolation.py; docs/security.md names these."""
+and answered for it. Scripts that do: test_script_isolation.py. docs/operate/security.md
+names both."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Each test names the test of vLLM's `tests/entrypoints/sagemaker` that it corresponds to. Those of
 handlers and middleware in a customer's Python file are not here: a model's own script is what does
-that. docs/differences.md lists the answers that are not the same.
+that. docs/reference/differences.md lists the answers that are not the same.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import requests
 
-from handlers.scripts.confinement import landlock
+from handlers.user_code.confinement import landlock
 from tests.e2e.scripts import script, transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, text
@@ -87,7 +87,7 @@ def message(answer: requests.Response) -> str:
         ("import os; os._exit(3)", 500, "ended its process while it was loaded (status 3)"),
         ("import ctypes; ctypes.string_at(0)", 500, "killed by SIGSEGV while it was loaded"),
         ("import os; os.abort()", 500, "killed by SIGABRT while it was loaded"),
-        ("import os; os.kill(os.getpid(), 9)", 507, "most likely for want of memory"),
+        ("import os; os.kill(os.getpid(), 9)", 507, "most likely for lack of memory"),
         ("kept = [bytearray(1 << 20) for _ in range(5000)]", 507, "ran out of memory"),
         ("x = 1", 400, "Please provide a model_fn implementation (or load_model and predict"),
         (
@@ -175,7 +175,7 @@ def test_an_exception_ends_the_request_and_not_the_process(
     [
         ("ctypes.string_at(0)", 500, "killed by SIGSEGV while it answered"),
         ("os.abort()", 500, "killed by SIGABRT while it answered"),
-        ("os.kill(os.getpid(), 9)", 507, "most likely for want of memory"),
+        ("os.kill(os.getpid(), 9)", 507, "most likely for lack of memory"),
         ("os._exit(0)", 500, "ended its process while it answered (status 0)"),
         ("os.closerange(3, 64); time.sleep(60)", 500, "closed its connection while it answered"),
         ("time.sleep(1000)", 504, "answer within 5 s"),
@@ -372,7 +372,7 @@ def test_megabytes_of_output_stop_nothing_and_flood_no_log(server: Server, wild:
     for code in ("print('가' * 10_000_000)", "for i in range(60_000): print('줄', i)"):
         assert server.predict("loud", code.encode()).status_code == 200
     assert server.predict("loud", "print('안녕하세요')".encode()).status_code == 200
-    eventually(lambda: "were left out: too much at once" in server.text())
+    eventually(lambda: "of output were dropped" in server.text())
     assert len(server.text()) - before < 10_000_000
     server.predict("loud", b"sys.stdout.buffer.write(b'\\xff\\xfe\\n')")
     assert server.unload("loud").status_code == 200

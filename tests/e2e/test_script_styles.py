@@ -256,7 +256,7 @@ def test_each_model_has_its_own_modules(server: Server, store: Path) -> None:
         assert server.load(own).status_code == 200, server.load(own).text
     assert server.predict("left", 1).text == "왼쪽left"
     assert server.predict("right", 1).text == "오른쪽right"
-    assert "json.py is hidden by Python's own module" in server.text()
+    assert "json.py is never imported: the standard library" in server.text()
     for own in ("left", "right"):
         server.unload(own)
         assert not list((store / own).rglob("__pycache__"))

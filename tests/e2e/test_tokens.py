@@ -27,7 +27,7 @@ TEAMS: dict[str, dict[str, Any]] = {
     B: {"name": "나팀", "models": ["나팀/*"]},
     STREAMS: {"name": "다팀", "models": ["느린"], "concurrency": 1},
 }
-OTHERS = "나팀/봄"
+OTHERS, ALIAS = "나팀/봄", "가팀/별칭"  # which stands for it
 
 
 class Setup:
@@ -57,6 +57,8 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     for seed, name in enumerate(("가팀/봄", "나팀/봄", "나팀/여름", "소월", "비공개")):
         small(folder / "store" / name, seed)
     endless(folder / "store" / "느린")
+    aliases = json.dumps({ALIAS: OTHERS})
+    (folder / "store" / "aliases.json").write_text(aliases, encoding="utf-8")
     file, grpc_port = folder / "tokens.json", free_port()
     write(file, TEAMS)
     settings = {"TOKENS_FILE": str(file), "MANAGEMENT_TOKEN": MANAGE, "GRPC_PORT": str(grpc_port)}
@@ -100,7 +102,8 @@ def test_a_team_calls_its_own_models_which_that_loads(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("port", ["port", "management_port"])
-def test_no_route_lets_a_team_use_anothers_model(setup: Setup, port: str) -> None:
+@pytest.mark.parametrize("name", [OTHERS, ALIAS])
+def test_no_route_lets_a_team_use_anothers_model(setup: Setup, port: str, name: str) -> None:
     server, tried = setup.server, 0
     before = loaded(server)
     base = f"http://127.0.0.1:{getattr(server, port)}"
@@ -111,7 +114,7 @@ def test_no_route_lets_a_team_use_anothers_model(setup: Setup, port: str) -> Non
         for method in methods:
             answer = requests.request(
                 method,
-                base + path.replace("{name}", OTHERS).replace("{", "").replace("}", ""),
+                base + path.replace("{name}", name).replace("{", "").replace("}", ""),
                 json=SHORT if method in ("post", "put") else None,
                 headers={k: v.encode("latin-1") for k, v in bearer(A).items()},
                 timeout=60,

@@ -24,8 +24,8 @@ from engine.artifacts.artifact import EMBEDDING, OUTPUT
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_params import read_params
 from engine.backends.mxnet.gpt2 import GPT2
+from engine.engine import Engine
 from engine.http.client import UnixConnection
-from engine.registry import Engine
 from engine.sequence import Sequence, Token
 from engine.text.prompts import Inputs
 from tests.engine.models import make_artifact, write_params

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from engine.__main__ import main
+from engine.engine import Engine
 from engine.prepared import manifest
-from engine.registry import Engine
 from tests.engine.sandbox import targets
 
 if __name__ == "__main__":

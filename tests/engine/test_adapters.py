@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.backends.mxnet.gpt2 import GPT2
+from engine.engine import Engine
 from engine.native.adapter import load_adapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.manifest import Manifests
-from engine.registry import Engine
-from engine.settings import Settings
 from tests.engine.adapters import make_adapter, merged
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import Pause, Request, make_talkative
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.sentences import SENTENCES
@@ -66,10 +65,8 @@ def wholes(
 
 
 @pytest.fixture(params=["mxnet", "native"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    made = Engine(Settings(memory_mib=64, backend=request.param, precision="fp32"))
-    yield made
-    made.close()
+def engine(request: pytest.FixtureRequest, new_engine: NewEngine) -> Engine:
+    return new_engine(memory_mib=64, backend=request.param, precision="fp32")
 
 
 def load(engine: Engine, base: Path, adapters: dict[str, Path]) -> None:
@@ -259,26 +256,23 @@ def test_an_unloaded_adapters_requests_end_and_those_of_others_go_on(
 
 
 def test_prefixes_are_shared_among_the_rows_of_one_adapter_only(
-    base: Path, adapters: dict[str, Path]
+    base: Path, adapters: dict[str, Path], new_engine: NewEngine
 ) -> None:
-    engine = Engine(Settings(memory_mib=64, backend="native", prefix_cache_mib=16))
-    try:
-        load(engine, base, adapters)
-        prompt = " ".join(SENTENCES)[:150]
-        first = Request(engine, "all", prompt, max_new_tokens=2).wait()
-        assert first.sequences[0].cached_tokens == 0
-        other = Request(engine, "biases", prompt, max_new_tokens=2).wait()
-        assert other.sequences[0].cached_tokens == 0
-        again = Request(engine, "all", prompt, max_new_tokens=2).wait()
-        assert again.sequences[0].cached_tokens == len(again.prompt) - 1
-        assert again.ids() == first.ids()
-        with Pause(engine):
-            both = [Request(engine, kind, prompt + "밤", max_new_tokens=2) for kind in KINDS]
-        for request, kind in zip(both, KINDS, strict=True):
-            cached = request.wait().sequences[0].cached_tokens
-            assert (cached > 0) is (kind in ("all", "biases"))
-    finally:
-        engine.close()
+    engine = new_engine(memory_mib=64, backend="native", prefix_cache_mib=16)
+    load(engine, base, adapters)
+    prompt = " ".join(SENTENCES)[:150]
+    first = Request(engine, "all", prompt, max_new_tokens=2).wait()
+    assert first.sequences[0].cached_tokens == 0
+    other = Request(engine, "biases", prompt, max_new_tokens=2).wait()
+    assert other.sequences[0].cached_tokens == 0
+    again = Request(engine, "all", prompt, max_new_tokens=2).wait()
+    assert again.sequences[0].cached_tokens == len(again.prompt) - 1
+    assert again.ids() == first.ids()
+    with Pause(engine):
+        both = [Request(engine, kind, prompt + "밤", max_new_tokens=2) for kind in KINDS]
+    for request, kind in zip(both, KINDS, strict=True):
+        cached = request.wait().sequences[0].cached_tokens
+        assert (cached > 0) is (kind in ("all", "biases"))
 
 
 def test_a_model_that_is_one_of_an_adapters_base_shares_its_weights(
@@ -392,7 +386,49 @@ def test_parameters_that_an_adapter_brings_take_the_places_of_the_bases(
     check_merged(base, adapter, changes)
 
 
-def test_an_adapter_may_bring_a_vocabulary_of_its_own(tmp_path: Path) -> None:
+TOKENS = "base_model.model.transformer.wte.token_adapter.trainable_tokens_delta"
+
+
+def with_tokens(path: Path, base: Path, ids: list[int] | None, rows: int, units: int = 64) -> Path:
+    trained = np.random.default_rng(5).standard_normal((rows, units)).astype(np.float32)
+    config = {"trainable_token_indices": ids}
+    return make_adapter(
+        path, base, modules=["attn.c_attn"], weights={TOKENS: trained}, config=config
+    )
+
+
+def test_rows_that_were_trained_take_the_places_of_the_embeddings(
+    base: Path, tmp_path: Path
+) -> None:
+    adapter = with_tokens(tmp_path / "a", base, [9, 149, 30], 3)
+    embedding = np.array(Manifests().open(base).weights[EMBEDDING])
+    embedding[[9, 149, 30]] = np.random.default_rng(5).standard_normal((3, 64))
+    check_merged(base, adapter, merged_weights(base, adapter) | {EMBEDDING: embedding})
+    other = with_tokens(tmp_path / "b", base, [9, 149, 31], 3)  # the same matrices
+    first, second = (
+        merge(Manifests().open(base), Manifests().open_adapter(path)) for path in (adapter, other)
+    )
+    assert first.content != second.content
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "units", "said"),
+    [
+        ([9], 2, 64, "the trained rows of _embed.weight are (2, 64), must be (1, 64)"),
+        ([9], 1, 63, "the trained rows of _embed.weight are (1, 63), must be (1, 64)"),
+        ([100000], 1, 64, "trainable_token_indices has 100000, but the vocabulary has"),
+        (None, 1, 64, "adapter_config.json lacks the trainable_token_indices of"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(
+    engine: Engine, base: Path, tmp_path: Path, ids: Any, rows: int, units: int, said: str
+) -> None:
+    assert said in refused(engine, with_tokens(tmp_path / "a", base, ids, rows, units), base)
+
+
+def test_an_adapter_may_bring_a_vocabulary_of_its_own(
+    tmp_path: Path, new_engine: NewEngine
+) -> None:
     base = make_hugging_face(tmp_path / "base", vocab=700)
     other = make_hugging_face(tmp_path / "other", vocab=730, seed=3)
     embedding = np.array(open_artifact(other).weights[EMBEDDING])
@@ -401,20 +437,17 @@ def test_an_adapter_may_bring_a_vocabulary_of_its_own(tmp_path: Path) -> None:
         "base_model.model.lm_head.weight": embedding,
     }
     adapter = make_adapter(tmp_path / "a", base, weights=tensors)
-    engine = Engine(Settings(memory_mib=64, backend="native", precision="fp32"))
-    try:
-        with pytest.raises(ArtifactError, match=r"brings a vocabulary of 730 instead of 700"):
-            engine.load("a", str(adapter), base=str(base))
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (adapter / name).write_bytes((other / name).read_bytes())
-        model = engine.load("a", str(adapter), base=str(base))
-        assert (model.config.vocab_size, model.adapter) == (730, None)
-        assert model.describe()["base"] == str(base)
-        assert len(Request(engine, "a", PROMPT, max_new_tokens=4).wait().ids()) > 0
-        engine.load("base", str(base))
-        assert engine._models["base"].core is not model.core
-    finally:
-        engine.close()
+    engine = new_engine(memory_mib=64, backend="native", precision="fp32")
+    with pytest.raises(ArtifactError, match=r"brings a vocabulary of 730 instead of 700"):
+        engine.load("a", str(adapter), base=str(base))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (adapter / name).write_bytes((other / name).read_bytes())
+    model = engine.load("a", str(adapter), base=str(base))
+    assert (model.config.vocab_size, model.adapter) == (730, None)
+    assert model.describe()["base"] == str(base)
+    assert len(Request(engine, "a", PROMPT, max_new_tokens=4).wait().ids()) > 0
+    engine.load("base", str(base))
+    assert engine._models["base"].core is not model.core
 
 
 def test_a_merged_adapter_answers_and_goes_like_any_model(
@@ -449,7 +482,12 @@ BAD_CONFIGS = {
     "peft_type is None": {"peft_type": None},
     "'PROMPT_TUNING'": {"peft_type": "PROMPT_TUNING"},
     "task_type is 'SEQ_CLS'": {"task_type": "SEQ_CLS"},
-    "trainable_token_indices": {"trainable_token_indices": [1, 2]},
+    "must be token ids, or token ids of wte and lm_head, is {'c_attn'": {
+        "trainable_token_indices": {"c_attn": [1]}
+    },
+    "must be token ids, or token ids of wte and lm_head, is [-1]": {
+        "trainable_token_indices": [-1]
+    },
     "arrow_config": {"arrow_config": {"top_k": 1}},
     "'pissa_niter_4'": {"init_lora_weights": "pissa_niter_4"},
     "rank 9": {"r": 9},
@@ -506,16 +544,13 @@ BAD_WEIGHTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("message", BAD_WEIGHTS)
 def test_matrices_that_do_not_fit_are_refused_and_nobody_else_notices(
-    base: Path, adapters: dict[str, Path], tmp_path: Path, message: str
+    base: Path, adapters: dict[str, Path], tmp_path: Path, message: str, new_engine: NewEngine
 ) -> None:
-    engine = Engine(Settings(memory_mib=64, backend="native"))
-    try:
-        engine.load("good", str(adapters["all"]), base=str(base))
-        path = make_adapter(tmp_path / "나쁜", base, weights=BAD_WEIGHTS[message])
-        assert message in refused(engine, path, base)
-        assert len(Request(engine, "good", PROMPT, max_new_tokens=NEW).wait().ids()) == NEW
-    finally:
-        engine.close()
+    engine = new_engine(memory_mib=64, backend="native")
+    engine.load("good", str(adapters["all"]), base=str(base))
+    path = make_adapter(tmp_path / "나쁜", base, weights=BAD_WEIGHTS[message])
+    assert message in refused(engine, path, base)
+    assert len(Request(engine, "good", PROMPT, max_new_tokens=NEW).wait().ids()) == NEW
 
 
 def test_more_that_is_no_adapter_of_a_base(engine: Engine, base: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ import pytest
 from common.errors import ArtifactError, InvalidRequest, OutOfMemory
 from common.mxnet_compat import mx
 from engine.backends.interface import Logits, Piece
+from engine.engine import Engine
 from engine.native.arena import NativeRow
 from engine.native.model import NativeModel
-from engine.registry import Engine
 from engine.scheduler import MAX_LABEL_ROWS, MAX_SCORED_TOKENS
 from engine.settings import Settings
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import Pause, Request, uncached_model
 from tests.engine.hugging_face import EOS, make_hugging_face, write_json
 
@@ -44,11 +45,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine(folder: Path) -> Iterator[Engine]:
-    made = Engine(Settings(memory_mib=64, max_rows=8, precision="fp32"))
+def engine(folder: Path, new_engine: NewEngine) -> Engine:
+    made = new_engine(memory_mib=64, max_rows=8, precision="fp32")
     made.load("m", str(folder))
-    yield made
-    made.close()
+    return made
 
 
 def ask(engine: Engine, max_new_tokens: int = 100, prompt: str = PROMPT, **given: Any) -> Request:
@@ -186,25 +186,24 @@ def test_a_request_whose_form_is_wrong_harms_nobody(engine: Engine) -> None:
     assert ask(engine, 20).wait().ids() == expected
 
 
-def test_a_models_own_form_is_its_requests_default(folder: Path, tmp_path: Path) -> None:
+def test_a_models_own_form_is_its_requests_default(
+    folder: Path, tmp_path: Path, new_engine: NewEngine
+) -> None:
     made = make_hugging_face(tmp_path / "labels", kind="byte-level")
     write_json(made / "generation.json", {"parameters": {"choice": ["긍정", "부정"]}})
-    engine = Engine(Settings(memory_mib=64, precision="fp32"))
-    try:
-        engine.load("m", str(made))
+    engine = new_engine(memory_mib=64, precision="fp32")
+    engine.load("m", str(made))
 
-        def answer(**given: Any) -> str:
-            return Request(engine, "m", PROMPT, max_new_tokens=8, **given).wait().text()
+    def answer(**given: Any) -> str:
+        return Request(engine, "m", PROMPT, max_new_tokens=8, **given).wait().text()
 
-        assert answer() in ("긍정", "부정")
-        assert answer(regex="[ab]{3}") in {f"{a}{b}{c}" for a in "ab" for b in "ab" for c in "ab"}
-        assert answer(choice=[]) not in ("긍정", "부정")
-        write_json(made / "generation.json", {"parameters": {"regex": "("}})
-        with pytest.raises(ArtifactError, match=r"generation\.json: parameters\.regex: .*unclosed"):
-            engine.load("wrong", str(made))
-        assert [model["name"] for model in engine.models()] == ["m"]
-    finally:
-        engine.close()
+    assert answer() in ("긍정", "부정")
+    assert answer(regex="[ab]{3}") in {f"{a}{b}{c}" for a in "ab" for b in "ab" for c in "ab"}
+    assert answer(choice=[]) not in ("긍정", "부정")
+    write_json(made / "generation.json", {"parameters": {"regex": "("}})
+    with pytest.raises(ArtifactError, match=r"generation\.json: parameters\.regex: .*unclosed"):
+        engine.load("wrong", str(made))
+    assert [model["name"] for model in engine.models()] == ["m"]
 
 
 def label_scores(folder: Path, prompt: list[int], ways: list[list[int]]) -> float:

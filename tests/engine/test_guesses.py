@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from engine.backends.interface import Logits, Piece
+from engine.engine import Engine
 from engine.guesses import FEWEST, MOST, PAUSE, RECENT_TOKENS, Guesser, Recent, Text
 from engine.native.model import NativeModel
-from engine.registry import Engine
 from engine.settings import Settings
 from engine.text.prompts import Raw
 from tests.engine.adapters import make_adapter

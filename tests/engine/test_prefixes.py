@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from engine.engine import Engine
 from engine.prefixes import Prefix, Prefixes, shared_length, to_ids
-from engine.registry import Engine
 from engine.settings import Settings
 from engine.text.prompts import Raw
 from tests.engine.engines import Pause, Request, make_talkative, settle
@@ -67,7 +67,7 @@ class Store:
     @property
     def kept(self) -> list[list[int]]:
         """The least recently used is first."""
-        return [prefix.ids.tolist() for prefix in self.prefixes._kept]
+        return [prefix.ids.tolist() for prefix in self.prefixes._prefixes]
 
 
 def test_the_least_recently_used_row_is_evicted_and_closed() -> None:

@@ -19,9 +19,9 @@ from common.memory import Memory
 from engine import residency
 from engine.artifacts.config import GPT2Config
 from engine.budget import Budget
+from engine.engine import Engine
 from engine.model import Core
 from engine.prefixes import Prefixes
-from engine.registry import Engine
 from engine.residency import Residency
 from engine.sandbox.reading import Reading
 from engine.scheduler import Batch
@@ -159,8 +159,8 @@ def test_a_prepared_model_needs_its_artifact_no_more(folders: list[Path], tmp_pa
 def test_who_waits_gets_the_place_of_a_model_that_is_always_busy(
     engine: Engine, alone: dict[str, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residency, "PATIENCE_S", 0)
-    monkeypatch.setattr(residency, "STAY", 0)
+    monkeypatch.setattr(residency, "DRAIN_AFTER_S", 0)
+    monkeypatch.setattr(residency, "MIN_RESIDENCE_FACTOR", 0)
     fit(engine, 1)
     engine._models["m0"].batch.max_rows = 1
     ask(engine, "m0")
@@ -290,7 +290,7 @@ class House:
             batch=Batch(8, self.budget, Prefixes(0)),
             reserved_bytes=100,
         )
-        self.residency.enter(model, Reading())
+        self.residency.open_new(model, Reading())
         self.models[name] = model
         return model
 
@@ -327,7 +327,7 @@ def test_no_more_are_resident_than_the_container_has_memory_for(
     for model in [house.add(name) for name in "abc"]:
         house.touch(model)
     assert sum(m.resident for m in house.models.values()) == 3
-    share, two = residency.KEPT_SHARE, 2 * 100 + 20
+    share, two = residency.RESERVE_DIVISOR, 2 * 100 + 20
     free = -(-two * share // (share - 1))  # with the share that is kept for others
     monkeypatch.setattr(residency, "container_memory", lambda: Memory(free, 0))
     house.touch(house.add("d"))
@@ -349,7 +349,7 @@ def test_what_was_asked_often_once_cools(house: House) -> None:
 
 def test_what_cannot_be_opened_again_fails_its_requests_and_holds_nothing(house: House) -> None:
     model = house.add("m")
-    house.residency.free(model)
+    house.residency.close_core(model)
     assert house.budget.weight_bytes == 0
     house.faults["m"] = OSError("the disk")
     failed = threading.Event()
@@ -375,11 +375,11 @@ def test_a_load_that_is_given_up_waits_no_longer(house: House) -> None:
         model = house.add(name)
         house.residency.acquire(model)  # for ever
     reading = Reading()
-    reading.give_up()
+    reading.cancel()
     fourth = house.models.pop("c")
     house.models["c"] = fourth
     with pytest.raises(Cancelled):
-        house.residency.enter(
+        house.residency.open_new(
             Core(
                 name="d",
                 key="d",

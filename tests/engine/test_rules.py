@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from common.parameters import Parameters
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.rules import FORBIDDEN, rules_of
 from engine.sampling import Sampler
 from engine.settings import Settings

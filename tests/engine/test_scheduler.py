@@ -47,7 +47,7 @@ class Bench:
         self.token_bytes = self.model.kv_bytes_for([16]) // 16
         self.budget = Budget(budget_tokens * self.token_bytes)
         self.prefixes = Prefixes(kept_tokens * self.token_bytes, lambda: self.budget.free_bytes)
-        self.budget.given = self.prefixes.shrink
+        self.budget.on_growth = self.prefixes.shrink
         self.batch = Batch(max_rows, self.budget, self.prefixes)
         self.batch.open(self.model, 0)
         self.computed = 0  # tokens of prompts
@@ -85,9 +85,9 @@ class Bench:
                 others = [] if sequence.num_new else self.batch.siblings(sequence)
                 for one in (sequence, *others):
                     one.advance(logits[at - 1])
-                    for token in one.take():
-                        one.tell(token)
-        self.batch.collect()
+                    for token in one.take_tokens():
+                        one.send(token)
+        self.batch.close_finished()
         self.check()
         return scheduled
 
@@ -269,7 +269,7 @@ def test_a_large_request_is_not_overtaken_for_ever_by_small_ones_of_another_mode
     bench.batch.schedule(TURN)
     assert [part.sequence for part in other.schedule(TURN)] == [large]
     large.cancelled = True
-    other.drop()
+    other.drop_expired()
     assert [part.sequence for part in bench.batch.schedule(TURN)] == [late]
 
 
@@ -284,7 +284,7 @@ def test_a_request_that_gives_up_makes_no_other_wait(path: Path) -> None:
     other.waiting.append(large)
     other.schedule(TURN)
     large.cancelled = True
-    other.drop()
+    other.drop_expired()
     late = bench.queue(10, new=20, seed=1)
     bench.batch.schedule(TURN)
     assert [running.state, late.state] == [State.PREFILL, State.PREFILL]
@@ -384,6 +384,6 @@ def test_a_batch_has_work_until_it_needs_its_model_no_more(
     [sequence] = bench.batch.running
     sequence.state = State.FINISHED
     seen.clear()
-    bench.batch.collect()
+    bench.batch.close_finished()
     assert seen == [True, True]
     assert not bench.batch.has_work

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import DeadlineExceeded, EngineError
 from common.parameters import Parameters
-from engine.sequence import TOGETHER, Sequence, State, Token
+from engine.sequence import TOKENS_AT_ONCE, Sequence, State, Token
 from engine.text.answer_text import AnswerText
 from engine.text.table import SEPARATE, SeparateDetokenizer, Table
 
@@ -50,11 +50,11 @@ class Story:
         logits = np.zeros(self.size, dtype=np.float32)
         logits[token] = 1
         self.sequence.advance(logits)
-        for made in self.sequence.take():
+        for made in self.sequence.take_tokens():
             made.text, stopped = self.text.write(made.id, made.finish_reason)
             if stopped:
                 made.finish_reason = "stop"
-            self.sequence.tell(made)
+            self.sequence.send(made)
 
     @property
     def tokens(self) -> list[Token]:
@@ -247,8 +247,8 @@ def test_nothing_is_told_behind_an_end() -> None:
 def test_an_answer_that_nobody_reads_meanwhile_is_told_in_few_pieces() -> None:
     sequence = Sequence([1], Parameters(max_new_tokens=20), 100, frozenset(), print, eager=False)
     logits = np.eye(4, dtype=np.float32)[2]
-    counts = [len(sequence.take()) for _ in range(20) if sequence.advance(logits)]
-    assert counts == [1, TOGETHER, TOGETHER, 20 - 1 - 2 * TOGETHER]
+    counts = [len(sequence.take_tokens()) for _ in range(20) if sequence.advance(logits)]
+    assert counts == [1, TOKENS_AT_ONCE, TOKENS_AT_ONCE, 20 - 1 - 2 * TOKENS_AT_ONCE]
 
 
 @pytest.mark.parametrize(("asked", "most"), [(5, 6), (98, 99), (99, 100), (1000, 100)])

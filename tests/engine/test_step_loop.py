@@ -29,12 +29,11 @@ from engine.backends.page_cache import Span
 from engine.budget import Budget
 from engine.model import Core, Model
 from engine.prefixes import Prefixes
-from engine.registry import Engine
 from engine.scheduler import Batch
 from engine.sequence import Sequence, Token
-from engine.settings import Settings
 from engine.step_loop import PREFILL_TOKENS, Loop
 from engine.text.sentencepiece import SentencePieceTokenizer
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import WAIT_S, Request, make_talkative, prompt_of, until
 
 VOCAB = 40
@@ -52,7 +51,7 @@ class Fake:
     config = GPT2Config(VOCAB, 8, 1, 1, 32, 1024)
     weight_bytes, max_rows, kv_bytes = 0, 32, 0
     mapped: ClassVar[list[Span]] = []
-    keeps = False
+    caches_rows = False
 
     def __init__(self, name: str, done: list[tuple[str, list[int]]]) -> None:
         self.name, self.done = name, done
@@ -92,8 +91,8 @@ class Untold:
 
     def write(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            for token in sequence.take():
-                sequence.tell(token)
+            for token in sequence.take_tokens():
+                sequence.send(token)
 
 
 class Asked:
@@ -252,31 +251,28 @@ def test_a_model_that_cannot_compute_yet_still_ends_late_requests(house: House) 
 
 @pytest.mark.parametrize("backend", ["mxnet", "native"])
 def test_what_a_prompt_gives_does_not_depend_on_who_computes_beside_it(
-    tmp_path: Path, backend: str
+    tmp_path: Path, backend: str, new_engine: NewEngine
 ) -> None:
     folder = make_talkative(tmp_path / "m", max_length=448)
-    engine = Engine(Settings(backend=backend, memory_mib=256))
-    try:
-        engine.load("m", str(folder))
-        encode = SentencePieceTokenizer(folder / "kogpt2.spiece").encode
-        engine.load("other", str(folder))
-        prompts = [prompt_of(encode, length) for length in (63, 130, 300)]
+    engine = new_engine(backend=backend, memory_mib=256)
+    engine.load("m", str(folder))
+    encode = SentencePieceTokenizer(folder / "kogpt2.spiece").encode
+    engine.load("other", str(folder))
+    prompts = [prompt_of(encode, length) for length in (63, 130, 300)]
 
-        def first(prompt: str) -> Any:
-            return Request(engine, "m", prompt, max_new_tokens=1, logprobs=20)
+    def first(prompt: str) -> Any:
+        return Request(engine, "m", prompt, max_new_tokens=1, logprobs=20)
 
-        alone = [first(prompt).wait().tokens[0] for prompt in prompts]
-        company = [
-            Request(engine, name, prompt_of(encode, length), max_new_tokens=200)
-            for name in ("m", "other")
-            for length in (2, 40, 100)
-        ]
-        together = [first(prompt) for prompt in prompts]
-        assert [request.wait().tokens[0] for request in together] == alone
-        for request in company:
-            engine.cancel(request.sequences)
-    finally:
-        engine.close()
+    alone = [first(prompt).wait().tokens[0] for prompt in prompts]
+    company = [
+        Request(engine, name, prompt_of(encode, length), max_new_tokens=200)
+        for name in ("m", "other")
+        for length in (2, 40, 100)
+    ]
+    together = [first(prompt) for prompt in prompts]
+    assert [request.wait().tokens[0] for request in together] == alone
+    for request in company:
+        engine.cancel(request.sequences)
 
 
 # One row's failure
@@ -430,25 +426,22 @@ def test_a_batch_that_is_broken_loses_its_model_and_no_other(house: House, fault
     assert house.loop.health()["status"] == "ok"
 
 
-def test_a_model_that_was_lost_is_loaded_anew(tmp_path: Path) -> None:
+def test_a_model_that_was_lost_is_loaded_anew(tmp_path: Path, new_engine: NewEngine) -> None:
     folder = make_talkative(tmp_path / "m")
-    engine = Engine(Settings(memory_mib=64))
-    try:
-        model = engine.load("m", str(folder))
+    engine = new_engine(memory_mib=64)
+    model = engine.load("m", str(folder))
 
-        def broken() -> None:
-            raise RuntimeError("a fault")
+    def broken() -> None:
+        raise RuntimeError("a fault")
 
-        model.batch.collect = broken  # type: ignore[method-assign]
-        Request(engine, "m", "가", max_new_tokens=2).wait()
-        until(lambda: not engine.models())
-        with pytest.raises(ModelNotFound):
-            Request(engine, "m", "가")
-        until(lambda: (engine.budget.weight_bytes, engine.budget.kv_bytes) == (0, 0))
-        engine.load("m", str(folder))
-        assert len(Request(engine, "m", "가", max_new_tokens=4).wait().ids()) == 4
-    finally:
-        engine.close()
+    model.batch.close_finished = broken  # type: ignore[method-assign]
+    Request(engine, "m", "가", max_new_tokens=2).wait()
+    until(lambda: not engine.models())
+    with pytest.raises(ModelNotFound):
+        Request(engine, "m", "가")
+    until(lambda: (engine.budget.weight_bytes, engine.budget.kv_bytes) == (0, 0))
+    engine.load("m", str(folder))
+    assert len(Request(engine, "m", "가", max_new_tokens=4).wait().ids()) == 4
 
 
 def test_one_that_cannot_be_told_keeps_no_other_from_going_on(house: House) -> None:

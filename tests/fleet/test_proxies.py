@@ -7,12 +7,15 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, IncompleteRead
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 import requests
 
+from tests.e2e.server import eventually
 from tests.fleet.envoy import Envoy, needs_envoy
 from tests.fleet.haproxy import HAProxy, needs_haproxy
 from tests.fleet.upstream import SERVED_BY, Handler, Upstream, names, upstreams
@@ -43,8 +46,8 @@ def started(
     running: list[Upstream],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Proxy]:
-    ports = [server.port for server in running]
-    proxy: Proxy = request.param(tmp_path_factory.mktemp("proxy"), ports)
+    places = [f"127.0.0.1:{server.port}" for server in running]
+    proxy: Proxy = request.param(tmp_path_factory.mktemp("proxy"), places)
     try:
         proxy.wait_for(*names(3))
         yield proxy
@@ -132,6 +135,52 @@ def test_a_name_that_can_be_in_no_header_is_for_a_server_to_refuse(
         server.act = lambda handler: handler.answer(400, "이름이 아니다".encode())
     answer = ask(proxy, "POST", path, **arguments)
     assert (answer.status_code, answer.content.decode()) == (400, "이름이 아니다")
+
+
+def test_what_is_hot_spills_over_to_one_more_server_always_the_same(
+    proxy: Proxy, servers: list[Upstream]
+) -> None:
+    at_once = 4  # more than 150% of the mean of four on three servers
+
+    def spread(name: str) -> set[str]:
+        all_there = threading.Barrier(at_once)
+
+        def act(handler: Handler) -> None:
+            all_there.wait(60)
+            handler.well()
+
+        for server in servers:
+            server.act = act
+        with ThreadPoolExecutor(at_once) as pool:
+            asked = [pool.submit(ask, proxy, "POST", f"/predictions/{name}") for _ in range(4)]
+            return {call.result().headers[SERVED_BY] for call in asked}
+
+    found = [spread(name) for name in ("봄", "봄", "봄")]
+    assert found == [found[0]] * 3
+    assert len(found[0]) == 2
+
+
+@needs_haproxy
+def test_a_kept_connection_has_one_more_answer_when_the_proxy_is_reloaded(
+    running: list[Upstream], tmp_path: Path
+) -> None:
+    for server in running:
+        server.act = Handler.well
+    proxy = HAProxy(tmp_path, [f"127.0.0.1:{server.port}" for server in running])
+    kept = HTTPConnection("127.0.0.1", proxy.port, timeout=60)
+    try:
+        proxy.wait_for(*names(3))
+        answers = []
+        for _ in range(2):
+            kept.request("POST", "/predictions/m1", b"{}")
+            answer = kept.getresponse()
+            answers.append((answer.status, answer.read(), answer.getheader("connection")))
+            proxy.reload(1, 2, 3)
+            eventually(lambda: "Proxy requests stopped" in proxy.log.read_text("utf-8"))
+        assert answers == [(200, b"{}", None), (200, b"{}", "close")]
+    finally:
+        kept.close()
+        proxy.stop()
 
 
 def test_servers_have_equal_shares_of_the_models(proxy: Proxy) -> None:

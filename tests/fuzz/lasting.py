@@ -11,7 +11,7 @@ from tests.e2e.stores import statistics
 # Nothing a client sends may end these: of workers and scripts, those that are there before.
 PROCESSES = (
     *("serving.gateway", "ModelServer", "handlers.host", "-m engine ", "model_service_worker"),
-    *("handlers.worker", "handlers/scripts/child.py"),
+    *("handlers.worker", "handlers/user_code/child.py"),
 )
 ZYGOTE = "engine.sandbox.zygote"
 # Of gateway and engine each, from the loaded models on: some bodies of the largest size at once, as

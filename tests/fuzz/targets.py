@@ -32,10 +32,10 @@ from engine.prepared.manifest import from_manifest, read
 from engine.text.answer_text import AnswerText
 from engine.text.chat_template import ChatTemplate
 from handlers import payload
-from handlers.scripts.entry_point import find_script, manifest_name
 from handlers.tensors import tensor_model, v2
 from handlers.tensors.codec import CSV, NPY, Array, TensorSpec
 from handlers.text import v2 as text_v2
+from handlers.user_code.entry_point import find_script, manifest_name
 from serving.api import tgi
 from serving.api.encoding import Decoder
 from serving.api.openai import asked, responses

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from handlers.dispatch import is_hosted
-from handlers.host import Sources
+from handlers.host import Poller
 from serving.entrypoint import takes_models
 from serving.mms.launcher import MMS_HOME
 from tests.e2e.server import REPOSITORY, eventually
@@ -53,8 +53,8 @@ ECHO = """
 HOST = """
 import sys
 import handlers.host as host
-host.LEFT_ALONE_S = float(sys.argv[1])
-host.LOOK_AROUND_S = min(host.LEFT_ALONE_S, host.LOOK_AROUND_S)
+host.DISCONNECTED_TIMEOUT_S = float(sys.argv[1])
+host.POLL_INTERVAL_S = min(host.DISCONNECTED_TIMEOUT_S, host.POLL_INTERVAL_S)
 if sys.argv[2] != "0":
     from tests.processes import become_a_user
     become_a_user(int(sys.argv[2]))
@@ -323,22 +323,22 @@ def test_a_host_that_stands_still_takes_no_models(start: Callable[..., Processes
 
 
 def test_a_source_whose_reading_fails_is_read_again() -> None:
-    sources, said = Sources(), []
+    poller, received = Poller(), []
 
     def read() -> bool:
-        said.append(there.recv(1))
-        if len(said) == 1:
+        received.append(there.recv(1))
+        if len(received) == 1:
             raise ValueError("unexpected")
         return False
 
     here, there = socket.socketpair()
     with here, there:
-        sources.add(there, read)
+        poller.add(there, read)
         here.send(b"ab")
         with pytest.raises(ValueError, match="unexpected"):
-            sources.serve_one(lambda: None)
-        sources.serve_one(lambda: None)
-    assert said == [b"a", b"b"]
+            poller.read_next(lambda: None)
+        poller.read_next(lambda: None)
+    assert received == [b"a", b"b"]
 
 
 def test_a_model_that_everybody_left_ends_its_owner(start: Callable[..., Processes]) -> None:

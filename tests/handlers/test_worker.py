@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from handlers.scripts.confinement import landlock
-from handlers.scripts.confinement.rules import UIDS, may_change_user
+from handlers.user_code.confinement import landlock
+from handlers.user_code.confinement.rules import UIDS, may_change_user
 from tests.e2e.server import REPOSITORY, eventually
 from tests.handlers.messages import load_message, request_message
 from tests.processes import has_ended, nothing_starts_in
@@ -24,7 +24,7 @@ import sys
 import handlers.worker as worker
 from tests.processes import become_a_user
 import tests.handlers.tries  # which a confined one cannot read
-worker.NEVER_CONNECTED_S = float(sys.argv.pop(1))
+worker.FIRST_CONNECTION_TIMEOUT_S = float(sys.argv.pop(1))
 if user := int(sys.argv.pop(1)):
     become_a_user(user)
 worker.main()

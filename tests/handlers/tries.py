@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.handlers.scripts.confinement.confined import outcome
+from tests.handlers.user_code.confinement.confined import outcome
 
 
 class Tries:

@@ -92,7 +92,9 @@ def disturb(adapted: Any) -> None:
                 bias = module.lora_B[name].bias
                 bias += (torch.randn(bias.shape) * 0.4 / module.scaling[name]).to(bias.dtype)
     for name, weight in adapted.named_parameters():
-        if weight.requires_grad and "lora_magnitude_vector" in name:
+        if weight.requires_grad and "trainable_tokens" in name:
+            weight += torch.randn(weight.shape).to(weight.dtype)
+        elif weight.requires_grad and "lora_magnitude_vector" in name:
             weight *= (1 + 0.2 * torch.randn(weight.shape)).to(weight.dtype)
         elif weight.requires_grad and "lora_" not in name:  # biases, and modules that are saved
             size = 0.4 if weight.ndim == 1 else 0.2 * float(weight.float().std())

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from common.errors import ArtifactError
 from engine.artifacts.adapter import read
 from engine.artifacts.open import open_artifact
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 from tests.engine.engines import Pause, Request
 from tests.engine.hugging_face import make_hugging_face
@@ -145,6 +145,24 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "a layer": {"config": lora(modules_to_save=["1.mlp"], target_modules=["c_attn"])},
     "all biases": {"config": lora(bias="all", target_modules=["c_attn"])},
     "embeddings beside it": {"config": lora(), "save": {"save_embedding_layers": True}},
+    "tokens": {"config": lora(trainable_token_indices=[7, 499, 30])},
+    "tokens of the transformer": {
+        "config": lora(task_type=None, trainable_token_indices={"wte": [40, 5]}),
+        "over": "transformer",
+    },
+    "tokens of the head": {"config": lora(trainable_token_indices={"lm_head": [9, 100, 11]})},
+    "the same tokens of both": {
+        "config": lora(trainable_token_indices={"wte": [9, 10], "lm_head": [9, 10]})
+    },
+    "tokens of each": {
+        "config": lora(trainable_token_indices={"wte": [9, 10], "lm_head": [11]}),
+        "dtype": "float16",
+        "save": {"safe_serialization": False},
+    },
+    "tokens beside an embedding that is saved": {
+        "config": lora(trainable_token_indices=[7, 8]),
+        "save": {"save_embedding_layers": True},
+    },
     "gaussian": {"config": lora(4, init_lora_weights="gaussian")},
     "random": {"config": lora(4, init_lora_weights=False)},
     "orthogonal": {"config": lora(4, init_lora_weights="orthogonal")},
@@ -165,11 +183,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 TRAINED, ROUTER = "trained", "router"
 BASE, WHOLE = "base", "whole"  # the base itself, and a fine-tune of it without adapters
-MERGED = (TRAINED, "long patterns", "biases that are added", "bfloat16", "dora", "norms")
+MERGED = (TRAINED, "long patterns", "biases that are added", "bfloat16", "dora", "norms", "tokens")
 
 # By what the refusal says, what PEFT saves.
 REFUSED: dict[str, dict[str, Any]] = {
-    "trainable_token_indices is [1, 2]": {"config": lora(trainable_token_indices=[1, 2])},
     "holds base_model.model.transformer.wte.lora_embedding_A": {
         "config": lora(target_modules=["c_attn", "wte"]),
         "save": {"save_embedding_layers": False},

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 from tests.engine.engines import Request
 from tests.engine.hugging_face import EOS, make_hugging_face

@@ -11,9 +11,9 @@ from pathlib import Path
 import mms
 import pytest
 
-from handlers.scripts.entry_point import find_script
-from handlers.scripts.messages import Answer, Part, Request
-from handlers.scripts.process import ScriptProcess
+from handlers.user_code.entry_point import find_script
+from handlers.user_code.messages import Answer, Part, Request
+from handlers.user_code.process import ScriptProcess
 from tests.engine.models import SENTENCES
 
 pytestmark = pytest.mark.oracle
@@ -107,7 +107,7 @@ def test_a_flan_t5_answers_as_transformers_does(
         body = json.dumps({"inputs": prompt, "parameters": {"max_new_tokens": 8}}).encode()
         parts = [Part("body", "application/json", body)]
         for _ in range(2):
-            (answer,) = process.ask([Request("1", {}, parts)], TIMEOUT_S)
+            (answer,) = process.answer([Request("1", {}, parts)], TIMEOUT_S)
             assert isinstance(answer, Answer), answer
             assert json.loads(answer.body) == {"generated_text": expected}
     finally:

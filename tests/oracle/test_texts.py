@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from common.parameters import Parameters
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 from tests.engine.engines import Request, make_talkative
 from tests.engine.hugging_face import KINDS

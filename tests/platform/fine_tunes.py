@@ -14,7 +14,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 from tests.e2e.stores import SHORT, packed, small
 from tests.engine.engines import Request

@@ -12,7 +12,7 @@ from command.errors import Problem
 from engine.artifacts.artifact import EMBEDDING, OUTPUT
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_params import read_params
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 from engine.text.prompts import Prompts
 from scripts.artifacts import tokenizer_json

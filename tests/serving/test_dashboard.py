@@ -1,4 +1,4 @@
-"""The Grafana dashboard and the page on operations name what exists."""
+"""The Grafana dashboard and the page on monitoring name what exists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving.api.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "kogpt2.json"
-OPERATIONS, SETTINGS = ROOT / "docs" / "operations.md", ROOT / "docs" / "settings.md"
+MONITORING, SETTINGS = ROOT / "docs/operate/monitoring.md", ROOT / "docs/reference/settings.md"
 COUNTERS = ["requests", "tokens", "prompt_tokens", "cached_tokens", "guessed_tokens"]
 COUNTERS += ["accepted_tokens", "steps", "rows"]
 GAUGES = ["weight_bytes", "kv_bytes", "prefix_bytes", "running", "waiting"]
@@ -41,7 +41,7 @@ def served() -> str:
     return metrics.text(STATISTICS, {"시#m1": "시"}, {"시": 3, "점수": 2}).decode()
 
 
-@pytest.mark.parametrize("file", [DASHBOARD, OPERATIONS], ids=["the dashboard", "the page"])
+@pytest.mark.parametrize("file", [DASHBOARD, MONITORING], ids=["the dashboard", "the page"])
 def test_every_metric_that_is_named_is_served(served: str, file: Path) -> None:
     named = set(re.findall(r"kogpt2_\w+\b(?!\*)", file.read_text("utf-8"))) - {"kogpt2_model_"}
     assert len(named) > 10
@@ -50,8 +50,10 @@ def test_every_metric_that_is_named_is_served(served: str, file: Path) -> None:
         assert re.search(rf"^# TYPE ({name}|{known}) ", served, re.MULTILINE), name
 
 
-def test_every_setting_that_the_page_names_is_one() -> None:
-    named = set(re.findall(r"`([A-Z]+_[A-Z_]+)", OPERATIONS.read_text("utf-8")))
+def test_every_setting_that_the_pages_on_operation_name_is_one() -> None:
+    pages = [MONITORING, *(MONITORING.with_name(f"{p}.md") for p in ("sizing", "upgrade"))]
+    text = "".join(page.read_text("utf-8") for page in [*pages, ROOT / "docs/api/errors.md"])
+    named = set(re.findall(r"`([A-Z]+_[A-Z_]+)", text))
     assert len(named) > 10
     known = re.findall(r"^\| `(\w+)` \|", SETTINGS.read_text("utf-8"), re.MULTILINE)
     assert named - set(known) == set()

@@ -1,1 +1,1 @@
-"""MXNet, on a CPU or a GPU: the reference for exactness."""
+"""MXNet on a GPU."""

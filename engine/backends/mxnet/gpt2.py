@@ -39,8 +39,11 @@ def gelu_tanh(x: Any) -> Any:
 
 
 class GPT2:
-    """`weights` are those of `engine.artifacts.artifact.shapes`, of numpy or MXNet; MXNet's own are
-    used where they are."""
+    """GPT-2 on arrays of MXNet.
+
+    `weights` are those of `engine.artifacts.artifact.shapes`, of numpy or MXNet; MXNet's own are
+    not copied.
+    """
 
     def __init__(self, config: GPT2Config, weights: Mapping[str, Any], ctx: Any = None) -> None:
         self.config, self._ctx = config, ctx or mx.cpu()
@@ -52,15 +55,15 @@ class GPT2:
         return nd.array(value, dtype="float32", ctx=self._ctx)
 
     def wait(self) -> None:
-        """Until every weight is there: a failure is raised here."""
+        """Wait until all weights are loaded; raises what fails."""
         for array in self._weights.values():
             array.wait_to_read()
 
     def __call__(self, ids: Any, cache: MXNetKVCache | None = None, last_only: bool = False) -> Any:
         """Logits (B, T, V) of the tokens that follow `ids` (B, T); (B, V) with `last_only`.
 
-        With a cache the rows are those that `cache.select` chose, T new tokens are computed, and
-        their keys and values are kept; without one, `ids` is the whole text.
+        With a cache, the rows are those that `cache.select` chose, and keys and values of the T new
+        tokens are appended; without one, `ids` is the whole text.
         """
         B, T = ids.shape
         positions = np.broadcast_to(np.arange(T), (B, T)) if cache is None else cache.begin(T)
@@ -98,7 +101,7 @@ class GPT2:
         return nd.LayerNorm(x, gamma, beta, axis=-1, eps=self.config.layer_norm_eps)
 
     def _attend(self, x: Any, lengths: Any, cache: MXNetKVCache | None, layer: int) -> Any:
-        """x (B, T, C) -> (B, T, C). lengths (B * nh, T): how many positions each query may see."""
+        """x (B, T, C) -> (B, T, C). lengths (B * nh, T): how many positions each query sees."""
         B, T, C = x.shape
         hs, nh = self.config.head_size, self.config.num_heads
         qkv = self._product(x, artifact.QKV.format(layer))  # (B, T, 3C): q, k, v, heads inside each

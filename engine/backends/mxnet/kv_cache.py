@@ -1,4 +1,4 @@
-"""Keys and values of a running batch in MXNet's arrays."""
+"""The K/V cache of a batch in MXNet's arrays."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from common.errors import OutOfMemory
 from common.memory import is_out_of_memory
 from common.mxnet_compat import mx
 from engine.artifacts.config import GPT2Config
-from engine.backends.kv_capacity import grown
+from engine.backends.dense import grown_shape
 
 nd = mx.nd
 
 
 class MXNetKVCache:
-    """Keys and values of the rows of one batch, each row with its own length.
+    """Keys and values of the rows of a batch, each row with its own length.
 
-    Per layer two arrays (rows, heads, capacity, hs), that grow as
-    `engine.backends.kv_capacity` says. What lies beyond a row's length is masked, not cleared.
+    Two arrays (rows, heads, capacity, hs) a layer, which grow by `grown_shape`. Positions beyond a
+    row's length are masked, not cleared.
     """
 
     def __init__(self, config: GPT2Config, ctx: Any):
@@ -39,22 +39,24 @@ class MXNetKVCache:
         return self._rows * self._capacity * self.config.kv_bytes_per_token
 
     def num_bytes_for(self, lengths: Sequence[int]) -> int:
-        """Once there are rows of these lengths: it has shape for the longest, and never shrinks
-        before it is empty."""
+        """Bytes with rows of these lengths.
+
+        All rows are as long as the longest, and the cache does not shrink before it is empty.
+        """
         if not lengths:
             return 0
         rows, capacity = self._shape_for(len(lengths), max(lengths))
         return rows * capacity * self.config.kv_bytes_per_token
 
     def _shape_for(self, rows: int, length: int) -> tuple[int, int]:
-        return grown((self._rows, self._capacity), rows, length, self.config.max_length)
+        return grown_shape((self._rows, self._capacity), rows, length, self.config.max_length)
 
     def add_row(self) -> int:
         self.lengths.append(0)
         return len(self.lengths) - 1
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Waits for it: a failure is raised here."""
+        """Copy a row and wait for it; raises what fails."""
         self.lengths[target] = length
         if length:
             with out_of_memory(self._ctx, "copying a row"):
@@ -72,12 +74,12 @@ class MXNetKVCache:
             self._arrays, self._views, self._rows, self._capacity = {}, {}, 0, 0
 
     def select(self, begin: int, end: int) -> None:
-        """The next forward pass is about rows begin..end-1."""
+        """Select rows begin..end-1 for the next forward pass."""
         if self._selected != slice(begin, end):
             self._selected, self._views = slice(begin, end), {}
 
     def begin(self, T: int) -> np.ndarray[Any, Any]:
-        """Makes room for T tokens in each selected row; returns their positions (B, T)."""
+        """Make space for T tokens in each selected row; returns their positions (B, T)."""
         lengths = np.array(self.lengths[self._selected], dtype=np.int64)
         self._grow(len(self.lengths), int(lengths.max()) + T)
         nh = self.config.num_heads
@@ -131,10 +133,10 @@ def _wait(arrays: Iterable[Any]) -> None:
 
 @contextmanager
 def out_of_memory(ctx: mx.Context, what: str) -> Iterator[None]:
-    """Turns MXNet's allocation failures into `OutOfMemory`.
+    """Turn MXNet's allocation failures into `OutOfMemory`.
 
-    Operators run later, on MXNet's threads; what fails there is raised by whoever waits for the
-    result, so waiting belongs inside.
+    Operators run later, on MXNet's threads, and fail where their result is waited for, so the
+    waiting belongs inside the block.
     """
     try:
         yield

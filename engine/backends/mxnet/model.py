@@ -15,7 +15,7 @@ MAX_ROWS = 32
 
 
 class MXNetModel(DenseModel):
-    """On `engine.backends.mxnet.gpt2`."""
+    """A model on `engine.backends.mxnet.gpt2`."""
 
     max_rows = MAX_ROWS - 1  # and a spare one
     _cache: MXNetKVCache
@@ -49,7 +49,7 @@ class MXNetModel(DenseModel):
 
 
 def _first_gpu() -> mx.Context:
-    """Raises `InvalidRequest` that says what is missing."""
+    """The first GPU. Raises `InvalidRequest` that says what is missing."""
     if not mx.runtime.Features().is_enabled("CUDA"):
         raise InvalidRequest(
             f"the mxnet {mx.__version__} that is installed cannot use a GPU: pip uninstall mxnet,"
@@ -60,7 +60,7 @@ def _first_gpu() -> mx.Context:
 
 
 def load(artifact: Artifact, ctx: mx.Context | None = None) -> MXNetModel:
-    """Loads the weights onto the first GPU, or another `ctx`.
+    """Load the weights onto the first GPU, or another `ctx`.
 
     Raises `OutOfMemory`, and `InvalidRequest` where there is no GPU or no MXNet that can use it.
     """

@@ -1,1 +1,1 @@
-"""onnxruntime, on a CPU or a GPU: the fast one."""
+"""onnxruntime on a GPU."""

@@ -1,7 +1,7 @@
-"""What the K/V cache and the weights need of a device, by onnxruntime alone, without CUDA's API.
+"""Memory on a device, by onnxruntime alone, for the K/V cache and the weights.
 
-Memory on a device is had as the output of a session and named by its address, and copied by graphs
-of one kind of operator. So the same code runs on the CPU provider.
+Memory is allocated as the output of a session, named by its address, and copied by graphs of one
+kind of operator: no API of CUDA, so the same code runs on the CPU provider.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Provider:
-    """One device of an execution provider. `limit_bytes` bounds all that sessions take there beside
-    their weights; 0: nothing does."""
+    """A device of an execution provider.
+
+    limit_bytes: of all memory that sessions take beside their weights; 0: no limit
+    """
 
     name: str
     device: str  # as IOBinding calls it
@@ -45,7 +47,7 @@ class Provider:
 
     @property
     def options(self) -> dict[str, str]:
-        """Those of the execution provider, for what it takes beside the shared arena."""
+        """The options of the execution provider, for memory outside of the shared arena."""
         if self.device == "cpu":
             return {}
         return {"device_id": "0", "arena_extend_strategy": "kSameAsRequested"}
@@ -56,7 +58,7 @@ CPU = Provider("CPUExecutionProvider", "cpu", "Cpu", "cpu:0")  # to test what ru
 
 
 def check(provider: Provider) -> None:
-    """Raises `InvalidRequest` that says what to install where the provider cannot work."""
+    """Raise `InvalidRequest` that says what to install where the provider cannot work."""
     version = onnxruntime.__version__
     if provider.name not in onnxruntime.get_available_providers():
         raise InvalidRequest(
@@ -72,7 +74,7 @@ _prepared: set[Provider] = set()
 
 
 def _prepare(provider: Provider) -> None:
-    """Once: one arena for all sessions, so that what one does not use the others can have."""
+    """Register one arena for all sessions, once: unused memory of one serves the others."""
     with _preparing:
         if provider not in _prepared:
             check(provider)
@@ -82,10 +84,10 @@ def _prepare(provider: Provider) -> None:
 
 def _register_arena(provider: Provider) -> None:
     if provider.device != "cpu":
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):  # it prints what it did not find
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):  # it prints what it did not find
             onnxruntime.preload_dlls()  # from NVIDIA's wheels
-        logger.info("CUDA's libraries: %s", said.getvalue() or "found")
+        logger.info("CUDA's libraries: %s", output.getvalue() or "found")
     arena, default = (
         onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR,
         onnxruntime.OrtMemType.DEFAULT,
@@ -105,8 +107,11 @@ def _register_arena(provider: Provider) -> None:
 
 
 def open_session(graph: bytes, provider: Provider, weights: Mapping[str, Any]) -> Any:
-    """Opens a graph. `weights` are OrtValues for its external initializers; on the CPU they are
-    used where they are, so the caller has to keep them. Raises `OutOfMemory`, `InvalidRequest`."""
+    """Open a graph. Raises `OutOfMemory`, `InvalidRequest`.
+
+    `weights` are OrtValues for its external initializers; the CPU provider does not copy them, so
+    the caller must keep them alive.
+    """
     _prepare(provider)
     options = onnx_session.session_options()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
@@ -133,7 +138,8 @@ def _unusable(provider: Provider) -> InvalidRequest:
 class Buffers:
     """Makes, grows and copies buffers on a device: arrays of 4-byte elements, zero where new.
 
-    onnxruntime's CPU has no fp16 for all of this, so two fp16 are moved as one float: bit for bit.
+    onnxruntime's CPU provider lacks some of this for fp16, so two fp16 are moved as one float, bit
+    for bit.
     """
 
     def __init__(self, provider: Provider, count: int) -> None:
@@ -165,11 +171,14 @@ class Buffers:
         `old` is an OrtValue on the device, or a numpy array. Raises `OutOfMemory`.
         """
         pads = np.array([*[0] * len(shape), *np.subtract(shape, _shape(old))], dtype=np.int64)
-        return self.with_room(lambda: self._padded(old, pads))
+        return self.retry_after_trim(lambda: self._padded(old, pads))
 
-    def with_room(self, call: Callable[[], T]) -> T:
-        """What `call` returns. It is tried again, once, where the arena had only free pieces that
-        are too small each: given back, the device makes one of them."""
+    def retry_after_trim(self, call: Callable[[], T]) -> T:
+        """Call `call`, and once more after `trim` if it raises `OutOfMemory`.
+
+        The arena may have only free pieces that are too small each; the device can make one of
+        them.
+        """
         try:
             return call()
         except OutOfMemory:
@@ -190,7 +199,7 @@ class Buffers:
         return binding.get_outputs()[0]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], count: int) -> None:
-        """Copies `count` elements from each address to another; they must not overlap."""
+        """Copy `count` elements from each address to another; they must not overlap."""
         binding = self._copy.io_binding()
         for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
             place = (self.provider.device, 0, np.float32, [count])
@@ -200,7 +209,7 @@ class Buffers:
             self._copy.run_with_iobinding(binding)
 
     def trim(self) -> None:
-        """Gives what the arena does not use back to the device."""
+        """Return the arena's unused memory to the device."""
         options = onnxruntime.RunOptions()
         options.add_run_config_entry("memory.enable_memory_arena_shrinkage", self.provider.arena)
         small = np.zeros((1, 1, 1, 1), dtype=np.float32)
@@ -211,11 +220,11 @@ class Buffers:
 
 
 def _shape(value: Any) -> Sequence[int]:
-    found: Sequence[int] = value.shape if isinstance(value, np.ndarray) else value.shape()
-    return found
+    shape: Sequence[int] = value.shape if isinstance(value, np.ndarray) else value.shape()
+    return shape
 
 
 @functools.cache
 def buffers(provider: Provider, count: int) -> Buffers:
-    """For models with so many buffers; they share it, for a session on a GPU is not small."""
+    """Buffers that all models with so many of them share: a session on a GPU is not small."""
     return Buffers(provider, count)

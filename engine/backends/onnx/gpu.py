@@ -18,9 +18,8 @@ from common.errors import OutOfMemory
 from common.memory import return_freed_memory
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
-from engine.backends.dense import DenseModel, Ids
+from engine.backends.dense import DenseModel, Ids, grown_shape
 from engine.backends.interface import Logits
-from engine.backends.kv_capacity import grown
 from engine.backends.onnx.device import CUDA, Buffers, Provider, buffers, open_session
 from engine.backends.onnx.graph import GPT2Graph, kv_names, padded_head_size
 
@@ -31,7 +30,7 @@ to_ort = onnxruntime.OrtValue.ortvalue_from_numpy  # no copy, as long as the arr
 
 
 class OnnxGpuModel(DenseModel):
-    """On the fp16 graph of `engine.backends.onnx.graph`."""
+    """A model on the fp16 graph of `engine.backends.onnx.graph`."""
 
     max_rows = MAX_ROWS - 1  # and a spare one
     _cache: DeviceKVCache
@@ -51,7 +50,7 @@ class OnnxGpuModel(DenseModel):
         self._logits = np.zeros((MAX_ROWS, artifact.config.vocab_size), dtype=np.float32)
 
     def extend(self, row: int, ids: Ids) -> Logits:
-        """Any number of ids after any number of cached ones: exact, since the row is alone."""
+        """Append any number of ids after any number of cached ones: exact, as the row is alone."""
         begin = self._cache.lengths[row]
         end = begin + len(ids)
         self._cache.hold(end)
@@ -76,13 +75,13 @@ class OnnxGpuModel(DenseModel):
         return self._logits[:rows]
 
     def close(self) -> None:
-        moved = self._cache.moved
+        device = self._cache.device
         del self._session, self._weights, self._cache
-        moved.trim()
+        device.trim()
         return_freed_memory()
 
     def _run(self, binding: Any, ids: Ids, positions: Ids) -> None:
-        """ids, positions (B, T). What is bound here is copied to the device now."""
+        """Run with ids and positions (B, T), which are copied to the device now."""
         total = np.array([positions.max() + 1], dtype=np.int32)
         tokens, places = (np.ascontiguousarray(a, dtype=np.int32) for a in (ids, positions))
 
@@ -94,7 +93,7 @@ class OnnxGpuModel(DenseModel):
                 self._session.run_with_iobinding(binding)
 
         # Once more does no harm: it writes the same keys and values to the same places.
-        self._cache.moved.with_room(run)
+        self._cache.device.retry_after_trim(run)
 
     def _bind(self, begin: int, end: int, logits: Logits) -> Any:
         binding = self._session.io_binding()
@@ -109,7 +108,7 @@ class OnnxGpuModel(DenseModel):
 
 @dataclass
 class Buffer:
-    """Keys or values of one layer, (rows, heads, capacity, head size), on the device."""
+    """Keys or values of a layer, (rows, heads, capacity, head size), on the device."""
 
     value: Any  # an OrtValue
     shape: tuple[int, int, int, int]
@@ -132,20 +131,20 @@ class Buffer:
 
 
 class DeviceKVCache:
-    """Keys and values of all rows, a key and a value buffer for each layer.
+    """Keys and values of all rows, in a key and a value buffer for each layer.
 
-    They grow as `engine.backends.kv_capacity` says, one after the other: the memory for both sizes
-    is needed for one of them at a time.
+    They grow by `grown_shape`, one after the other: memory for both sizes is needed for one buffer
+    at a time.
     """
 
-    def __init__(self, config: GPT2Config, moved: Buffers) -> None:
+    def __init__(self, config: GPT2Config, device: Buffers) -> None:
         self.lengths: list[int] = []
-        self.moved = moved
+        self.device = device
         self.buffers: list[Buffer] = []
         self.bindings: dict[int, Any] = {}  # of the first rows' buffers, until these move
         self._max_length = config.max_length
         self._heads, self._head_size = config.num_heads, padded_head_size(config)
-        self.token_bytes = moved.count * self._heads * self._head_size * ITEM_BYTES
+        self.token_bytes = device.count * self._heads * self._head_size * ITEM_BYTES
 
     @property
     def num_bytes(self) -> int:
@@ -160,7 +159,7 @@ class DeviceKVCache:
     def _shape_for(self, rows: int, length: int) -> tuple[int, int]:
         # They are of one shape, unless one could not grow after another had.
         largest = max(((b.shape[0], b.shape[2]) for b in self.buffers), default=(0, 0))
-        return grown(largest, rows, length, self._max_length)
+        return grown_shape(largest, rows, length, self._max_length)
 
     def add_row(self) -> int:
         if len(self.lengths) == MAX_ROWS:
@@ -169,8 +168,10 @@ class DeviceKVCache:
         return len(self.lengths) - 1
 
     def hold(self, length: int) -> None:
-        """All rows get buffers of `length` tokens. Raises `OutOfMemory`; what the rows hold is as
-        before then."""
+        """Give all rows buffers of `length` tokens.
+
+        Raises `OutOfMemory`; the rows are as before then.
+        """
         rows = len(self.lengths)
         held = (rows <= b.shape[0] and length <= b.shape[2] for b in self.buffers)
         if self.buffers and all(held):
@@ -181,11 +182,11 @@ class DeviceKVCache:
         as_floats = (*shape[:3], self._head_size // 2)
         if not self.buffers:
             empty = np.zeros((1, self._heads, 1, self._head_size // 2), dtype=np.float32)
-            count = self.moved.count
-            self.buffers = [Buffer(self.moved.grow(empty, as_floats), shape) for _ in range(count)]
+            count = self.device.count
+            self.buffers = [Buffer(self.device.grow(empty, as_floats), shape) for _ in range(count)]
         for i, buffer in enumerate(self.buffers):
             if buffer.shape != shape:
-                self.buffers[i] = Buffer(self.moved.grow(buffer.value, as_floats), shape)
+                self.buffers[i] = Buffer(self.device.grow(buffer.value, as_floats), shape)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         if source == target:
@@ -193,7 +194,7 @@ class DeviceKVCache:
         if self.lengths[source]:
             self.hold(self.lengths[source])
             sources, targets = ([b.address(row) for b in self.buffers] for row in (source, target))
-            self.moved.copy(sources, targets, self.buffers[0].row_items // 2)
+            self.device.copy(sources, targets, self.buffers[0].row_items // 2)
         self.lengths[target] = length
 
     def remove_last_row(self) -> None:
@@ -204,6 +205,9 @@ class DeviceKVCache:
 
 
 def load(artifact: Artifact, provider: Provider = CUDA) -> OnnxGpuModel:
-    """Raises `OutOfMemory`, `ArtifactError` for weights that fp16 cannot hold, and
-    `InvalidRequest` where there is no GPU or no onnxruntime that can use it."""
+    """Load a model.
+
+    Raises `OutOfMemory`, `ArtifactError` for weights that fp16 cannot hold, and `InvalidRequest`
+    where there is no GPU or no onnxruntime that can use it.
+    """
     return OnnxGpuModel(artifact, provider)

@@ -1,10 +1,8 @@
-"""GPT-2 as an ONNX graph for a GPU, made in code from an artifact's weights: one file, read top to
-bottom.
+"""GPT-2 as an ONNX graph for a GPU, made from an artifact's weights: one file, read top to bottom.
 
-Keys and values live in buffers of the caller's that GroupQueryAttention reads and appends to in
-place. fp16 are the weights, the matrix products, keys and values; the sums that run through all
-layers and the LayerNorms stay fp32. The embedding is the output projection, which is on the
-device.
+Keys and values are in buffers of the caller, which GroupQueryAttention reads and appends to in
+place. Weights, matrix products, keys and values are fp16; the residual sums and the LayerNorms are
+fp32. A tied output projection is the embedding, which is on the device once.
 
 In shapes: B rows, T new tokens, M longest row a buffer has space for, C units, nh heads, hs head
 size, V vocabulary.
@@ -56,7 +54,7 @@ def kv_names(config: GPT2Config, kind: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor that the protobuf leaves out, made when it is needed."""
+    """A tensor outside of the protobuf, made when it is needed."""
 
     name: str
     num_bytes: int
@@ -64,11 +62,11 @@ class Part:
 
 
 class GPT2Graph:
-    """Builds the graph: the protobuf, and beside it the weights that it leaves out.
+    """Builds the graph: the protobuf, and the weights outside of it.
 
-    `model` names each tensor of `parts` with a place in a file that does not exist; give them to
-    onnxruntime's `SessionOptions.add_external_initializers`. It depends on the model's shape only,
-    but for tensors below `INLINE_BYTES`.
+    `model` refers to each tensor of `parts` by a place in a file that does not exist; give them to
+    onnxruntime's `SessionOptions.add_external_initializers`. The protobuf depends on the model's
+    shape only, but for tensors below `INLINE_BYTES`.
     """
 
     def __init__(self, config: GPT2Config, weights: Weights) -> None:
@@ -101,11 +99,11 @@ class GPT2Graph:
 
     def _embed(self) -> str:  # (B, T), (B, T) -> (B, T, C)
         self._op("Gather", ["positions", self._last_token], "seqlens_k", axis=1)  # (B,)
-        found = []
+        embeddings = []
         for name, ids in ((artifact.EMBEDDING, "ids"), (artifact.POSITIONS, "positions")):
             table = self._tensor(f"{name}.weight", self.weights[name], np.float16)
-            found.append(self._widen(self._op("Gather", [table, ids])))
-        return self._op("Add", found)
+            embeddings.append(self._widen(self._op("Gather", [table, ids])))
+        return self._op("Add", embeddings)
 
     def _widen(self, x: str) -> str:
         return self._op("Cast", [x], to=TensorProto.FLOAT)
@@ -157,7 +155,7 @@ class GPT2Graph:
         return self._op("Add", [residual, self._widen(product)]) if residual else product
 
     def _tensor(self, name: str, value: Array, dtype: type[np.floating[Any]] = np.float32) -> str:
-        """An initializer; floats as `dtype`, of the same name once."""
+        """An initializer, floats as `dtype`; made once for each name."""
         if name not in self._initializers:
             floats = value.dtype.kind == "f" or value.dtype.name == "bfloat16"
             wanted: np.dtype[Any] = np.dtype(dtype) if floats else value.dtype
@@ -200,7 +198,7 @@ class GPT2Graph:
 
 
 def place_externally(tensor: Any, **entries: Any) -> None:
-    """Has an initializer's data lie in a file: `location`, `offset`, `length`."""
+    """Place an initializer's data in a file: `location`, `offset`, `length`."""
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
     for key, entry in entries.items():
@@ -208,7 +206,7 @@ def place_externally(tensor: Any, **entries: Any) -> None:
 
 
 def _as(value: Array, dtype: np.dtype[Any], name: str) -> Array:
-    """In this type, whole, and at an address that has it: in a file it may lie at any byte."""
+    """The array in this type, contiguous and aligned; in a file it may begin at any byte."""
     if value.dtype.name == "bfloat16":
         value = value.astype(np.float32)
     try:

@@ -1,9 +1,9 @@
-"""What Multi Model Server starts for each model (`$MODEL_SERVER_HOME/mms/model_service_worker.py`).
+"""The program that Multi Model Server starts for each model, in place of its own worker.
 
-For a model of the engine's it owns the socket that MMS connects to, hands it to the host of all of
-them (`handlers.host`) and becomes a shell that waits, which takes 0.1 MB instead of Python's 3; for
-any other it becomes a worker (`handlers.worker`). Nothing is imported but what is built in: this
-process is there once a model.
+MMS runs `$MODEL_SERVER_HOME/mms/model_service_worker.py`. For a model in the engine this program is
+the owner: it listens on the socket that MMS connects to, sends the socket to the host
+(`handlers.host`), and becomes a waiting shell, of 0.1 MB instead of Python's 3. For any other model
+it becomes a worker (`handlers.worker`). It imports built-in modules only, to save memory.
 """
 
 import posix
@@ -11,8 +11,8 @@ import sys
 import time
 
 RETRY_S = 0.05
-# With the host's connection as its input: a line says that MMS has left the model alone; an end
-# without one, that the host has ended, and this program looks for the next.
+# Reads the host's connection: a line means that MMS has unregistered the model; an end without a
+# line, that the host has ended, and this program runs again for the next host.
 WAIT = 'read -r line && exec rm -f "$0"; exec "$@"'
 
 
@@ -24,7 +24,7 @@ def unlink(path: str) -> None:
 
 
 def listen(path: str) -> int:
-    """The descriptor of the socket, which MMS knows of by then."""
+    """Listens on `path` and tells MMS so; returns the socket's descriptor."""
     import _socket
 
     unlink(path)
@@ -36,8 +36,8 @@ def listen(path: str) -> int:
     return listener.detach()
 
 
-def hand_over(listener: int, host_path: str) -> bool:
-    """Whether the host has it; its connection is this process's input then."""
+def send_to_host(listener: int, host_path: str) -> bool:
+    """Sends the socket to the host, whose connection becomes stdin; False if there is no host."""
     import _socket
 
     host = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -46,27 +46,27 @@ def hand_over(listener: int, host_path: str) -> bool:
         number = listener.to_bytes(4, sys.byteorder)
         host.sendmsg([b"."], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, number)])
     except OSError:
-        host.close()  # it has ended; the next one is being started
+        host.close()  # it has ended; the entrypoint starts the next one
         return False
     posix.dup2(host.detach(), 0)
     return True
 
 
-def own(arguments: dict[str, str]) -> None:
-    """Until the host has the socket, or MMS is gone."""
-    mms = int(arguments.get("--mms", posix.getppid()))  # who ends before those lines is noticed too
+def run_owner(arguments: dict[str, str]) -> None:
+    """Retries until the host has the socket, or MMS has ended."""
+    mms = int(arguments.get("--mms", posix.getppid()))  # read before MMS could end unnoticed
     path = arguments["--sock-name"]
     command = [sys.executable, *sys.argv]
     if "--listener" in arguments:
         listener = int(arguments["--listener"])
-        time.sleep(RETRY_S)  # a host that hangs up at once is not asked without a pause
+        time.sleep(RETRY_S)  # in case the host closes each connection at once
     else:
         listener = listen(path)
         posix.set_inheritable(listener, True)
         command += ["--mms", str(mms), "--listener", str(listener)]
     host_path = posix.environ[b"RUN_DIR"].decode() + "/workers.sock"
     while posix.getppid() == mms:
-        if hand_over(listener, host_path):
+        if send_to_host(listener, host_path):
             posix.execv("/bin/sh", ["/bin/sh", "-c", WAIT, path, *command])
         time.sleep(RETRY_S)
     unlink(path)
@@ -74,10 +74,10 @@ def own(arguments: dict[str, str]) -> None:
 
 def main() -> None:
     try:
-        posix.stat("hosted")  # in the worker's folder, which MMS starts it in
+        posix.stat("hosted")  # in the model's folder, MMS's working directory for it
     except OSError:
         posix.execv(sys.executable, [sys.executable, "-m", "handlers.worker", *sys.argv[1:]])
-    own(dict(zip(sys.argv[1::2], sys.argv[2::2], strict=False)))
+    run_owner(dict(zip(sys.argv[1::2], sys.argv[2::2], strict=False)))
 
 
 main()

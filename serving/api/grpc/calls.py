@@ -20,7 +20,8 @@ from anyio import CancelScope
 from starlette.types import ASGIApp
 
 from common.errors import cut
-from common.worker_protocol import REQUEST_ID
+from common.worker_protocol import REQUEST_ID, SERVED_MODEL
+from serving.api.naming import SESSION_ID
 from serving.errors import BadRequest, ServingError, TooManyRequests
 
 logger = logging.getLogger(__name__)
@@ -39,13 +40,12 @@ CODES = {
 }
 # A status is sent as a header: a byte beyond ASCII takes three characters, and clients take 8 KiB.
 MAX_MESSAGE = 600
-FORWARDED = ("authorization", REQUEST_ID)  # of a call's metadata
+FORWARDED = ("authorization", REQUEST_ID, SESSION_ID)  # of a call's metadata
 # gRPC's own name for Retry-After: https://github.com/grpc/proposal/blob/master/A6-client-retries.md
 PUSHBACK = "grpc-retry-pushback-ms"
 
 T = TypeVar("T")
 Answering = Callable[[Any, Any], Awaitable[Any]]  # a request, or requests, and the call's context
-Piece = Callable[[bytes], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,9 @@ class Reply:
         return CODES.get(self.status, other)
 
 
+Piece = Callable[[Reply, bytes], Awaitable[None]]
+
+
 @dataclass(frozen=True)
 class Routes:
     """The gateway's, as `asgi` answers them on `port`."""
@@ -107,7 +110,7 @@ class Routes:
             elif piece is None or reply.status != 200:
                 reply.body += event.get("body", b"")
             elif event.get("body"):
-                await piece(event["body"])
+                await piece(reply, event["body"])
 
         await self.asgi(self._scope(call, metadata), receive, send)
         return reply
@@ -202,8 +205,8 @@ def guarded(answer: Answering) -> Answering:
 
 
 def trailing(reply: Reply) -> tuple[tuple[str, str], ...]:
-    """The metadata behind an answer: its id in the log, and when to come back."""
-    found = {REQUEST_ID: reply.headers.get(REQUEST_ID)}
+    """The metadata behind an answer: its id in the log, an alias's model, when to come back."""
+    found = {name: reply.headers.get(name) for name in (REQUEST_ID, SERVED_MODEL)}
     if "retry-after" in reply.headers:
         found[PUSHBACK] = str(int(reply.headers["retry-after"]) * 1000)
     return tuple((key, value) for key, value in found.items() if value is not None)

@@ -12,18 +12,21 @@ import asyncio
 import struct
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import anyio
 import orjson
 
 from common.hints import HINTS, timeout_s
+from common.worker_protocol import SERVED_MODEL
 from serving.api.grpc.calls import Call, Idle, Reply, Routes, error_reply, made_room
 from serving.api.grpc.convert import EMPTY_END, ModelInferResponse, one_text, parameters
 from serving.api.grpc.inference import infer, model_path
 from serving.api.grpc.messages import message
+from serving.api.naming import described_models
 from serving.api.shared import Gateway
 from serving.errors import BadRequest, ServingError, Timeout
-from serving.models.model import State
+from serving.models.model import Model, State
 from serving.names import normal_name
 
 ModelStreamInferResponse = message("inference.ModelStreamInferResponse")
@@ -91,15 +94,20 @@ class Streams:
 
     async def _load(self, request: Any, metadata: Any) -> Reply | None:
         """What kind a model is, is known once it is loaded. None if all is well."""
-        model = self._gateway.registry.find(normal_name(request.model_name))
+        model = self._model(request)
         if model is not None and model.state is State.READY and not request.model_version:
             return None
         call = Call(model_path(request.model_name, request.model_version))
         reply = await self._routes.ask(call, metadata)
         return reply if reply.status >= 400 else None
 
+    def _model(self, request: Any) -> Model | None:
+        """Of an alias the one with the largest weight."""
+        name, *_ = described_models(self._gateway, normal_name(request.model_name))
+        return self._gateway.registry.find(name)
+
     def _is_text(self, request: Any) -> bool:
-        model = self._gateway.registry.find(normal_name(request.model_name))
+        model = self._model(request)
         whole = "stream" in request.parameters and not request.parameters["stream"].bool_param
         return model is not None and model.in_engine and not whole
 
@@ -117,7 +125,8 @@ class Streams:
         path = f"/predictions/{request.model_name}"
         call = Call(path, "POST", orjson.dumps(body), dict(HEADERS))
 
-        async def piece(lines: bytes) -> None:
+        async def piece(reply: Reply, lines: bytes) -> None:
+            tokens.model = unquote(reply.headers.get(SERVED_MODEL, "")) or tokens.model
             await write(tokens.response([orjson.loads(line) for line in lines.splitlines()]))
 
         with anyio.move_on_after(tokens.timeout_s) as scope:
@@ -135,6 +144,7 @@ class Tokens:
         """Raises `BadRequest`."""
         self.text = one_text(request)
         self._request = request
+        self.model = normal_name(request.model_name)
         asked = parameters(request.parameters)
         self.timeout_s = timeout_s(asked)
         others = (EMPTY_END, "stream", *HINTS)
@@ -162,6 +172,7 @@ class Tokens:
             "finish_reason": _packed(ends[0]["finish_reason"] if ends else ""),
         }
         response = _head(self._request)
+        response.model_name = self.model
         for name in self._outputs:
             response.outputs.add(name=name, datatype=DATATYPES[name], shape=[1])
             response.raw_output_contents.append(values[name])

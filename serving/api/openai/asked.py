@@ -329,6 +329,13 @@ def _content(name: str, content: Any, kinds: Sequence[str]) -> str:
     return "\n".join(parts)
 
 
+def user(body: Body) -> str:
+    """Whom a request is for, by OpenAI's field or its newer name: an alias's choice stays the
+    same for them."""
+    value = body.get("user") or body.get("safety_identifier")
+    return value if isinstance(value, str) else ""
+
+
 def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise Refused(name, "must be text")

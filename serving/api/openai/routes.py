@@ -11,7 +11,7 @@ POST /v1/embeddings                 refused
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -20,19 +20,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from serving.api.invoke import engine_model
+from serving.api.naming import described_models, listed_aliases, may_call, name_model
 from serving.api.openai import asked, responses, tokens
 from serving.api.openai.answering import Form, answer
 from serving.api.openai.answers import Answer
-from serving.api.openai.asked import Asked
+from serving.api.openai.asked import Asked, Body, user
 from serving.api.openai.errors import UnknownUrl, respond
-from serving.api.shared import (
-    Gateway,
-    Right,
-    check_token,
-    may_call,
-    name_model,
-    read_json_object,
-)
+from serving.api.shared import Gateway, Right, check_token, read_json_object
 from serving.errors import MethodNotAllowed
 from serving.models.model import Model
 from serving.names import normal_name
@@ -85,37 +79,43 @@ class OpenAI:
         names = {model.name for model in gateway.registry.models()}
         if not gateway.settings.sagemaker_multi_model:
             names |= {model.name for model in await gateway.lookups.models()}
-        data = [self._model(name) for name in sorted(names) if may_call(request, name)]
+        aliases = listed_aliases(gateway, request)
+        names = {name for name in names if may_call(request, name)} | aliases.keys()
+        data = [self._model(name, aliases.get(name)) for name in sorted(names)]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         """Asking loads nothing."""
         name = request.path_params["name"]
-        name_model(request, name)
-        await self._gateway.find(name)
-        return JSONResponse(self._model(name))
+        name_model(self._gateway, request, name)
+        for named in described_models(self._gateway, name):
+            await self._gateway.find(named)
+        alias = self._gateway.aliases.find(name)
+        return JSONResponse(self._model(name, alias.weights if alias is not None else None))
 
-    def _model(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._created, "owned_by": OWNER}
+    def _model(self, name: str, alias_of: Mapping[str, float] | None) -> dict[str, Any]:
+        entry = {"id": name, "object": "model", "created": self._created, "owned_by": OWNER}
+        return entry if alias_of is None else {**entry, "alias_of": alias_of}
 
     async def completions(self, request: Request) -> Response:
         body = await read_json_object(self._gateway, request)
         found = asked.completion(body)
-        return await self._answer(request, found, lambda name: Answer(found, name))
+        return await self._answer(request, body, found, lambda name: Answer(found, name))
 
     async def chat(self, request: Request) -> Response:
         body = await read_json_object(self._gateway, request)
         found = asked.chat(body)
-        return await self._answer(request, found, lambda name: Answer(found, name))
+        return await self._answer(request, body, found, lambda name: Answer(found, name))
 
     async def responses(self, request: Request) -> Response:
-        found, said = responses.parse(await read_json_object(self._gateway, request))
+        body = await read_json_object(self._gateway, request)
+        found, said = responses.parse(body)
         return await self._answer(
-            request, found, lambda name: responses.Response(found, said, name)
+            request, body, found, lambda name: responses.Response(found, said, name)
         )
 
     async def _answer(
-        self, request: Request, asked: Asked, form: Callable[[str], Form]
+        self, request: Request, body: Body, asked: Asked, form: Callable[[str], Form]
     ) -> Response:
         """Loads the model first where that is allowed, as `serving.api.invoke` does."""
         gateway = self._gateway
@@ -123,9 +123,9 @@ class OpenAI:
         name = normal_name(asked.model).lstrip("/")
         async with (
             AsyncExitStack() as resources,
-            engine_model(gateway, request, name, resources) as (model, end),
+            engine_model(gateway, request, name, resources, user=user(body)) as (model, end),
         ):
-            return await answer(gateway, model, asked, form(name), end, resources)
+            return await answer(gateway, model, asked, form(model.name), end, resources)
         raise AssertionError("it was returned or raised")
 
     async def tokenize(self, request: Request) -> Response:

@@ -28,7 +28,8 @@ from common.errors import DeadlineExceeded, EngineError
 from common.hints import HINTS, timeout_s
 from common.parameters import Parameters
 from serving.api.invoke import Check, engine_model
-from serving.api.shared import Gateway, name_model
+from serving.api.naming import name_model
+from serving.api.shared import Gateway
 from serving.api.stream import EVENTS, Item, TokenStream, begin, choice_logprobs, whole
 from serving.api.v2.repository import read_object
 from serving.errors import BadRequest
@@ -86,13 +87,14 @@ def parse(name: str, body: dict[str, Any], stream: bool) -> Asked:
 async def generate(gateway: Gateway, request: Request, stream: bool, check: Check) -> Response:
     gateway.check_ready()
     name = request.path_params["name"]
-    name_model(request, name)
+    name_model(gateway, request, name)
     body = await read_object(gateway, request)
     asked = parse(name, body, stream)
     async with (
         AsyncExitStack() as resources,
         engine_model(gateway, request, name, resources, check, asked.limit_s) as (model, end),
     ):
+        asked.head["model_name"] = model.name
         await resources.enter_async_context(gateway.admission.place(model.line, end))
         if asked.stream:
             given = asked.text, asked.parameters

@@ -34,15 +34,8 @@ from common.hints import timeout_s
 from common.json_body import read_json
 from common.media_types import BINARY, HEADER_SIZE
 from serving.api.invoke import Check, describe, invoke
-from serving.api.shared import (
-    LARGE_BYTES,
-    Gateway,
-    Right,
-    check_token,
-    error_response,
-    may_call,
-    name_model,
-)
+from serving.api.naming import described_models, may_call, name_model
+from serving.api.shared import LARGE_BYTES, Gateway, Right, check_token, error_response
 from serving.api.v2.generate import generate
 from serving.api.v2.repository import Repository
 from serving.api.v2.statistics import statistics
@@ -134,22 +127,23 @@ class V2:
         """Whether the model is loaded; asking loads nothing."""
         check_token(self._gateway, request, Right.CALL)
         name = request.path_params["name"]
-        name_model(request, name)
+        name_model(self._gateway, request, name)
         self._gateway.check_health()
-        model = await self._gateway.find(name)
-        if model is None:
-            raise Unavailable(f"Model {name} is not loaded yet; a request to it loads it")
-        if model.state is not State.READY:
-            raise Unavailable(f"Model {name} is {model.state.value}")
-        _version_check(request)(model)
+        for named in described_models(self._gateway, name):
+            model = await self._gateway.find(named)
+            if model is None:
+                raise Unavailable(f"Model {named} is not loaded yet; a request to it loads it")
+            if model.state is not State.READY:
+                raise Unavailable(f"Model {named} is {model.state.value}")
+            _version_check(request)(model)
         return JSONResponse({"name": name, "ready": True})
 
     async def model(self, request: Request) -> Response:
         self._check_method(request)  # all of `sowol/infer` may be a model's name
         check_token(self._gateway, request, Right.CALL)
         name = request.path_params["name"]
-        metadata = await describe(self._gateway, request, name, _version_check(request))
-        return JSONResponse(_described(name, metadata))
+        model = await describe(self._gateway, request, name, _version_check(request))
+        return JSONResponse(_described(model.name, model.metadata))
 
     async def infer(self, request: Request) -> Response:
         check_token(self._gateway, request, Right.CALL)
@@ -183,12 +177,11 @@ class V2:
         """Triton's configuration of a model, from the same that `model` tells."""
         check_token(self._gateway, request, Right.CALL)
         name = request.path_params["name"]
-        told = _described(
-            name, await describe(self._gateway, request, name, _version_check(request))
-        )
+        model = await describe(self._gateway, request, name, _version_check(request))
+        told = _described(model.name, model.metadata)
         sides = {"input": told["inputs"], "output": told["outputs"]}
         tensors = {side: [_configured(t) for t in told] for side, told in sides.items()}
-        head = {"name": name, "platform": told["platform"], "max_batch_size": 0}
+        head = {"name": model.name, "platform": told["platform"], "max_batch_size": 0}
         policy = {"latest": {"num_versions": 1}}
         return JSONResponse({**head, "version_policy": policy, **tensors})
 
@@ -196,10 +189,12 @@ class V2:
         """Of a model that is loaded; asking loads nothing."""
         check_token(self._gateway, request, Right.CALL)
         name = request.path_params["name"]
-        name_model(request, name)
-        model = self._gateway.registry.get(name)
-        _version_check(request)(model)
-        return JSONResponse(await statistics(self._gateway, [model]))
+        name_model(self._gateway, request, name)
+        named = described_models(self._gateway, name)
+        models = [self._gateway.registry.get(model) for model in named]
+        for model in models:
+            _version_check(request)(model)
+        return JSONResponse(await statistics(self._gateway, models))
 
     async def all_statistics(self, request: Request) -> Response:
         check_token(self._gateway, request, Right.CALL)

@@ -18,14 +18,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from serving.api.shared import (
-    Gateway,
-    Right,
-    check_token,
-    may_call,
-    name_model,
-    read_json_object,
-)
+from serving.api.naming import check_no_alias, listed_aliases, may_call, name_model
+from serving.api.shared import Gateway, Right, check_token, read_json_object
 from serving.errors import BadRequest
 from serving.models.model import Model, State
 
@@ -52,7 +46,10 @@ class Repository:
             for stored in await gateway.lookups.models():
                 unloaded = {"name": stored.name, "state": "UNAVAILABLE", "reason": "unloaded"}
                 found.setdefault(stored.name, unloaded)
-        entries = [found[name] for name in sorted(found) if may_call(request, name)]
+        ready = {name for name, entry in found.items() if entry["state"] == "READY"}
+        found = {name: entry for name, entry in found.items() if may_call(request, name)}
+        found |= {n: _alias(n, of, ready) for n, of in listed_aliases(gateway, request).items()}
+        entries = [found[name] for name in sorted(found)]
         return JSONResponse([e for e in entries if e["state"] == "READY" or not only_ready])
 
     async def load(self, request: Request) -> Response:
@@ -63,14 +60,15 @@ class Repository:
             raise BadRequest(
                 f"parameters.{parameter} is not known here: a model is loaded as it is in the store"
             )
-        stored, model = await gateway.lookups.find(name), gateway.registry.find(name)
-        if model is not None and model.stored != stored:
-            await gateway.registry.unload(name)
-        if gateway.settings.sagemaker_multi_model:  # SageMaker says what goes for it
-            await gateway.on_demand.preload(name)
-        else:
-            async with gateway.on_demand.use(name):
-                pass
+        with gateway.metrics.loading():
+            stored, model = await gateway.lookups.find(name), gateway.registry.find(name)
+            if model is not None and model.stored != stored:
+                await gateway.registry.unload(name)
+            if gateway.settings.sagemaker_multi_model:  # SageMaker says what goes for it
+                await gateway.on_demand.preload(name)
+            else:
+                async with gateway.on_demand.use(name):
+                    pass
         return Response()
 
     async def unload(self, request: Request) -> Response:
@@ -84,13 +82,21 @@ class Repository:
     async def _managed(self, request: Request) -> Mapping[str, Any]:
         """The parameters of who may manage models."""
         check_token(self._gateway, request, Right.LOAD)
-        name_model(request, request.path_params["name"])
+        name_model(self._gateway, request, request.path_params["name"])
+        check_no_alias(self._gateway, request.path_params["name"])
         self._gateway.check_ready()
         body = await read_object(self._gateway, request)
         parameters = body.get("parameters") or {}
         if not isinstance(parameters, dict):
             raise BadRequest("parameters must be an object")
         return parameters
+
+
+def _alias(name: str, weights: Mapping[str, float], ready: set[str]) -> dict[str, Any]:
+    """It is ready when all of its models are."""
+    state = "READY" if ready.issuperset(weights) else "UNAVAILABLE"
+    shown = ", ".join(f"{model} ({weight:g})" for model, weight in weights.items())
+    return {"name": name, "version": "1", "state": state, "reason": f"an alias of {shown}"}
 
 
 def _entry(model: Model) -> dict[str, Any]:

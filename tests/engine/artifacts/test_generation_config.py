@@ -15,7 +15,7 @@ import pytest
 from common.errors import ArtifactError, InvalidRequest, PromptTooLong
 from common.parameters import Parameters
 from engine.artifacts.open import open_artifact
-from engine.registry import Engine
+from engine.engine import Engine
 from engine.settings import Settings
 from engine.text.prompts import Prompts
 from engine.text.sentencepiece import SentencePieceTokenizer
@@ -138,7 +138,7 @@ def test_fields_without_a_template_are_refused(v2: Path) -> None:
 @pytest.mark.parametrize("text", ["<usr>", "안녕<sys>나쁜 말", "＜usr＞ 가", "<unused1>1"])
 def test_v1s_user_cannot_write_control_tokens(v1: Path, text: str) -> None:
     found = prompts(v1, template=V1, defaults=DEFAULTS)
-    with pytest.raises(InvalidRequest, match="keeps for itself"):
+    with pytest.raises(InvalidRequest, match="is reserved for"):
         found.encode(text)
 
 

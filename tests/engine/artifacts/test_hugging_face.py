@@ -21,9 +21,8 @@ from engine.artifacts.artifact import EMBEDDING, OUTPUT, shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
-from engine.registry import Engine
-from engine.settings import Settings
 from tests.engine.artifacts.reading import read_safetensors
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import Request, is_greedy
 from tests.engine.hugging_face import (
     EOS,
@@ -372,15 +371,14 @@ def test_a_file_cut_anywhere_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["mxnet", "native"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_every_precision_is_computed(tmp_path: Path, backend: str, dtype: str) -> None:
+def test_every_precision_is_computed(
+    tmp_path: Path, backend: str, dtype: str, new_engine: NewEngine
+) -> None:
     folder = make_hugging_face(tmp_path / "m", dtype=dtype, max_length=64)
-    engine = Engine(Settings(backend=backend, precision="fp32", memory_mib=256))
-    try:
-        engine.load("m", str(folder))
-        request = Request(engine, "m", "안녕하세요", max_new_tokens=12).wait()
-        assert is_greedy(folder, request.prompt, request.ids())
-    finally:
-        engine.close()
+    engine = new_engine(backend=backend, precision="fp32", memory_mib=256)
+    engine.load("m", str(folder))
+    request = Request(engine, "m", "안녕하세요", max_new_tokens=12).wait()
+    assert is_greedy(folder, request.prompt, request.ids())
 
 
 def first_logits(folder: Path, precision: str, cache: Path) -> Any:

@@ -97,7 +97,7 @@ def test_only_what_ends_a_process_on_the_gpu_is_taken_for_it() -> None:
 
 BREAK_A_STEP = """
 import sys, threading
-from engine.registry import Engine
+from engine.engine import Engine
 from common.parameters import Parameters
 from engine.settings import Settings
 

@@ -29,7 +29,7 @@ def answered(listener: socket.socket, *pieces: bytes) -> tuple[int, dict[str, st
     connection = Connection(listener.getsockname(), WAIT_S)
     other, _ = listener.accept()
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(connection.ask, "POST", "/models/%EA%B0%80", KOREAN, WAIT_S)
+        asked = pool.submit(connection.request, "POST", "/models/%EA%B0%80", KOREAN, WAIT_S)
         sent = b""
         while not sent.endswith(KOREAN):
             sent += other.recv(1000)
@@ -79,5 +79,5 @@ def test_a_broken_answer_is_none(listener: socket.socket, answer: bytes) -> None
 def test_silence_ends_in_time(listener: socket.socket) -> None:
     connection = Connection(listener.getsockname(), WAIT_S)
     with pytest.raises(TimeoutError):
-        connection.ask("GET", "/health", None, 0.05)
+        connection.request("GET", "/health", None, 0.05)
     connection.close()

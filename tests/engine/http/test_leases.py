@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 
 from common.errors import ModelNotFound
+from engine.engine import Engine
 from engine.http.leases import Leases
-from engine.registry import Engine
-from engine.settings import Settings
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import WAIT_S, Request, make_talkative
 from tests.engine.models import make_artifact
 
@@ -28,15 +27,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def engine(model_dir: str) -> Iterator[Engine]:
-    engine = Engine(Settings(memory_mib=64))
+def engine(model_dir: str, new_engine: NewEngine) -> Engine:
+    engine = new_engine(memory_mib=64)
     engine.load(NAME, model_dir)
-    yield engine
-    engine.close()
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), WAIT_S))
+    return engine
 
 
 async def finished(leases: Leases) -> None:
@@ -44,38 +38,32 @@ async def finished(leases: Leases) -> None:
     await asyncio.gather(*leases._unloads.values(), return_exceptions=True)
 
 
-def test_a_model_goes_after_its_last_lease(engine: Engine) -> None:
-    async def test() -> None:
-        leases = Leases(engine, asyncio.Event(), grace_s=0)
-        leases.take(NAME)
-        leases.take(NAME)
-        leases.release(NAME)
-        await finished(leases)
-        assert engine.models()
-        leases.release(NAME)
-        await finished(leases)
-        assert not engine.models()
-        assert not leases._unloads
-
-    run(test)
+async def test_a_model_goes_after_its_last_lease(engine: Engine) -> None:
+    leases = Leases(engine, asyncio.Event(), grace_s=0)
+    leases.take(NAME)
+    leases.take(NAME)
+    leases.release(NAME)
+    await finished(leases)
+    assert engine.models()
+    leases.release(NAME)
+    await finished(leases)
+    assert not engine.models()
+    assert not leases._unloads
 
 
-def test_a_new_lease_calls_the_unload_off(engine: Engine) -> None:
-    async def test() -> None:
-        leases = Leases(engine, asyncio.Event(), grace_s=NEVER_S)
-        leases.take(NAME)
-        leases.release(NAME)
-        unload = leases._unloads[NAME]
-        leases.take(NAME)
-        await asyncio.wait([unload])
-        assert unload.cancelled()
-        await asyncio.sleep(0)
-        assert not leases._unloads
-
-    run(test)
+async def test_a_new_lease_calls_the_unload_off(engine: Engine) -> None:
+    leases = Leases(engine, asyncio.Event(), grace_s=NEVER_S)
+    leases.take(NAME)
+    leases.release(NAME)
+    unload = leases._unloads[NAME]
+    leases.take(NAME)
+    await asyncio.wait([unload])
+    assert unload.cancelled()
+    await asyncio.sleep(0)
+    assert not leases._unloads
 
 
-def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
+async def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
     engine: Engine, model_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
@@ -88,23 +76,22 @@ def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
 
     monkeypatch.setattr(engine, "unload", slow)
 
-    async def test() -> None:
-        leases = Leases(engine, asyncio.Event(), grace_s=0)
-        leases.take(NAME)
-        leases.release(NAME)
-        assert await asyncio.to_thread(begun.wait, WAIT_S)
-        leases.take(NAME)
-        model = engine.load(NAME, model_dir)
-        go_on.set()
-        await finished(leases)
-        assert engine.describe(model)["name"] == NAME
-
-    run(test)
+    leases = Leases(engine, asyncio.Event(), grace_s=0)
+    leases.take(NAME)
+    leases.release(NAME)
+    assert await asyncio.to_thread(begun.wait, WAIT_S)
+    leases.take(NAME)
+    model = engine.load(NAME, model_dir)
+    go_on.set()
+    await finished(leases)
+    assert engine.describe(model)["name"] == NAME
 
 
-def test_a_model_without_a_lease_finishes_what_was_begun(tmp_path: Path) -> None:
+async def test_a_model_without_a_lease_finishes_what_was_begun(
+    tmp_path: Path, new_engine: NewEngine
+) -> None:
     """As a stream goes on whose worker's process was killed."""
-    engine = Engine(Settings(memory_mib=64))
+    engine = new_engine(memory_mib=64)
     engine.load(NAME, str(make_talkative(tmp_path / "모델", layers=1)))
     asked, unload = threading.Event(), engine.unload
 
@@ -115,36 +102,27 @@ def test_a_model_without_a_lease_finishes_what_was_begun(tmp_path: Path) -> None
 
     engine.unload = counted  # type: ignore[method-assign]
 
-    async def test() -> None:
-        leases = Leases(engine, asyncio.Event(), grace_s=0)
-        leases.take(NAME)
-        # Its first token is told only once the model was to go.
-        request = Request(engine, NAME, "봄", lambda _: asked.wait(WAIT_S), max_new_tokens=20)
-        leases.release(NAME)
-        await asyncio.to_thread(request.wait)
-        assert (len(request.tokens), request.error) == (20, None)
-        await finished(leases)
-        assert not engine.models()
-
-    try:
-        run(test)
-    finally:
-        engine.close()
+    leases = Leases(engine, asyncio.Event(), grace_s=0)
+    leases.take(NAME)
+    # Its first token is told only once the model was to go.
+    request = Request(engine, NAME, "봄", lambda _: asked.wait(WAIT_S), max_new_tokens=20)
+    leases.release(NAME)
+    await asyncio.to_thread(request.wait)
+    assert (len(request.tokens), request.error) == (20, None)
+    await finished(leases)
+    assert not engine.models()
 
 
-def test_while_the_engine_stops_its_models_outlive_their_leases(engine: Engine) -> None:
-    async def test() -> None:
-        stopping = asyncio.Event()
-        leases = Leases(engine, stopping, grace_s=0)
-        leases.take(NAME)
-        leases.take("other")
-        leases.release(NAME)  # its worker was told to stop first
-        stopping.set()
-        leases.release("other")
-        await finished(leases)
-        assert engine.models()  # for the requests that are still running
-
-    run(test)
+async def test_while_the_engine_stops_its_models_outlive_their_leases(engine: Engine) -> None:
+    stopping = asyncio.Event()
+    leases = Leases(engine, stopping, grace_s=0)
+    leases.take(NAME)
+    leases.take("other")
+    leases.release(NAME)  # its worker was told to stop first
+    stopping.set()
+    leases.release("other")
+    await finished(leases)
+    assert engine.models()  # for the requests that are still running
 
 
 def test_statistics_describe_no_model_that_is_being_freed(

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from common.errors import Cancelled
+from engine.engine import Engine
 from engine.prepared import manifest
-from engine.registry import Engine
 from engine.sandbox import reading
 from engine.sandbox.reading import Reading
 from engine.settings import Settings
@@ -83,7 +83,7 @@ def test_a_load_that_is_given_up_ends_and_another_takes_over(
         assert pid is not None
         two = pool.submit(engine.load, "m", str(artifact), reading=second)
         monkeypatch.setattr(manifest, "read", real)
-        first.give_up()
+        first.cancel()
         assert one.result(WAIT_S) is Cancelled
         assert two.result(WAIT_S).name == "m"
         until(lambda: not psutil.pid_exists(pid))

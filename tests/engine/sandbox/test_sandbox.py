@@ -55,7 +55,7 @@ def test_calls_one_after_the_other() -> None:
         assert child.alive
         assert child.call("나", timeout_s=WIDE_S) == "답: 나 3"
     assert not child.alive
-    with pytest.raises(ArtifactError, match="it was given up"):
+    with pytest.raises(ArtifactError, match="it was cancelled"):
         child.call("다", timeout_s=WIDE_S)
 
 

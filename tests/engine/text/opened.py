@@ -15,11 +15,11 @@ from engine.text.texts import Texts
 
 @contextmanager
 def texts_of(
-    folder: Path, most_waiting: int = 9, processes: TextProcesses | None = None
+    folder: Path, max_waiting: int = 9, processes: TextProcesses | None = None
 ) -> Iterator[Texts]:
     """Ready for use. With `processes` others may share its process."""
     pool = processes or TextProcesses()
-    texts = Texts(open_artifact(folder), Statistics(), most_waiting, pool)
+    texts = Texts(open_artifact(folder), Statistics(), max_waiting, pool)
     try:
         yield texts.ready()
     finally:

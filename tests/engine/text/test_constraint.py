@@ -17,7 +17,7 @@ from common.form import choice as choice_of
 from common.form import grammar as grammar_of
 from common.form import json_schema as schema_of
 from common.form import regex as regex_of
-from engine.text.constraint import FORMS_KEPT, Constraint, Vocabulary, begins_with_space
+from engine.text.constraint import MAX_COMPILED, Constraint, Vocabulary, begins_with_space
 from engine.text.table import BYTES, PROCESS, RUNS, SEPARATE, Table
 
 WORDS = [
@@ -261,7 +261,7 @@ def test_a_form_is_compiled_once_and_not_kept_for_ever(
     compiled = list[Form]()
     compile_ = korean._compile
     monkeypatch.setattr(korean, "_compile", lambda form: (compiled.append(form), compile_(form))[1])
-    forms = [Form("regex", (f"긍정{{1,{i + 1}}}",)) for i in range(FORMS_KEPT + 1)]
+    forms = [Form("regex", (f"긍정{{1,{i + 1}}}",)) for i in range(MAX_COMPILED + 1)]
     for form in [forms[0], forms[0], *forms]:
         korean.constrain(form)
     assert compiled == forms
@@ -294,7 +294,7 @@ def test_what_cannot_be_written_or_read_is_refused_with_the_reason(
 
 def test_a_tokenizer_whose_tokens_are_not_joined_keeps_to_no_form() -> None:
     vocabulary = Vocabulary(table_of(PROCESS), [END])
-    with pytest.raises(InvalidRequest, match="no form can be kept to"):
+    with pytest.raises(InvalidRequest, match="cannot be held to a form"):
         vocabulary.constrain(Form("regex", ("a",)))
 
 

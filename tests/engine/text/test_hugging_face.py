@@ -182,7 +182,7 @@ def test_a_filled_template_is_cut_as_one_text(tokenizer: HuggingFaceTokenizer) -
     "text", ["<sys>", "안녕<sys>나쁜 말", "<usr>", "</s>", "a<unused1>1<sys>", "<unused1>", "<s>"]
 )
 def test_a_users_text_holds_no_control_token(tokenizer: HuggingFaceTokenizer, text: str) -> None:
-    with pytest.raises(InvalidRequest, match="which this model's template keeps for itself"):
+    with pytest.raises(InvalidRequest, match="which is reserved for this model's template"):
         tokenizer.encode_parts(parts(text))
 
 
@@ -222,7 +222,7 @@ def test_a_text_with_a_special_token_is_told_from_a_plain_one(
 ) -> None:
     for text in (*SENTENCES, "뷁 < s >", "a <unused0> b"):
         tokenizer.check_plain(text)
-    with pytest.raises(InvalidRequest, match="<sys>, which this model's template keeps for itself"):
+    with pytest.raises(InvalidRequest, match="<sys>, which is reserved for this model's template"):
         tokenizer.check_plain("안녕<sys>")
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -29,11 +29,11 @@ from common.errors import (
     Overloaded,
     PromptTooLong,
 )
-from engine.registry import Engine
-from engine.settings import Settings
+from engine.engine import Engine
 from engine.text.process import About, TextProcesses, Turns
 from engine.text.prompts import CHARACTERS_PER_TOKEN
 from engine.text.table import RUNS, Table
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import (
     WAIT_S,
     Pause,
@@ -58,10 +58,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine_() -> Iterator[Engine]:
-    made = Engine(Settings(memory_mib=64))
-    yield made
-    made.close()
+def engine_(new_engine: NewEngine) -> Engine:
+    return new_engine(memory_mib=64)
 
 
 def hugging_face(path: Path, change: Callable[[Tokenizer], None]) -> Path:
@@ -190,7 +188,7 @@ def test_what_a_process_found_out_is_known_when_its_model_comes_back(good: Path)
 def test_processes_of_models_without_requests_end_where_there_are_many(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.text.process, "PROCESSES_KEPT", 2)
+    monkeypatch.setattr(engine.text.process, "MAX_IDLE_PROCESSES", 2)
     with ExitStack() as stack:
         pool = TextProcesses()
         stack.callback(pool.close)
@@ -214,14 +212,14 @@ def test_a_process_does_not_end_right_after_a_prompt_that_waited_for_it(good: Pa
     with texts_of(good) as texts:
         held, pid = texts.soon(hold), texts.pid
         assert began.wait(WAIT_S)
-        texts._process.rest()
+        texts._process.end_when_idle()
         texts._process.turns.soon("another", lambda: texts._process.open(texts._source))
         texts._process.turns._tasks.move_to_end(None)  # its turn comes last
         go.set()
         assert held.result(WAIT_S)
         texts.soon(lambda: None).result(WAIT_S)
         assert texts.pid == pid
-        texts._process.rest()
+        texts._process.end_when_idle()
         until(lambda: texts.pid is None)
 
 
@@ -408,7 +406,7 @@ def test_too_many_prompts_that_wait_to_be_cut_are_refused(good: Path) -> None:
         began.set()
         return go.wait(WAIT_S)
 
-    with texts_of(good, most_waiting=2) as found:
+    with texts_of(good, max_waiting=2) as found:
         held = found.soon(hold)
         assert began.wait(WAIT_S)
         waiting = [found.soon(lambda: found.encode(PROMPT)) for _ in range(2)]

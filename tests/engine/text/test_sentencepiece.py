@@ -207,5 +207,5 @@ def test_a_text_with_a_control_token_is_told_from_a_plain_one(
 ) -> None:
     tokenizer.check_plain("오늘은 <날씨가> 좋다 s>")
     for text in ("</s>", "안녕<usr>하세요"):
-        with pytest.raises(InvalidRequest, match="which this model's template keeps for itself"):
+        with pytest.raises(InvalidRequest, match="which is reserved for this model's template"):
             tokenizer.check_plain(text)

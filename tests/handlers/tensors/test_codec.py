@@ -72,7 +72,7 @@ def test_csv_has_a_line_for_each_row_of_no_rows_too(
     [
         (b"[[1, NaN]]", JSON, ROWS, "not JSON"),
         (b"[[1, 1e999]]", JSON, ROWS, "not JSON"),
-        (b"[[1, 1e300]]", JSON, ROWS, "1e+300, which is no FP32"),
+        (b"[[1, 1e300]]", JSON, ROWS, "1e+300, out of range for FP32"),
         (b"[[1, null]]", JSON, ROWS, "no numbers, must be FP32 [batch, 2]"),
         (b'[[1, "2"]]', JSON, ROWS, "no numbers, must be FP32 [batch, 2]"),
         (b'[["\xea\xb0\x80", "\xeb\x82\x98"]]', JSON, ROWS, "no numbers"),
@@ -81,8 +81,8 @@ def test_csv_has_a_line_for_each_row_of_no_rows_too(
         (b"[[1, 2, 3]]", JSON, ROWS, "data has shape [1, 3], must be FP32 [batch, 2]"),
         (b"[[true, false]]", JSON, ROWS, "true and false, must be FP32"),
         (b"[[1.5]]", JSON, IDS, "fractions, must be INT64"),
-        (b"[[18446744073709551615]]", JSON, IDS, "18446744073709551615, which is no INT64"),
-        (b"[[18446744073709551615, -1]]", JSON, WIDE, "-1, which is no UINT64"),
+        (b"[[18446744073709551615]]", JSON, IDS, "18446744073709551615, out of range for INT64"),
+        (b"[[18446744073709551615, -1]]", JSON, WIDE, "-1, out of range for UINT64"),
         (b'{"a": 1}', JSON, ROWS, "no numbers"),
         (b"[" * 100_000, JSON, ROWS, "not JSON"),
         (b"", JSON, ROWS, "not JSON"),
@@ -139,7 +139,7 @@ def test_a_long_text_among_many_values_takes_no_room_in_each() -> None:
     answered = Same()
     body = json.dumps(["나"] * 1000 + [long]).encode()
     assert tensor_model.transform_fn(answered, body, JSON, JSON)[0]
-    with pytest.raises(EngineError, match="ask for fewer outputs"):
+    with pytest.raises(EngineError, match="request fewer outputs"):
         tensor_model.transform_fn(answered, body, JSON, NPY)
 
 
@@ -337,7 +337,7 @@ def test_an_answer_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tensor_model, "MAX_ANSWER_BYTES", 100)
     body = json.dumps([0.123] * 40).encode()
     for accept in (JSON, CSV, NPY):
-        with pytest.raises(EngineError, match="ask for fewer outputs"):
+        with pytest.raises(EngineError, match="request fewer outputs"):
             tensor_model.transform_fn(Double(), body, JSON, accept, None)
 
 

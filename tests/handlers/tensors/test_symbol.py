@@ -135,13 +135,13 @@ def test_many_at_once_get_their_own_answers(model: Any, direct: Any) -> None:
 
 
 def test_a_request_does_not_wait_for_a_turn_longer_than_it_may(model: Any) -> None:
-    turns = [model._turns.acquire() for _ in range(model._turns._value)]
+    turns = [model._slots.acquire() for _ in range(model._slots._value)]
     try:
         with pytest.raises(DeadlineExceeded):
             symbol.transform_fn(model, npy(images(1)), NPY, None, 0.1)
     finally:
         for _ in turns:
-            model._turns.release()
+            model._slots.release()
     assert len(ask(model, npy(images(1)), NPY)) == 1
 
 

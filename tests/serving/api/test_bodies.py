@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import EngineError, InvalidRequest
 from serving.api import tgi
+from serving.models.model import Model
 from tests.serving.api.gateways import World, answered, model
 
 TEXT = "가실 때에는"
@@ -220,6 +221,7 @@ def test_the_clients_defaults_mean_what_they_mean_to_tgi(parameters: Any, sent: 
         ({"logprobs": "3"}, "parameters.logprobs must be an integer"),
         ({"top_n_tokens": 21}, "parameters.top_n_tokens must be from 0 to 20"),
         ({"온도": 1}, "parameters.온도 is not known"),
+        ({"adapter_id": 1}, "parameters.adapter_id must be a model's name"),
         ({"num_return_sequences": 2, "seed": 1}, "parameters.num_return_sequences must be 1"),
     ],
 )
@@ -231,6 +233,67 @@ def test_what_cannot_be_had_is_refused_in_tgis_words(more: Any, said: str) -> No
     assert (status, found["error_type"]) == (400, "validation")
     assert said in found["error"]
     assert engine.asked == []
+
+
+def two_models() -> tuple[World, Engine, Model]:
+    """The base of the route, and an adapter."""
+    made, engine = world(*items("가", end="length", special=False))
+    adapter = model("여름/시")
+    adapter.in_engine = True
+    made.registry._models[adapter.name] = adapter
+    return made, engine, adapter
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/predictions/봄", "/invocations?model_name=봄", "/generate", "/generate?model_name=봄"],
+)
+def test_tgis_adapter_id_is_the_model_that_answers(path: str) -> None:
+    made, engine, adapter = two_models()
+    body = {"inputs": "산에는", "parameters": {"adapter_id": "여름/시", "do_sample": False}}
+    status, _, answer = call(made, path, body)
+    assert (status, json.loads(answer)) == (200, {"generated_text": "가"})
+    assert [name for name, *_ in engine.asked] == [adapter.engine_name]
+    assert (adapter.in_flight, adapter.line.running) == (0, 0)
+    assert set(made.gateway.metrics.tallies) == {adapter.name}
+
+
+def test_tgis_own_routes_are_a_text_and_a_stream() -> None:
+    made, *_ = two_models()
+    body = {"inputs": "산에는", "parameters": {"adapter_id": "봄"}, "stream": True}
+    assert json.loads(call(made, "/generate", body)[2]) == {"generated_text": "가"}
+    status, kind, answer = call(made, "/generate_stream", {**body, "stream": False})
+    assert (status, kind) == (200, "text/event-stream; charset=utf-8")
+    events = [json.loads(event.removeprefix("data:")) for event in answer.split("\n\n")[:-1]]
+    assert events[-1]["generated_text"] == "가"
+
+
+@pytest.mark.parametrize("path", ["/predictions/봄", "/generate", "/generate_stream"])
+def test_an_adapter_that_there_is_not_is_a_404_of_tgis(path: str) -> None:
+    made, engine, _ = two_models()
+    status, _, answer = call(made, path, {"inputs": "산에는", "parameters": {"adapter_id": "겨울"}})
+    found = json.loads(answer)
+    assert (status, found["error_type"]) == (404, "validation")
+    assert (found["error"], engine.asked) == ("Model not found: 겨울", [])
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [({"inputs": "가"}, "parameters.adapter_id"), ({"prompt": "가"}, "inputs"), ("가", "inputs")],
+)
+def test_tgis_own_routes_say_what_they_lack(body: Any, said: str) -> None:
+    status, _, answer = call(two_models()[0], "/generate", body)
+    found = json.loads(answer)
+    assert (status, found["error_type"]) == (400, "validation")
+    assert said in found["error"]
+
+
+def test_a_model_of_its_own_code_is_no_adapter() -> None:
+    made, _, adapter = two_models()
+    adapter.in_engine = False
+    body = {"inputs": "가", "parameters": {"adapter_id": adapter.name}}
+    status, _, answer = call(made, ROUTES[0], body)
+    assert (status, "by its own code" in json.loads(answer)["error"]) == (400, True)
 
 
 def test_a_grammar_of_tgis_is_a_form_of_the_engines() -> None:

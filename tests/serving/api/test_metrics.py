@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 from serving.api.metrics import GONE_S, MAX_GONE, Metrics
+from serving.errors import StoreUnavailable
+from serving.process.counts import DROPPED, Counts, read_counts
 
 
 class Clock:
@@ -26,6 +31,32 @@ def test_a_model_that_was_gone_at_the_next_scrape_was_still_there() -> None:
     clock.now_s += GONE_S
     assert "봄" not in metrics.text(None, {}, {}).decode()
     assert metrics.tallies["봄"].good[0] == 2  # the console's and Triton's, whoever scrapes
+
+
+def test_a_load_by_hand_that_fails_is_counted_by_its_status() -> None:
+    metrics = Metrics(Clock())
+    for error in (StoreUnavailable("gone"), StoreUnavailable("gone"), ValueError("a defect")):
+        with contextlib.suppress(type(error)), metrics.loading():
+            raise error
+    with metrics.loading():
+        pass
+    shown = metrics.text(None, {}, {}).decode()
+    assert 'kogpt2_load_failures_total{status="503"} 2.0' in shown
+    assert 'kogpt2_load_failures_total{status="500"} 1.0' in shown
+
+
+def test_what_the_entrypoint_counts_is_shown_and_outlives_the_gateway(tmp_path: Path) -> None:
+    counts = Counts(tmp_path)
+    counts.add(DROPPED, 7)
+    for _ in range(2):
+        counts.add("the engine")
+    for metrics in (Metrics(Clock(), tmp_path), Metrics(Clock(), tmp_path)):
+        shown = metrics.text(None, {}, {}).decode()
+        assert "kogpt2_dropped_log_lines_total 7.0" in shown
+        assert 'kogpt2_process_restarts_total{process="engine"} 2.0' in shown
+        assert 'kogpt2_process_restarts_total{process="gateway"} 0.0' in shown
+    Counts(tmp_path)
+    assert set(read_counts(tmp_path).values()) == {0}
 
 
 def test_those_that_are_gone_are_bounded() -> None:

@@ -45,7 +45,8 @@ print("뒤")
 def test_what_does_not_fit_is_counted_where_it_is_missing() -> None:
     count = 4 * MAX_QUEUED_BYTES // LINE_BYTES
     with run(f"""
-output = JsonOutput("entrypoint")
+counted = []
+output = JsonOutput("entrypoint", counted.append)
 for number in range({count}):
     print('{{"number":%d,"text":"%s"}}' % (number, "x" * {LINE_BYTES}))
 sys.stdout.flush()
@@ -53,6 +54,7 @@ os.write(output._originals[1], b"printed\\n")
 sys.stdin.read(1)
 print('{{"number":{count}}}', flush=True)
 output.close()
+print(sum(counted), file=sys.stderr)
 """) as process:
         assert process.stdin
         assert process.stdout
@@ -63,13 +65,16 @@ output.close()
             found.append(json.loads(process.stdout.readline()))
         process.stdin.close()
         found += [json.loads(line) for line in process.stdout]
+        counted = int(process.stderr.read())
     assert {line["level"] for line in found if "level" in line} == {"warning"}
     assert process.returncode == 0
-    following = 0
+    following = dropped = 0
     for line in found:
         if "number" in line:
             assert line["number"] == following
             following += 1
         else:
-            following += int(re.findall(r"\d+", line["message"])[0])
+            dropped += (lost := int(re.findall(r"\d+", line["message"])[0]))
+            following += lost
     assert following == count + 1
+    assert counted == dropped > 0

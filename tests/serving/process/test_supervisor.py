@@ -106,6 +106,7 @@ class Server:
     def __init__(self, **engine: Any) -> None:
         self.processes = FakeProcesses()
         self.progress, self.readied = Progress.STARTING, 0
+        self.restarted: list[str] = []
         self.processes.at(2, self._ready)
         self.children = [
             Child("the engine", ["engine"], {}, gives_up=2, **engine),
@@ -124,8 +125,9 @@ class Server:
         if until is not None:
             processes.at(until, processes.stop)
         supervisor = Supervisor(
-            self.children, lambda: self.progress, self._readied, 60.0, DRAIN_S, processes
-        )
+            self.children, lambda: self.progress, self._readied, 60.0, DRAIN_S, processes,
+            on_restart=self.restarted.append,
+        )  # fmt: skip
         return supervisor.run()
 
 
@@ -161,6 +163,7 @@ def test_a_child_that_had_worked_is_started_again_at_once_however_often_it_ends(
     for second in ends:
         server.processes.at(second, lambda: server.processes.end("mms", 0))
     server.run(until=300)
+    assert server.restarted == ["Multi Model Server"] * len(ends)
     started = [p.started_at for p in server.processes.all.values() if p.command == "mms"]
     assert len(started) == 1 + len(ends)
     assert all(at < end + 1.5 for at, end in zip(started[1:], ends, strict=True))

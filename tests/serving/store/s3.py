@@ -69,8 +69,8 @@ class S3Server:
 
 
 @contextlib.contextmanager
-def s3_server() -> Iterator[S3Server]:
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+def s3_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
+    server = ThreadedMotoServer(address, 0, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()

@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.sts.models import sts_backends
 
 from serving.errors import (
     ArtifactChanged,
@@ -137,3 +139,19 @@ def test_a_location_without_a_bucket_or_of_an_unknown_kind_is_refused(tmp_path: 
     ):
         with pytest.raises(StartError, match=reason):
             open_store(location)
+
+
+def test_a_pods_identity_is_enough(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EKS gives a pod of the annotated service account a token and a role, and no keys (IRSA)."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    (tmp_path / "token").write_text("signed by the cluster", "utf-8")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/kogpt2-store")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", s3.url)
+    s3.put("kogpt2/소월.tar.gz", b"12345")
+    assert [model.name for model in open_store(LOCATION).models()] == ["소월"]
+    (role,) = sts_backends[DEFAULT_ACCOUNT_ID]["aws"].assumed_roles
+    assert role.role_arn.endswith("role/kogpt2-store")

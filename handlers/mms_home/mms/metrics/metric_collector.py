@@ -1,7 +1,6 @@
-"""Multi Model Server runs this once a minute for metrics that are not used here.
+"""Collects no metrics, in place of Multi Model Server's collector, which it runs once a minute.
 
-It reads what Java writes to it: to a process that has ended by then, Java logs ": Stream closed" as
-an error.
+Reads its input to the end: otherwise MMS logs ": Stream closed" as an error.
 """
 
 import sys

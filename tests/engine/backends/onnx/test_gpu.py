@@ -27,11 +27,11 @@ from engine.backends.interface import BackendModel, Piece
 from engine.backends.onnx import gpu
 from engine.backends.onnx.device import CPU, buffers
 from engine.backends.onnx.gpu import OnnxGpuModel
-from engine.registry import Engine
-from engine.settings import Settings
+from engine.engine import Engine
 from engine.text.sentencepiece import SentencePieceTokenizer
 from tests.engine.backends.onnx import fp16
 from tests.engine.backends.running import append, greedy, single, some_ids
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import Request
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact, write_params
@@ -114,7 +114,7 @@ def test_on_real_text_it_writes_what_fp32_writes(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("name", ["sowol", "dongju"])
 def test_every_rounding_of_a_gpu_leaves_real_text_as_it_is(tmp_path: Path, name: str) -> None:
-    """Logits off by 0.08% of their spread, docs/gpu.md says; twice that fails here."""
+    """Logits off by 0.08% of their spread, docs/deploy/gpu.md says; twice that fails here."""
     artifact = open_artifact(demo_model(tmp_path, name))
     tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
     fp32 = fp32_model(artifact)
@@ -242,14 +242,11 @@ def test_weights_beyond_fp16_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(monkeypatch: pytest.MonkeyPatch, new_engine: NewEngine) -> Engine:
     """As with ENGINE_DEVICE=gpu, on the CPU provider."""
     load = gpu.load
     monkeypatch.setattr(gpu, "load", lambda artifact: load(artifact, CPU))
-    settings = Settings(backend="onnxruntime", device="gpu", memory_mib=8, max_rows=8, overcommit=1)
-    made = Engine(settings)
-    yield made
-    made.close()
+    return new_engine(backend="onnxruntime", device="gpu", memory_mib=8, max_rows=8, overcommit=1)
 
 
 def test_the_engine_batches_requests_in_fp16(engine: Engine, tmp_path: Path) -> None:

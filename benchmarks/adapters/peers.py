@@ -1,0 +1,152 @@
+"""Measured: one trace to a few adapters of one base, of our server, of llama.cpp's and of PEFT; and
+to as many whole fine-tunes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import peers
+from benchmarks.contenders.contender import PEER
+from benchmarks.process import BenchmarkError, Worker
+from benchmarks.random_model import text_of
+from benchmarks.run import Results
+from benchmarks.switching import process_tree
+from benchmarks.switching.clients import Client, run
+from benchmarks.switching.servers import LlamaAdapters, Ours
+from benchmarks.switching.summary import quantiles
+
+CHECKED = 4  # adapters whose greedy text is compared with transformers'
+FP32 = ("ours, fp32", "PEFT, fp32")  # they make the same tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    """names: of the adapters, `wholes`: of the fine-tunes; `traces`: numbers of them, by kind"""
+
+    base: Path
+    store: Path
+    names: Sequence[str]
+    wholes: Sequence[Path]
+    traces: Mapping[str, Sequence[int]]
+    prompt: list[int]
+    clients: int
+    new_tokens: int
+    seconds: float
+    budget_mib: int
+    exports: Path
+    log: Callable[[str], Path]
+
+    def folders(self) -> list[Path]:
+        return [self.store / name for name in self.names]
+
+
+def measure(case: Case, skipping: Callable[[str], Any]) -> list[Results]:
+    """A row for each contender. Raises `BenchmarkError` where one in fp32 makes another text than
+    transformers; what is not installed is skipped."""
+    found: list[Results] = []
+    wanted: list[list[int]] = []
+    with skipping("peft"):
+        with _peft(case) as worker:
+            row = _of_peft(case, worker, wanted)
+        found.append(row)
+    sides: dict[str, Callable[[], Any]] = {
+        FP32[0]: lambda: _ours(case, case.store, {"ENGINE_PRECISION": "fp32"}),
+        "llama.cpp Q8_0": lambda: _llama(case),
+        "ours, int8": lambda: _ours(case, case.store, {}),
+    }
+    for name, start in sides.items():
+        with skipping(name), start() as server:
+            row = {"name": name, **_of_server(case, server, case.names)}
+            row |= {"same": _same(row.pop("texts"), wanted, server)}
+            found.append(row)
+            if name in FP32 and wanted and row["same"] < 1:
+                raise BenchmarkError(f"{name}: {row['same']:.0%} of the tokens are transformers'")
+    with skipping("whole fine-tunes"), _ours(case, case.wholes[0].parent, {}) as server:
+        row = _of_server(case, server, [folder.name for folder in case.wholes])
+        found.append({**row, "name": "ours, int8: whole fine-tunes", "texts": None})
+    return found
+
+
+def _ours(case: Case, store: Path, environment: Mapping[str, str]) -> Ours:
+    return Ours(store, case.log("adapters-peers"), case.budget_mib, environment=environment)
+
+
+def _llama(case: Case) -> LlamaAdapters:
+    log = case.log("adapters-llama.cpp")
+    peers.python("llama.cpp")
+    base = peers.export("llama.cpp", case.base, case.exports, log)
+    files = [peers.export("llama.cpp", folder, case.exports, log) for folder in case.folders()]
+    return LlamaAdapters(base, dict(zip(case.names, files, strict=True)), case.clients, log)
+
+
+@contextlib.contextmanager
+def _peft(case: Case) -> Iterator[Worker]:
+    log, cores = case.log("adapters-peft"), str(len(os.sched_getaffinity(0)))
+    python = peers.python("peft")
+    base = peers.export("transformers", case.base, case.exports, log)
+    arguments: list[Path | str] = [base, cores, *case.folders()]
+    environment = {name: value.format(cores) for name, value in PEER.items()}
+    with Worker(python, "contenders.peft", arguments, log, environment) as worker:
+        yield worker
+
+
+def _of_server(case: Case, server: Any, names: Sequence[str]) -> Results:
+    prompts, found = [case.prompt], Results()
+    with contextlib.closing(Client(server, prompts, case.new_tokens, watches=False)) as client:
+        found["texts"] = [client.must(name).text for name in names][:CHECKED]
+    for kind, numbers in case.traces.items():
+        asked = [(names[number], 0) for number in numbers]
+        how = (case.clients, case.new_tokens, 0.0, case.seconds)
+        answers, seconds = run(server, asked, prompts, *how, watches=False)
+        if errors := [answer.error for answer in answers if answer.error]:
+            raise BenchmarkError(f"{len(errors)} of {len(answers)} failed: {errors[0]}")
+        found[kind] = {
+            "tokens_per_s": sum(answer.tokens for answer in answers) / seconds,
+            "first_token_s": quantiles([answer.first_s for answer in answers]),
+        }
+    return {**found, "memory": process_tree.memory(server.pid)["pss"]}
+
+
+def _of_peft(case: Case, worker: Worker, wanted: list[list[int]]) -> Results:
+    """`wanted` gets what transformers says with each of the adapters that are compared."""
+    how = {"ids": case.prompt, "new_tokens": case.new_tokens}
+    wanted += [worker.call("alone", name=name, **how) for name in case.names[:CHECKED]]
+    found = Results()
+    same: list[float] = []
+    for kind, numbers in case.traces.items():
+        names = [case.names[number] for number in numbers]
+        more = {"rows": case.clients, "limit_s": case.seconds}
+        answer = worker.call("trace", names=names, **how, **more)
+        ids = answer["ids"]
+        known = [(wanted[n], i) for n, i in zip(numbers, ids, strict=False) if n < len(wanted)]
+        same += [_common(a, b) for a, b in known]
+        found[kind] = {
+            "tokens_per_s": sum(map(len, ids)) / answer["seconds"],
+            "first_token_s": quantiles(answer["first_s"]),
+        }
+    if min(same, default=0) < 1:
+        raise BenchmarkError("a row's text depends on the others of its batch")
+    return {**found, "name": FP32[1], "same": 1.0, "memory": process_tree.memory(worker.pid)["pss"]}
+
+
+def _same(texts: Sequence[str], wanted: Sequence[list[int]], server: Any) -> float | None:
+    """The share of tokens before the first that is another than transformers'."""
+    if not wanted:
+        return None
+    shares = []
+    for text, ids in zip(texts, wanted, strict=True):
+        if isinstance(server, LlamaAdapters):  # its vocabulary is numbers
+            shares.append(_common(text.split(), [*map(str, ids)]))
+        else:
+            shares.append(_common(text, text_of(ids)))
+    return sum(shares) / len(shares)
+
+
+def _common(a: Sequence[Any], b: Sequence[Any]) -> float:
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), len(b)) / len(b)

@@ -1,0 +1,79 @@
+"""Contender: transformers with PEFT's adapters in fp32, rows of different ones in one batch
+(`adapter_names`). Runs in the environment of the peers.
+
+There is no server of it: as many rows as there are clients begin and end together.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+from benchmarks.worker import Channel
+
+
+def main() -> None:
+    base, threads, *folders = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    model: Any = transformers.GPT2LMHeadModel.from_pretrained(base)
+    for folder in folders:
+        if isinstance(model, peft.PeftModel):
+            model.load_adapter(folder, Path(folder).name)
+        else:
+            model = peft.PeftModel.from_pretrained(model, folder, Path(folder).name)
+    model.eval()
+
+    def generate(ids: list[int], rows: int, new_tokens: int, **more: Any) -> Any:
+        """Ids (B, N), and when the first of them were there."""
+        first: list[float] = []
+
+        def on_step(*_: Any) -> torch.Tensor:
+            first.append(time.perf_counter())
+            return torch.zeros(rows, dtype=torch.bool)
+
+        prompt = torch.tensor([ids] * rows)
+        made = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+            pad_token_id=1,
+            stopping_criteria=transformers.StoppingCriteriaList([on_step]),
+            **more,
+        )
+        return made[:, len(ids) :], first[0]
+
+    def alone(name: str, ids: list[int], new_tokens: int) -> list[int]:
+        """New ids of one adapter without the others."""
+        model.set_adapter(name)
+        found: list[int] = generate(ids, 1, new_tokens)[0][0].tolist()
+        return found
+
+    def trace(
+        names: Sequence[str], ids: list[int], rows: int, new_tokens: int, limit_s: float
+    ) -> dict[str, Any]:
+        """As much of the trace as begins in `limit_s`, in batches."""
+        began, first_s, made = time.perf_counter(), [], []
+        for at in range(0, len(names), rows):
+            batch, now = [*names[at : at + rows]], time.perf_counter()
+            if now - began > limit_s:
+                break
+            found, first = generate(ids, len(batch), new_tokens, adapter_names=batch)
+            first_s += [first - now] * len(batch)
+            made += found.tolist()
+        return {"seconds": time.perf_counter() - began, "first_s": first_s, "ids": made}
+
+    about = {"version": f"peft {peft.__version__}, transformers {transformers.__version__}"}
+    Channel().serve(about, {"alone": alone, "trace": trace})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,406 @@
+"""The engine: loads models, queues requests, and owns what both share."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    ModelAlreadyLoaded,
+    ModelNotFound,
+    Overloaded,
+)
+from common.memory import MIB, container_memory
+from common.parameters import Parameters
+from engine.backends.page_cache import read_in
+from engine.budget import Budget
+from engine.cores import Cores
+from engine.guesses import Guesser
+from engine.labels import check_lengths
+from engine.loader import Loader, Request
+from engine.model import Core, Model
+from engine.native.model import release_memory
+from engine.prefixes import Prefixes
+from engine.residency import Residency
+from engine.sandbox.reading import Reading
+from engine.sequence import Sequence, Token
+from engine.settings import Settings
+from engine.step_loop import Loop
+from engine.text.prompts import Inputs, check_bytes
+from engine.text.texts import Texts
+
+# Memory of the container that the prefix cache leaves to other processes: two workers
+# (`serving.models.worker_memory`). Less: a worker that starts may be killed for want of memory.
+RESERVE_BYTES = 128 * MIB
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class Engine:
+    """All loaded models and their step loop. Thread-safe."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self.settings = settings or Settings()
+        self.budget = Budget(self.settings.budget_bytes, self.settings.overcommit)
+        self._models: dict[str, Model] = {}
+        self._loading: dict[str, Future[Model]] = {}
+        self._unloading: dict[str, threading.Event] = {}  # set once their memory is given back
+        self._changed = threading.Condition()  # guards what is loaded, where it is, what waits
+        limit = self.settings.prefix_cache_mib * MIB
+        self._prefixes = Prefixes(limit, lambda: self.budget.free_bytes, _container_shortage_bytes)
+        self.budget.on_growth = self._prefixes.shrink
+        self._cores = Cores(self._changed)
+        self._residency = Residency(self._changed, self._cores.by_name, self.budget, self._prefixes)
+        self._loader = Loader(
+            self.settings, self.budget, self._prefixes, self._residency, self._cores
+        )
+        idle = release_memory if self.settings.device == "cpu" else lambda: None
+        self._loop = Loop(self._changed, self._lose, self._residency.open_waiting, idle)
+        self._closed = False
+
+    # Models
+
+    def load(
+        self,
+        name: str,
+        model_dir: str,
+        backend: str | None = None,
+        precision: str | None = None,
+        max_rows: int | None = None,
+        reading: Reading | None = None,
+        base: str | None = None,
+    ) -> Model:
+        """Load the model in `model_dir`, or the adapter there for the base model in `base`.
+
+        Of several loads of one name at once, one does the work. A base and its adapters share
+        weights and steps. At most `max_rows` sequences share a step, by default ENGINE_MAX_ROWS.
+
+        `reading` cancels the load; another load of the name then takes over. Raises
+        `ArtifactError`, `OutOfMemory`, `InvalidRequest`, `Cancelled`, and `ModelAlreadyLoaded` if
+        the name has another folder, backend or precision. A failed load leaves nothing behind.
+        """
+        wanted = self._request(name, model_dir, backend, precision, max_rows, base)
+        reading = reading or Reading()
+        while True:
+            reading.check()
+            with self._changed:
+                future = self._loading.get(name)
+                if name in self._models:
+                    return self._same(self._models[name], wanted)
+                if future is None:
+                    future = self._loading[name] = Future()
+                    break
+            try:
+                return self._same(future.result(), wanted)
+            except Cancelled:
+                continue  # the load that did the work was cancelled
+        try:
+            model = self._loader.load(wanted, reading)
+        except BaseException as error:
+            with self._changed:
+                del self._loading[name]
+            future.set_exception(error)
+            raise
+        with self._changed:
+            del self._loading[name]
+            lost = model.core.lost
+            if not lost:
+                self._models[name] = model
+        if lost:
+            fault = EngineError(f"a step failed while {name} was loaded")
+            self._loader.free(model, self._cores.remove(model), fault)
+            future.set_exception(fault)
+            raise fault
+        future.set_result(model)
+        logger.info("loaded %s from %s in %.2f s", name, model.path, model.load_s)
+        return model
+
+    def check(
+        self,
+        name: str,
+        model_dir: str,
+        backend: str | None = None,
+        precision: str | None = None,
+        reading: Reading | None = None,
+        promised: Mapping[str, int] | None = None,
+        base: str | None = None,
+    ) -> int:
+        """Return the bytes of a model's weights if it can be loaded now.
+
+        `promised` has the bytes of models that will be loaded, by name. A load reads nothing again
+        that was read here. Raises what `load` raises for a lack of memory or a faulty artifact.
+        """
+        wanted = self._request(name, model_dir, backend, precision, None, base)
+        needed, row = self._loader.needs(wanted, reading or Reading())
+        self.budget.check(needed, row, name, promised)
+        return needed
+
+    def _request(
+        self,
+        name: str,
+        model_dir: str,
+        backend: str | None,
+        precision: str | None,
+        max_rows: int | None,
+        base: str | None,
+    ) -> Request:
+        backend, precision = self._loader.resolve(backend, precision)
+        return Request(
+            name,
+            Path(model_dir).resolve(),
+            backend,
+            precision,
+            max_rows or self.settings.max_rows,
+            None if base is None else Path(base).resolve(),
+        )
+
+    @staticmethod
+    def _same(model: Model, wanted: Request) -> Model:
+        core = model.core
+        loaded = (model.path, model.base, core.backend, core.precision)
+        if loaded != (wanted.path, wanted.base, wanted.backend, wanted.precision):
+            raise ModelAlreadyLoaded(
+                f"{model.name} is loaded already, from {model.path}"
+                f" ({core.backend}, {core.precision}); unload it first"
+            )
+        return model
+
+    def unload(self, name: str, unless: Callable[[Model], bool] = lambda _: False) -> bool:
+        """Unload a model and free its memory; its running requests fail with 404.
+
+        `unless` is called while no request can find the model; if it returns True the model stays.
+        Returns whether the model was unloaded. Raises `ModelNotFound`, for a model that another
+        thread is unloading only once its memory is free.
+        """
+        with self._changed:
+            freed = self._unloading.get(name) if name not in self._models else None
+            if freed is None:
+                model = self._find(name)
+                if unless(model):
+                    return False
+                del self._models[name]
+                last = self._cores.remove(model)
+                done = self._unloading[name] = threading.Event()
+        if freed is not None:
+            freed.wait()
+            raise ModelNotFound(f"model {name} is not loaded")
+        try:
+            if last:
+                self._residency.dequeue(model.core)
+            self._loop.call(lambda: self._free(model, last, ModelNotFound(f"{name} was unloaded")))
+        finally:
+            with self._changed:
+                if self._unloading.get(name) is done:
+                    del self._unloading[name]
+            done.set()
+        logger.info("unloaded %s", name)
+        return True
+
+    def _lose(self, core: Core) -> None:
+        """Unload all models of a core whose batch failed as a whole."""
+        with self._changed:
+            core.lost = True
+            self._cores.forget(core)
+            # What is being loaded or unloaded meanwhile frees itself.
+            lost = [model for model in core.models if self._models.pop(model.name, None) is model]
+            last = {model: self._cores.remove(model) for model in lost}
+        for model in lost:
+            try:
+                self._free(model, last[model], EngineError(f"a step of {model.name} failed"))
+            except Exception:
+                logger.exception("%s could not be freed", model.name)
+
+    def _free(self, model: Model, last: bool, reason: EngineError) -> None:
+        batch = model.batch
+        for sequence in batch.clear() if last else batch.remove(model):
+            sequence.fail(reason)
+        self._loader.free(model, last, reason)
+
+    def _find(self, name: str) -> Model:
+        if name not in self._models:
+            raise ModelNotFound(f"model {name} is not loaded")
+        return self._models[name]
+
+    def describe(self, model: Model) -> dict[str, Any]:
+        """Status and counters of a model. Raises `ModelNotFound` if it was unloaded meanwhile."""
+        with self._changed:
+            if self._models.get(model.name) is not model:
+                raise ModelNotFound(f"model {model.name} is not loaded")
+            return model.describe()
+
+    def models(self) -> list[dict[str, Any]]:
+        with self._changed:  # none of them is freed before it is done
+            return [model.describe() for model in self._models.values()]
+
+    def held(self) -> list[dict[str, Any]]:
+        with self._changed:
+            return [model.held() for model in self._models.values()]
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "budget_bytes": self.budget.total_bytes,
+            "weight_bytes": self.budget.weight_bytes,
+            "kv_bytes": self.budget.kv_bytes,
+            "prefix_bytes": self._prefixes.num_bytes,
+            "opened": self._residency.opened,
+            "longest_step_s": self._loop.longest_step_s,
+            "pid": os.getpid(),
+            "models": self.models(),
+        }
+
+    # Requests
+
+    def check_bytes(self, name: str, length: int) -> None:
+        """Check the length of a request's body. Raises `ModelNotFound`, `PromptTooLong`."""
+        check_bytes(length, self._find(name).config.max_length)
+
+    def parameters(self, name: str, given: Any) -> Parameters:
+        """Parse a request's parameters, with the model's defaults.
+
+        Raises `ModelNotFound`, `InvalidRequest`.
+        """
+        return self._find(name).texts.parameters(given)
+
+    def with_texts(self, name: str, task: Callable[[Texts], Result]) -> Future[Result]:
+        """Run `task` on the thread of the model's text process.
+
+        Raises `ModelNotFound`, `Overloaded`.
+        """
+        texts = self._find(name).texts
+        return texts.soon(lambda: task(texts))
+
+    def submit(self, name: str, *arguments: Any, **options: Any) -> list[Sequence]:
+        """Call `submit_soon` and wait for the sequences."""
+        return self.submit_soon(name, *arguments, **options).result()
+
+    def submit_soon(
+        self,
+        name: str,
+        inputs: Inputs,
+        parameters: Parameters,
+        emit: Callable[[Token | EngineError], None],
+        timeout_s: float | None = None,
+        stream: bool = True,
+    ) -> Future[list[Sequence]]:
+        """Have a prompt tokenized by the model's text process, then queue its sequences.
+
+        `inputs` are a text or the fields of the model's template. `emit` is called on a text thread
+        and must not block; without `stream` it gets several tokens at a time.
+
+        Raises `ModelNotFound`, `Overloaded`; the future raises those, `InvalidRequest`,
+        `PromptTooLong`, and what `Texts.encode` does.
+        """
+        model = self._find(name)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def submit() -> list[Sequence]:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"the prompt was not begun within {timeout_s:.1f} s")
+            if model.adapter is not None:  # no step waits for a disk
+                read_in(model.adapter.mapped)
+            ids = model.texts.encode(inputs)
+            form, labels = parameters.form, None
+            if form is not None and parameters.choice_logprobs:
+                labels = model.texts.labels(form)
+                check_lengths(labels, len(ids), model.config.max_length)
+            guesses = self.settings.speculation == "auto"
+            rules = model.texts.rules(parameters, ids)  # indexes the prompt, once for all answers
+            sequences = [
+                Sequence(
+                    prompt=ids,
+                    parameters=parameters,
+                    max_length=model.config.max_length,
+                    stop_ids=model.texts.stop_ids,
+                    emit=emit,
+                    index=i,
+                    eager=stream,
+                    deadline=deadline,
+                    model=model,
+                    adapter=model.adapter,
+                    guesser=Guesser(model.recent) if guesses else None,
+                    constraint=None if form is None or labels else model.texts.constrain(form),
+                    labels=labels,
+                    rules=list(map(copy.copy, rules)),
+                )
+                for i in range(parameters.num_return_sequences)
+            ]
+            self._queue(model, sequences)
+            return sequences
+
+        self._acquire(model)
+        try:
+            future = model.texts.soon(submit)
+        except BaseException:
+            self._release(model)
+            raise
+        future.add_done_callback(lambda _: self._release(model))
+        return future
+
+    def _acquire(self, model: Model) -> None:
+        with self._changed:
+            model.submitting += 1
+            self._residency.acquire(model.core)
+
+    def _release(self, model: Model) -> None:
+        with self._changed:
+            model.submitting -= 1
+            self._residency.release(model.core)
+
+    def _queue(self, model: Model, sequences: list[Sequence]) -> None:
+        with self._changed:
+            self._loop.check()
+            if self._closed or self._models.get(model.name) is not model:
+                raise ModelNotFound(f"model {model.name} is not loaded")
+            waiting = model.batch.num_waiting(model)
+            if len(sequences) > self.settings.max_queue:
+                raise InvalidRequest(
+                    "parameters.num_return_sequences is above the queue's length,"
+                    f" {self.settings.max_queue}"
+                )
+            if waiting + len(sequences) > self.settings.max_queue:
+                pace = model.statistics.seconds_per_request / model.batch.max_rows
+                raise Overloaded(
+                    f"{waiting} requests wait for {model.name} already",
+                    retry_after_s=max(1.0, round(waiting * pace)),
+                )
+            model.statistics.requests += 1
+            model.statistics.prompt_tokens += len(sequences[0].prompt)
+            model.batch.waiting.extend(sequences)
+            self._residency.request(model.core)
+            self._loop.add(model.core)
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """Cancel the sequences of a request; the next step frees their rows."""
+        for sequence in sequences:
+            sequence.cancelled = True
+
+    def health(self) -> dict[str, Any]:
+        """The health of the step loop, see `Loop.health`."""
+        return self._loop.health()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+        for name in list(self._models):
+            self.unload(name)
+        self._loop.close()
+        self._residency.close()
+        self._loader.close()
+
+
+def _container_shortage_bytes() -> int:
+    """Bytes that the container lacks to start other processes; 0 or less if none."""
+    container = container_memory()
+    return 0 if container is None else RESERVE_BYTES - container.free_bytes

@@ -1,1 +1,0 @@
-"""What a model's own program may see and do."""

@@ -1,0 +1,66 @@
+"""The handler for text models (any GPT-2), whose tokens the engine process generates."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from common.media_types import JSON
+from common.settings import read_settings
+from engine.http.client import EngineClient, ModelHandle
+from handlers.model_spec import client_name
+from handlers.payload import answer_type, format_answer, parse
+from handlers.request_id import request_id, token_counts
+from handlers.settings import Settings
+from handlers.text import v2
+
+IN_ENGINE = True
+
+
+@functools.cache
+def _settings() -> Settings:
+    return read_settings(Settings)
+
+
+@functools.cache
+def _client() -> EngineClient:
+    return EngineClient(_settings().engine_socket)
+
+
+def model_fn(model_dir: str, name: str | None = None, **options: Any) -> ModelHandle:
+    """Loads the artifact in `model_dir` into the engine, under `name` or else its path.
+
+    `options` are the engine's: `backend`, `precision`, `max_rows`, `base`.
+
+    Raises `common.errors.EngineError`: `ArtifactError`, `OutOfMemory`, `EngineUnavailable`.
+    """
+    return ModelHandle(_client(), name or model_dir, model_dir, **options)
+
+
+def describe(model: ModelHandle) -> dict[str, Any]:
+    """The answer of `GET /v2/models/{name}`."""
+    return v2.metadata(client_name(model.model["name"]))
+
+
+def transform_fn(
+    model: ModelHandle,
+    body: bytes | bytearray | str,
+    content_type: str | None,
+    accept: str | None,
+    timeout_s: float | None = None,
+) -> tuple[bytes, str]:
+    """Continues the prompt in `body`; see `handlers.payload` for the formats.
+
+    Returns the answer's bytes and content type. Raises `common.errors.EngineError`.
+    """
+    timeout_s = timeout_s or _settings().request_timeout_s
+    v2_request = v2.parse(body, content_type)
+    if v2_request is not None:
+        plain, _ = transform_fn(model, v2_request.body, JSON, JSON, timeout_s)
+        return v2.answer(v2_request, plain, client_name(model.model["name"]))
+    request = parse(body, content_type)
+    media_type = answer_type(accept, request.form)
+    answer = model.generate(request.inputs, request.parameters, timeout_s, request_id.get())
+    generated = sum(completion["tokens"] for completion in answer["completions"])
+    token_counts.set((answer["prompt_tokens"], generated))
+    return format_answer(request, answer, media_type)

@@ -1,0 +1,1 @@
+"""Models with their own Python code, which runs in confined child processes of the worker."""

@@ -1,0 +1,117 @@
+"""The process that runs one model's own script: `python child.py <worker's pid> <sockets>`.
+
+Started by `handlers.user_code.process`: loads the script that its worker names, then answers one
+batch at a time until the worker ends.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    del sys.path[0]  # this file's folder, whose modules would hide the standard library's
+
+import contextlib
+import logging
+import os
+import resource
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from common.errors import EngineError
+from handlers.user_code import hooks
+from handlers.user_code.confinement.rules import Confinement, become_model_process
+from handlers.user_code.conventions.detect import Service, service_of
+from handlers.user_code.failures import to_script_error
+from handlers.user_code.messages import (
+    Answer,
+    Request,
+    ScriptError,
+    error_row,
+    receive,
+    requests_from,
+    send,
+    send_answers,
+)
+from handlers.user_code.module import import_script, set_path
+from handlers.user_code.output import print_anything
+
+
+def main() -> None:
+    worker, *descriptors = map(int, sys.argv[1:])
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    connection, engine = (Connection(descriptor) for descriptor in descriptors)
+    # A process that the script forks must not keep the connections open after the script's end.
+    os.register_at_fork(after_in_child=connection.close)
+    os.register_at_fork(after_in_child=engine.close)
+    spec, _ = receive(connection)
+    confinement = spec["confinement"]
+    become_model_process(worker, Confinement(**confinement) if confinement else None)
+    spec["engine"] = engine
+    print_anything()
+    logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
+    if spec["memory_mib"]:
+        limit = spec["memory_mib"] << 20
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    sys.argv = [spec["file"]]
+    try:
+        service = _load(spec)
+    except BaseException as error:  # also SystemExit
+        send(connection, {"error": error_row(to_script_error(error))})
+        return
+    send(connection, {})
+    with contextlib.suppress(EOFError):
+        while True:
+            message, bodies = receive(connection)
+            requests = requests_from(message, bodies)
+            answers = _answer(service, requests, message["timeout_s"])
+            send_answers(connection, _checked(answers, spec["max_answer_bytes"]))
+
+
+def _load(spec: dict[str, Any]) -> Service:
+    # As in Multi Model Server's own workers.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("MXNET_USE_OPERATOR_TUNING", "0")
+    hooks.install()
+    os.environ["SM_MODEL_DIR"] = spec["root"]
+    set_path(spec["folders"], spec["packages"])
+    module = import_script(spec["file"])
+    service = service_of(module, spec)
+    service.load()
+    return service
+
+
+def _answer(
+    service: Service, requests: list[Request], timeout_s: float
+) -> Sequence[Answer | EngineError]:
+    try:
+        return service.answer(requests, timeout_s)
+    except BaseException as error:
+        return [to_script_error(error)] * len(requests)
+    finally:
+        sys.stdout.flush()
+
+
+def _checked(answers: Sequence[Answer | EngineError], max_bytes: int) -> list[Answer | EngineError]:
+    """Replaces an answer by an error if it exceeds Multi Model Server's limit for a batch.
+
+    MMS kills a worker that answers more.
+    """
+    limit = max_bytes // max(len(answers), 1) - 65_536
+    return [
+        ScriptError(
+            f"the answer has {len(answer.body)} bytes, must be at most {limit} ({max_bytes} for the"
+            " batch)"
+        )
+        if isinstance(answer, Answer) and len(answer.body) > limit
+        else answer
+        for answer in answers
+    ]
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # without waiting for the script's threads

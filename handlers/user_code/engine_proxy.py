@@ -1,0 +1,128 @@
+"""Forwards a script's calls to its own model in the engine, through the worker.
+
+Scripts cannot connect to the engine's socket: whoever connects to it may unload any model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from common.errors import EngineError, EngineUnavailable
+from handlers.user_code.messages import error_from, error_row, receive, send
+
+if TYPE_CHECKING:
+    from engine.http.client import ModelHandle
+
+logger = logging.getLogger(__name__)
+
+MAX_CONCURRENT_CALLS = 16  # per script process; further calls wait
+THREAD_RETRY_S = 0.1  # between attempts to start the first thread
+
+
+def serve(connection: Connection, name: str, model_dir: str) -> None:
+    """Answers `EngineModel`'s calls for one model until the script ends; then releases the model.
+
+    Runs in a thread of the worker.
+    """
+    from handlers.text import text_model  # late: its imports need not delay the script
+
+    lock = threading.Lock()
+    handle: ModelHandle | None = None
+
+    def answer(call: dict[str, Any]) -> dict[str, Any]:
+        nonlocal handle
+        if "inputs" not in call:
+            with lock:
+                handle = handle or text_model.model_fn(model_dir, name)
+            return handle.model
+        if handle is None:
+            raise EngineUnavailable("the model is not loaded")
+        return handle.generate(
+            call["inputs"], call["parameters"], float(call["timeout_s"]), call["request_id"]
+        )
+
+    def respond(call: dict[str, Any]) -> None:
+        try:
+            reply = {"answer": answer(call)}
+        except EngineError as error:
+            reply = {"error": error_row(error)}
+        except Exception:
+            logger.exception("%s: a call of its script to the engine failed", name)
+            reply = {"error": error_row(EngineError("the call to the engine failed"))}
+        with contextlib.suppress(OSError), lock:
+            send(connection, {**reply, "call": call.get("call")})
+
+    malformed = (ValueError, KeyError, TypeError, AttributeError)
+    with (
+        connection,
+        ThreadPoolExecutor(MAX_CONCURRENT_CALLS) as pool,
+        contextlib.suppress(EOFError, OSError, *malformed),
+    ):
+        while not _submitted(pool, int):  # its first thread
+            time.sleep(THREAD_RETRY_S)
+        while True:
+            _submitted(pool, respond, receive(connection)[0])
+    if handle is not None:
+        handle.close()
+
+
+def _submitted(pool: ThreadPoolExecutor, *work: Any) -> bool:
+    """False if the pool could start no thread; the work then waits for one that becomes free."""
+    try:
+        pool.submit(*work)
+    except RuntimeError:
+        return False
+    return True
+
+
+class EngineModel:
+    """The script's side, with the interface of `engine.http.client.ModelHandle`. Thread-safe."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Loads the model. Raises what the engine raises."""
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._calls = itertools.count()
+        self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        threading.Thread(target=self._read, name="engine", daemon=True).start()
+        self.model = self._call({})
+
+    def generate(
+        self,
+        inputs: str | Mapping[str, str],
+        parameters: Mapping[str, Any],
+        timeout_s: float = 60.0,
+        request_id: str | None = None,
+    ) -> dict[str, Any]:
+        """The engine's answer. Raises what `ModelHandle.generate` does."""
+        call = {"inputs": inputs, "parameters": parameters, "timeout_s": timeout_s}
+        return self._call({**call, "request_id": request_id})
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        future: Future[dict[str, Any]] = Future()
+        number = next(self._calls)
+        self._waiting[number] = future
+        with self._lock:
+            send(self._connection, {**call, "call": number})
+        reply = future.result()
+        if "error" in reply:
+            raise error_from(reply["error"])
+        answer: dict[str, Any] = reply["answer"]
+        return answer
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                reply, _ = receive(self._connection)
+                self._waiting.pop(reply["call"]).set_result(reply)
+        closed = {"error": error_row(EngineUnavailable("the worker closed its connection"))}
+        while self._waiting:
+            self._waiting.popitem()[1].set_result(closed)

@@ -1,0 +1,35 @@
+"""Turns an exception of a script into an error for the client; its traceback goes to the log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+
+from common.errors import EngineError
+from handlers.user_code.messages import ScriptError, out_of_memory
+
+MAX_REASON_CHARACTERS = 300
+
+
+def to_script_error(error: BaseException) -> EngineError:
+    """An error whose message is the exception's kind and reason in one sentence."""
+    if isinstance(error, EngineError):
+        return error
+    with contextlib.suppress(Exception):  # of an exception whose `__str__` fails
+        traceback.print_exception(error, file=sys.stdout)
+        sys.stdout.flush()
+    if isinstance(error, MemoryError):
+        return out_of_memory("the model's script ran out of memory")
+    if isinstance(error, SystemExit):
+        return ScriptError(f"the model's script called sys.exit({error.code!r:.100})")
+    if isinstance(error, SyntaxError):
+        where = f"{os.path.basename(error.filename or '')}, line {error.lineno}"
+        return ScriptError(f"the model's script is not Python: {error.msg} ({where})")
+    text = ""
+    with contextlib.suppress(Exception):
+        text = " ".join(str(error).split())[:MAX_REASON_CHARACTERS]
+    return ScriptError(
+        f"the model's script raised {type(error).__name__}" + (f": {text}" if text else "")
+    )

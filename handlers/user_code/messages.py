@@ -1,0 +1,180 @@
+"""The messages between a worker and its script processes.
+
+A message is a JSON object followed by bodies of bytes, over a socket pair. Nothing is unpickled: a
+script cannot make its worker run code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from common.errors import EngineError, cut, named
+
+MAX_MESSAGE_BYTES = 1 << 30  # of the JSON, and of each body
+MAX_BODIES = 100_000  # of one message
+# Of all names and values of an answer's headers; Multi Model Server and the gateway accept 8192.
+MAX_HEADER_CHARACTERS = 6000
+
+# Headers that Multi Model Server sets itself; a script's are dropped.
+CONNECTION_HEADERS = ("connection", "content-length", "keep-alive", "transfer-encoding", "upgrade")
+HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named value of a request: `body`, or a form field."""
+
+    name: str
+    content_type: str
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Request:
+    id: str
+    headers: dict[str, str]  # names in lower case
+    parts: list[Part]
+
+    @property
+    def body(self) -> bytes:
+        return next((part.value for part in self.parts if part.name == "body"), b"")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer that Multi Model Server can send; names of `headers` are in lower case.
+
+    Raises `ScriptError` for a status or header that would crash MMS's worker.
+    """
+
+    body: bytes
+    content_type: str
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.status, int) or not 200 <= self.status <= 599:
+            raise ScriptError(f"the status is {self.status!r:.40}, must be from 200 to 599")
+        for name in CONNECTION_HEADERS:
+            self.headers.pop(name, None)
+        for name, value in {**self.headers, "content-type": self.content_type}.items():
+            if not isinstance(name, str) or not HEADER_NAME.fullmatch(name):
+                raise ScriptError(
+                    f"{name!r:.80} is no header name, must be ASCII letters, digits and -_"
+                )
+            if not isinstance(value, str) or not value.isascii() or not value.isprintable():
+                raise ScriptError(f"the header {name} is {value!r:.80}, must be printable ASCII")
+        size = sum(len(name) + len(value) for name, value in self.headers.items())
+        if size + len(self.content_type) > MAX_HEADER_CHARACTERS:
+            raise ScriptError(
+                f"the headers have {size + len(self.content_type)} characters, at most"
+                f" {MAX_HEADER_CHARACTERS} can be sent"
+            )
+
+
+class ScriptError(EngineError):
+    """A model's own script failed; the message is the reason, in one sentence."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 500,
+        kind: str = "ScriptError",
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.status = status if 400 <= status <= 599 else 500
+        self.type = cut(kind, 100)
+
+
+def out_of_memory(message: str) -> ScriptError:
+    """A `ScriptError`, because other models are evicted for the engine's `OutOfMemory`."""
+    return ScriptError(message, 507, "ScriptOutOfMemory")
+
+
+def send(connection: Connection, message: dict[str, Any], bodies: Sequence[bytes] = ()) -> None:
+    connection.send_bytes(json.dumps({**message, "bodies": len(bodies)}).encode())
+    for body in bodies:
+        connection.send_bytes(body)
+
+
+def receive(connection: Connection) -> tuple[dict[str, Any], list[bytes]]:
+    """The JSON object and its bodies.
+
+    Raises `EOFError` or `OSError` if the connection is closed, `ValueError` if it is malformed.
+    """
+    message = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
+    count = message.pop("bodies")
+    if not 0 <= count <= MAX_BODIES:
+        raise ValueError(f"a message has {count} bodies, must be from 0 to {MAX_BODIES}")
+    return message, [connection.recv_bytes(MAX_MESSAGE_BYTES) for _ in range(count)]
+
+
+def send_requests(connection: Connection, requests: Sequence[Request], timeout_s: float) -> None:
+    rows = [
+        {"id": r.id, "headers": r.headers, "parts": [[p.name, p.content_type] for p in r.parts]}
+        for r in requests
+    ]
+    bodies = [part.value for request in requests for part in request.parts]
+    send(connection, {"requests": rows, "timeout_s": timeout_s}, bodies)
+
+
+def requests_from(message: dict[str, Any], bodies: list[bytes]) -> list[Request]:
+    values = iter(bodies)
+    return [
+        Request(
+            row["id"],
+            row["headers"],
+            [Part(name, kind, next(values)) for name, kind in row["parts"]],
+        )
+        for row in message["requests"]
+    ]
+
+
+def send_answers(connection: Connection, answers: Sequence[Answer | EngineError]) -> None:
+    rows: list[dict[str, Any]] = []
+    bodies: list[bytes] = []
+    for answer in answers:
+        if isinstance(answer, EngineError):
+            rows.append({"error": error_row(answer)})
+        else:
+            row = {"content_type": answer.content_type, "headers": answer.headers}
+            rows.append({**row, "status": answer.status})
+            bodies.append(answer.body)
+    send(connection, {"answers": rows}, bodies)
+
+
+def answers_from(message: dict[str, Any], bodies: list[bytes]) -> list[Answer | EngineError]:
+    values = iter(bodies)
+    return [
+        error_from(row["error"]) if "error" in row else _answer_from(row, next(values))
+        for row in message["answers"]
+    ]
+
+
+def _answer_from(row: dict[str, Any], body: bytes) -> Answer | EngineError:
+    try:
+        return Answer(body, row["content_type"], row["status"], dict(row["headers"]))
+    except ScriptError as error:
+        return error
+
+
+def error_row(error: EngineError) -> dict[str, Any]:
+    return {
+        "status": error.status,
+        "type": error.type,
+        "message": error.message,
+        "retry_after_s": error.retry_after_s,
+    }
+
+
+def error_from(row: dict[str, Any]) -> EngineError:
+    """The error of an `error_row`, of its class in `common.errors` or else a `ScriptError`."""
+    kind, message, retry_after_s = str(row["type"]), row["message"], row.get("retry_after_s")
+    error = named(kind, message, retry_after_s)
+    return error or ScriptError(message, int(row["status"]), kind, retry_after_s)

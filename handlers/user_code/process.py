@@ -1,0 +1,209 @@
+"""Starts, calls and stops one process that runs a model's own script, from its worker.
+
+If the script crashes or hangs, the worker answers with an error. Multi Model Server sees no crash,
+so clients do not wait while it restarts a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from common.errors import DeadlineExceeded, EngineError, EngineUnavailable
+from handlers.user_code import descendants, engine_proxy
+from handlers.user_code.confinement.rules import environment
+from handlers.user_code.descendants import has_ended
+from handlers.user_code.messages import (
+    Answer,
+    Request,
+    ScriptError,
+    answers_from,
+    error_from,
+    out_of_memory,
+    receive,
+    send,
+    send_requests,
+)
+from handlers.user_code.output import relay
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = Path(__file__).with_name("child.py")
+# How long to wait for the exit status of a process that has closed its connection.
+EXIT_TIMEOUT_S = 1.0
+
+
+class ScriptProcess:
+    """Started by `start`, and restarted by `answer`. Used by one thread at a time."""
+
+    def __init__(self, name: str, spec: Mapping[str, Any], load_timeout_s: float) -> None:
+        """`spec` is `handlers.user_code.entry_point.Script.spec`'s."""
+        self._name, self._spec, self._load_timeout_s = name, spec, load_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._loaded = False
+        self._give_up_loading_at = 0.0
+        self._timed_out = False
+
+    def start(self) -> None:
+        """Starts the process, which loads the model; `wait_until_loaded` returns the outcome.
+
+        Raises `ScriptError` if no process, thread or socket can be created.
+        """
+        self.stop()
+        try:
+            self._start()
+        except (OSError, RuntimeError) as error:  # RuntimeError: a thread does not start
+            self.stop()
+            reason = getattr(error, "strerror", None) or error
+            raise ScriptError(f"the model's script cannot be started: {reason}") from None
+        assert self._connection is not None
+        with contextlib.suppress(OSError):  # it has ended already; `wait_until_loaded` raises that
+            send(self._connection, dict(self._spec))
+
+    def _start(self) -> None:
+        variables = environment(self._spec["temporary"])
+        variables["PYTHONDONTWRITEBYTECODE"] = "1"  # the model's folder may be the store's
+        with contextlib.ExitStack() as sockets:
+            ours, theirs, engine, their_engine = (
+                sockets.enter_context(end) for _ in range(2) for end in socket.socketpair()
+            )
+            descriptors = [theirs.fileno(), their_engine.fileno()]
+            process = self._process = descendants.start(
+                [sys.executable, str(PROGRAM), str(os.getpid()), *map(str, descriptors)],
+                env=variables,
+                cwd=self._spec["root"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=descriptors,
+            )
+            self._connection, proxied = Connection(ours.detach()), Connection(engine.detach())
+        self._loaded = False
+        self._give_up_loading_at = time.monotonic() + self._load_timeout_s
+        model = (self._spec["engine_name"], self._spec["root"])
+        threading.Thread(target=engine_proxy.serve, args=(proxied, *model), daemon=True).start()
+        assert process.stdout is not None
+        relay(process.stdout, self._name)
+
+    def wait_until_loaded(self, timeout_s: float | None = None) -> None:
+        """Raises the reason if the script does not load.
+
+        After the load timeout the process is stopped. A shorter `timeout_s` leaves it loading.
+        """
+        if self._loaded:
+            return
+        left_s = self._give_up_loading_at - time.monotonic()
+        connection = self._connection
+        if connection is None:
+            raise ScriptError("the model's script is not running")
+        if timeout_s is not None and timeout_s < left_s and not connection.poll(timeout_s):
+            raise EngineUnavailable("the model's script is being loaded again; try again later")
+        try:
+            with self._killed_after(left_s):
+                outcome, _ = receive(connection)
+        except (EOFError, OSError, ValueError, KeyError, TypeError):
+            raise self._ended("while it was loaded", self._load_timeout_s) from None
+        if "error" in outcome:
+            self.stop()
+            raise error_from(outcome["error"])
+        self._loaded = True
+
+    def answer(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
+        """An answer or an error per request. Raises an error that all of them share."""
+        end = time.monotonic() + timeout_s
+        if self._process is None or has_ended(self._process):
+            self.start()
+        self.wait_until_loaded(timeout_s)
+        assert self._connection is not None
+        left_s = max(end - time.monotonic(), 0.1)
+        try:
+            with self._killed_after(left_s):
+                send_requests(self._connection, requests, left_s)
+                answers = answers_from(*receive(self._connection))
+        except (EOFError, OSError, ValueError, KeyError, TypeError, StopIteration):
+            error = self._ended("while it answered", timeout_s)
+            with contextlib.suppress(ScriptError):
+                self.start()  # for the next request
+            raise error from None
+        if len(answers) != len(requests):
+            raise ScriptError(
+                f"the model's script returned {len(answers)} answers, must be {len(requests)}: one"
+                " for each request"
+            )
+        return answers
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended by itself; its children may still run, until `stop`."""
+        return self._process is not None and has_ended(self._process)
+
+    def stop(self) -> None:
+        """Kills the process and its children, and waits for their end."""
+        process, self._process = self._process, None
+        if process is not None:
+            descendants.end(process)
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    @contextlib.contextmanager
+    def _killed_after(self, timeout_s: float) -> Iterator[None]:
+        """Kills the process after `timeout_s`, which closes its connection."""
+        process = self._process
+        assert process is not None
+
+        def kill() -> None:
+            self._timed_out = True
+            descendants.kill(process)
+
+        self._timed_out = False
+        timer = threading.Timer(max(timeout_s, 0.0), kill)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError as error:  # without a timer nothing would stop a script that hangs
+            raise ScriptError(
+                f"{error} for the request's timeout; try again later", 503, retry_after_s=1
+            ) from None
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _ended(self, when: str, timeout_s: float) -> EngineError:
+        """Stops the process; returns the reason of its end as an error."""
+        process = self._process
+        assert process is not None
+        end = time.monotonic() + EXIT_TIMEOUT_S
+        while not (ended := has_ended(process)) and time.monotonic() < end:
+            time.sleep(0.005)
+        self.stop()
+        code = process.returncode if ended else None
+        if self._timed_out:
+            verb = "load" if when == "while it was loaded" else "answer"
+            return DeadlineExceeded(
+                f"the model's script did not {verb} within {timeout_s:g} s; it was stopped"
+            )
+        if code == -signal.SIGKILL:
+            return out_of_memory(
+                f"the model's script was killed {when} (SIGKILL), most likely for lack of memory"
+            )
+        if code is not None and code < 0:
+            return ScriptError(
+                f"the model's script was killed by {signal.Signals(-code).name} {when}"
+            )
+        did = "closed its connection" if code is None else "ended its process"
+        status = "" if code is None else f" (status {code})"
+        return ScriptError(f"the model's script {did} {when}{status}")

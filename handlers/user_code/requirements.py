@@ -1,0 +1,89 @@
+"""Installs a model's `requirements.txt` into a folder of that model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from common.errors import ArtifactError, DeadlineExceeded
+from handlers.model_spec import ModelSpec
+from handlers.settings import Settings
+from handlers.user_code import descendants
+from handlers.user_code.confinement.rules import Confinement, pip_environment
+from handlers.user_code.entry_point import Script
+
+logger = logging.getLogger(__name__)
+
+PACKAGES, TEMPORARY = "packages", "temporary"
+DONE = "packages.installed"
+PROGRAM = Path(__file__).with_name("pip_child.py")
+
+
+def install(
+    script: Script, spec: ModelSpec, settings: Settings, confinement: Confinement | None
+) -> str | None:
+    """The folder with the packages; None if the model has no `requirements.txt`.
+
+    Raises `ArtifactError` without ALLOW_MODEL_REQUIREMENTS, and with pip's reason if pip fails.
+    """
+    file = script.requirements
+    if file is None:
+        return None
+    shown = file.relative_to(script.root)
+    if not settings.allow_model_requirements:
+        raise ArtifactError(
+            f"the model brings {shown}, and this server installs no packages for models: set"
+            " ALLOW_MODEL_REQUIREMENTS=true, or build an image with these packages and remove the"
+            " file"
+        )
+    folder, done = Path(spec.folder) / PACKAGES, Path(spec.folder) / DONE
+    if not done.exists():
+        folder.mkdir(exist_ok=True)
+        if confinement is not None:
+            if confinement.uid is not None:
+                os.chown(folder, confinement.uid, confinement.uid)
+            write = [*confinement.write, str(folder)]
+            confinement = replace(confinement, write=write, network=True)
+        _pip(file, str(shown), folder, settings.load_timeout_s, confinement)
+        done.touch()
+    return str(folder)
+
+
+def _pip(
+    file: Path, shown: str, folder: Path, timeout_s: float, confinement: Confinement | None
+) -> None:
+    confined = json.dumps(confinement and asdict(confinement))
+    command = [sys.executable, str(PROGRAM), str(os.getpid()), confined]
+    command += ["install", "--no-input", "--quiet", "--disable-pip-version-check"]
+    command += ["--target", str(folder), "-r", str(file)]
+    with tempfile.TemporaryFile(dir=folder.parent) as output:  # pip's children could hold a pipe
+        process = descendants.start(
+            command,
+            env=pip_environment(str(folder.parent / TEMPORARY)),
+            cwd=file.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise DeadlineExceeded(
+                f"{shown} was not installed within {timeout_s:g} s (LOAD_TIMEOUT_S)"
+            ) from None
+        finally:
+            descendants.end(process)
+        output.seek(0)
+        log = output.read().decode("utf-8", "replace")
+    if process.returncode != 0:
+        lines = [line.strip() for line in log.splitlines() if line.strip()]
+        for line in lines:
+            logger.error("pip: %s", line)
+        reason = next((line for line in reversed(lines) if "ERROR" in line), "pip failed")
+        raise ArtifactError(f"{shown} could not be installed: {reason[:300]}")

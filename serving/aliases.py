@@ -1,0 +1,243 @@
+"""Aliases: names that stand for models, from `aliases.json` at the root of the store.
+
+{"poem": "sowol-v3", "support": {"support-v7": 90, "support-v8": 10}}
+
+docs/api/requests.md describes the file. `serving.api.naming` resolves the names of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import ServiceError, SettingError, quoted
+from serving.errors import ArtifactChanged, ServingError, UrlNotAllowed
+from serving.names import model_name
+from serving.store import Lookups
+
+logger = logging.getLogger(__name__)
+
+FILE = "aliases.json"
+# Between two checks whether the file has changed; on S3 they cost some 0.5 USD a month.
+CHECK_S = 2.0
+MAX_BYTES = 4 << 20  # some 40,000 aliases
+MAX_MODELS = 64  # of one alias
+MAX_WEIGHT = 1_000_000
+MAX_SHOWN = 5  # names in a line of the log
+
+
+@dataclass
+class Alias:
+    """`weights` by model; `requests` counts those that each model was chosen for."""
+
+    name: str
+    weights: Mapping[str, float]
+    requests: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.models = tuple(sorted(self.weights, key=self.weights.__getitem__, reverse=True))
+        self._credit = dict.fromkeys(self.models, 0.0)
+
+    def choose(self, key: str = "") -> str:
+        """The model that answers a request. With a `key` it is always the same, in each server, and
+        a change of the weights moves as few keys as possible. Without one the models take turns."""
+        if len(self.models) == 1:
+            return self.models[0]
+        return self._by_hash(key) if key else self._in_turn()
+
+    def _by_hash(self, key: str) -> str:
+        """Weighted rendezvous hashing."""
+
+        def score(model: str) -> float:
+            text = "\0".join((self.name, key, model)).encode("utf-8", "surrogateescape")
+            number = int.from_bytes(hashlib.sha256(text).digest()[:6], "big")
+            return -self.weights[model] / math.log((number + 0.5) / 2**48)
+
+        return max(self.models, key=score)
+
+    def _in_turn(self) -> str:
+        """Smooth weighted round-robin: of 10 requests in a row 9 : 1 has exactly 9 and 1."""
+        for model in self.models:
+            self._credit[model] += self.weights[model]
+        chosen = max(self.models, key=self._credit.__getitem__)
+        self._credit[chosen] -= sum(self.weights.values())
+        return chosen
+
+
+class Aliases:
+    """The store's aliases, read again when the file changes."""
+
+    def __init__(self, lookups: Lookups | None = None, copy: Path | None = None) -> None:
+        """Without `lookups` there are none. `copy` keeps the last file that was right, for a
+        gateway that starts while the store does not answer. Nothing is read yet."""
+        self._lookups, self._copy = lookups, copy
+        self._aliases: dict[str, Alias] = {}
+        self._version: str | None = ""  # of the file that was read last; None where there is none
+        self._problem = ""
+        self._checked = True  # whether the store has the models
+        self.wrong = False  # whether the store's file is not in use
+        self.ready = asyncio.Event()  # they are known
+        if lookups is None:
+            self.ready.set()
+
+    def all(self) -> list[Alias]:
+        return list(self._aliases.values())
+
+    def find(self, name: str) -> Alias | None:
+        return self._aliases.get(name)
+
+    async def watch(self) -> None:
+        """Reads the file now and after each change, until it is cancelled."""
+        if self._copy is not None:
+            with contextlib.suppress(OSError, SettingError):
+                self._take(parse(self._copy.read_bytes()))
+                self.ready.set()
+        while self._lookups is not None:
+            with contextlib.suppress(RuntimeError):  # no thread: the next time
+                await self.refresh()
+                self.ready.set()
+                await self._warn_of_unknown()
+            await asyncio.sleep(CHECK_S)
+
+    async def refresh(self) -> None:
+        """Reads the file if it has changed. One that is wrong or cannot be read changes nothing,
+        which is logged once."""
+        if self._lookups is None:
+            return
+        try:
+            version, content = await self._lookups.file(FILE, self._version, MAX_BYTES + 1)
+        except ArtifactChanged:
+            return
+        except ServingError as error:
+            self._version = ""
+            self._failed(error)
+            return
+        if version == self._version:
+            return
+        self._version, before = version, self._aliases
+        try:
+            self._take({} if content is None else await asyncio.to_thread(parse, content))
+        except SettingError as error:
+            self._failed(error)
+            return
+        if content is not None or before:
+            logger.info("%s has %d aliases", FILE, len(self._aliases))
+        self._problem, self.wrong = "", False
+        if self._copy is not None:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(_write, self._copy, content)
+
+    def _failed(self, error: ServiceError) -> None:
+        if error.message != self._problem:
+            logger.error("%s; the %d aliases before stay", error.message, len(self._aliases))
+        self._problem = error.message
+        # A store that does not answer may have none. Where the server may not list a bucket, a file
+        # that is not there is denied.
+        self.wrong = bool(self._aliases) or isinstance(error, SettingError)
+
+    def _take(self, found: dict[str, Alias]) -> None:
+        for name, alias in found.items():
+            before = self._aliases.get(name)
+            if before is not None and before.weights == alias.weights:
+                found[name] = before
+            elif before is not None:
+                alias.requests |= {m: n for m, n in before.requests.items() if m in alias.weights}
+        self._aliases, self._checked = found, False
+
+    async def _warn_of_unknown(self) -> None:
+        """Once a file. A model that the store does not have may be loaded by its url."""
+        if self._checked or self._lookups is None:
+            return
+        with contextlib.suppress(ServingError):
+            stored = {model.name for model in await self._lookups.models()}
+            self._checked = True
+            unknown = [
+                f"{model} ({alias.name})"
+                for alias in self._aliases.values()
+                for model in alias.models
+                if model not in stored
+            ]
+            if unknown:
+                logger.warning(
+                    "%s names %d models that the store does not have: %s",
+                    FILE, len(unknown), ", ".join(unknown[:MAX_SHOWN]),
+                )  # fmt: skip
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object whose names may be there twice."""
+
+
+def _write(path: Path, content: bytes | None) -> None:
+    if content is None:
+        path.unlink(missing_ok=True)
+        return
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(content)
+    fresh.replace(path)
+
+
+def parse(content: bytes) -> dict[str, Alias]:
+    """The aliases by name. Raises `SettingError`."""
+    try:
+        if len(content) > MAX_BYTES:
+            raise SettingError(f"it has more than {MAX_BYTES} bytes")
+        try:
+            pairs = json.loads(content, object_pairs_hook=_Pairs)
+        except (ValueError, RecursionError) as error:
+            where = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
+            raise SettingError(f"it is no JSON in UTF-8{where}") from None
+        if not isinstance(pairs, _Pairs):
+            raise SettingError('it must be {"ALIAS": "MODEL" or {"MODEL": WEIGHT, ...}, ...}')
+        found: dict[str, Alias] = {}
+        for given, value in pairs:
+            name = _name(given)
+            if name in found:
+                raise SettingError(f"{quoted(name)} is there twice")
+            found[name] = Alias(name, _weights(name, value))
+        for alias in found.values():
+            if other := next((m for m in alias.models if m in found and m != alias.name), None):
+                raise SettingError(
+                    f"{quoted(alias.name)}: {quoted(other)} is an alias itself, must be a model"
+                )
+    except SettingError as error:
+        raise SettingError(f"{FILE}: {error.message}") from None
+    return found
+
+
+def _weights(name: str, value: Any) -> dict[str, float]:
+    """Raises `SettingError`."""
+    if isinstance(value, str):
+        return {_name(value): 1}
+    if not isinstance(value, _Pairs) or not 1 <= len(value) <= MAX_MODELS:
+        raise SettingError(
+            f"{quoted(name)} must be a model's name, or an object of 1 to {MAX_MODELS} of them,"
+            " each with its weight"
+        )
+    weights: dict[str, float] = {}
+    for given, weight in value:
+        model = _name(given)
+        if model in weights:
+            raise SettingError(f"{quoted(name)} has {quoted(model)} twice")
+        if type(weight) not in (int, float) or not 0 < weight <= MAX_WEIGHT:  # NaN is neither
+            raise SettingError(
+                f"{quoted(name)}: the weight of {quoted(model)} must be a number above 0 and at"
+                f" most {MAX_WEIGHT}"
+            )
+        weights[model] = weight
+    return weights
+
+
+def _name(given: str) -> str:
+    try:
+        return model_name(given)
+    except UrlNotAllowed as error:
+        raise SettingError(error.message) from None

@@ -1,0 +1,202 @@
+"""What is done to a fleet while clients call it, and taken back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import psutil
+import pytest
+import requests
+
+from tests.chaos.clients import Clients, Models
+from tests.chaos.history import UNLOAD, Op
+from tests.e2e.server import eventually
+from tests.fleet.fleet import SPARE, Fleet
+
+NAMES = 300
+HOT = "봄"
+COLD = "영랑"  # the least popular
+CLIENTS = 8
+CALLED = Models(("소월", "동주", "육사", "백석", "만해", COLD), (HOT,), 2, zipf=1)
+Fault = Callable[[Fleet, Clients, random.Random], contextlib.AbstractContextManager[None]]
+
+
+def _server(fleet: Fleet, chance: random.Random) -> str:
+    """One that has some of the models that are called."""
+    return fleet.home(chance.choice(CALLED.all))
+
+
+def _shares(fleet: Fleet, clients: Clients) -> dict[str, str]:
+    """By hash alone: under load the next server on the ring may have some."""
+    clients.pause()
+    try:
+        return fleet.shares(NAMES)
+    finally:
+        clients.resume()
+
+
+@contextlib.contextmanager
+def killed(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
+    before = _shares(fleet, clients)
+    with fleet.stream() as (victim, lines):
+        fleet.kill(victim)
+        with pytest.raises(requests.exceptions.ChunkedEncodingError):
+            list(lines)
+    fleet.proxy.wait_for(*fleet.others(victim))
+    without = _shares(fleet, clients)
+    yield
+    fleet.start(victim)
+    fleet.proxy.wait_for(*fleet.nodes)
+    moved = {name for name, server in before.items() if without[name] != server}
+    assert moved == {name for name, server in before.items() if server == victim}
+    assert 0 < len(moved) <= NAMES * 1.3 / 3
+    assert _shares(fleet, clients) == before
+
+
+@contextlib.contextmanager
+def engine_killed(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
+    with fleet.stream() as (victim, lines):
+        fleet.nodes[victim].descendants("-m engine ")[0].kill()
+        last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 503
+    yield
+
+
+@contextlib.contextmanager
+def stopped(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
+    victim = _server(fleet, chance)
+    assert fleet.nodes[victim].stop() == 0
+    fleet.proxy.wait_for(*fleet.others(victim))
+    yield
+    fleet.start(victim)
+
+
+@contextlib.contextmanager
+def paused(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
+    victim = _server(fleet, chance)
+    processes = fleet.processes(victim)
+    for process in processes:
+        process.suspend()
+    try:
+        fleet.proxy.wait_for(*fleet.others(victim))
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+@contextlib.contextmanager
+def parted_from_proxy(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
+    with fleet.stream() as (victim, lines), fleet.hosts[victim].parted_from(fleet.gate.address):
+        fleet.proxy.wait_for(*fleet.others(victim))
+        with pytest.raises(requests.exceptions.ChunkedEncodingError):
+            list(lines)
+        yield
+
+
+@contextlib.contextmanager
+def parted_from_store(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
+    """Another server answers in its place for what it cannot load."""
+    clients.pause()  # so that it is by hash alone that the call comes to that one
+    try:
+        with _no_store(fleet, clients, fleet.home(COLD)) as call:
+            assert call.result().status == 200
+            clients.resume()
+            yield
+    finally:
+        clients.resume()
+
+
+@contextlib.contextmanager
+def store_gone(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
+    """A call for what is not loaded waits for its return."""
+    with _no_store(fleet, clients, *fleet.nodes) as call:
+        yield
+        assert not call.done()
+    assert call.result().status == 200
+
+
+@contextlib.contextmanager
+def _no_store(fleet: Fleet, clients: Clients, *names: str) -> Iterator[Future[Op]]:
+    """Of these servers, all of which have to load one of the models, and a call for it."""
+    port = int(fleet.s3.url.rpartition(":")[2])
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        for name in names:
+            host = fleet.hosts[name]
+            stack.enter_context(host.parted_from(fleet.network.address, port))
+            fleet.unload(name, COLD)
+        yield pool.submit(clients.ask, CLIENTS, "predictions", COLD)
+
+
+@contextlib.contextmanager
+def slow(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
+    with fleet.hosts[_server(fleet, chance)].slow():
+        yield
+
+
+@contextlib.contextmanager
+def reloaded(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
+    before = _shares(fleet, clients)
+    fleet.proxy.reload(1, 2, 3)
+    yield
+    assert _shares(fleet, clients) == before
+
+
+@contextlib.contextmanager
+def replaced(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
+    """As an operator does: the store has another, and each server is told to unload the one that
+    it has. From then on all answer with the new one."""
+    holders = lambda: [name for name in fleet.nodes if HOT in fleet.loaded(name)]  # noqa: E731
+    eventually(lambda: len(holders()) > 1)
+    clients.replace(-1, f"replaced-{HOT}", HOT)
+    begin = time.monotonic()
+    for name in fleet.nodes:
+        fleet.unload(name, HOT)
+    unload = Op(f"unloaded-{HOT}", -1, UNLOAD, HOT, begin, time.monotonic(), 200)
+    clients.ops.append(unload)
+    yield
+
+
+@contextlib.contextmanager
+def added_and_taken_out(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
+    before = _shares(fleet, clients)
+    fleet.start(SPARE)
+    fleet.proxy.reload(1, 2, 3, 4)
+    fleet.proxy.wait_for(*fleet.nodes)
+    with_it = _shares(fleet, clients)
+    moved = {name for name, server in before.items() if with_it[name] != server}
+    assert moved == {name for name, server in with_it.items() if server == SPARE}
+    assert 0 < len(moved) <= NAMES * 1.3 / 4
+    yield
+    gone = chance.randrange(1, 4)
+    fleet.proxy.reload(*(number for number in range(1, 5) if number != gone))
+    without = _shares(fleet, clients)
+    moved = {name for name, server in with_it.items() if without[name] != server}
+    assert moved == {name for name, server in with_it.items() if server == f"node{gone}"}
+    assert 0 < len(moved) <= NAMES * 1.3 / 4
+    fleet.proxy.reload(1, 2, 3)
+    fleet.nodes.pop(SPARE).stop()
+
+
+FAULTS: dict[str, Fault] = {
+    fault.__name__: fault
+    for fault in (
+        killed,
+        engine_killed,
+        stopped,
+        paused,
+        parted_from_proxy,
+        parted_from_store,
+        store_gone,
+        slow,
+        reloaded,
+        replaced,
+        added_and_taken_out,
+    )
+}

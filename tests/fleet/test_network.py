@@ -1,0 +1,50 @@
+"""Namespaces go, whatever ends the tests that made them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.fleet.network import (
+    NAMESPACES,
+    PREFIX,
+    Network,
+    control_groups,
+    needs_namespaces,
+    remove_left,
+)
+from tests.processes import has_ended
+
+pytestmark = [needs_namespaces, pytest.mark.slow]
+
+MAKER = """
+import subprocess, time
+from tests.fleet.network import Network
+network = Network().__enter__()
+with network.host("node").limited() as prefix:
+    print(subprocess.Popen([*prefix, "sleep", "600"]).pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_test_left_is_removed() -> None:
+    with subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE) as maker:
+        assert maker.stdout
+        inside = int(maker.stdout.readline())
+        maker.kill()
+    left = f"{PREFIX}{maker.pid}-*"
+    assert len(list(NAMESPACES.glob(left))) == 2
+    remove_left()
+    assert not list(NAMESPACES.glob(left))
+    assert not control_groups(maker.pid)
+    assert has_ended(inside)
+
+
+def test_what_runs_is_left_alone() -> None:
+    with Network() as network:
+        network.host("node")
+        made = sorted(NAMESPACES.glob(f"{PREFIX}*"))
+        remove_left()
+        assert sorted(NAMESPACES.glob(f"{PREFIX}*")) == made

@@ -1,0 +1,243 @@
+"""What a confined program tries, for the tests beside: `python confined.py FOLDER UID ABI`.
+
+As user UID where that is not 0: the server's own. Landlock is used as on a kernel of that ABI. The
+first process plays the server, its child a model's script. Prints what came of each attempt: ""
+where it worked, or the error's name.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import encodings.idna  # noqa: F401  a user may not reach this Python's folder later on
+import json
+import multiprocessing.popen_fork
+import multiprocessing.synchronize
+import os
+import platform
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import seccomp
+from handlers.user_code.confinement import landlock
+from handlers.user_code.confinement.capabilities import permitted
+from handlers.user_code.confinement.rules import Confinement, allocate_user, environment
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+COLUMN = list(seccomp.ARCHITECTURES).index(platform.machine())
+CLONE_NEWUSER = 0x10000000
+
+
+def call(function: str, *arguments: Any) -> int:
+    returned: int = getattr(LIBC, function)(*arguments)
+    if returned < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return returned
+
+
+def main() -> None:
+    folder, user, abi = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    landlock.abi = lambda: abi
+    model, other, temporary = (folder / name for name in ("모델", "다른 모델", "temporary"))
+    for path in (model, other, temporary):
+        path.mkdir(mode=0o700)
+        (path / "weights").write_text("가중치", encoding="utf-8")
+        os.chown(path, user, user)
+        os.chown(path / "weights", user, user)
+    os.chown(folder, user, user)
+    if user:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        LIBC.prctl(4, 1, 0, 0, 0)  # as after a program is executed
+    uid = allocate_user(str(folder))
+    if uid is not None:
+        os.chown(temporary, uid, uid)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "mms.sock"))
+    listener.listen()
+    datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    datagrams.bind(str(folder / "log.sock"))
+    abstract = socket.socket(socket.AF_UNIX)
+    abstract.bind(f"\0{folder.name}")
+    abstract.listen()
+    network = socket.create_server(("127.0.0.1", 0))
+    server = os.getpid()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for each in (listener, datagrams, abstract):
+            each.close()
+        os.environ.update(environment(str(temporary)))
+        Confinement(read=[str(model)], write=[str(temporary)], uid=uid).enter()
+        tried = attempts(folder, model, other, temporary, server, network.getsockname())
+        said = {name: outcome(function) for name, function in tried.items()}
+        said["user"], said["capabilities"] = str(uid or ""), str(sorted(permitted()))
+        os.write(writer, json.dumps(said).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        print(pipe.read())
+    os.waitpid(child, 0)
+
+
+def outcome(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def attempts(
+    folder: Path, model: Path, other: Path, temporary: Path, server: int, address: Any
+) -> dict[str, Callable[[], Any]]:
+    def datagram() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with ours, theirs:
+            ours.connect(str(folder / "mms.sock"))
+
+    def half_a_pair_of_datagrams() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with ours, theirs:
+            ours.sendto(b"x", str(folder / "log.sock"))
+
+    def cloned(number: int, *arguments: Any) -> None:
+        if (pid := call("syscall", number, *arguments)) == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+    def truncated(path: Path, access: int) -> None:
+        os.close(os.open(path, access | os.O_TRUNC))
+
+    def own_truncated() -> None:
+        path = temporary / "b"
+        with path.open("w") as file:
+            file.write("가나")
+        with path.open("r+") as file:
+            file.truncate(3)
+        if path.read_text() != "가":
+            raise RuntimeError
+        truncated(path, os.O_WRONLY)
+
+    def memory() -> None:
+        with open(f"/proc/{server}/mem", "rb") as file:
+            file.seek(0x1000)
+
+    def traced() -> None:
+        call("ptrace", 0x4206, server, None, None)  # PTRACE_SEIZE
+
+    def remote() -> None:
+        buffer = ctypes.create_string_buffer(8)
+        vector = array.array("L", [ctypes.addressof(buffer), 8])
+        address = vector.buffer_info()[0]
+        call("process_vm_readv", server, ctypes.c_void_p(address), 1,
+             ctypes.c_void_p(address), 1, 0)  # fmt: skip
+
+    def program() -> None:
+        done = subprocess.run(["cat", str(model / "weights")], capture_output=True, check=False)
+        if done.stdout.decode() != "가중치":
+            raise RuntimeError(done.stderr)
+
+    def program_reads() -> None:
+        subprocess.run(["cat", str(other / "weights")], capture_output=True, check=True)
+
+    def shared() -> None:
+        context = multiprocessing.get_context("fork")
+        lock = context.Lock()
+        lock.acquire()
+        started = context.Process(target=lock.release)
+        started.start()
+        if not lock.acquire(timeout=60):
+            raise RuntimeError
+        started.join()
+
+    def thread() -> None:
+        started = threading.Thread(target=lambda: None)
+        started.start()
+        started.join()
+
+    return {
+        # What it is for
+        "reads its model": lambda: (model / "weights").read_text(encoding="utf-8"),
+        "writes to its temporary folder": lambda: (Path(os.environ["HOME"]) / "a").write_text("가"),
+        "imports": lambda: __import__("wave"),
+        "runs programs": program,
+        "has threads": thread,
+        "has processes": shared,
+        "has pairs of sockets": lambda: [s.close() for s in socket.socketpair()],
+        "uses the network": lambda: socket.create_connection(address, timeout=10).close(),
+        "reads the machine's state": lambda: Path("/proc/meminfo").read_text(),
+        "signals itself": lambda: os.kill(os.getpid(), 0),
+        "has pairs of sockets for packets": lambda: [
+            s.close() for s in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ],
+        "truncates its own file": own_truncated,
+        # Files
+        "changes its model": lambda: (model / "weights").write_text("x"),
+        "reads another model": lambda: (other / "weights").read_text(),
+        "reads another model by a program": program_reads,
+        "changes another model": lambda: (other / "weights").write_text("x"),
+        "truncates its model": lambda: os.truncate(model / "weights", 0),
+        "truncates its model as it reads": lambda: truncated(model / "weights", os.O_RDONLY),
+        "truncates another model": lambda: os.truncate(other / "weights", 0),
+        "truncates another model as it opens it for nothing": lambda: truncated(
+            other / "weights", os.O_ACCMODE
+        ),
+        "sets an attribute of another model": lambda: os.setxattr(
+            other / "weights", "user.a", b"x"
+        ),
+        "removes another model": lambda: (other / "weights").unlink(),
+        "lists the server's folder": lambda: os.listdir(folder),
+        "links to another model": lambda: os.link(other / "weights", temporary / "linked"),
+        "moves another model": lambda: os.rename(other / "weights", temporary / "moved"),
+        "makes a device": lambda: os.mknod(temporary / "device", 0o20666, os.makedev(1, 3)),
+        "opens files by number": lambda: call("open_by_handle_at", -100, None, 0),
+        "changes the mode of another model": lambda: os.chmod(other / "weights", 0),
+        # Sockets
+        "connects to a socket of the server": lambda: socket.socket(socket.AF_UNIX).connect(
+            str(folder / "mms.sock")
+        ),
+        "connects half of a pair": datagram,
+        "sends by half of a pair": half_a_pair_of_datagrams,
+        "connects to an abstract socket": lambda: socket.socket(socket.AF_UNIX).connect(
+            f"\0{folder.name}"
+        ),
+        "lists sockets by netlink": lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4),
+        "has io_uring": lambda: call("syscall", 425, 1, None),
+        # Processes
+        "reads the server's environment": lambda: Path(f"/proc/{server}/environ").read_bytes(),
+        "reads the server's memory": memory,
+        "reads the server's memory by a call": remote,
+        "traces the server": traced,
+        "signals the server": lambda: os.kill(server, 0),
+        "signals everybody": lambda: os.kill(1, signal.SIGCONT),
+        "limits the server": lambda: resource.prlimit(server, resource.RLIMIT_CPU),
+        "slows the server down": lambda: os.setpriority(os.PRIO_PROCESS, server, 1),
+        "is less expendable": lambda: Path("/proc/self/oom_score_adj").write_text("0"),
+        # Privileges
+        "starts a process in a user namespace": lambda: cloned(
+            seccomp.CLONE[COLUMN], CLONE_NEWUSER | signal.SIGCHLD, *[ctypes.c_void_p()] * 4
+        ),
+        "starts a process in a user namespace by clone3": lambda: cloned(
+            seccomp.CLONE3[COLUMN],
+            (ctypes.c_uint64 * 8)(CLONE_NEWUSER, 0, 0, 0, signal.SIGCHLD),
+            ctypes.c_size_t(64),
+        ),
+        "becomes root": lambda: os.setuid(0),
+        # Below the test's own folder: where it is allowed, the machine's /tmp must not vanish.
+        "mounts": lambda: call("mount", b"none", os.fsencode(temporary), b"tmpfs", 0, None),
+        "makes a user namespace": lambda: call("unshare", CLONE_NEWUSER),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""What a model's program may do and what not, as root and as a user; docs/operate/security.md names
+these tests.
+
+A kernel without Landlock or signal scopes skips what it cannot keep, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from handlers.user_code.confinement import landlock, seccomp
+from handlers.user_code.confinement.rules import environment, may_change_user, unenforced
+from tests.e2e.server import REPOSITORY
+
+A_USER = 54321
+ALLOWED = (
+    "reads its model",
+    "writes to its temporary folder",
+    "imports",
+    "runs programs",
+    "has threads",
+    "has processes",
+    "has pairs of sockets",
+    "has pairs of sockets for packets",
+    "truncates its own file",
+    "uses the network",
+    "reads the machine's state",
+    "signals itself",
+)
+BY_LANDLOCK = (
+    "changes its model",
+    "reads another model",
+    "reads another model by a program",
+    "changes another model",
+    "truncates its model",
+    "truncates its model as it reads",
+    "truncates another model",
+    "truncates another model as it opens it for nothing",
+    "removes another model",
+    "lists the server's folder",
+    "links to another model",
+    "moves another model",
+    "makes a device",
+    "reads the server's environment",
+    "reads the server's memory",
+    "reads the server's memory by a call",
+    "traces the server",
+    "is less expendable",
+    "mounts",
+)
+BY_SECCOMP = (
+    "opens files by number",
+    "connects to a socket of the server",
+    "connects half of a pair",
+    "sends by half of a pair",
+    "connects to an abstract socket",
+    "lists sockets by netlink",
+    "has io_uring",
+    "limits the server",
+    "makes a user namespace",
+    "starts a process in a user namespace",
+    "starts a process in a user namespace by clone3",
+    "sets an attribute of another model",
+)
+BY_SCOPE_OR_USER = ("signals the server", "signals everybody")
+BY_USER = ("changes the mode of another model", "slows the server down")
+
+
+@pytest.fixture(scope="module", params=["root", "user", "user, Linux 5.19", "user, Linux 5.13"])
+def tried(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """What came of each attempt where the server is root, or a user without privileges, with what
+    this kernel's Landlock knows, or with what that of an older one did."""
+    server, _, kernel = request.param.partition(", ")
+    abi = min(landlock.abi(), {"Linux 5.13": 1, "Linux 5.19": 2}.get(kernel, landlock.abi()))
+    if os.geteuid() != 0:
+        if server == "root":
+            pytest.skip("the tests do not run as root")
+        user = os.geteuid()
+    else:
+        user = A_USER if server == "user" else 0
+    # Not below pytest's own folder, which no other user can enter.
+    folder = Path(tempfile.mkdtemp(prefix="confined-"))
+    try:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "tests.handlers.user_code.confinement.confined",
+                str(folder),
+                str(user),
+                str(abi),
+            ],
+            cwd=REPOSITORY,
+            env={**os.environ, "SERVER_SECRET": "비밀"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found: dict[str, str] = json.loads(done.stdout)
+        found["abi"] = str(abi)
+        print(f"landlock ABI {abi}, user of its own: {found['user'] or 'no'}")
+        assert bool(found["user"]) == (server == "root" and may_change_user())
+        yield found
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("what", ALLOWED)
+def test_a_program_of_a_model(tried: dict[str, str], what: str) -> None:
+    if what == "imports" and not _python_is_for_all(tried):
+        pytest.skip("this Python is in a folder that only root can enter")
+    assert tried[what] == ""
+
+
+@pytest.mark.parametrize("what", [*BY_LANDLOCK, *BY_SECCOMP, *BY_SCOPE_OR_USER, *BY_USER])
+def test_no_program_of_a_model(tried: dict[str, str], what: str) -> None:
+    if what in BY_LANDLOCK and not landlock.abi():
+        pytest.skip("this kernel has no Landlock")
+    if what in BY_SECCOMP and not seccomp.available():
+        pytest.skip("there is no filter for this machine")
+    if what in BY_SCOPE_OR_USER and not tried["user"] and int(tried["abi"]) < landlock.SCOPES_ABI:
+        pytest.skip("this kernel's Landlock knows no scopes of signals")
+    if what in BY_USER and not tried["user"]:
+        pytest.skip("not prevented without a user of its own: see docs/operate/security.md")
+    assert tried[what] in ("PermissionError", "OSError", "CalledProcessError"), tried[what]
+
+
+def test_nothing_of_root_is_left_but_reading(tried: dict[str, str]) -> None:
+    assert tried["capabilities"] in ("[]", "[2]")
+    assert tried["becomes root"] == "PermissionError" or tried["user"] == ""
+
+
+def _python_is_for_all(tried: dict[str, str]) -> bool:
+    return bool(tried["user"]) or os.geteuid() != 0 or sys.prefix.startswith("/usr")
+
+
+def test_what_this_machine_cannot_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landlock, "abi", lambda: 0)
+    monkeypatch.setattr(seccomp, "available", lambda: False)
+    said = " ".join(unenforced())
+    assert "no Landlock" in said
+    assert "sockets and make user namespaces" in said
+    assert "truncate" not in said  # they write
+    monkeypatch.setattr(landlock, "abi", lambda: landlock.TRUNCATE_ABI - 1)
+    assert "truncate other models' files" in " ".join(unenforced())
+    monkeypatch.setattr(seccomp, "available", lambda: True)
+    assert "truncate" not in " ".join(unenforced())
+    monkeypatch.undo()
+    if landlock.abi() >= landlock.SCOPES_ABI:
+        assert not unenforced()
+
+
+def test_a_script_gets_no_variables_of_the_server() -> None:
+    given = {"PROBE_SECRET": "a", "MMS_JOB_QUEUE_SIZE": "1", "PIP_INDEX_URL": "b", "LANG": "c"}
+    found = environment("/tmp/x", {**given, "HOME": "/root"})  # noqa: S108
+    assert found == {"LANG": "c"} | dict.fromkeys(("HOME", "TMPDIR", "TEMP", "TMP"), "/tmp/x")  # noqa: S108

@@ -1,0 +1,180 @@
+"""Functions that a script leaves out: what stands in for them, by what its model is."""
+
+from __future__ import annotations
+
+import io
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import EngineError, InvalidRequest
+from handlers.dispatch import handler_for
+from handlers.user_code.entry_point import Script
+from tests.handlers.tensors.graphs import classifier
+from tests.handlers.user_code.asked import Asked
+
+EMPTY = "# only a comment\n\nfrom __future__ import absolute_import\n"
+IMAGES = np.random.default_rng(1).standard_normal((2, 3, 16, 16)).astype(np.float32)
+
+
+def array(answer: Any) -> Any:
+    if answer.content_type == "application/x-npy":
+        return np.load(io.BytesIO(answer.body))
+    return np.array(json.loads(answer.body))
+
+
+def npy(values: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+# Entry points without functions
+
+
+@pytest.mark.parametrize("source", ["", EMPTY, "\n# 주석뿐\r\n", "\ufeff# BOM\n"])
+@pytest.mark.parametrize("program", [None, "empty_module.py"])
+def test_an_entry_point_that_says_nothing_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, program: str | None
+) -> None:
+    if program is not None:
+        monkeypatch.setenv("SAGEMAKER_PROGRAM", program)
+        (tmp_path / "inference.py").write_text("raise SystemExit('another entry point')")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / (program or "inference.py")).write_text(source, encoding="utf-8")
+    assert not isinstance(handler_for(str(tmp_path)), Script)
+
+
+@pytest.mark.parametrize("source", ["import logging\n", '"""문서"""\n', "#" * 100_000, "def", "\0"])
+def test_any_other_is_for_python_to_read(tmp_path: Path, source: str) -> None:
+    (tmp_path / "inference.py").write_text(source, encoding="utf-8")
+    assert isinstance(handler_for(str(tmp_path)), Script)
+
+
+@pytest.mark.parametrize("source", ["import logging", "def pre_model_fn(model_dir): pass"])
+def test_a_script_without_functions_is_served_by_the_built_in_handler(
+    tmp_path: Path, source: str
+) -> None:
+    run = classifier(tmp_path)
+    ask = Asked(tmp_path, source)
+    answer = ask(json.dumps(IMAGES.tolist()).encode())
+    np.testing.assert_allclose(array(answer), run(data=IMAGES)[0], atol=1e-5)
+    given = {"name": "data", "shape": list(IMAGES.shape), "datatype": "FP32"}
+    body = json.dumps({"inputs": [{**given, "data": IMAGES.ravel().tolist()}]}).encode()
+    (output,) = json.loads(ask(body).body)["outputs"]  # as without a script
+    np.testing.assert_allclose(output["data"], run(data=IMAGES)[0].ravel(), atol=1e-5)
+
+
+# MXNet's blocks and modules
+
+DENSE = """
+    import mxnet as mx
+
+    class Net(mx.gluon.{kind}):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.dense = mx.gluon.nn.Dense(2, in_units=3)
+
+        def {forward}:
+            return self.dense(x)
+
+    def model_fn(model_dir):
+        net = Net()
+        net.initialize(mx.init.One())
+        return net
+"""
+BLOCK = textwrap.dedent(DENSE.format(kind="Block", forward="forward(self, x)"))
+HYBRID = textwrap.dedent(DENSE.format(kind="HybridBlock", forward="hybrid_forward(self, F, x)"))
+ROWS, SUMS = [[1.0, 2.0, 3.0]], [[6.0, 6.0]]
+
+
+@pytest.mark.parametrize("source", [BLOCK, HYBRID])
+@pytest.mark.parametrize(
+    ("body", "kind"), [(b"[[1, 2, 3]]", "application/json"), (npy(ROWS), "application/x-npy")]
+)
+@pytest.mark.parametrize("accept", ["application/json", "application/x-npy"])
+def test_a_gluon_block_is_run_by_the_defaults(
+    tmp_path: Path, source: str, body: bytes, kind: str, accept: str
+) -> None:
+    answer = Asked(tmp_path, source)(body, kind, accept=accept)
+    assert answer.content_type == accept
+    assert array(answer).tolist() == SUMS
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "def predict_fn(data, net): return net(data)",
+        "def predict_fn(data, net): return net(data).asnumpy().tolist()",
+        "import json\ndef input_fn(body, kind): return mx.nd.array(json.loads(body))",
+        "import json\ndef output_fn(y, accept): return json.dumps(y.asnumpy().tolist())",
+    ],
+)
+def test_a_script_may_bring_some_functions_around_its_block(tmp_path: Path, own: str) -> None:
+    assert array(Asked(tmp_path, HYBRID + own)(b"[[1, 2, 3]]")).tolist() == SUMS
+
+
+def test_several_outputs_of_a_block_come_by_number(tmp_path: Path) -> None:
+    own = "\nNet.hybrid_forward = lambda self, F, x, **_: (self.dense(x), x)\n"
+    answer = Asked(tmp_path, HYBRID + own)(b"[[1, 2, 3]]")
+    assert json.loads(answer.body) == {"output0": SUMS, "output1": ROWS}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"[[1, 2]]", "the model cannot compute this"),
+        (b"[[1, 2], [3]]", "the body is not application/json"),
+        (b'[["\xea\xb0\x80"]]', "must be numbers"),
+        (b'{"a": 1}', "must be numbers"),
+    ],
+)
+def test_what_a_block_cannot_compute_is_the_clients_mistake(
+    tmp_path: Path, body: bytes, said: str
+) -> None:
+    ask = Asked(tmp_path, HYBRID)
+    with pytest.raises(InvalidRequest, match=said):
+        ask(body)
+    assert array(ask(b"[[1, 2, 3]]")).tolist() == SUMS
+
+
+MODULE = """
+import mxnet as mx
+
+def model_fn(model_dir):
+    symbol, arguments, states = mx.model.load_checkpoint(model_dir + "/model", 0)
+    module = mx.mod.Module(symbol, label_names=None)
+    module.bind(data_shapes=[("data", (1, 3, 16, 16))], for_training=False)
+    module.set_params(arguments, states, allow_missing=True)
+    return module
+"""
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "",
+        "def predict_fn(data, module): return module.predict(data)",
+        "import json\n"
+        "def input_fn(body, kind, model):\n"
+        "    size = model.data_shapes[0].shape[0]\n"
+        "    return mx.io.NDArrayIter(mx.nd.array(json.loads(body)), batch_size=size)",
+    ],
+)
+def test_a_module_is_run_by_the_defaults(tmp_path: Path, own: str) -> None:
+    run = classifier(tmp_path)
+    ask = Asked(tmp_path, MODULE + own)
+    np.testing.assert_allclose(
+        array(ask(json.dumps(IMAGES.tolist()).encode())), run(data=IMAGES)[0], atol=1e-5
+    )
+
+
+def test_other_models_need_a_predict_fn(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="Please provide a predict_fn") as caught:
+        Asked(tmp_path, "def model_fn(model_dir): return 1")
+    assert caught.value.status == 400

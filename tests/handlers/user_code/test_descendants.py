@@ -1,0 +1,111 @@
+"""What a program of a model starts ends with it, wherever it went; programs beside it stay."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from handlers.user_code import descendants
+from tests.e2e.server import eventually
+from tests.processes import has_ended
+
+# Prints the pids of: a child, a child in a session of its own, one whose parent has ended, and one
+# that left the session, too.
+PROGRAM = """
+import json, os, subprocess, time
+sleep = ["sleep", "1000"]
+pids = [subprocess.Popen(sleep).pid, subprocess.Popen(sleep, start_new_session=True).pid]
+for leave in (False, True):
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        if leave:
+            os.setsid()
+        os.write(writer, str(subprocess.Popen(sleep, start_new_session=leave).pid).encode())
+        os._exit(0)
+    pids.append(int(os.read(reader, 20)))
+    os.wait()
+print(json.dumps(pids), flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_subreaper() -> Iterator[None]:
+    """These tests' process adopts orphans no longer than they run."""
+    yield
+    ctypes.CDLL(None).prctl(descendants.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@pytest.fixture
+def programs() -> Iterator[list[tuple[subprocess.Popen[bytes], list[int]]]]:
+    """Two of one worker, and what each has started."""
+    started = []
+    for _ in range(2):
+        process = descendants.start([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        with process.stdout:
+            started.append((process, json.loads(process.stdout.readline())))
+    yield started
+    for process, _ in started:
+        descendants.end(process)
+
+
+def living(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if not has_ended(pid)]
+
+
+def test_all_of_it_ends_with_the_program(
+    programs: list[tuple[subprocess.Popen[bytes], list[int]]],
+) -> None:
+    (one, below), (other, others) = programs
+    assert living(below) == below
+    descendants.end(one)
+    assert one.returncode == -9
+    assert living([one.pid, *below]) == []
+    # Only who left parent and session cannot be told from those of the first.
+    assert living([other.pid, *others]) == [other.pid, *others[:3]]
+
+
+def test_so_it_does_when_the_program_has_ended_by_itself(
+    programs: list[tuple[subprocess.Popen[bytes], list[int]]],
+) -> None:
+    (one, below), _ = programs
+    one.kill()
+    eventually(lambda: descendants.has_ended(one))
+    assert living(below) == below
+    descendants.end(one)
+    assert living(below) == []
+
+
+def test_nothing_of_it_stays_as_a_zombie(
+    programs: list[tuple[subprocess.Popen[bytes], list[int]]],
+) -> None:
+    for process, below in programs:
+        for pid in below[2:]:  # which the worker has adopted
+            os.kill(pid, 9)
+        eventually(lambda pids=below[2:]: not living(pids))
+        descendants.reap()
+        assert not [pid for pid in below[2:] if psutil.pid_exists(pid)]
+        assert process.poll() is None
+
+
+def test_a_worker_keeps_its_own_children() -> None:
+    own = subprocess.Popen(["sleep", "1000"])
+    program = descendants.start(["sleep", "1000"])
+    descendants.end(program)
+    descendants.reap()
+    assert own.poll() is None
+    own.kill()
+    assert own.wait() == -9
+
+
+def test_what_cannot_be_started_is_an_error() -> None:
+    with pytest.raises(FileNotFoundError):
+        descendants.start(["/no/such/program"])

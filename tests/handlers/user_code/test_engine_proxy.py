@@ -1,0 +1,112 @@
+"""A script's calls to its model in the engine, and to no other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequest
+from handlers.text import text_model
+from handlers.user_code.engine_proxy import EngineModel, serve
+from tests.processes import no_thread_starts
+
+WIDE_S = 60
+
+
+class Handle:
+    """In place of `engine.http.client.ModelHandle`."""
+
+    def __init__(self) -> None:
+        self.model = {"name": "시"}
+        self.together = threading.Barrier(2)
+        self.closed = threading.Event()
+        self.go_on = threading.Event()
+
+    def generate(
+        self, inputs: str, parameters: dict[str, Any], timeout_s: float, request_id: str | None
+    ) -> dict[str, Any]:
+        if inputs == "나쁨":
+            raise InvalidRequest("온도가 틀림")
+        if inputs == "기다림":
+            assert self.go_on.wait(WIDE_S)
+        if inputs == "함께":
+            self.together.wait(WIDE_S)
+        return {"text": inputs, "parameters": parameters, "timeout_s": timeout_s, "id": request_id}
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@pytest.fixture
+def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
+    """The one that the worker gets for its model."""
+    made = Handle()
+    asked: list[tuple[str, str]] = []
+
+    def model_fn(model_dir: str, name: str) -> Handle:
+        asked.append((model_dir, name))
+        assert asked == [("/모델", "시")]
+        return made
+
+    monkeypatch.setattr(text_model, "model_fn", model_fn)
+    return made
+
+
+@pytest.fixture
+def connection(handle: Handle) -> Iterator[Connection]:
+    ours, theirs = Pipe()
+    worker = threading.Thread(target=serve, args=(ours, "시", "/모델"))
+    worker.start()
+    yield theirs
+    with socket.socket(fileno=os.dup(theirs.fileno())) as script:  # a thread reads from it
+        script.shutdown(socket.SHUT_RDWR)
+    worker.join(WIDE_S)
+    assert not worker.is_alive()
+
+
+def test_a_call_is_answered_as_the_engine_does(connection: Connection) -> None:
+    model = EngineModel(connection)
+    assert model.model == {"name": "시"}
+    said = {"text": "봄", "parameters": {"seed": 1}, "timeout_s": 5.0, "id": "a"}
+    assert model.generate("봄", {"seed": 1}, 5, "a") == said
+
+
+def test_calls_wait_for_a_thread_where_no_more_start(
+    connection: Connection, handle: Handle
+) -> None:
+    model, clients_started = EngineModel(connection), threading.Barrier(4)
+    with ThreadPoolExecutor(4) as clients:
+        list(clients.map(lambda _: clients_started.wait(WIDE_S), range(4)))
+        with no_thread_starts() as refused:
+            calls = [clients.submit(model.generate, "기다림", {}) for _ in range(4)]
+            assert refused.wait(WIDE_S)
+            handle.go_on.set()
+            assert [call.result(WIDE_S)["text"] for call in calls] == ["기다림"] * 4
+
+
+def test_an_error_is_the_engines(connection: Connection) -> None:
+    with pytest.raises(InvalidRequest, match="온도가 틀림"):
+        EngineModel(connection).generate("나쁨", {})
+
+
+def test_calls_of_several_threads_are_under_way_at_once(connection: Connection) -> None:
+    model = EngineModel(connection)
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(model.generate, "함께", {"i": i}) for i in range(2)]
+        assert [a.result(WIDE_S)["parameters"] for a in answers] == [{"i": 0}, {"i": 1}]
+
+
+@pytest.mark.parametrize("nonsense", [b"{", b"[]", b'{"bodies": -1}', b'{"inputs": 1}', b"1"])
+def test_nonsense_ends_the_calls_and_frees_the_model(
+    handle: Handle, connection: Connection, nonsense: bytes
+) -> None:
+    EngineModel(connection)
+    connection.send_bytes(nonsense)
+    assert handle.closed.wait(WIDE_S)

@@ -1,0 +1,43 @@
+"""A script's own modules, in a real process of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serving.settings import REPOSITORY
+from tests.e2e.scripts import script
+from tests.handlers.tensors.graphs import classifier
+from tests.handlers.test_handler_service import Worker
+from tests.handlers.user_code.conventions.test_toolkit import BLOCK
+
+pytestmark = pytest.mark.slow
+
+OURS = ("common", "engine", "handlers")
+SAYS = f"import {', '.join(OURS)}\nprint({' + '.join(f'{name}.WORD' for name in OURS)})\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "rows"), [(BLOCK, [[1.0, 2.0, 3.0]]), ("", np.ones((1, 3, 16, 16)).tolist())]
+)
+def test_modules_called_like_ours_are_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, rows: object
+) -> None:
+    """Each for itself: the script gets its own, and what we import for its model later is ours."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    model = tmp_path / "model"
+    for name in OURS:
+        script(model, "WORD = '봄'", f"{name}.py")
+    if not source:
+        classifier(model)
+    worker = Worker(tmp_path, SAYS + source)
+    try:
+        assert worker.handler.load_error is None
+        reply = worker.ask(json.dumps(rows), "application/json")
+        assert reply.status == 200, reply.body.decode()
+        assert len(json.loads(reply.body)) == 1
+    finally:
+        worker.handler._service.pool._free[0].stop()
