@@ -163,7 +163,7 @@ def test_a_base_that_is_no_model_is_explained(text: Path, tmp_path: Path) -> Non
     for base, message in (
         (text.parent, r"is no model: .* holds no model"),
         (text, "cannot be unpacked, it is damaged: Not a gzipped file"),
-        (tmp_path / "none.tar.gz", "there is no folder or archive"),
+        (tmp_path / "none.tar.gz", "does not exist"),
     ):
         with pytest.raises(Problem, match=message):
             fine_tune(base, text, tmp_path / "out.tar.gz", FineTune(seed=1))
