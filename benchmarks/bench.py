@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.process import WORKDIR
 from command.errors import Problem
@@ -84,16 +83,16 @@ def run(options: Bench) -> int:
     # What was started is ended, however this ends.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
-    kinds: dict[str, tuple[type[Run], Any]] = {
-        "gateway": (gateway.GatewayRun, gateway.Plan),
-        "fleet": (fleet.FleetRun, fleet.Plan),
-        "switching": (switching.SwitchingRun, switching.Plan),
-        "adapters": (adapters.AdaptersRun, adapters.Plan),
-        "forms": (forms.FormsRun, forms.Plan),
-        "benchmark": (engine.EngineRun, engine.Plan),
+    kinds: dict[str, type[Run]] = {
+        "gateway": gateway.GatewayRun,
+        "fleet": fleet.FleetRun,
+        "switching": switching.SwitchingRun,
+        "adapters": adapters.AdaptersRun,
+        "forms": forms.FormsRun,
+        "benchmark": engine.EngineRun,
     }
     name = next((name for name in kinds if vars(options).get(name)), "benchmark")
-    kind, plans = kinds[name]
+    kind = kinds[name]
     wanted = options.only.split(",") if options.only else [*kind.DEFAULT]
     if unknown := [part for part in wanted if part not in kind.PARTS]:
         raise Problem(f"--only {unknown[0]}: known are {', '.join(kind.PARTS)}")
@@ -107,7 +106,7 @@ def run(options: Bench) -> int:
     if options.install_peers:
         peers.install()
         return 0
-    plan = plans.quick() if options.quick else plans()
+    plan = kind.QUICK if options.quick else kind.PLAN
     asked = {f.name: vars(options).get(f.name) for f in dataclasses.fields(plan)}
     plan = dataclasses.replace(plan, **{name: value for name, value in asked.items() if value})
     workdir = options.workdir.resolve()

@@ -25,15 +25,19 @@ Results = dict[str, Any]
 class Run:
     """Measures what `wanted` names. What cannot be is in `results["skipped"]`, and why.
 
-    plan: a dataclass that says how much is measured
+    plan: a dataclass that says how much is measured: `PLAN`, or with --quick `QUICK`, which takes
+    some seconds on tiny models and shows that everything runs, not how fast
     """
 
+    PLAN: ClassVar[Any]
+    QUICK: ClassVar[Any]
     PARTS: ClassVar[tuple[str, ...]]
     DEFAULT: ClassVar[tuple[str, ...]]  # of `PARTS`
     GOALS: Sequence[goals.Goal]
 
     def __init__(self, plan: Any, wanted: Sequence[str], workdir: Path) -> None:
-        self.wanted, self.workdir, self.logs = wanted, workdir, workdir / "logs"
+        self.plan, self.wanted = plan, wanted
+        self.workdir, self.logs = workdir, workdir / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
         self.results: Results = {
             "machine": machine.describe(),

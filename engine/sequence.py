@@ -64,7 +64,7 @@ def _top(logprobs: TokenLogprobs | None) -> list[tuple[int, float]]:
 
 
 # Tokens that are sent at once for an answer that is not streamed. Larger: fewer wakes of the text
-# thread, but a wrong token count of a cancelled answer.
+# thread, and tokens are counted later.
 TOKENS_AT_ONCE = 8
 
 

@@ -22,7 +22,9 @@ class Settings:
         "LOAD_TIMEOUT_S", 300.0, "a script that takes longer to load its model is stopped"
     )
     probe_secret: str = setting(
-        "PROBE_SECRET", "", "`serve` sets it: who knows it may ask a worker how its load went"
+        "PROBE_SECRET",
+        "",
+        "`serve` sets it: the gateway's secret for reading the outcome of a load from a worker",
     )
     script_memory_mib: int = setting(
         "SCRIPT_MEMORY_MIB",
@@ -44,7 +46,7 @@ class Settings:
     allow_model_requirements: bool = setting(
         "ALLOW_MODEL_REQUIREMENTS",
         False,
-        "install what a model's `code/requirements.txt` asks for, into a folder of that model",
+        "install the packages in a model's `code/requirements.txt` into a folder of that model",
     )
     max_answer_bytes: int = setting(
         "MMS_MAX_RESPONSE_SIZE",

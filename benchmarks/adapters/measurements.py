@@ -64,11 +64,6 @@ class Plan:
     engine_mib: int = budget_bytes(2048 * MIB) // MIB  # as in a container of 2 GiB
     seed: int = 0
 
-    @classmethod
-    def quick(cls) -> Plan:
-        """Some seconds on a tiny model: shows that everything runs, not how fast."""
-        return cls(random_model.TINY, 30, 2, 0.05, 2, 2, 4, engine_mib=16)
-
     @property
     def budget_mib(self) -> int:
         whole = self.container_mib * MIB
@@ -76,13 +71,14 @@ class Plan:
 
 
 class AdaptersRun(Run):
+    plan: Plan
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 30, 2, 0.05, 2, 2, 4, engine_mib=16)
     PARTS = ("steps", "memory", "first", "trace", "uniform", "peers")
     DEFAULT = PARTS
     GOALS = tables.GOALS
 
     def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
         super().__init__(plan, wanted, workdir)
-        self.plan = plan
         c = plan.config
         self.store = workdir / f"adapters-{c.num_layers}x{c.units}-{plan.rank}"
         self.prompts = random_model.prompts(random_model.TINY, 1, PROMPT_TOKENS)
@@ -266,9 +262,7 @@ class AdaptersRun(Run):
             requests = int(60 * plan.minutes * 1000)  # more than can be answered
             asked = [(self.names[m], 0) for m in trace(plan.seed, kind, plan.models, requests)]
             how = (self.prompts, plan.clients, plan.new_tokens, 0.0)
-            before = process_tree.usage(server.pid)
             answers, seconds = run(server, asked, *how, 60 * plan.minutes, watches=False)
-            after = process_tree.usage(server.pid)
             memory = process_tree.memory(server.pid)
             alone, alone_s = run(
                 server, [(self.names[0], 0)] * len(answers), *how, 30, watches=False
@@ -283,7 +277,6 @@ class AdaptersRun(Run):
             "first_token_s": quantiles(firsts),
             "alone_first_token_s": quantiles([a.first_s for a in alone]),
             "faults": count_faults([*answers, *alone], expected),
-            "cpu_s": after["cpu_s"] - before["cpu_s"],
             "memory": memory,
             "loaded": loaded,
         }
@@ -308,7 +301,7 @@ class AdaptersRun(Run):
             plan.new_tokens,
             seconds,
             plan.budget_mib,
-            self.workdir / "peers",
+            self.workdir / "peers" / self.store.name,
             self.log,
         )
         return peers.measure(case, self.skipping)

@@ -112,10 +112,7 @@ def main() -> None:
         "version": f"openvino-genai {metadata.version('openvino-genai')}",
         "weight_bytes": (Path(folder) / "openvino_model.bin").stat().st_size,
     }
-    commands = {
-        "generate": generation(pipeline.generate),
-        "measure": measurement(pipeline.ask),
-    }
+    commands = {"generate": generation(pipeline.generate), "measure": measurement(pipeline.ask)}
     Channel().serve(about, commands)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from benchmarks.engine.request import Request
 from benchmarks.engine.uses import SAMPLED, measurement
@@ -20,7 +21,7 @@ def main() -> None:
     engine.load("m", folder)
 
     def ask(ids: list[int], new_tokens: int, sampled: bool = False, answers: int = 1) -> Request:
-        how = {"do_sample": True, "seed": 1, **SAMPLED} if sampled else {}
+        how: dict[str, Any] = {"do_sample": True, "seed": 1, **SAMPLED} if sampled else {}
         return Request(engine, ids, new_tokens, num_return_sequences=answers, **how).wait()
 
     Channel().serve({}, {"measure": measurement(ask)})

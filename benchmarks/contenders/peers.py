@@ -78,7 +78,7 @@ def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
     target = folder / f"{artifact.name}.{'gguf' if name == 'llama.cpp' else name}"
     if target.exists():
         return target
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     building = target.with_name(f".{target.name}")
     shutil.rmtree(building, ignore_errors=True)
     if name == "transformers":

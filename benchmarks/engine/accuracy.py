@@ -45,11 +45,7 @@ def log_softmax(logits: Logits) -> NDArray[np.float64]:
 
 
 def compare(
-    folder: str,
-    backend: str,
-    precision: str,
-    prompts: list[list[int]] | list[str],
-    new_tokens: int,
+    folder: str, backend: str, precision: str, prompts: list[list[int]] | list[str], new_tokens: int
 ) -> dict[str, Any]:
     """A backend's `precision` against fp32. `prompts` are ids or texts."""
     artifact = open_artifact(folder)

@@ -44,11 +44,6 @@ class Plan:
     texts: int = 24
     bandwidth_floats: int = 128 << 20
 
-    @classmethod
-    def quick(cls) -> Plan:
-        """Some seconds on a tiny model: shows that everything runs, not how fast."""
-        return cls(random_model.TINY, 1, 16, 16, 3, 4, 1, 5, 1, 2, 4 << 20)
-
 
 PARTS = (
     "bandwidth", "turns", "uses", "speculation", "serving", "loading", "memory", "accuracy",
@@ -57,6 +52,8 @@ PARTS = (
 
 
 class EngineRun(Run):
+    plan: Plan
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 1, 16, 16, 3, 4, 1, 5, 1, 2, 4 << 20)
     DEFAULT = ("contenders", *PARTS)
     PARTS = (*DEFAULT, *(contender.name for contender in CONTENDERS))
     GOALS = tables.GOALS
@@ -64,7 +61,6 @@ class EngineRun(Run):
     def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
         every = [one.name for one in CONTENDERS] if "contenders" in wanted else []
         super().__init__(plan, [*every, *(n for n in wanted if n != "contenders")], workdir)
-        self.plan = plan
         rows = max(plan.clients, BATCH)
         self.prompts = random_model.prompts(plan.config, rows, plan.prompt_tokens)
         self.texts = [random_model.text_of(prompt) for prompt in self.prompts]
@@ -165,7 +161,7 @@ class EngineRun(Run):
         for one in tqdm(CONTENDERS, desc="starting contenders", disable=None):
             start(one.name, partial(contender, one))
         start("serving", lambda: self._serving(stack))
-        said = {"texts": self.texts[:BATCH], "new_tokens": self.plan.new_tokens}
+        said = {"prompts": self.prompts[:BATCH], "new_tokens": self.plan.new_tokens}
         start("turns", lambda: partial(worker("turns", *INT8, *self.models), **said))
         plan, shape = self.plan, self.plan.config
         start("speculation", lambda: self._speculation(worker))

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from common.errors import EngineError
-from common.parameters import Parameters
 from engine.engine import Engine
 from engine.sequence import Token
 from engine.text.prompts import Raw
@@ -16,17 +15,24 @@ DEADLINE_S = 120
 
 
 class Request:
-    """Of one prompt to the model `m`, under way. `options` are those of `Parameters`."""
+    """Of one prompt, under way. `options` are those of `Parameters`."""
 
-    def __init__(self, engine: Engine, prompt: list[int], new_tokens: int, **options: Any) -> None:
-        parameters = Parameters(max_new_tokens=new_tokens, **options)
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: list[int],
+        new_tokens: int,
+        model: str = "m",
+        **options: Any,
+    ) -> None:
+        parameters = engine.parameters(model, {"max_new_tokens": new_tokens, **options})
         self.ids: list[int] = []  # of the first answer
-        self.tokens = 0  # of all
+        self.came: list[float] = []  # when each token of all answers did
         self._begun: dict[int, float] = {}  # seconds until each answer's first token
         self._left, self._done = parameters.num_return_sequences, threading.Event()
         self._error: EngineError | None = None
         self._asked = time.perf_counter()
-        engine.submit("m", Raw(prompt), parameters, self._emit, timeout_s=DEADLINE_S)
+        engine.submit(model, Raw(prompt), parameters, self._emit, timeout_s=DEADLINE_S)
 
     def wait(self) -> Request:
         """Until it is answered."""
@@ -40,13 +46,18 @@ class Request:
             self._error = item
             self._done.set()
             return
-        self._begun.setdefault(item.index, time.perf_counter() - self._asked)
-        self.tokens += 1
+        self.came.append(time.perf_counter())
+        self._begun.setdefault(item.index, self.came[-1] - self._asked)
         if item.index == 0:
             self.ids.append(item.id)
         self._left -= item.finish_reason is not None
         if not self._left:
             self._done.set()
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return len(self.came)
 
     @property
     def first_s(self) -> float:

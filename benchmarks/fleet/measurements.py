@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import random_model
-from benchmarks.process import ROOT, BenchmarkError, Program, fetch
+from benchmarks.fleet.haproxy import HAProxy
 from benchmarks.report.goals import Goal, Results
 from benchmarks.report.tables import page, shown, table
 from benchmarks.run import Run
-from benchmarks.server import Server, ask, free_port
+from benchmarks.server import Server, ask
 from benchmarks.switching.control_group import ControlGroup
 from engine.artifacts.config import GPT2Config
 
-CONFIGURATION = ROOT / "deploy" / "haproxy" / "haproxy.cfg"
 NODES, WARM_UP, CLIENTS = (1, 2, 3), 50, 8
 NAMES = [f"모델{number}" for number in range(12)]
 
@@ -36,37 +34,6 @@ class Plan:
     new_tokens: int = 32
     rounds: int = 3
     cpus: float | None = None  # of a server; without it, a core of its own
-
-    @classmethod
-    def quick(cls) -> Plan:
-        return cls(random_model.TINY, 30, 1.0, 4, 1)
-
-
-class HAProxy(Program):
-    """In front of servers on loopback, at these ports."""
-
-    def __init__(self, nodes: Sequence[int], log: Path) -> None:
-        program = shutil.which("haproxy")
-        if program is None:
-            raise BenchmarkError("haproxy is not installed")
-        self.port, inside = free_port(), free_port()
-        places = {"BIND": self.port, "INSIDE": inside}
-        for number in NODES:  # one that nobody listens on is down
-            places[f"NODE{number}"] = nodes[number - 1] if number <= len(nodes) else free_port()
-        settings = {name: f"127.0.0.1:{port}" for name, port in places.items()}
-        super().__init__([program, "-db", "-f", CONFIGURATION], log, settings)
-
-        def up() -> int:
-            with contextlib.suppress(OSError):
-                url = f"http://127.0.0.1:{inside}/metrics"
-                text = fetch(url, 5).decode()
-                wanted = 'haproxy_backend_active_servers{proxy="kogpt2"}'
-                (line,) = (row for row in text.splitlines() if row.startswith(wanted))
-                return int(float(line.split()[1]))
-            return 0
-
-        # All are taken for up until the first checks have failed.
-        self._wait(lambda: time.perf_counter() > self._began + 3 and up() == len(nodes))
 
 
 def added_ms(results: Results) -> list[float]:
@@ -87,6 +54,8 @@ def gained(many: int) -> Callable[[Results], list[float]]:
 
 
 class FleetRun(Run):
+    plan: Plan
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 30, 1.0, 4, 1)
     PARTS = DEFAULT = ("proxy", "nodes")
     GOALS: Sequence[Goal] = (
         ("tokens a second of two servers against one", ">=", 1.8, "x", gained(2)),
@@ -96,7 +65,7 @@ class FleetRun(Run):
 
     def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
         super().__init__(plan, wanted, workdir)
-        self.plan, self.store = plan, workdir / "models"
+        self.store = workdir / "models"
 
     def measure(self, save: Callable[[], object]) -> None:
         self.model = random_model.make(self.store, self.plan.config, 0)
@@ -108,7 +77,7 @@ class FleetRun(Run):
         log = self.log("proxy")
         with (
             Server(self.store, log, {NAMES[0]: self.tiny}) as server,
-            HAProxy([server.port], self.log("haproxy")) as proxy,
+            self._proxy_of([server]) as proxy,
         ):
             ways = {"direct_ms": server.connect(), "through_ms": server.connect()}
             ways["through_ms"].port = proxy.port
@@ -119,6 +88,9 @@ class FleetRun(Run):
                     if call >= WARM_UP:
                         found[name].append(1000 * seconds)
             return found
+
+    def _proxy_of(self, servers: Sequence[Server]) -> HAProxy:
+        return HAProxy(self.logs, [f"127.0.0.1:{server.port}" for server in servers])
 
     def _nodes(self) -> Results:
         cores, each = len(os.sched_getaffinity(0)), self.plan.cpus or 1
@@ -142,9 +114,7 @@ class FleetRun(Run):
                 models, log = dict.fromkeys(NAMES, self.model), self.log(f"{nodes}-{number}")
                 server = Server(self.store, log, models, prefix=prefix)
                 servers.append(started.enter_context(server))
-            proxy = started.enter_context(
-                HAProxy([server.port for server in servers], self.log("haproxy"))
-            )
+            proxy = started.enter_context(self._proxy_of(servers))
             rounds = [self._round(servers[0], proxy, nodes, r) for r in range(plan.rounds)]
         return {
             "tokens_per_s": [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,17 +13,15 @@ import numpy as np
 import psutil
 
 from benchmarks import random_model
+from benchmarks.engine.request import Request
 from benchmarks.forms.stalls import stalls
 from benchmarks.report.goals import Goal
 from benchmarks.report.tables import Row, page, table
 from benchmarks.run import Results, Run
-from common.errors import EngineError
 from common.form import json_schema
 from engine.artifacts.config import GPT2Config
 from engine.engine import Engine
-from engine.sequence import Token
 from engine.settings import Settings
-from engine.text.prompts import Raw
 
 FIELDS = 50
 LABELS = ["긍정", "부정", "중립", "모름", "해당 없음"]
@@ -62,10 +59,6 @@ class Plan:
     new_tokens: int = 64
     prompt_tokens: int = 32
 
-    @classmethod
-    def quick(cls) -> Plan:
-        return cls(random_model.TINY, 1, 8, 4)
-
 
 def _against(results: Results, rows: int) -> list[float]:
     """Of the dearest form's steps over those without a form, round by round."""
@@ -86,13 +79,14 @@ GOALS: tuple[Goal, ...] = (
 
 
 class FormsRun(Run):
+    plan: Plan
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 1, 8, 4)
     PARTS = ("steps", "ready", "answers", "stalls")
     DEFAULT = PARTS
     GOALS = GOALS
 
     def __init__(self, plan: Plan, wanted: Any, workdir: Path) -> None:
         super().__init__(plan, wanted, workdir)
-        self.plan = plan
         self._random = np.random.default_rng(0)
 
     def measure(self, save: Callable[[], object]) -> None:
@@ -127,26 +121,11 @@ class FormsRun(Run):
 
     def _ask(self, rows: int, **parameters: Any) -> tuple[list[float], int]:
         """When each token came, in seconds from the first request on; how many steps there were."""
-        left, came = threading.Semaphore(0), list[float]()
-        checked = self._engine.parameters("m", parameters)
-        faults: list[EngineError] = []
-
-        def emit(item: Token | EngineError) -> None:
-            came.append(time.perf_counter() - began)
-            if isinstance(item, EngineError):
-                faults.append(item)
-            if isinstance(item, EngineError) or item.finish_reason:
-                left.release()
-
         counters = self._engine._find("m").statistics
         steps = counters.steps
         began = time.perf_counter()
-        for _ in range(rows):
-            self._engine.submit("m", Raw(self._ids()), checked, emit)
-        for _ in range(rows):
-            left.acquire()
-        if faults:
-            raise faults[0]
+        asked = [Request(self._engine, self._ids(), **parameters) for _ in range(rows)]
+        came = sorted(when - began for request in asked for when in request.wait().came)
         return came, counters.steps - steps
 
     def _steps(self) -> list[Results]:
@@ -154,7 +133,7 @@ class FormsRun(Run):
         seconds: dict[tuple[str, int], list[float]] = {
             (form, rows): [] for rows in ROWS for form in STEPS
         }
-        given = {"max_new_tokens": self.plan.new_tokens, "ignore_eos": True}
+        given = {"new_tokens": self.plan.new_tokens, "ignore_eos": True}
         for _ in range(self.plan.rounds + 1):
             for (form, rows), found in seconds.items():
                 came, steps = self._ask(rows, **given, **STEPS[form])
@@ -192,8 +171,8 @@ class FormsRun(Run):
         }
         for _ in range(self.plan.rounds + 1):
             for name, one in found.items():
-                came, steps = self._ask(1, max_new_tokens=100, **ANSWERS[name])
-                free, _ = self._ask(1, max_new_tokens=len(came), ignore_eos=True)
+                came, steps = self._ask(1, new_tokens=100, **ANSWERS[name])
+                free, _ = self._ask(1, new_tokens=len(came), ignore_eos=True)
                 one |= {"tokens": len(came), "steps": steps}
                 one["seconds"].append(came[-1])
                 one["free_s"].append(free[-1])

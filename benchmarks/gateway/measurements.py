@@ -6,18 +6,16 @@ whether loading and unloading leaves memory behind.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import http.client
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from benchmarks import random_model
 from benchmarks.engine.process import measure_cycles
-from benchmarks.gateway import fetching, hand_offs, streams
+from benchmarks.gateway import fetching, streams
 from benchmarks.report.goals import Goal, Results
 from benchmarks.report.tables import Row, medians, page, shown, table
 from benchmarks.run import Run
@@ -35,16 +33,10 @@ class Plan:
     archived_layers: int = 4  # in fp16, about 130 MB as a .tar.gz
     starts: int = 5
     calls: int = 2000
-    hand_offs: int = 300
     streams: int = 100
     cold_calls: int = 10
     fetches: int = 3
     cycles: int = 100
-
-    @classmethod
-    def quick(cls) -> Plan:
-        """Some seconds on tiny models: shows that everything runs, not how fast."""
-        return cls(random_model.TINY, 1, 1, 50, 20, 3, 2, 1, 5)
 
 
 def added_ms(results: Results) -> list[float]:
@@ -72,13 +64,15 @@ GOALS: tuple[Goal, ...] = (
 
 
 class GatewayRun(Run):
+    plan: Plan
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 1, 1, 50, 3, 2, 1, 5)
     DEFAULT = ("starts", "calls", "streams", "cold", "fetching", "cycles")
-    PARTS = (*DEFAULT, "hand-offs")
+    PARTS = DEFAULT
     GOALS = GOALS
 
     def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
         super().__init__(plan, wanted, workdir)
-        self.plan, self.store = plan, workdir / "models"
+        self.store = workdir / "models"
 
     def measure(self, save: Callable[[], object]) -> None:
         self.full = random_model.make(self.store, self.plan.config, 0)
@@ -90,7 +84,6 @@ class GatewayRun(Run):
         parts: dict[str, Callable[[], Results]] = {
             "starts": self._starts,
             "calls": self._calls,
-            "hand-offs": self._hand_offs,
             "streams": self._streams,
             "cold": self._cold,
             "fetching": self._fetching,
@@ -125,22 +118,6 @@ class GatewayRun(Run):
                 connection.close()
         return {name: each[WARM_UP:] for name, each in found.items()}
 
-    def _hand_offs(self) -> Results:
-        """Of one request after the other, of each model. Needs `perf`, and root."""
-        found: Results = {}
-        with (
-            Server(self.store, self.log("hand-offs"), self.models) as server,
-            contextlib.closing(server.connect()) as connection,
-        ):
-            for model in self.models:
-                once = partial(ask, connection, model, self.text, hand_offs.TOKENS)
-                for _ in range(WARM_UP):
-                    once()
-                found[model] = hand_offs.measure(
-                    server.pid, once, self.plan.hand_offs, self.workdir / "perf"
-                )
-        return found
-
     def _streams(self) -> Results:
         return streams.measure(
             self.store, self.models, self.text, self.plan.streams, self.log("streams")
@@ -171,13 +148,7 @@ class GatewayRun(Run):
 
 
 def lines(results: Results) -> str:
-    handed = [
-        table(
-            (f"the {model} model's requests", "to wake, us", "computes, us"), [*hand_offs.rows(one)]
-        )
-        for model, one in results.get("hand-offs", {}).items()
-    ]
-    return page(results, "the gateway", table(("", ""), [*rows(results)]), *handed)
+    return page(results, "the gateway", table(("", ""), [*rows(results)]))
 
 
 def rows(results: Results) -> Iterator[Row]:

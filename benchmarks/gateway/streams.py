@@ -36,10 +36,7 @@ def measure(store: Path, folders: dict[str, Path], text: str, count: int, log: P
     """By size and way, milliseconds to the first bytes (`first_ms`) and of the whole stream."""
     port = free_port() if importlib.util.find_spec("grpc") else 0
     environment = {"GRPC_PORT": str(port)}
-    with (
-        Server(store, log, folders, environment=environment) as server,
-        ExitStack() as opened,
-    ):
+    with Server(store, log, folders, environment=environment) as server, ExitStack() as opened:
         return {size: _measure(_ways(server, port, size, text, opened), count) for size in SIZES}
 
 

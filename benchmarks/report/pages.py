@@ -101,10 +101,7 @@ def _headline(results: Results, text: str, peer: str, missed: str) -> str:
     cold = statistics.median(results["gateway"]["cold"]["full"])
     every = [*results["goals"], *results["gateway"]["goals"]]
     said = text.format(
-        **rates(ours),
-        peers=", ".join(peers),
-        guides=against["value"]["median"],
-        cold=cold,
+        **rates(ours), peers=", ".join(peers), guides=against["value"]["median"], cold=cold
     )
     count = sum("met" in goal for goal in every)
     return f"{said} {missed.format(count=count, missed=len(_missed(results)))}"

@@ -72,11 +72,6 @@ class Plan:
     seed: int = 0
     against: str | None = None
 
-    @classmethod
-    def quick(cls) -> Plan:
-        """Some seconds on tiny models: shows that everything runs, not how fast."""
-        return cls(SMALL, 4, 24, 2, 4, 0.01, 1, 3, 2, tries=1)
-
     @property
     def budget_mib(self) -> int:
         return (
@@ -102,12 +97,14 @@ class Side:
 
 
 class SwitchingRun(Run):
+    plan: Plan
+    PLAN, QUICK = Plan(), Plan(SMALL, 4, 24, 2, 4, 0.01, 1, 3, 2, tries=1)
     PARTS = ("trace", "swaps", "memory", "first", "sweep", "disk", "registered", "models")
     DEFAULT = PARTS[:4]
 
     def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
         super().__init__(plan, wanted, workdir)
-        self.plan, self.many = plan, plan.models > MANY
+        self.many = plan.models > MANY
         if plan.against and self.many:
             raise BenchmarkError(f"--against takes at most {MANY} models")
         self.GOALS = tables.CONTAINER_GOALS if plan.container_mib else tables.GOALS
@@ -266,10 +263,7 @@ class SwitchingRun(Run):
         memory each have a second server, too, which does not know of it and keeps all hot."""
         if self.plan.container_mib:
             side = self.sides[0]
-            return {
-                side.name: self._sizes(side),
-                tables.ALL_HOT: self._sizes(side, seen=False),
-            }
+            return {side.name: self._sizes(side), tables.ALL_HOT: self._sizes(side, seen=False)}
         return self._by_side(self._sizes)
 
     def _sizes(self, side: Side, seen: bool = True) -> list[Results]:

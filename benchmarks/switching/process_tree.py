@@ -49,8 +49,7 @@ def memory(pid: int) -> dict[str, Any]:
 
 
 def usage(pid: int) -> Counter[str]:
-    """Major faults, bytes that came from the disk, and seconds of the processors' time: `cpu_s`, of
-    it `cpu_s KIND` of each kind of process, and of that `kernel_s KIND` in the kernel.
+    """Major faults, bytes that came from the disk, and seconds of the processors' time.
 
     Of the processes that live; the seconds are those of ended children, too.
     """
@@ -61,12 +60,7 @@ def usage(pid: int) -> Counter[str]:
             stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8")
             found["major_faults"] += int(stat.rpartition(")")[2].split()[9])
             found["read_bytes"] += int(process.io_counters().read_bytes)
-            user, kernel, of_children, kernel_of_children = process.cpu_times()[:4]
-            kernel += kernel_of_children
-            kind = kind_of(" ".join(process.cmdline()))
-            for key in ("cpu_s", f"cpu_s {kind}"):
-                found[key] += user + of_children + kernel
-            found[f"kernel_s {kind}"] += kernel
+            found["cpu_s"] += sum(process.cpu_times()[:4])
         except (OSError, psutil.Error):
             continue
     return found

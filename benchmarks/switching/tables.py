@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterator
 
 from benchmarks.report.goals import Goal, Results, Values
@@ -36,9 +35,7 @@ def lines(results: Results) -> str:
         what,
         table(("time to first token, ms", "requests", *QUANTILES), [*_latencies(trace)]),
         _rates(trace),
-        _processors(trace),
         _hits(trace),
-        _memory_after(trace),
         table(("", ""), others),
         _sweep(results.get("sweep", {})),
         _disk(results.get("disk", {})),
@@ -74,21 +71,6 @@ def _rates(found: Results) -> Iterator[str]:
     return table(("", *head, "read, MB"), rows)
 
 
-def _processors(found: Results) -> Iterator[str]:
-    """What a request costs each kind of process, and how much of that is the kernel's."""
-    rows = []
-    for side, one in found.items():
-        requests = max(one["first_token_s"]["all"]["count"], 1)
-        spent: Counter[str] = sum((Counter(r["usage"]) for r in one["rounds"]), Counter())
-        kinds = {key.removeprefix("cpu_s "): s for key, s in spent.items() if "cpu_s " in key}
-        each = [
-            f"{kind} {1000 * s / requests:.0f} ({1000 * spent[f'kernel_s {kind}'] / requests:.0f})"
-            for kind, s in sorted(kinds.items(), key=lambda item: -item[1])
-        ]
-        rows.append((side, ", ".join(each)))
-    return table(("", "CPU of a request by kind of process, ms (and in the kernel)"), rows)
-
-
 def _hits(found: Results) -> Iterator[str]:
     policies = [*next(iter(found.values()))["hits"]] if found else []
     rows = [
@@ -96,21 +78,6 @@ def _hits(found: Results) -> Iterator[str]:
         for side, one in found.items()
     ]
     return table(("requests that found their model hot", "room", *policies), rows)
-
-
-def _memory_after(found: Results) -> Iterator[str]:
-    rows = []
-    for side, one in found.items():
-        memory = one["rounds"][-1]["memory"]
-        kinds = sorted(memory["by_kind"].items(), key=lambda item: -item[1]["anonymous"])
-        each = ", ".join(
-            f"{kind} {_mb(m['anonymous'])}" + (f" ({m['processes']})" if m["processes"] > 1 else "")
-            for kind, m in kinds
-        )
-        sizes = [_mb(memory[key]) for key in ("rss", "pss", "anonymous")]
-        rows.append((side, str(memory["processes"]), *sizes, each))
-    head = ("processes", "RSS", "PSS", "of it anonymous", "by kind, anonymous")
-    return table(("after the trace, MB", *head), rows)
 
 
 def _swaps(results: Results) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""A model and its vocabulary in one call."""
+"""Loads a model and its vocabulary in one call."""
 
 from __future__ import annotations
 

@@ -18,24 +18,23 @@ def get_tokenizer(cachedir: str = "~/kogpt2/") -> str:
 
 
 def download(url: str, filename: str, chksum: str = "", cachedir: str = "~/kogpt2/") -> str:
-    """The path of a file of the model's with this name. Raises `FileNotFoundError`."""
+    """The path of the model's file `filename`; downloads nothing. Raises `FileNotFoundError`."""
     return str(find(filename, filename, cachedir))
 
 
 def find(name: str, pattern: str, cachedir: str) -> Path:
-    """The file `name` in the model's folder or `cachedir`, or the only one that fits `pattern`."""
+    """The file `name` in the model's folder or `cachedir`, or the only match of `pattern`."""
     model = Path(os.environ.get("SM_MODEL_DIR", "."))
     folders = [model, Path(cachedir).expanduser()]
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
-        found = sorted(folder.glob(pattern)) or sorted(folder.rglob(pattern))
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = ", ".join(path.name for path in found)
-            raise FileNotFoundError(f"{folder} holds several {pattern}: {names}")
+        paths = sorted(folder.glob(pattern)) or sorted(folder.rglob(pattern))
+        if len(paths) == 1:
+            return paths[0]
+        if paths:
+            names = ", ".join(path.name for path in paths)
+            raise FileNotFoundError(f"{folder} holds several {pattern}: {names}; must be one")
     raise FileNotFoundError(
-        f"there is no {pattern} in the model's folder; nothing is downloaded here, so put it into"
-        " the artifact"
+        f"there is no {pattern} in {model}; this server downloads none: put it into the artifact"
     )

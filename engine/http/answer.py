@@ -14,8 +14,8 @@ from engine.sequence import Token
 class Answer:
     """Collects the sequences of a request.
 
-    Give `emit` to `Engine.submit_soon`; `done` is called once, on a text thread, when the last
-    sequence or the first error has come.
+    Give `emit` to `Engine.submit_soon`; `done` is called once, on a thread of the engine, when the
+    last sequence or the first error has come.
     """
 
     def __init__(self, num_sequences: int, done: Callable[[], None]) -> None:

@@ -203,15 +203,19 @@ static void prepare_part(void *data, size_t part, int thread) {
     down_part(data, part - p->quantize_parts, thread);
 }
 
-/* Adds what adapters make of rows [row, row + count) to a group of columns. */
+/* Adds what adapters make of rows [row, row + count) to a group of columns, and fetches what the next
+   group needs. */
 static void add_adapters(const Product *p, size_t row, size_t count, size_t group,
                          float out[][LINE]) {
   for (size_t r = 0; r < count; r++) {
     if (!pass.adapters[row + r]) continue;
     const LowRank *low = low_rank(pass.adapters[row + r], p->adapted);
-    if (low->rank)
-      kernels->add_product(pass.model->block != 0, pass.down + (row + r) * pass.down_row, low->rank,
-                           (const uint8_t *)low->up + group * float_group_bytes(low->rank), out[r]);
+    if (!low->rank) continue;
+    const size_t bytes = float_group_bytes(low->rank);
+    const uint8_t *packed = (const uint8_t *)low->up + group * bytes;
+    kernels->add_product(pass.model->block != 0, pass.down + (row + r) * pass.down_row, low->rank,
+                         packed, out[r]);
+    for (size_t at = 0; at < bytes && at < 2048; at += 64) __builtin_prefetch(packed + bytes + at);
   }
 }
 
@@ -237,7 +241,7 @@ static void multiply_part(void *data, size_t part, int thread) {
     const uint8_t *packed = (const uint8_t *)p->matrix->weight + group * bytes;
     const float *bias = p->matrix->bias ? p->matrix->bias + group * LINE : no_bias;
     const int adapted = p->adapted != NOT_ADAPTED && pass.num_spans;
-    if (adapted) prefetch_adapters(p, group);
+    if (adapted && group == part * p->groups_at_once) prefetch_adapters(p, group);
     for (size_t row = 0, done; row < p->count; row += done) {
       float out[MAX_ROWS][LINE];
       if (pass.model->block)

@@ -135,12 +135,14 @@ TARGET static size_t NAME(float_tile)(const float *x, size_t count, size_t strid
    sums, because one would wait for itself: with few columns a row has nothing else to do. */
 TARGET INLINE void NAME(add_row)(int half, const float *x, size_t k, const uint8_t *packed, float *y) {
   const size_t bytes = LANES * (half ? sizeof(uint16_t) : sizeof(float));
+  const uint8_t *end = packed + k * PARTS * bytes;
   floats sums[4][PARTS] = {{{0}}};
   EACH(p, PARTS) sums[0][p] = NAME(load)(y + p * LANES);
   for (size_t i = 0; i < k; i += 4) {
     const int count = k - i < 4 ? (int)(k - i) : 4;
-    for (size_t line = 0; line < 4 * PARTS * bytes; line += 64)
-      __builtin_prefetch(packed + TILE_PREFETCH + line);
+    if (packed + TILE_PREFETCH < end) /* what lies behind it is not what is needed next */
+      for (size_t line = 0; line < 4 * PARTS * bytes; line += 64)
+        __builtin_prefetch(packed + TILE_PREFETCH + line);
     EACH(j, 4) {
       if (j >= count) break;
       EACH(p, PARTS) {

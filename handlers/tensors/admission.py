@@ -14,8 +14,7 @@ RESERVE_BYTES = 128 * MIB
 
 
 def check_memory(size_bytes: int, what: str) -> None:
-    """Raises `OutOfMemory`, for which the gateway may evict other models, or `NeverFits` if that
-    could not free enough."""
+    """Raises `OutOfMemory`, or `NeverFits` if evicting other models could not free enough."""
     limit, available = memory_limit_bytes() - RESERVE_BYTES, available_bytes() - RESERVE_BYTES
     if size_bytes > available:
         error = NeverFits if size_bytes > limit else OutOfMemory

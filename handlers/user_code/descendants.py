@@ -43,8 +43,7 @@ class _Process(NamedTuple):
 
 @functools.cache
 def _spawner() -> ThreadPoolExecutor:
-    """A thread that lives as long as the worker: PR_SET_PDEATHSIG kills a program with the thread
-    that started it."""
+    """A thread for the worker's whole life: PR_SET_PDEATHSIG ends a program with its thread."""
     return ThreadPoolExecutor(1, thread_name_prefix="spawner")
 
 

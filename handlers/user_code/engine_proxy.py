@@ -1,6 +1,6 @@
 """Forwards a script's calls to its own model in the engine, through the worker.
 
-Scripts cannot connect to the engine's socket: whoever connects to it may unload any model.
+Scripts cannot connect to the engine's socket: any process that does may unload any model.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from benchmarks.adapters import tables as adapters
 from benchmarks.contenders import peers
 from benchmarks.engine import tables, uses
 from benchmarks.fleet import measurements as fleet
-from benchmarks.fleet import simulation
 from benchmarks.forms import measurements as forms
 from benchmarks.gateway import measurements as gateway
 from benchmarks.process import BenchmarkError
@@ -244,19 +243,6 @@ def test_what_runs_in_a_control_group_has_its_processor_time_and_sees_it() -> No
         pytest.skip(str(error))
     assert int(cores) == 1
     assert float(seconds) > 0.6
-
-
-def test_hashing_finds_models_loaded_and_bounded_load_keeps_a_hot_one_from_waiting() -> None:
-    seen = {
-        policy: simulation.simulate(policy, 500, 8, 150.0, 8.0, 1)
-        for policy in ("hash", "bounded", "random")
-    }
-    hits = {policy: found.hits / len(found.took_s) for policy, found in seen.items()}
-    assert hits["hash"] > hits["bounded"] > hits["random"] + 0.2
-    late = {policy: simulation.percentile(0.99, found.took_s) for policy, found in seen.items()}
-    assert late["bounded"] <= late["hash"]
-    again = simulation.simulate("bounded", 500, 8, 150.0, 8.0, 1)
-    assert again == seen["bounded"]
 
 
 def test_what_the_gateway_adds_is_the_median_difference_of_pairs() -> None:

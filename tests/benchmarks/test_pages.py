@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine.measurements import EngineRun, Plan
+from benchmarks.engine.measurements import EngineRun
 from benchmarks.report import pages
 from command.errors import Problem
 
@@ -45,9 +45,9 @@ def test_a_missed_goal_is_shown_with_its_numbers_in_both_languages() -> None:
 
 
 def test_parts_of_a_run_come_together_if_they_are_of_one_commit(tmp_path: Path) -> None:
-    first = EngineRun(Plan.quick(), ["mxnet", "uses"], tmp_path)
+    first = EngineRun(EngineRun.QUICK, ["mxnet", "uses"], tmp_path)
     first.results |= {"contenders": {"mxnet": {}}, "skipped": {"loading": "봄", "uses": "겨울"}}
-    second = EngineRun(Plan.quick(), ["loading", "uses"], tmp_path)
+    second = EngineRun(EngineRun.QUICK, ["loading", "uses"], tmp_path)
     second.add_to(first.results)
     assert second.results["contenders"] == {"mxnet": {}}
     assert second.results["skipped"] == {}
@@ -57,8 +57,8 @@ def test_parts_of_a_run_come_together_if_they_are_of_one_commit(tmp_path: Path) 
 
 
 def test_contenders_are_compared_within_one_run_only(tmp_path: Path) -> None:
-    first = EngineRun(Plan.quick(), ["mxnet"], tmp_path)
+    first = EngineRun(EngineRun.QUICK, ["mxnet"], tmp_path)
     first.results["contenders"] = {"mxnet": {}}
-    second = EngineRun(Plan.quick(), ["guides"], tmp_path)
+    second = EngineRun(EngineRun.QUICK, ["guides"], tmp_path)
     second.add_to(first.results)
     assert second.results["contenders"] == {}

@@ -84,5 +84,5 @@ def test_parameters_have_the_names_of_v1(model_class: Any, tmp_path: Path) -> No
 
 def test_too_many_tokens_are_refused(model_class: Any, tmp_path: Path) -> None:
     model = loaded(model_class, artifact(tmp_path))
-    with pytest.raises(ValueError, match="65 tokens are more than 64"):
+    with pytest.raises(ValueError, match="65 tokens, must be at most 64"):
         model(ids(1, 65))

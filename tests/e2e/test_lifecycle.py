@@ -81,11 +81,11 @@ def test_an_unload_ends_a_load_that_hangs(server: Server) -> None:
     with ThreadPoolExecutor(2) as pool:
         load = pool.submit(server.load, "hangs")
         eventually(lambda: server.descendants(WORKER))
-        eventually(lambda: len(server.descendants("scripts/child.py")) > 0)
+        eventually(lambda: len(server.descendants("user_code/child.py")) > 0)
         assert server.unload("hangs").status_code == 200
         assert error(load.result()) == (409, "ConflictStatusException")
         eventually(lambda: not server.descendants(WORKER))
-        eventually(lambda: not server.descendants("scripts/child.py"))
+        eventually(lambda: not server.descendants("user_code/child.py"))
     assert error(server.unload("hangs"))[0] == 404
     assert text(server.predict("a", SHORT))
 

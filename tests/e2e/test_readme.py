@@ -38,6 +38,18 @@ def test_the_session_answers_as_it_is_shown(server: Server, page: str) -> None:
     server.unload("sowol")
 
 
+def test_the_programs_of_the_readme_print_what_the_model_answers(server: Server) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.S)
+    program = program.replace("http://localhost:8080", server.url(""))
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    by_boto3 = done.stdout.splitlines()[-1]  # OpenAI's is drawn, and may hold any text before it
+    text, steps, _ = json.loads(by_boto3)
+    assert text.startswith("나 보기가 역겨워")
+    assert steps > 1
+
+
 @pytest.mark.parametrize("page", SETTINGS)
 def test_the_table_of_settings_is_the_codes(page: str) -> None:
     table = subprocess.run(

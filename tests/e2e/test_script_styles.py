@@ -281,7 +281,7 @@ def test_the_environment_may_name_the_program(store: Path, tmp_path: Path) -> No
             url = str(store / own)
             assert server.load(own, url).status_code == 200, own
             assert server.predict(own, 1).text == expected
-        children = len(server.descendants("scripts/child.py"))
+        children = len(server.descendants("user_code/child.py"))
         assert children == 2 * 3
         assert server.load("handled").status_code == 200
         assert server.predict("handled", {"값": 21}).json() == [42, 1]

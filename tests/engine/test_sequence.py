@@ -76,120 +76,89 @@ def test_each_token_is_emitted_with_its_text() -> None:
     assert story.finish_reason is None
 
 
-def test_the_end_token_stops_an_answer_and_is_no_text() -> None:
-    story = Story("▁물", "</s>", "▁더")
-    assert story.texts == [" 물", ""]
-    assert story.finish_reason == "stop"
-    assert story.sequence.state is State.FINISHED
+# Of each answer: its pieces, the options, the texts that are sent, and the finish reason.
+ANSWERS: dict[str, tuple[tuple[str, ...], dict[str, Any], list[str], str | None]] = {
+    "end token": (("▁물", "</s>", "▁더"), {}, [" 물", ""], "stop"),
+    "ignored end token": (
+        ("▁물", "</s>", "▁더"),
+        {"ignore_eos": True, "max_new_tokens": 3},
+        [" 물", "", " 더"],
+        "length",
+    ),
+    "no end token": (("a", "</s>", "b"), {"eos_id": None}, ["a", "", "b"], None),
+    "length": (("a", "b", "c", "d"), {"max_new_tokens": 3}, ["a", "b", "c"], "length"),
+    "full context": (("a", "b", "c", "d"), {"max_length": 4}, ["a", "b", "c"], "length"),
+    "end token at the last place": (("a", "</s>"), {"max_new_tokens": 2}, ["a", ""], "stop"),
+    "within a token": (("안녕", "그래\n그리고", "x"), {"stop": ("\n",)}, ["안녕", "그래"], "stop"),
+    "several tokens": (("아", "<", "끝", ">", "x"), {"stop": ("<끝>",)}, ["아", *[""] * 3], "stop"),
+    "first token": (("끝이다",), {"stop": ("끝",)}, [""], "stop"),
+    "last place": (("가", "끝"), {"max_new_tokens": 2, "stop": ("끝",)}, ["가", ""], "stop"),
+    "among the first tokens": (
+        ("아", "끝", "이", "끝", "x"),
+        {"stop": ("끝",), "min_new_tokens": 3},
+        ["아", "끝", "이", ""],
+        "stop",
+    ),
+    "only among the first tokens": (
+        ("아", "끝", "이", "끝", "x"),
+        {"stop": ("끝",), "min_new_tokens": 4, "max_new_tokens": 5},
+        ["아", "끝", "이", "끝", "x"],
+        "length",
+    ),
+    "ends behind the first tokens": (
+        ("ab", "<", "끝", ">", "x"),
+        {"stop": ("<끝>", "<"), "min_new_tokens": 3},
+        ["ab", "", "", ""],
+        "stop",
+    ),
+    "no stop string after all": (
+        ("아", "<", "끝", "!"),
+        {"stop": ("<끝>",)},
+        ["아", "", "", "<끝!"],
+        None,
+    ),
+    "held back": (("12ab", "ab", "c"), {"stop": ("ababc",)}, ["12", "", ""], "stop"),
+    "held back in part": (("xaa", "aab"), {"stop": ("aab",)}, ["x", "aa"], "stop"),
+    "first of several": (("가나다라",), {"stop": ("다", "나")}, ["가"], "stop"),
+    "shortest of several": (("가", "나다", "라"), {"stop": ("나다라", "다")}, ["가", "나"], "stop"),
+    "held text before an end token": (("가<", "</s>"), {"stop": ("<끝>",)}, ["가", "<"], "stop"),
+    "held text at the last place": (
+        ("가<", "끝"),
+        {"max_new_tokens": 2, "stop": ("<끝>",)},
+        ["가", "<끝"],
+        "length",
+    ),
+    "a space of the tokenizer": (("그", "▁끝"), {"stop": (" 끝",)}, ["그", ""], "stop"),
+    "bytes of a character": (
+        ("a", "<0xEA>", "<0xB0>", "<0x80>"),
+        {"stop": ("나",)},
+        ["a", "", "", "가"],
+        None,
+    ),
+    "a stop string of bytes": (
+        ("a", "<0xEA>", "<0xB0>", "<0x80>"),
+        {"stop": ("가",)},
+        ["a", "", "", ""],
+        "stop",
+    ),
+    "a cut character": (("a", "<0xEA>"), {"max_new_tokens": 2}, ["a", "\ufffd"], "length"),
+    "a cut character before an end token": (
+        ("a", "<0xEA>", "</s>"),
+        {},
+        ["a", "", "\ufffd"],
+        "stop",
+    ),
+}
 
 
-def test_an_end_token_that_is_ignored_is_no_text_and_no_end() -> None:
-    story = Story("▁물", "</s>", "▁더", ignore_eos=True, max_new_tokens=3)
-    assert story.texts == [" 물", "", " 더"]
-    assert story.finish_reason == "length"
-
-
-def test_without_an_end_token_nothing_stops_an_answer_but_its_length() -> None:
-    assert Story("a", "</s>", "b", eos_id=None).texts == ["a", "", "b"]
-
-
-def test_an_answer_ends_after_the_tokens_that_were_asked_for() -> None:
-    story = Story("a", "b", "c", "d", max_new_tokens=3)
-    assert story.texts == ["a", "b", "c"]
-    assert [token.finish_reason for token in story.tokens] == [None, None, "length"]
-
-
-def test_an_answer_ends_where_the_context_is_full() -> None:
-    story = Story("a", "b", "c", "d", max_length=4)
-    assert len(story.sequence.ids) == 4
-    assert story.finish_reason == "length"
-
-
-def test_the_end_token_in_the_last_place_is_a_stop() -> None:
-    assert Story("a", "</s>", max_new_tokens=2).finish_reason == "stop"
-
-
-def test_a_stop_string_within_a_token_cuts_it() -> None:
-    story = Story("안녕", "그래\n그리고", "x", stop=("\n",))
-    assert story.texts == ["안녕", "그래"]
-    assert story.finish_reason == "stop"
-
-
-def test_a_stop_string_over_several_tokens_never_gets_out() -> None:
-    story = Story("아", "<", "끝", ">", "x", stop=("<끝>",))
-    assert story.texts == ["아", "", "", ""]
-    assert story.finish_reason == "stop"
-
-
-def test_a_stop_string_among_the_first_tokens_is_text_where_more_are_wanted() -> None:
-    pieces = ("아", "끝", "이", "끝", "x")
-    assert Story(*pieces, stop=("끝",)).texts == ["아", ""]
-    story = Story(*pieces, stop=("끝",), min_new_tokens=3)
-    assert story.texts == ["아", "끝", "이", ""]
-    assert story.finish_reason == "stop"
-    assert Story(*pieces, stop=("끝",), min_new_tokens=4, max_new_tokens=5).texts == list(pieces)
-
-
-def test_a_stop_string_that_ends_behind_the_wanted_tokens_never_gets_out() -> None:
-    story = Story("ab", "<", "끝", ">", "x", stop=("<끝>", "<"), min_new_tokens=3)
-    assert story.texts == ["ab", "", "", ""]
-    assert story.finish_reason == "stop"
-
-
-def test_text_that_only_looked_like_a_stop_string_gets_out_later() -> None:
-    story = Story("아", "<", "끝", "!", stop=("<끝>",))
-    assert story.texts == ["아", "", "", "<끝!"]
-
-
-def test_only_what_can_still_become_a_stop_string_is_held_back() -> None:
-    story = Story("12ab", "ab", "c", stop=("ababc",))
-    assert story.texts == ["12", "", ""]
-    assert Story("xaa", "aab", stop=("aab",)).texts == ["x", "aa"]
-
-
-def test_the_first_of_several_stop_strings_wins() -> None:
-    assert Story("가나다라", stop=("다", "나")).texts == ["가"]
-    assert Story("가", "나다", "라", stop=("나다라", "다")).texts == ["가", "나"]
-
-
-def test_a_stop_string_in_the_first_token_leaves_no_text() -> None:
-    story = Story("끝이다", stop=("끝",))
-    assert story.texts == [""]
-    assert story.finish_reason == "stop"
-
-
-def test_the_end_token_lets_held_text_out() -> None:
-    assert Story("가<", "</s>", stop=("<끝>",)).texts == ["가", "<"]
-
-
-def test_the_last_token_lets_held_text_out() -> None:
-    story = Story("가<", "끝", max_new_tokens=2, stop=("<끝>",))
-    assert story.texts == ["가", "<끝"]
-    assert story.finish_reason == "length"
-
-
-def test_a_stop_string_in_the_last_place_is_a_stop() -> None:
-    assert Story("가", "끝", max_new_tokens=2, stop=("끝",)).finish_reason == "stop"
-
-
-def test_a_space_of_the_tokenizer_is_a_space_in_a_stop_string() -> None:
-    assert Story("그", "▁끝", stop=(" 끝",)).texts == ["그", ""]
-
-
-def test_characters_in_bytes_come_when_they_are_whole() -> None:
-    story = Story("a", "<0xEA>", "<0xB0>", "<0x80>", stop=("나",))
-    assert story.texts == ["a", "", "", "가"]
-
-
-def test_a_stop_string_is_found_in_characters_made_of_bytes() -> None:
-    story = Story("a", "<0xEA>", "<0xB0>", "<0x80>", stop=("가",))
-    assert story.texts == ["a", "", "", ""]
-    assert story.finish_reason == "stop"
-
-
-def test_a_character_cut_short_at_the_end_is_one_replacement_character() -> None:
-    assert Story("a", "<0xEA>", max_new_tokens=2).texts == ["a", "\ufffd"]
-    assert Story("a", "<0xEA>", "</s>").texts == ["a", "", "\ufffd"]
+@pytest.mark.parametrize(("pieces", "options", "texts", "reason"), ANSWERS.values(), ids=ANSWERS)
+def test_an_answers_texts_and_how_it_ends(
+    pieces: tuple[str, ...], options: dict[str, Any], texts: list[str], reason: str | None
+) -> None:
+    story = Story(*pieces, **options)
+    assert story.texts == texts
+    assert [token.finish_reason for token in story.tokens] == [None] * (len(texts) - 1) + [reason]
+    assert story.sequence.over == (reason is not None)
 
 
 def test_random_text_is_cut_where_the_whole_text_would_be() -> None:

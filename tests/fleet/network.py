@@ -102,17 +102,13 @@ class Network:
     def __enter__(self) -> Network:
         remove_left()
         bridge = f"{self._prefix}bridge"
-        try:
-            run("ip", "netns", "add", bridge)
-            run("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge")
-            run("ip", "-n", bridge, "link", "set", "bridge", "up")
-            link = f"kogpt2-{os.getpid()}"
-            self._connect(link, "us")
-            run("ip", "address", "add", f"{self.address}/28", "dev", link)
-            run("ip", "link", "set", link, "up")
-        except BaseException:
-            self.__exit__()
-            raise
+        run("ip", "netns", "add", bridge)
+        run("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", bridge, "link", "set", "bridge", "up")
+        link = f"kogpt2-{os.getpid()}"
+        self._connect(link, "us")
+        run("ip", "address", "add", f"{self.address}/28", "dev", link)
+        run("ip", "link", "set", link, "up")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -29,22 +30,17 @@ with network.host("node").limited() as prefix:
 """
 
 
-def test_what_a_killed_test_left_is_removed() -> None:
+def test_what_a_killed_test_left_is_removed_and_nothing_else() -> None:
     with subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE) as maker:
         assert maker.stdout
         inside = int(maker.stdout.readline())
         maker.kill()
-    left = f"{PREFIX}{maker.pid}-*"
-    assert len(list(NAMESPACES.glob(left))) == 2
-    remove_left()
-    assert not list(NAMESPACES.glob(left))
+    left = set(NAMESPACES.glob(f"{PREFIX}{maker.pid}-*"))
+    assert len(left) == 2
+    with Network() as network:  # which removes it
+        network.host("node")
+        remove_left()
+        assert not set(NAMESPACES.glob(f"{PREFIX}*")) & left
+        assert len(set(NAMESPACES.glob(f"{PREFIX}{os.getpid()}-*"))) == 2
     assert not control_groups(maker.pid)
     assert has_ended(inside)
-
-
-def test_what_runs_is_left_alone() -> None:
-    with Network() as network:
-        network.host("node")
-        made = sorted(NAMESPACES.glob(f"{PREFIX}*"))
-        remove_left()
-        assert sorted(NAMESPACES.glob(f"{PREFIX}*")) == made

@@ -1,5 +1,4 @@
-"""A worker answers whatever its script does: in Multi Model Server's own protocol, which a text of
-another length than it says would break."""
+"""Answers of a worker in Multi Model Server's protocol, whatever its script returns or raises."""
 
 from __future__ import annotations
 
@@ -53,13 +52,16 @@ class Worker:
         within = folder / "within"
         within.mkdir(parents=True)
         model = script(folder / "model", source)
-        said = {"name": "봄", "engine_name": "봄", "path": str(model)}
-        (within / "model.json").write_text(json.dumps(said))
+        spec = {"name": "봄", "engine_name": "봄", "path": str(model)}
+        (within / "model.json").write_text(json.dumps(spec))
         self.service = MmsModelLoader().load("m1", str(within), "handlers.handler_service", None, 1)
 
     @property
     def handler(self) -> Any:
         return self.service._entry_point.__self__
+
+    def stop(self) -> None:
+        self.handler._service.pool._free[0].stop()
 
     def ask(self, body: str, content_type: str = "application/octet-stream") -> Reply:
         kind = content_type.encode()
@@ -83,7 +85,7 @@ class Worker:
 
 
 def _read(message: bytes) -> Reply:
-    """As Multi Model Server's Java side reads it: each text is as long as it says."""
+    """Parses an answer as Multi Model Server's Java side does."""
     at = 0
 
     def number() -> int:
@@ -124,12 +126,12 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     made = Worker(tmp_path_factory.mktemp("worker"), SOURCE)
     assert made.handler.load_error is None
     yield made
-    made.handler._service.pool._free[0].stop()
+    made.stop()
 
 
 @pytest.fixture(autouse=True)
 def same_process(worker: Worker) -> Iterator[None]:
-    """Nothing here makes the script start again."""
+    """No test restarts the script's process."""
     first = json.loads(worker.ask("import os\nreturn os.getpid()").body)
     yield
     assert json.loads(worker.ask("import os\nreturn os.getpid()").body) == first
@@ -147,14 +149,14 @@ def same_process(worker: Worker) -> Iterator[None]:
         ("context.set_response_header(0, 'transfer-encoding', 'x')\nreturn '봄'", "봄"),
     ],
 )
-def test_odd_answers_arrive(worker: Worker, code: str, expected: str) -> None:
+def test_unusual_answers_reach_the_client(worker: Worker, code: str, expected: str) -> None:
     reply = worker.ask(code)
     assert (reply.status, reply.body.decode()) == (200, expected)
     assert {"content-length", "transfer-encoding"}.isdisjoint(reply.headers)
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "said"),
+    ("code", "status", "message"),
     [
         ("raise ValueError('나 \\ud800')", 500, "raised ValueError: 나 \\ud800"),
         ("raise ValueError('시' * 1_000_000)", 500, "raised ValueError: 시시"),
@@ -178,17 +180,19 @@ def test_odd_answers_arrive(worker: Worker, code: str, expected: str) -> None:
         ("context.set_response_status('봄', '', 0)\nreturn 'x'", 500, "status is '봄'"),
     ],
 )
-def test_odd_errors_are_told(worker: Worker, code: str, status: int, said: str) -> None:
+def test_unusual_errors_reach_the_client(
+    worker: Worker, code: str, status: int, message: str
+) -> None:
     reply = worker.ask(code)
     body = json.loads(reply.body)
     assert (reply.status, reply.phrase, body["code"]) == (status, "", status), body
-    assert said in body["message"]
+    assert message in body["message"]
     assert len(reply.body) < 10_000
     assert b"Traceback" not in reply.body
 
 
 @pytest.mark.parametrize("code", ["'\\ud800'", "'시' * 1_000_000"])
-def test_the_reason_of_a_failed_load_can_be_asked_for(tmp_path: Path, code: str) -> None:
+def test_the_reason_of_a_failed_load_is_answered(tmp_path: Path, code: str) -> None:
     failed = Worker(tmp_path, f"raise ValueError({code})")
     outcome = failed.handler._outcome()
     assert outcome["status"] == 500

@@ -1,4 +1,4 @@
-"""A worker's processes: none outlives its use, however Multi Model Server treats them."""
+"""The processes of a worker end with it, and those of tensors are confined."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +24,7 @@ PROGRAM = """
 import sys
 import handlers.worker as worker
 from tests.processes import become_a_user
-import tests.handlers.tries  # which a confined one cannot read
+import tests.handlers.confined_service  # which a confined one cannot read
 worker.FIRST_CONNECTION_TIMEOUT_S = float(sys.argv.pop(1))
 if user := int(sys.argv.pop(1)):
     become_a_user(user)
@@ -32,7 +33,7 @@ worker.main()
 
 
 A_USER = 54325
-TRIED = ("reads its model", "reads the machine's state", "has threads")
+ALLOWED = ("reads its model", "reads the machine's state", "has threads")
 
 
 class Worker:
@@ -61,26 +62,29 @@ class Worker:
 
 
 @pytest.fixture
-def workers() -> Iterator[list[Worker]]:
+def start() -> Iterator[Callable[..., Worker]]:
     started: list[Worker] = []
-    yield started
+
+    def start(*arguments: Any) -> Worker:
+        started.append(Worker(*arguments))
+        return started[-1]
+
+    yield start
     for worker in started:
         worker.process.kill()
         worker.process.communicate()
 
 
-def test_one_that_nobody_connects_to_ends_by_itself(tmp_path: Path, workers: list[Worker]) -> None:
-    worker = Worker(tmp_path, never_connected_s=0.5)
-    workers.append(worker)
+def test_a_worker_without_connections_ends(tmp_path: Path, start: Callable[..., Worker]) -> None:
+    worker = start(tmp_path, 0.5)
     assert worker.process.wait(60) == 0
     assert not worker.socket.exists()
 
 
-def test_it_ends_with_its_watcher_although_a_connection_is_open(
-    tmp_path: Path, workers: list[Worker]
+def test_a_worker_with_an_open_connection_ends_with_its_watcher(
+    tmp_path: Path, start: Callable[..., Worker]
 ) -> None:
-    worker = Worker(tmp_path, never_connected_s=60)
-    workers.append(worker)
+    worker = start(tmp_path, 60)
     (child,) = eventually(worker.children)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(worker.socket))
@@ -89,11 +93,10 @@ def test_it_ends_with_its_watcher_although_a_connection_is_open(
         eventually(lambda: has_ended(child))
 
 
-def test_a_thread_or_a_process_that_does_not_start_is_waited_for(
-    tmp_path: Path, workers: list[Worker]
+def test_a_thread_or_process_that_does_not_start_is_tried_again(
+    tmp_path: Path, start: Callable[..., Worker]
 ) -> None:
-    worker = Worker(tmp_path, 60, A_USER)
-    workers.append(worker)
+    worker = start(tmp_path, 60, A_USER)
     assert (output := worker.process.stdout) is not None
     (child,) = eventually(worker.children)
     with socket.socket(socket.AF_UNIX) as connection:
@@ -112,7 +115,7 @@ def test_a_thread_or_a_process_that_does_not_start_is_waited_for(
 @pytest.mark.parametrize("isolated", [True, False])
 def test_a_worker_of_tensors_is_confined(
     tmp_path: Path,
-    workers: list[Worker],
+    start: Callable[..., Worker],
     monkeypatch: pytest.MonkeyPatch,
     user: int,
     isolated: bool,
@@ -125,18 +128,17 @@ def test_a_worker_of_tensors_is_confined(
     (tmp_path / "다른 모델").write_text("가중치", encoding="utf-8")
     (tmp_path / "weights").write_bytes(b"x")
     (model / "model.onnx").symlink_to(tmp_path / "weights")
-    worker = Worker(model, 60, user)
-    workers.append(worker)
+    worker = start(model, 60, user)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(worker.socket))
-        connection.sendall(load_message("그래프", model, "tests.handlers.tries"))
+        connection.sendall(load_message("그래프", model, "tests.handlers.confined_service"))
         assert b"loaded model" in connection.recv(1 << 16)
         connection.sendall(request_message(b"x"))
         answer = connection.recv(1 << 16)
         found = json.loads(answer[answer.index(b"{") : answer.rindex(b"}") + 1])
     uid, groups = found.pop("user"), found.pop("groups")
     worked = {what for what, error in found.items() if error == ""}
-    assert worked == (set(TRIED) if isolated else set(found))
+    assert worked == (set(ALLOWED) if isolated else set(found))
     if user == 0 and may_change_user() and isolated:
         assert uid in UIDS
         assert groups == []

@@ -16,7 +16,7 @@ MASKED = -1e18
 
 
 def _from_end(F: Any, array: Any, axis: int) -> Any:
-    """How far each index of an axis is from the last one."""
+    """The distance of each index of an axis from the last index."""
     return F.reverse(F.contrib.arange_like(array, axis=axis), axis=0)
 
 
@@ -56,13 +56,13 @@ class GPT2SelfAttentionLayer(HybridBlock):  # type: ignore[misc]
             value = F.concat(states[1], value, dim=2)
         flat = [x.reshape((-3, 0, 0)) for x in (query * self._scale, key, value)]  # (B * H, ., D)
         scores = F.batch_dot(flat[0], flat[1], transpose_b=True)  # (B * H, T, P + T)
-        # A token sees itself and what comes before it; both ends are the same token.
+        # A token attends to itself and the tokens before it. The last row and column are one token.
         rows = _from_end(F, scores, 1).reshape((-1, 1))
         columns = _from_end(F, scores, 2).reshape((1, -1))
-        seen = F.broadcast_like(
+        visible = F.broadcast_like(
             F.broadcast_greater_equal(columns, rows).expand_dims(0), scores, lhs_axes=0, rhs_axes=0
         )
-        scores = F.where(seen, scores, F.ones_like(scores) * MASKED)
+        scores = F.where(visible, scores, F.ones_like(scores) * MASKED)
         weights = self._attention_dropout(F.softmax(scores, axis=-1))
         out = F.batch_dot(weights, flat[2]).reshape((-4, -1, self._num_heads, 0, 0))
         out = out.transpose((0, 2, 1, 3)).reshape((0, 0, -3))  # (B, T, C)
@@ -132,14 +132,14 @@ class GPT2Model(HybridBlock):  # type: ignore[misc]
     ) -> tuple[Any, list[Any]]:
         """Ids (B, T) to logits (B, T, V) and states: a key and a value (B, H, P + T, D) a layer.
 
-        `states` are those that the call for the tokens before gave back, or None.
+        `states` are those that the call for the preceding tokens returned, or None.
         """
         new = F.contrib.arange_like(data, axis=1)
         everything = new
         if states is not None:
             everything = F.concat(F.contrib.arange_like(states[0], axis=2), new, dim=0)
         if F is mx.nd and everything.shape[0] > self._max_length:
-            raise ValueError(f"{everything.shape[0]} tokens are more than {self._max_length}")
+            raise ValueError(f"{everything.shape[0]} tokens, must be at most {self._max_length}")
         # The last T of all positions.
         backwards = F.reverse(F.contrib.arange_like(everything, axis=0), axis=0)
         positions = F.reverse(F.slice_like(backwards, new, axes=(0,)), axis=0)
@@ -157,11 +157,11 @@ class GPT2Model(HybridBlock):  # type: ignore[misc]
     def load_parameters(
         self, filename: Any, ctx: Any = None, *arguments: Any, **options: Any
     ) -> None:
-        """As Gluon's, and half-precision files are taken, too."""
+        """As Gluon's `load_parameters`; also loads half-precision files."""
         if not arguments:
             options.setdefault("cast_dtype", True)
         super().load_parameters(filename, ctx, *arguments, **options)
 
     def state_info(self, *arguments: Any, **options: Any) -> None:
-        """For samplers that ask how states begin: with None."""
+        """The initial states, for gluonnlp's samplers: None."""
         return

@@ -52,11 +52,13 @@ def abi() -> int:
 
 
 def restrict(read: Iterable[str], write: Iterable[str], devices: Iterable[str] = ()) -> None:
-    """Restricts this thread and its children: reading and executing below `read` and `write`,
-    writing below `write`, using `devices`. Paths that do not exist are skipped.
+    """Restricts which files this thread and its children may use.
 
-    Every ABI also forbids tracing other processes and reading their memory and environment. From
-    ABI 3 only writable files can be truncated; from 6 only own children can be signalled.
+    They may read and execute below `read` and `write`, write below `write`, and use `devices`.
+    Paths that do not exist are skipped. Every ABI also forbids tracing other processes and reading
+    their memory and environment. From ABI 3 only writable files can be truncated; from 6 only own
+    children can be signalled.
+
     Needs `no_new_privs`. Raises `OSError`.
     """
     version = abi()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 Array = NDArray[Any]
 Value = tuple[str, int, list[int | str | None]]
+
+
+def npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 def save_graph(

@@ -17,7 +17,7 @@ def body(**fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize("plain", ['"datatype" 은?', '{"datatype": ', '"inputs" "datatype"'])
-def test_a_text_that_speaks_of_the_protocol_is_a_text(plain: str) -> None:
+def test_a_text_that_mentions_the_protocol_is_a_text(plain: str) -> None:
     assert v2.parse(plain.encode(), "text/plain") is None
 
 
@@ -30,10 +30,10 @@ def test_half_a_surrogate_pair_is_refused(given: bytes) -> None:
 
 
 def test_an_answer_has_the_requests_id() -> None:
-    asked = v2.parse(body(id="봄", outputs=[{"name": "generated_text"}]), None)
-    assert asked is not None
+    request = v2.parse(body(id="봄", outputs=[{"name": "generated_text"}]), None)
+    assert request is not None
     plain = json.dumps({"generated_text": "꽃", "tokens": 1, "finish_reason": "stop"}).encode()
-    answer = json.loads(v2.answer(asked, plain, "시")[0])
+    answer = json.loads(v2.answer(request, plain, "시")[0])
     assert answer == {
         "model_name": "시",
         "model_version": "1",

@@ -1,4 +1,4 @@
-"""What a program of a model starts ends with it, wherever it went; programs beside it stay."""
+"""All processes that a model's program has started end with it; other programs go on."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ print(json.dumps(pids), flush=True)
 time.sleep(1000)
 """
 
+Programs = list[tuple[subprocess.Popen[bytes], list[int]]]
+
 
 @pytest.fixture(autouse=True)
 def _no_subreaper() -> Iterator[None]:
@@ -44,7 +46,7 @@ def _no_subreaper() -> Iterator[None]:
 
 
 @pytest.fixture
-def programs() -> Iterator[list[tuple[subprocess.Popen[bytes], list[int]]]]:
+def programs() -> Iterator[Programs]:
     """Two of one worker, and what each has started."""
     started = []
     for _ in range(2):
@@ -61,32 +63,26 @@ def living(pids: list[int]) -> list[int]:
     return [pid for pid in pids if not has_ended(pid)]
 
 
-def test_all_of_it_ends_with_the_program(
-    programs: list[tuple[subprocess.Popen[bytes], list[int]]],
-) -> None:
-    (one, below), (other, others) = programs
+def test_a_programs_processes_end_with_it(programs: Programs) -> None:
+    (program, below), (other, others) = programs
     assert living(below) == below
-    descendants.end(one)
-    assert one.returncode == -9
-    assert living([one.pid, *below]) == []
-    # Only who left parent and session cannot be told from those of the first.
+    descendants.end(program)
+    assert program.returncode == -9
+    assert living([program.pid, *below]) == []
+    # An orphan that left its session cannot be told from the first program's.
     assert living([other.pid, *others]) == [other.pid, *others[:3]]
 
 
-def test_so_it_does_when_the_program_has_ended_by_itself(
-    programs: list[tuple[subprocess.Popen[bytes], list[int]]],
-) -> None:
-    (one, below), _ = programs
-    one.kill()
-    eventually(lambda: descendants.has_ended(one))
+def test_processes_of_a_program_that_ended_by_itself_end(programs: Programs) -> None:
+    (program, below), _ = programs
+    program.kill()
+    eventually(lambda: descendants.has_ended(program))
     assert living(below) == below
-    descendants.end(one)
+    descendants.end(program)
     assert living(below) == []
 
 
-def test_nothing_of_it_stays_as_a_zombie(
-    programs: list[tuple[subprocess.Popen[bytes], list[int]]],
-) -> None:
+def test_orphans_leave_no_zombies(programs: Programs) -> None:
     for process, below in programs:
         for pid in below[2:]:  # which the worker has adopted
             os.kill(pid, 9)

@@ -48,11 +48,11 @@ class Handle:
 def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
     """The one that the worker gets for its model."""
     made = Handle()
-    asked: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
 
     def model_fn(model_dir: str, name: str) -> Handle:
-        asked.append((model_dir, name))
-        assert asked == [("/모델", "시")]
+        calls.append((model_dir, name))
+        assert calls == [("/모델", "시")]
         return made
 
     monkeypatch.setattr(text_model, "model_fn", model_fn)
@@ -74,8 +74,8 @@ def connection(handle: Handle) -> Iterator[Connection]:
 def test_a_call_is_answered_as_the_engine_does(connection: Connection) -> None:
     model = EngineModel(connection)
     assert model.model == {"name": "시"}
-    said = {"text": "봄", "parameters": {"seed": 1}, "timeout_s": 5.0, "id": "a"}
-    assert model.generate("봄", {"seed": 1}, 5, "a") == said
+    expected = {"text": "봄", "parameters": {"seed": 1}, "timeout_s": 5.0, "id": "a"}
+    assert model.generate("봄", {"seed": 1}, 5, "a") == expected
 
 
 def test_calls_wait_for_a_thread_where_no_more_start(
@@ -104,7 +104,7 @@ def test_calls_of_several_threads_are_under_way_at_once(connection: Connection) 
 
 
 @pytest.mark.parametrize("nonsense", [b"{", b"[]", b'{"bodies": -1}', b'{"inputs": 1}', b"1"])
-def test_nonsense_ends_the_calls_and_frees_the_model(
+def test_a_malformed_message_ends_the_calls_and_releases_the_model(
     handle: Handle, connection: Connection, nonsense: bytes
 ) -> None:
     EngineModel(connection)

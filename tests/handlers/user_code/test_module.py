@@ -1,4 +1,4 @@
-"""A script's own modules, in a real process of its own."""
+"""A script's modules with the names of the server's packages, in a script process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ SAYS = f"import {', '.join(OURS)}\nprint({' + '.join(f'{name}.WORD' for name in 
 @pytest.mark.parametrize(
     ("source", "rows"), [(BLOCK, [[1.0, 2.0, 3.0]]), ("", np.ones((1, 3, 16, 16)).tolist())]
 )
-def test_modules_called_like_ours_are_the_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, rows: object
+def test_a_script_may_have_modules_named_as_the_servers_packages(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    source: str,
+    rows: object,
 ) -> None:
-    """Each for itself: the script gets its own, and what we import for its model later is ours."""
+    """The script imports its own modules, and the server's later imports find the server's."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     model = tmp_path / "model"
     for name in OURS:
@@ -34,10 +38,8 @@ def test_modules_called_like_ours_are_the_models(
     if not source:
         classifier(model)
     worker = Worker(tmp_path, SAYS + source)
-    try:
-        assert worker.handler.load_error is None
-        reply = worker.ask(json.dumps(rows), "application/json")
-        assert reply.status == 200, reply.body.decode()
-        assert len(json.loads(reply.body)) == 1
-    finally:
-        worker.handler._service.pool._free[0].stop()
+    request.addfinalizer(worker.stop)
+    assert worker.handler.load_error is None
+    reply = worker.ask(json.dumps(rows), "application/json")
+    assert reply.status == 200, reply.body.decode()
+    assert len(json.loads(reply.body)) == 1

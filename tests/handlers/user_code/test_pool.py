@@ -87,7 +87,7 @@ def test_a_process_that_cannot_be_started_for_a_connection_is_started_for_a_requ
         assert len(set(clients.map(functools.partial(ask, scripts), ["함께"] * 2))) == 2
 
 
-def test_a_request_whose_deadline_has_no_thread_is_to_be_sent_again(scripts: ScriptPool) -> None:
+def test_a_request_without_a_thread_for_its_timeout_is_503(scripts: ScriptPool) -> None:
     before = ask(scripts, "나는")
     with no_thread_starts(), pytest.raises(ScriptError, match="can't start new thread") as refused:
         ask(scripts, "나는")
@@ -95,7 +95,7 @@ def test_a_request_whose_deadline_has_no_thread_is_to_be_sent_again(scripts: Scr
     assert ask(scripts, "나는") == before
 
 
-def test_what_a_process_leaves_is_ended_beside_requests(
+def test_processes_of_an_ended_script_are_killed_while_requests_go_on(
     scripts: ScriptPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripts.connected()

@@ -169,7 +169,7 @@ def test_wrong_surroundings_are_named_before_anything_is_made(ready: Cloud) -> N
         (("--models", "s3://nowhere/x/"), "there is no bucket nowhere"),
         (("--models", "s3://fine-tunes/empty"), "no *.tar.gz at s3://fine-tunes/empty/"),
         (("--models", MODELS, "--region", "eu-west-1"),
-         "bucket fine-tunes is in us-east-1, this works in eu-west-1"),
+         "bucket fine-tunes is in us-east-1, the command's region is eu-west-1"),
         (("--models", MODELS, "--image", "kogpt2-serving:cpu"), "is not in ECR"),
         (("--models", "시인들"), "시인들 is not s3://bucket/prefix/"),
     ]  # fmt: skip

@@ -1,8 +1,8 @@
-"""What a confined program tries, for the tests beside: `python confined.py FOLDER UID ABI`.
+"""Attempts of a confined program, for `test_rules`: `python confined.py FOLDER UID ABI`.
 
-As user UID where that is not 0: the server's own. Landlock is used as on a kernel of that ABI. The
-first process plays the server, its child a model's script. Prints what came of each attempt: ""
-where it worked, or the error's name.
+The first process stands for the server, its child for a model's script. The server runs as user UID
+unless that is 0, with Landlock limited to ABI. Prints each attempt's outcome as JSON: "" if it
+succeeded, or the error's name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from handlers.user_code.confinement.capabilities import permitted
 from handlers.user_code.confinement.rules import Confinement, allocate_user, environment
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-COLUMN = list(seccomp.ARCHITECTURES).index(platform.machine())
+MACHINE = platform.machine()
+COLUMN = list(seccomp.ARCHITECTURES).index(MACHINE) if MACHINE in seccomp.ARCHITECTURES else 0
 CLONE_NEWUSER = 0x10000000
 
 
@@ -78,10 +79,12 @@ def main() -> None:
             each.close()
         os.environ.update(environment(str(temporary)))
         Confinement(read=[str(model)], write=[str(temporary)], uid=uid).enter()
-        tried = attempts(folder, model, other, temporary, server, network.getsockname())
-        said = {name: outcome(function) for name, function in tried.items()}
-        said["user"], said["capabilities"] = str(uid or ""), str(sorted(permitted()))
-        os.write(writer, json.dumps(said).encode())
+        groups = attempts(folder, model, other, temporary, server, network.getsockname())
+        tried = {
+            what: outcome(function) for group in groups.values() for what, function in group.items()
+        }
+        tried["user"], tried["capabilities"] = str(uid or ""), str(sorted(permitted()))
+        os.write(writer, json.dumps(tried).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
@@ -99,7 +102,9 @@ def outcome(function: Callable[[], Any]) -> str:
 
 def attempts(
     folder: Path, model: Path, other: Path, temporary: Path, server: int, address: Any
-) -> dict[str, Callable[[], Any]]:
+) -> dict[str, dict[str, Callable[[], Any]]]:
+    """What is tried, by what prevents it on the kernels that can. Tries nothing by itself."""
+
     def datagram() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with ours, theirs:
@@ -166,76 +171,87 @@ def attempts(
         started.join()
 
     return {
-        # What it is for
-        "reads its model": lambda: (model / "weights").read_text(encoding="utf-8"),
-        "writes to its temporary folder": lambda: (Path(os.environ["HOME"]) / "a").write_text("가"),
-        "imports": lambda: __import__("wave"),
-        "runs programs": program,
-        "has threads": thread,
-        "has processes": shared,
-        "has pairs of sockets": lambda: [s.close() for s in socket.socketpair()],
-        "uses the network": lambda: socket.create_connection(address, timeout=10).close(),
-        "reads the machine's state": lambda: Path("/proc/meminfo").read_text(),
-        "signals itself": lambda: os.kill(os.getpid(), 0),
-        "has pairs of sockets for packets": lambda: [
-            s.close() for s in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ],
-        "truncates its own file": own_truncated,
-        # Files
-        "changes its model": lambda: (model / "weights").write_text("x"),
-        "reads another model": lambda: (other / "weights").read_text(),
-        "reads another model by a program": program_reads,
-        "changes another model": lambda: (other / "weights").write_text("x"),
-        "truncates its model": lambda: os.truncate(model / "weights", 0),
-        "truncates its model as it reads": lambda: truncated(model / "weights", os.O_RDONLY),
-        "truncates another model": lambda: os.truncate(other / "weights", 0),
-        "truncates another model as it opens it for nothing": lambda: truncated(
-            other / "weights", os.O_ACCMODE
-        ),
-        "sets an attribute of another model": lambda: os.setxattr(
-            other / "weights", "user.a", b"x"
-        ),
-        "removes another model": lambda: (other / "weights").unlink(),
-        "lists the server's folder": lambda: os.listdir(folder),
-        "links to another model": lambda: os.link(other / "weights", temporary / "linked"),
-        "moves another model": lambda: os.rename(other / "weights", temporary / "moved"),
-        "makes a device": lambda: os.mknod(temporary / "device", 0o20666, os.makedev(1, 3)),
-        "opens files by number": lambda: call("open_by_handle_at", -100, None, 0),
-        "changes the mode of another model": lambda: os.chmod(other / "weights", 0),
-        # Sockets
-        "connects to a socket of the server": lambda: socket.socket(socket.AF_UNIX).connect(
-            str(folder / "mms.sock")
-        ),
-        "connects half of a pair": datagram,
-        "sends by half of a pair": half_a_pair_of_datagrams,
-        "connects to an abstract socket": lambda: socket.socket(socket.AF_UNIX).connect(
-            f"\0{folder.name}"
-        ),
-        "lists sockets by netlink": lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4),
-        "has io_uring": lambda: call("syscall", 425, 1, None),
-        # Processes
-        "reads the server's environment": lambda: Path(f"/proc/{server}/environ").read_bytes(),
-        "reads the server's memory": memory,
-        "reads the server's memory by a call": remote,
-        "traces the server": traced,
-        "signals the server": lambda: os.kill(server, 0),
-        "signals everybody": lambda: os.kill(1, signal.SIGCONT),
-        "limits the server": lambda: resource.prlimit(server, resource.RLIMIT_CPU),
-        "slows the server down": lambda: os.setpriority(os.PRIO_PROCESS, server, 1),
-        "is less expendable": lambda: Path("/proc/self/oom_score_adj").write_text("0"),
-        # Privileges
-        "starts a process in a user namespace": lambda: cloned(
-            seccomp.CLONE[COLUMN], CLONE_NEWUSER | signal.SIGCHLD, *[ctypes.c_void_p()] * 4
-        ),
-        "starts a process in a user namespace by clone3": lambda: cloned(
-            seccomp.CLONE3[COLUMN],
-            (ctypes.c_uint64 * 8)(CLONE_NEWUSER, 0, 0, 0, signal.SIGCHLD),
-            ctypes.c_size_t(64),
-        ),
-        "becomes root": lambda: os.setuid(0),
-        # Below the test's own folder: where it is allowed, the machine's /tmp must not vanish.
-        "mounts": lambda: call("mount", b"none", os.fsencode(temporary), b"tmpfs", 0, None),
-        "makes a user namespace": lambda: call("unshare", CLONE_NEWUSER),
+        "allowed": {
+            "reads its model": lambda: (model / "weights").read_text(encoding="utf-8"),
+            "writes to its temporary folder": lambda: (Path(os.environ["HOME"]) / "a").write_text(
+                "가"
+            ),
+            "imports": lambda: __import__("wave"),
+            "runs programs": program,
+            "has threads": thread,
+            "has processes": shared,
+            "has pairs of sockets": lambda: [s.close() for s in socket.socketpair()],
+            "uses the network": lambda: socket.create_connection(address, timeout=10).close(),
+            "reads the machine's state": lambda: Path("/proc/meminfo").read_text(),
+            "signals itself": lambda: os.kill(os.getpid(), 0),
+            "has pairs of sockets for packets": lambda: [
+                s.close() for s in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ],
+            "truncates its own file": own_truncated,
+        },
+        "landlock": {
+            "changes its model": lambda: (model / "weights").write_text("x"),
+            "reads another model": lambda: (other / "weights").read_text(),
+            "reads another model by a program": program_reads,
+            "changes another model": lambda: (other / "weights").write_text("x"),
+            "truncates its model": lambda: os.truncate(model / "weights", 0),
+            "truncates its model as it reads": lambda: truncated(model / "weights", os.O_RDONLY),
+            "truncates another model": lambda: os.truncate(other / "weights", 0),
+            "truncates another model as it opens it for nothing": lambda: truncated(
+                other / "weights", os.O_ACCMODE
+            ),
+            "removes another model": lambda: (other / "weights").unlink(),
+            "lists the server's folder": lambda: os.listdir(folder),
+            "links to another model": lambda: os.link(other / "weights", temporary / "linked"),
+            "moves another model": lambda: os.rename(other / "weights", temporary / "moved"),
+            "makes a device": lambda: os.mknod(temporary / "device", 0o20666, os.makedev(1, 3)),
+            "reads the server's environment": lambda: Path(f"/proc/{server}/environ").read_bytes(),
+            "reads the server's memory": memory,
+            "reads the server's memory by a call": remote,
+            "traces the server": traced,
+            "is less expendable": lambda: Path("/proc/self/oom_score_adj").write_text("0"),
+            # Below the test's own folder: where it is allowed, the machine's /tmp must not vanish.
+            "mounts": lambda: call("mount", b"none", os.fsencode(temporary), b"tmpfs", 0, None),
+        },
+        "seccomp": {
+            "sets an attribute of another model": lambda: os.setxattr(
+                other / "weights", "user.a", b"x"
+            ),
+            "opens files by number": lambda: call("open_by_handle_at", -100, None, 0),
+            "connects to a socket of the server": lambda: socket.socket(socket.AF_UNIX).connect(
+                str(folder / "mms.sock")
+            ),
+            "connects half of a pair": datagram,
+            "sends by half of a pair": half_a_pair_of_datagrams,
+            "connects to an abstract socket": lambda: socket.socket(socket.AF_UNIX).connect(
+                f"\0{folder.name}"
+            ),
+            "lists sockets by netlink": lambda: socket.socket(
+                socket.AF_NETLINK, socket.SOCK_RAW, 4
+            ),
+            "has io_uring": lambda: call("syscall", 425, 1, None),
+            "limits the server": lambda: resource.prlimit(server, resource.RLIMIT_CPU),
+            "starts a process in a user namespace": lambda: cloned(
+                seccomp.CLONE[COLUMN], CLONE_NEWUSER | signal.SIGCHLD, *[ctypes.c_void_p()] * 4
+            ),
+            "starts a process in a user namespace by clone3": lambda: cloned(
+                seccomp.CLONE3[COLUMN],
+                (ctypes.c_uint64 * 8)(CLONE_NEWUSER, 0, 0, 0, signal.SIGCHLD),
+                ctypes.c_size_t(64),
+            ),
+            "makes a user namespace": lambda: call("unshare", CLONE_NEWUSER),
+        },
+        "scope or user": {
+            "signals the server": lambda: os.kill(server, 0),
+            "signals everybody": lambda: os.kill(1, signal.SIGCONT),
+        },
+        "user": {
+            "changes the mode of another model": lambda: os.chmod(other / "weights", 0),
+            "slows the server down": lambda: os.setpriority(os.PRIO_PROCESS, server, 1),
+        },
+        "capabilities": {
+            "becomes root": lambda: os.setuid(0),
+        },
     }
 
 

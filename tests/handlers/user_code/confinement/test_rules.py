@@ -20,59 +20,13 @@ import pytest
 from handlers.user_code.confinement import landlock, seccomp
 from handlers.user_code.confinement.rules import environment, may_change_user, unenforced
 from tests.e2e.server import REPOSITORY
+from tests.handlers.user_code.confinement.confined import attempts
 
 A_USER = 54321
-ALLOWED = (
-    "reads its model",
-    "writes to its temporary folder",
-    "imports",
-    "runs programs",
-    "has threads",
-    "has processes",
-    "has pairs of sockets",
-    "has pairs of sockets for packets",
-    "truncates its own file",
-    "uses the network",
-    "reads the machine's state",
-    "signals itself",
-)
-BY_LANDLOCK = (
-    "changes its model",
-    "reads another model",
-    "reads another model by a program",
-    "changes another model",
-    "truncates its model",
-    "truncates its model as it reads",
-    "truncates another model",
-    "truncates another model as it opens it for nothing",
-    "removes another model",
-    "lists the server's folder",
-    "links to another model",
-    "moves another model",
-    "makes a device",
-    "reads the server's environment",
-    "reads the server's memory",
-    "reads the server's memory by a call",
-    "traces the server",
-    "is less expendable",
-    "mounts",
-)
-BY_SECCOMP = (
-    "opens files by number",
-    "connects to a socket of the server",
-    "connects half of a pair",
-    "sends by half of a pair",
-    "connects to an abstract socket",
-    "lists sockets by netlink",
-    "has io_uring",
-    "limits the server",
-    "makes a user namespace",
-    "starts a process in a user namespace",
-    "starts a process in a user namespace by clone3",
-    "sets an attribute of another model",
-)
-BY_SCOPE_OR_USER = ("signals the server", "signals everybody")
-BY_USER = ("changes the mode of another model", "slows the server down")
+ATTEMPTS = attempts(Path(), Path(), Path(), Path(), 0, None)
+ALLOWED = ATTEMPTS["allowed"]
+BY_LANDLOCK, BY_SECCOMP = ATTEMPTS["landlock"], ATTEMPTS["seccomp"]
+BY_SCOPE_OR_USER, BY_USER = ATTEMPTS["scope or user"], ATTEMPTS["user"]
 
 
 @pytest.fixture(scope="module", params=["root", "user", "user, Linux 5.19", "user, Linux 5.13"])
@@ -148,10 +102,10 @@ def _python_is_for_all(tried: dict[str, str]) -> bool:
 def test_what_this_machine_cannot_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landlock, "abi", lambda: 0)
     monkeypatch.setattr(seccomp, "available", lambda: False)
-    said = " ".join(unenforced())
-    assert "no Landlock" in said
-    assert "sockets and make user namespaces" in said
-    assert "truncate" not in said  # they write
+    clauses = " ".join(unenforced())
+    assert "no Landlock" in clauses
+    assert "sockets and make user namespaces" in clauses
+    assert "truncate" not in clauses  # they write
     monkeypatch.setattr(landlock, "abi", lambda: landlock.TRUNCATE_ABI - 1)
     assert "truncate other models' files" in " ".join(unenforced())
     monkeypatch.setattr(seccomp, "available", lambda: True)

@@ -14,8 +14,8 @@ import pytest
 from common.errors import EngineError, InvalidRequest
 from handlers.dispatch import handler_for
 from handlers.user_code.entry_point import Script
-from tests.handlers.tensors.graphs import classifier
-from tests.handlers.user_code.asked import Asked
+from tests.handlers.tensors.graphs import classifier, npy
+from tests.handlers.user_code.in_process import InProcessScript
 
 EMPTY = "# only a comment\n\nfrom __future__ import absolute_import\n"
 IMAGES = np.random.default_rng(1).standard_normal((2, 3, 16, 16)).astype(np.float32)
@@ -27,18 +27,12 @@ def array(answer: Any) -> Any:
     return np.array(json.loads(answer.body))
 
 
-def npy(values: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, values)
-    return file.getvalue()
-
-
 # Entry points without functions
 
 
 @pytest.mark.parametrize("source", ["", EMPTY, "\n# 주석뿐\r\n", "\ufeff# BOM\n"])
 @pytest.mark.parametrize("program", [None, "empty_module.py"])
-def test_an_entry_point_that_says_nothing_is_none(
+def test_a_file_without_code_is_no_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, program: str | None
 ) -> None:
     if program is not None:
@@ -50,7 +44,7 @@ def test_an_entry_point_that_says_nothing_is_none(
 
 
 @pytest.mark.parametrize("source", ["import logging\n", '"""문서"""\n', "#" * 100_000, "def", "\0"])
-def test_any_other_is_for_python_to_read(tmp_path: Path, source: str) -> None:
+def test_any_other_file_is_an_entry_point(tmp_path: Path, source: str) -> None:
     (tmp_path / "inference.py").write_text(source, encoding="utf-8")
     assert isinstance(handler_for(str(tmp_path)), Script)
 
@@ -60,7 +54,7 @@ def test_a_script_without_functions_is_served_by_the_built_in_handler(
     tmp_path: Path, source: str
 ) -> None:
     run = classifier(tmp_path)
-    ask = Asked(tmp_path, source)
+    ask = InProcessScript(tmp_path, source)
     answer = ask(json.dumps(IMAGES.tolist()).encode())
     np.testing.assert_allclose(array(answer), run(data=IMAGES)[0], atol=1e-5)
     given = {"name": "data", "shape": list(IMAGES.shape), "datatype": "FP32"}
@@ -101,7 +95,7 @@ ROWS, SUMS = [[1.0, 2.0, 3.0]], [[6.0, 6.0]]
 def test_a_gluon_block_is_run_by_the_defaults(
     tmp_path: Path, source: str, body: bytes, kind: str, accept: str
 ) -> None:
-    answer = Asked(tmp_path, source)(body, kind, accept=accept)
+    answer = InProcessScript(tmp_path, source)(body, kind, accept=accept)
     assert answer.content_type == accept
     assert array(answer).tolist() == SUMS
 
@@ -116,17 +110,17 @@ def test_a_gluon_block_is_run_by_the_defaults(
     ],
 )
 def test_a_script_may_bring_some_functions_around_its_block(tmp_path: Path, own: str) -> None:
-    assert array(Asked(tmp_path, HYBRID + own)(b"[[1, 2, 3]]")).tolist() == SUMS
+    assert array(InProcessScript(tmp_path, HYBRID + own)(b"[[1, 2, 3]]")).tolist() == SUMS
 
 
 def test_several_outputs_of_a_block_come_by_number(tmp_path: Path) -> None:
     own = "\nNet.hybrid_forward = lambda self, F, x, **_: (self.dense(x), x)\n"
-    answer = Asked(tmp_path, HYBRID + own)(b"[[1, 2, 3]]")
+    answer = InProcessScript(tmp_path, HYBRID + own)(b"[[1, 2, 3]]")
     assert json.loads(answer.body) == {"output0": SUMS, "output1": ROWS}
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b"[[1, 2]]", "the model cannot compute this"),
         (b"[[1, 2], [3]]", "the body is not application/json"),
@@ -134,11 +128,11 @@ def test_several_outputs_of_a_block_come_by_number(tmp_path: Path) -> None:
         (b'{"a": 1}', "must be numbers"),
     ],
 )
-def test_what_a_block_cannot_compute_is_the_clients_mistake(
-    tmp_path: Path, body: bytes, said: str
+def test_input_that_a_block_cannot_compute_is_a_client_error(
+    tmp_path: Path, body: bytes, message: str
 ) -> None:
-    ask = Asked(tmp_path, HYBRID)
-    with pytest.raises(InvalidRequest, match=said):
+    ask = InProcessScript(tmp_path, HYBRID)
+    with pytest.raises(InvalidRequest, match=message):
         ask(body)
     assert array(ask(b"[[1, 2, 3]]")).tolist() == SUMS
 
@@ -168,7 +162,7 @@ def model_fn(model_dir):
 )
 def test_a_module_is_run_by_the_defaults(tmp_path: Path, own: str) -> None:
     run = classifier(tmp_path)
-    ask = Asked(tmp_path, MODULE + own)
+    ask = InProcessScript(tmp_path, MODULE + own)
     np.testing.assert_allclose(
         array(ask(json.dumps(IMAGES.tolist()).encode())), run(data=IMAGES)[0], atol=1e-5
     )
@@ -176,5 +170,5 @@ def test_a_module_is_run_by_the_defaults(tmp_path: Path, own: str) -> None:
 
 def test_other_models_need_a_predict_fn(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="Please provide a predict_fn") as caught:
-        Asked(tmp_path, "def model_fn(model_dir): return 1")
+        InProcessScript(tmp_path, "def model_fn(model_dir): return 1")
     assert caught.value.status == 400

@@ -1,4 +1,4 @@
-"""A handler service that tries, within a worker, what a library's fault would let a model do."""
+"""A handler service that attempts, in a worker, what an exploited library could do."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from tests.handlers.user_code.confinement.confined import outcome
 
 
-class Tries:
+class Attempts:
     def initialize(self, context: Any) -> None:
         self._folder = Path(context.system_properties["model_dir"])
 
     def handle(self, data: Any, context: Any) -> list[bytes]:
         model, parent = self._folder, os.getppid()
-        tried = {
+        attempts = {
             "reads its model": (model / "model.onnx").read_bytes,
             "reads the machine's state": Path("/proc/meminfo").read_text,
             "has threads": threading.Thread(target=int).start,
@@ -29,8 +29,8 @@ class Tries:
             "uses the network": socket.socket,
             "connects to a socket of the server": lambda: socket.socket(socket.AF_UNIX),
         }
-        found = {name: outcome(function) for name, function in tried.items()}
-        return [json.dumps({**found, "user": os.geteuid(), "groups": os.getgroups()}).encode()]
+        outcomes = {name: outcome(function) for name, function in attempts.items()}
+        return [json.dumps({**outcomes, "user": os.geteuid(), "groups": os.getgroups()}).encode()]
 
     def connected(self) -> None: ...
 

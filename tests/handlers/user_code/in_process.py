@@ -1,4 +1,4 @@
-"""A script in this process, asked as its own process asks it."""
+"""Runs a script in the test's process, as `handlers.user_code.child` does in its own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def request(body: bytes, content_type: str | None = "application/json", **header
     return Request("1", given | headers, [Part("body", content_type or "", body)])
 
 
-class Asked:
-    """The script `source` of the model in `folder`, loaded. Raises why it does not load."""
+class InProcessScript:
+    """Loads the script `source` of the model in `folder`. Raises the reason if that fails."""
 
     def __init__(self, folder: Path, source: str, **spec: Any) -> None:
         module = types.ModuleType(f"script_{next(_numbers)}")
@@ -38,7 +38,7 @@ class Asked:
     def __call__(
         self, body: bytes, content_type: str | None = "application/json", **headers: str
     ) -> Answer:
-        """Raises an answer that is an error."""
+        """The answer to one request. Raises it if it is an error."""
         (answer,) = self.all([request(body, content_type, **headers)])
         if isinstance(answer, EngineError):
             raise answer
