@@ -161,7 +161,7 @@ def test_a_vocabulary_that_does_not_fit_the_text_is_explained(text: Path, tmp_pa
 
 def test_a_base_that_is_no_model_is_explained(text: Path, tmp_path: Path) -> None:
     for base, message in (
-        (text.parent, r"is no model: .* holds no model"),
+        (text.parent, r"cannot be read as a model: .* holds no model"),
         (text, "cannot be unpacked, it is damaged: Not a gzipped file"),
         (tmp_path / "none.tar.gz", "does not exist"),
     ):
