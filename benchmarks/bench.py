@@ -6,16 +6,15 @@ import dataclasses
 import json
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from scripts.lib.problem import Problem
-from scripts.options import option
+from benchmarks.process import WORKDIR
+from command.errors import Problem
+from command.options import option
 
-WORKDIR = Path(tempfile.gettempdir()) / "kogpt2-benchmark"
 _switching = partial(option, rich_help_panel="Switching")
 
 

@@ -6,15 +6,17 @@ import json
 import os
 import select
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scripts.lib.problem import Failed
+from command.errors import Failed
 
 ROOT = Path(__file__).resolve().parents[1]
+WORKDIR = Path(tempfile.gettempdir()) / "kogpt2-benchmark"
 START_S = 120.0
 ANSWER_S = 300.0
 STOP_S = 15.0

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from benchmarks.bench import WORKDIR
-from scripts.lib.problem import Problem
-from scripts.options import option
+from benchmarks.process import WORKDIR
+from command.errors import Problem
+from command.options import option
 
 if TYPE_CHECKING:
     from engine.artifacts.artifact import Artifact

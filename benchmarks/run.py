@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from benchmarks.process import ROOT, BenchmarkError
 from benchmarks.report import goals, machine
+from command.errors import Problem
 from common.errors import EngineError
-from scripts.lib.problem import Problem
 
 Results = dict[str, Any]
 

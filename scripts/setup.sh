@@ -180,7 +180,7 @@ wanted_stamp() {
 operator_sources() {
   local file
   for file in "$ROOT"/engine/native/*.{c,h,cc} \
-    "$ROOT"/scripts/lib/mxnet_operator; do
+    "$ROOT"/scripts/mxnet_operator; do
     echo "${file#"$ROOT"/}"
   done
 }
@@ -307,7 +307,7 @@ install_group() { # DIR GROUP
   done
   case $group in
     run) run_uv "$dir" pip install --no-deps --no-build-isolation -C editable_mode=compat -e "$ROOT" &&
-      (cd "$ROOT" && scripts/lib/mxnet_operator "$dir/bin/python" >&2) ;;
+      (cd "$ROOT" && scripts/mxnet_operator "$dir/bin/python" >&2) ;;
     oracle | benchmark | openvino) run_uv "$dir" pip install --group "$ROOT/pyproject.toml:torch" ;;
   esac || die "could not install the rest (above is why); nothing is marked as done"
   # optimum-intel names torchvision, which it needs for images only and is left out.

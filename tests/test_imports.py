@@ -1,5 +1,6 @@
 """Imports between the packages go down only, through the doors that
-docs/develop/architecture.md names, and in no circle."""
+docs/develop/architecture.md names, and in no circle. The server imports no tool, and `scripts` and
+`benchmarks` nothing of each other."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("common", "engine", "handlers", "serving")  # the ground floor first
+# What a tool may import beside the floors and itself.
+TOOLS = {"command": set[str](), "scripts": {"command"}, "benchmarks": {"command"}}
 DOORS = {
     "handlers": {"engine.http.client", "engine.artifacts.read_params"},
     "serving": {
@@ -26,7 +29,7 @@ DOORS = {
 
 def modules() -> dict[str, Path]:
     found = {}
-    for path in sorted(p for floor in FLOORS for p in (ROOT / floor).rglob("*.py")):
+    for path in sorted(p for floor in (*FLOORS, *TOOLS) for p in (ROOT / floor).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         found[".".join(parts).removesuffix(".__init__")] = path
     return found
@@ -62,6 +65,14 @@ def test_a_floor_imports_what_is_below_it_through_its_doors(above: str) -> None:
             if floor(name) not in (above, "common") and name not in DOORS.get(above, ()):
                 wrong.append(f"{module} imports {name}")
     assert not wrong
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_imports_the_floors_and_what_tools_share(tool: str) -> None:
+    allowed = {tool, *FLOORS, *TOOLS[tool]}
+    mine = [module for module in MODULES if floor(module) == tool]
+    wrong = {(module, name) for module in mine for name in imports(module)}
+    assert {pair for pair in wrong if floor(pair[1]) not in allowed} == set()
 
 
 def test_every_door_is_used() -> None:

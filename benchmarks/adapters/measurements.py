@@ -24,6 +24,7 @@ from benchmarks.switching.control_group import ControlGroup
 from benchmarks.switching.servers import Ours
 from benchmarks.switching.summary import each_further, quantiles
 from benchmarks.switching.trace import Kind, trace
+from command.model_writer import write_adapter
 from common.memory import MIB
 from engine.artifacts.config import GPT2Config
 from engine.backends.interface import Piece
@@ -34,7 +35,6 @@ from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import Manifests
-from scripts.lib import lora
 
 ROWS = 8
 CONTEXT = 40  # tokens behind each row of a step
@@ -144,7 +144,7 @@ class AdaptersRun(Run):
                 }
                 building = folder.with_name(f".{folder.name}")
                 building.mkdir(exist_ok=True)
-                lora.write(building, base.name, turned, self.plan.rank)
+                write_adapter(building, base.name, turned, self.plan.rank)
                 building.rename(folder)
             yield folder.name
 

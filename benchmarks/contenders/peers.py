@@ -13,9 +13,7 @@ from pathlib import Path
 
 from benchmarks import random_model
 from benchmarks.process import ROOT, BenchmarkError
-from engine.artifacts.open import open_artifact
-from scripts.lib.converting import to_hugging_face
-from scripts.lib.environment import ensure_environment
+from command.environments import ensure_environment
 
 ENVIRONMENT = ROOT / ".venv-benchmark"
 OPENVINO = ROOT / ".venv-openvino"  # it wants an older transformers
@@ -84,8 +82,7 @@ def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
     building = target.with_name(f".{target.name}")
     shutil.rmtree(building, ignore_errors=True)
     if name == "transformers":
-        building.mkdir()
-        to_hugging_face(open_artifact(artifact), building, [], lambda size: None)
+        _run(log, sys.executable, "-m", "scripts.cli", "convert", artifact, building, "--to", "hf")
         file = building / "tokenizer_config.json"  # CTranslate2 wants to know the unknown
         said = {**json.loads(file.read_text("utf-8")), "unk_token": random_model.SPECIAL[0]}
         file.write_text(json.dumps(said), encoding="utf-8")

@@ -21,9 +21,9 @@ from benchmarks.engine import process, serving, tables
 from benchmarks.process import ROOT, Worker
 from benchmarks.run import Results, Run
 from benchmarks.server import Server
+from command.documents import read_documents
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
-from scripts.lib.documents import read_documents
 
 DEMO = ("sowol", "dongju")
 BATCH = 8  # the rows of B=8

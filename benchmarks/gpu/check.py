@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.bench import WORKDIR
-from scripts.options import option
+from benchmarks.process import WORKDIR
+from command.options import option
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,7 @@ from benchmarks.gateway import measurements as gateway
 from benchmarks.process import ROOT
 from benchmarks.report import goals, machine
 from benchmarks.report.tables import goal_table, table
-from scripts.lib.problem import Problem
+from command.errors import Problem
 
 Results = dict[str, Any]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.report import machine
-from scripts.client.tables import table as plain
+from command.tables import table as plain
 
 Row = Sequence[str]
 

@@ -15,7 +15,7 @@ from engine.native import library
 _LIB, check_call = mx.base._LIB, mx.base.check_call
 # MXNet names its "subgraph backend" on stderr when it binds a symbol.
 os.environ.setdefault("MXNET_SUBGRAPH_VERBOSE", "0")
-# Made by scripts/lib/mxnet_operator.
+# Made by scripts/mxnet_operator.
 mx.library.load(str(library.LIBRARY.with_name("_mxnet_operator" + library.SUFFIX)), verbose=False)
 
 

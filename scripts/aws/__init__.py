@@ -1,4 +1,4 @@
-"""What `kogpt2 push, upload, deploy, status, logs` and `teardown` do, one module each.
+"""What the commands push, upload, deploy, status, logs and teardown share.
 
-Nothing here imports boto3 before a command runs, so that `--help` is quick.
+No module imports boto3 before a command runs, so that `--help` is quick.
 """

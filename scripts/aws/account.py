@@ -1,4 +1,4 @@
-"""An AWS account as a command sees it: its region, its clients, and who is asked."""
+"""An AWS account: its region and clients, and asking before a change."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
 
-from scripts.lib.problem import Problem
-from scripts.options import option
+from command.errors import Problem
+from command.options import option
 
 TAG = "kogpt2-serving"  # its value is the deployment, or `shared` for repositories and buckets
 SHARED = [{"Key": TAG, "Value": "shared"}]
@@ -18,20 +18,18 @@ SHARED = [{"Key": TAG, "Value": "shared"}]
 
 @dataclass(kw_only=True)
 class Aws:
-    """Of all commands here."""
-
-    region: str | None = option(None, "as the AWS CLI: otherwise AWS_REGION or the profile's")
-    profile: str | None = option(None, "as the AWS CLI: otherwise AWS_PROFILE or the default")
+    region: str | None = option(None, "AWS region (default: AWS_REGION or the profile's)")
+    profile: str | None = option(None, "AWS profile (default: AWS_PROFILE)")
 
 
 @dataclass(kw_only=True)
-class Asking(Aws):
-    dry_run: bool = option(False, "show what would be done, change nothing")
-    yes: bool = option(False, "do not ask")
+class Change(Aws):
+    dry_run: bool = option(False, "show the changes, make none")
+    yes: bool = option(False, "make changes without asking")
 
 
 class Account:
-    """Raises `Problem` where no region is set."""
+    """Raises `Problem` if no region is set."""
 
     def __init__(self, options: Aws) -> None:
         import boto3
@@ -51,8 +49,10 @@ class Account:
         self.client: Callable[[str], Any] = cache(partial(self._session.client, config=config))
 
     def pricing(self) -> Any:
-        """A client of the Pricing API, which answers in us-east-1 for all regions; impatient, as
-        there are other prices."""
+        """A client of the Pricing API, which is in us-east-1 for all regions.
+
+        Its timeouts are short: a file has prices, too.
+        """
         from botocore.config import Config
 
         config = Config(retries={"total_max_attempts": 1}, connect_timeout=3, read_timeout=10)
@@ -64,12 +64,12 @@ class Account:
         return number
 
     def all(self, service: str, operation: str, key: str, **params: Any) -> list[Any]:
-        """All pages of a list."""
+        """Returns the items of all pages of a list."""
         pages = self.client(service).get_paginator(operation).paginate(**params)
         return [item for page in pages for item in page.get(key, [])]
 
     def find(self, service: str, operation: str, **params: Any) -> Any:
-        """None where there is no such thing."""
+        """Calls an operation; returns None if the resource does not exist."""
         from botocore.exceptions import ClientError
 
         try:
@@ -84,12 +84,14 @@ class Account:
             raise
 
 
-def confirm(options: Asking, question: str) -> bool:
-    """Asks on a terminal. Raises `Problem` where nobody can answer."""
+def confirm(options: Change, question: str) -> bool:
+    """Asks on the terminal. Raises `Problem` if standard input is none."""
     if options.yes:
         return True
     if not sys.stdin.isatty():
-        raise Problem("nobody can be asked here: give --yes (or --dry-run to see what it would do)")
+        raise Problem(
+            "standard input is no terminal to ask on: give --yes, or --dry-run to see the changes"
+        )
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -97,5 +99,5 @@ def confirm(options: Asking, question: str) -> bool:
 
 
 def log_group(deployment: str) -> str:
-    """Where SageMaker writes the logs of an endpoint."""
+    """The CloudWatch log group of an endpoint."""
     return f"/aws/sagemaker/Endpoints/{deployment}"

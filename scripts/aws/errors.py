@@ -1,4 +1,4 @@
-"""What boto3 raises, as one sentence for people."""
+"""Explains boto3's errors in one sentence."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ HINTS = {
 
 
 def explain(error: Exception) -> str | None:
-    """One sentence for an error of boto3, None for any other."""
+    """Returns one sentence for an error of boto3, None for any other error."""
     from boto3 import exceptions as boto3_errors
     from botocore import exceptions as errors
     from botocore.parsers import ResponseParserError
 
     if isinstance(error, errors.ClientError):
-        found = error.response.get("Error", {})
-        code = found.get("Code", "Unknown")
-        said = f"{error.operation_name}: {code}: {found.get('Message', '')}"
-        text = f"{HINTS[code]} ({said})" if code in HINTS else said
+        details = error.response.get("Error", {})
+        code = details.get("Code", "Unknown")
+        message = f"{error.operation_name}: {code}: {details.get('Message', '')}"
+        text = f"{HINTS[code]} ({message})" if code in HINTS else message
     elif isinstance(error, errors.NoCredentialsError):
         text = "no AWS credentials: run `aws configure`, or give --profile"
     elif isinstance(error, errors.EndpointConnectionError):
         text = f"{error} Is --region right, and is there a network?"
     elif isinstance(error, ResponseParserError):
-        text = "what answered was not AWS: a proxy, or a wrong AWS_ENDPOINT_URL?"
+        text = "the answer is not AWS's: is there a proxy, or a wrong AWS_ENDPOINT_URL?"
     elif isinstance(error, errors.BotoCoreError | boto3_errors.Boto3Error):
         text = str(error)
     else:

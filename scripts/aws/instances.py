@@ -1,4 +1,4 @@
-"""Instances: what they cost, how many models they hold, and which one to take."""
+"""Instance types: their prices, how many models they hold, and the cheapest that fits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from command.errors import Problem
+from command.tables import table
 from engine.budget import budget_bytes
 from scripts.aws.account import Account
-from scripts.client.tables import table
-from scripts.lib.problem import Problem
 
 DATA = Path(__file__).with_name("instances.json")
 GIB, MIB = 1 << 30, 1 << 20
-KV_BYTES = GIB  # for keys and values of requests in flight: 14 rows of 1,024 tokens
+KV_BYTES = GIB  # keys and values of 14 requests in flight of 1,024 tokens
 WORKER_BYTES = 20 * MIB  # a model's worker process
 # Resident bytes of weights per byte of archive, of float32 archives: docs/develop/benchmark.md
 # has the weights (497 MB in fp32, 147 MB in int8), and gzip takes some 8 % off random weights.
@@ -46,24 +46,24 @@ def data() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Prices:
-    """USD an hour by type of instance; `said` goes with every price."""
+    """USD an hour by instance type; `source` says where and when they are from."""
 
     usd: Mapping[str, float]
-    said: str
+    source: str
 
     def cost(self, values: Mapping[str, str], count: int | None = None) -> str:
-        """Of an endpoint with these parameters, in one sentence."""
+        """The cost of an endpoint with these parameters, in one sentence."""
         if values["ServerlessMemory"] != "0":
             second = (
                 int(values["ServerlessMemory"]) / 1024 * data()["serverless_usd_per_gib_second"]
             )
-            return f"nothing while idle, ${second:.5f} for each second of a call ({said_of_file()})"
+            return f"nothing while idle, ${second:.5f} for each second of a call ({file_source()})"
         kind, most = values["InstanceType"], int(values["MaxInstances"])
         many = int(values["Instances"]) if count is None else count
         if kind not in self.usd:
-            return f"{many} x {kind}: its price is not known here, see {data()['source']}"
+            return f"{many} x {kind}: price unknown, see {data()['source']}"
         up_to = f", up to ${self.usd[kind] * most:.3f} when scaled to {most}" if most else ""
-        return f"${self.usd[kind] * many:.3f} an hour for {many} x {kind}{up_to} ({self.said})"
+        return f"${self.usd[kind] * many:.3f} an hour for {many} x {kind}{up_to} ({self.source})"
 
 
 def has_gpu(type: str) -> bool:
@@ -71,12 +71,12 @@ def has_gpu(type: str) -> bool:
     return bool(re.match(r"ml\.(p\d|g\d|gr\d)", type))
 
 
-def said_of_file() -> str:
+def file_source() -> str:
     return f"{data()['region']} prices of {data()['as_of']}; prices change and differ by region"
 
 
 def prices(account: Account) -> Prices:
-    """Today's by the Pricing API; where it does not answer, the file's.
+    """Returns the Pricing API's prices, or those of instances.json if it fails.
 
     https://docs.aws.amazon.com/aws-cost-management/latest/APIReference/API_pricing_GetProducts.html
     """
@@ -86,8 +86,8 @@ def prices(account: Account) -> Prices:
     filters = [{"Type": "TERM_MATCH", "Field": k, "Value": v} for k, v in wanted.items()]
     usd: dict[str, float] = {}
     try:
-        asked = account.pricing().get_paginator("get_products")
-        for page in asked.paginate(ServiceCode="AmazonSageMaker", Filters=filters):
+        paginator = account.pricing().get_paginator("get_products")
+        for page in paginator.paginate(ServiceCode="AmazonSageMaker", Filters=filters):
             for product in map(json.loads, page["PriceList"]):
                 for term in product["terms"].get("OnDemand", {}).values():
                     for price in term["priceDimensions"].values():
@@ -97,11 +97,11 @@ def prices(account: Account) -> Prices:
         usd = {}
     if usd:
         return Prices(usd, f"{account.region}, the Pricing API")
-    return Prices({row["type"]: row["usd_per_hour"] for row in data()["instances"]}, said_of_file())
+    return Prices({row["type"]: row["usd_per_hour"] for row in data()["instances"]}, file_source())
 
 
 def model_bytes(sizes: Sequence[int], wanted: int, environment: Mapping[str, str]) -> int:
-    """Memory for one of the `wanted` largest artifacts, on average, with this engine."""
+    """Mean bytes of memory of the `wanted` largest artifacts, with this engine's precision."""
     int8 = environment.get("ENGINE_PRECISION", "int8") == "int8"
     largest = sorted(sizes, reverse=True)[:wanted]
     return int(sum(largest) / len(largest) * (INT8 if int8 else FP32)) + WORKER_BYTES
@@ -110,9 +110,9 @@ def model_bytes(sizes: Sequence[int], wanted: int, environment: Mapping[str, str
 def choose(
     one_bytes: int, wanted: int, instances: int, budget: float | None, autoscaled: bool, now: Prices
 ) -> str:
-    """The cheapest that holds the models within the budget, after showing what it chose from.
+    """Prints the candidates; returns the cheapest that holds the models within the budget.
 
-    Raises `Problem` where none does.
+    Raises `Problem` if there is none.
     """
     rows: list[tuple[str, ...]] = []
     chosen: Instance | None = None
@@ -137,11 +137,13 @@ def choose(
         rows.append((instance.type, str(instance.vcpus), size, f"{cost:.3f}", str(holds), why))
     each = f"{one_bytes / MIB:,.0f} MiB each"
     many = f"{instances} of them" if instances > 1 else "one"
-    print(f"room for {wanted} models of {each}, $/hour for {many} ({now.said}):")
+    print(f"room for {wanted} models of {each}, $/hour for {many} ({now.source}):")
     print(table(["instance", "vCPU", "memory", "$/hour", "models", ""], rows))
     if chosen is None:
         if holding is None:
-            raise Problem(f"no instance known here holds {wanted} models at a time: want fewer")
+            raise Problem(
+                f"no known instance holds {wanted} models at a time: lower --models-in-memory"
+            )
         needs = now.usd[holding.type] * instances
         raise Problem(
             f"nothing under ${budget:g} an hour holds {wanted} models; {holding.type} does for"

@@ -1,12 +1,12 @@
-"""Buckets and what lies in them: `s3://bucket/prefix/`."""
+"""S3 locations, `s3://bucket/prefix/`, and the models in them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from command.errors import Problem
 from scripts.aws.account import Account
-from scripts.lib.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,20 @@ class Artifact:
 
 
 def parse(text: str) -> Location:
-    """Raises `Problem`. A last part without an archive's suffix is a prefix."""
+    """Parses a URL; a key without an archive's suffix is a prefix. Raises `Problem`."""
     scheme, mark, rest = text.partition("://")
     bucket, _, key = rest.partition("/")
     if scheme != "s3" or not mark or not bucket:
-        raise Problem(f"{text} is not s3://bucket/prefix/")
+        raise Problem(f"{text} must be s3://bucket/prefix/")
     if key and not key.endswith(("/", ".tar.gz")):
         key += "/"
     return Location(bucket, key)
 
 
 def region_of(account: Account, bucket: str) -> str | None:
-    """Where a bucket is; None where there is no such bucket. Raises `Problem` where it is not ours.
+    """Returns a bucket's region, None if it does not exist. Raises `Problem` without access.
 
-    Any answer tells the region, a refusal too.
+    S3 names the region in refusals, too.
     """
     from botocore.exceptions import ClientError
 
@@ -60,19 +60,19 @@ def region_of(account: Account, bucket: str) -> str | None:
 
 
 def check_bucket(account: Account, location: Location, hint: str = "") -> None:
-    """Raises `Problem` where the bucket is missing or in another region than the endpoint."""
+    """Raises `Problem` if the bucket is missing or in another region than the endpoint."""
     region = region_of(account, location.bucket)
     if region is None:
         raise Problem(f"there is no bucket {location.bucket}{hint}")
     if region != account.region:
         raise Problem(
-            f"bucket {location.bucket} is in {region}, this works in {account.region};"
-            f" SageMaker wants models in its own region: give --region {region}"
+            f"bucket {location.bucket} is in {region}, the command's region is {account.region};"
+            f" SageMaker needs models in its own region: give --region {region}"
         )
 
 
 def artifacts(account: Account, location: Location) -> list[Artifact]:
-    """The `.tar.gz` files under a prefix, or the one that it names."""
+    """Lists the `.tar.gz` files under a prefix, or the one file."""
     found = account.all(
         "s3", "list_objects_v2", "Contents", Bucket=location.bucket, Prefix=location.key
     )

@@ -1,23 +1,23 @@
-"""What SageMaker does not serve and the template's rules cannot say, which take no value apart.
+"""Checks parameters for what SageMaker refuses and the template's own rules cannot express.
 
-Each with its page of the Amazon SageMaker AI Developer Guide, or of another work.
+Each rule names its page of the Amazon SageMaker AI Developer Guide, unless another is named.
 """
 
 from __future__ import annotations
 
 import re
 
+from command.errors import Problem
 from scripts.aws import template
 from scripts.aws.instances import has_gpu
 from scripts.aws.template import Values
-from scripts.lib.problem import Problem
 
 SCALING = "Automatic scaling of Amazon SageMaker AI models"
 MULTI_MODEL = "Supported algorithms, frameworks, and instances for multi-model endpoints"
 
 
 def refuse(values: Values) -> None:
-    """Raises `Problem` for the first that applies."""
+    """Raises `Problem` for the first rule that applies."""
     template.refuse(values)
     many, scaled = values["Models"], values["MaxInstances"] != "0"
     instance = values["InstanceType"] if values["ServerlessMemory"] == "0" else ""
@@ -43,7 +43,7 @@ def refuse(values: Values) -> None:
 
 
 def refuse_update(before: Values, after: Values) -> None:
-    """Raises `Problem` where a stack with the values `before` cannot get those `after`."""
+    """Raises `Problem` if a stack cannot be updated from `before` to `after`."""
     scaled = before["MaxInstances"] != "0" and after["MaxInstances"] != "0"
     rules = (
         (before["ServerlessMemory"] == "0" != after["ServerlessMemory"],

@@ -1,4 +1,4 @@
-"""A CloudFormation stack: what would change, changing it, and waiting with its events."""
+"""A CloudFormation stack: planning a change, making it, and printing its events."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import time
 from typing import Any
 
+from command.errors import Problem
 from scripts.aws.account import Account
-from scripts.lib.problem import Problem
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.2, 5.0
 DONE = ("CREATE_COMPLETE", "UPDATE_COMPLETE", "DELETE_COMPLETE", "REVIEW_IN_PROGRESS")
@@ -32,19 +32,19 @@ class Stack:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing of it has been made yet."""
+        """Whether none of its resources has been created."""
         return self.description is None or self.description["StackStatus"] == "REVIEW_IN_PROGRESS"
 
     @property
     def values(self) -> dict[str, str]:
-        """Of its parameters."""
+        """The values of its parameters, by name."""
         found = (self.description or {}).get("Parameters", [])
         return {item["ParameterKey"]: item["ParameterValue"] for item in found}
 
     def plan(
         self, body: str, values: dict[str, str], tags: dict[str, str]
     ) -> dict[str, Any] | None:
-        """A change set, None where nothing would change. Raises `Problem` with AWS's reason."""
+        """Creates a change set; None if nothing changes. Raises `Problem` with AWS's reason."""
         from botocore.exceptions import WaiterError
 
         status = (self.description or {}).get("StackStatus")
@@ -71,17 +71,17 @@ class Stack:
         reason = plan.get("StatusReason", "")
         if "didn't contain changes" in reason or "No updates" in reason:
             return None
-        raise Problem(f"CloudFormation refuses it: {reason}")
+        raise Problem(f"CloudFormation refuses the change: {reason}")
 
     def drop(self, plan: dict[str, Any]) -> None:
-        """Forgets a change set, and a stack that was to be made by it."""
+        """Deletes a change set, and the stack if it is new."""
         if self.is_new:
             self._client.delete_stack(StackName=self.name)
         else:
             self._client.delete_change_set(ChangeSetName=plan["ChangeSetId"])
 
     def wait_for_others(self) -> None:
-        """Until what was begun before, here or elsewhere, has ended."""
+        """Waits for the end of a change that was started before."""
         if self.description and not self.is_new and is_busy(self.description):
             self.settle(since=self._events()[0]["Timestamp"])
 
@@ -91,20 +91,20 @@ class Stack:
         self.settle(since=plan["CreationTime"])
 
     def delete(self) -> None:
-        """Raises `Problem` with the first reason why something stays."""
+        """Deletes the stack. Raises `Problem` with the first reason of a failure."""
         since = self._events()[0]["Timestamp"]
         self._client.delete_stack(StackName=self.name)
         self.settle(since)
 
     def _events(self) -> list[dict[str, Any]]:
-        """The newest first."""
+        """Lists the events, newest first."""
         assert self.description is not None
         name = self.description["StackId"]
         found = self._account.find("cloudformation", "describe_stack_events", StackName=name)
         return found["StackEvents"] if found else []
 
     def settle(self, since: Any) -> None:
-        """Waits, a line for each event. Raises `Problem` with the first reason of a failure."""
+        """Waits and prints events. Raises `Problem` with the first reason of a failure."""
         assert self.description is not None
         name, poll_s, reasons = self.description["StackId"], FIRST_POLL_S, list[str]()
         seen: set[str] = set()

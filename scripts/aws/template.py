@@ -1,4 +1,4 @@
-"""deploy/sagemaker/endpoint.yaml: its parameters, and what its rules refuse."""
+"""Reads deploy/sagemaker/endpoint.yaml: its parameters and rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from scripts.lib.problem import Problem
+from command.errors import Problem
 
 FILE = Path(__file__).resolve().parents[2] / "deploy" / "sagemaker" / "endpoint.yaml"
 EMPTY = "Environment: {}"
@@ -38,14 +38,14 @@ def template() -> dict[str, Any]:
 
 
 def body(environment: Mapping[str, str]) -> str:
-    """The template with a container's environment, which no parameter can hold."""
+    """Returns the template with a container's environment, which is no parameter."""
     text = FILE.read_text("utf-8")
     assert text.count(EMPTY) == 1
     return text.replace(EMPTY, f"Environment: {json.dumps(dict(environment))}")
 
 
 def option_name(parameter: str) -> str:
-    """max_instances for MaxInstances."""
+    """Returns max_instances for MaxInstances."""
     return re.sub("(?<=[a-z])(?=[A-Z])", "_", parameter).lower()
 
 
@@ -55,7 +55,7 @@ def with_defaults(given: Values) -> Values:
 
 
 def refuse(values: Values) -> None:
-    """Raises `Problem` for the first assertion of a rule that does not hold."""
+    """Raises `Problem` for the first of the template's assertions that fails."""
     for rule in template()["Rules"].values():
         if holds(rule.get("RuleCondition", True), values):
             for assertion in rule["Assertions"]:
@@ -64,7 +64,7 @@ def refuse(values: Values) -> None:
 
 
 def holds(term: Any, values: Values) -> Any:
-    """What a rule's function gives; CloudFormation compares parameters as texts."""
+    """Evaluates a rule's function; CloudFormation compares parameters as strings."""
     if not isinstance(term, dict):
         return term if isinstance(term, bool) else str(term)
     ((name, arguments),) = term.items()

@@ -1,7 +1,7 @@
-"""From an answer's bytes to its text, whether it comes whole or as a stream.
+"""Reads an answer: one JSON value, or a stream.
 
-Streams are told by their content type: server-sent events (`data: {...}`) or one JSON object a
-line. Known objects are this server's, `{"text", "token", "index"}` and at the end of a sequence
+The content type says which: server-sent events (`data: {...}`), one JSON object a line, or a whole
+answer. Known objects are this server's, `{"text", "token", "index"}` and at the end of a sequence
 `{"generated_text", "tokens", "finish_reason", "index"}`; Hugging Face's, `{"token": {"text"},
 "generated_text"?}`; and OpenAI's, `{"choices": [{"text"}]}`.
 """
@@ -20,17 +20,19 @@ from scripts.client.targets import Answer, message_of
 EVENTS = "text/event-stream"
 LINES = ("application/x-ndjson", "application/jsonlines", "application/jsonl")
 STREAMS = (EVENTS, *LINES)
-# For a server that can: streams first, and otherwise whatever it does.
+# Prefers a stream and accepts a whole answer.
 ACCEPT_STREAM = f"{EVENTS}, {LINES[0]};q=0.9, application/json;q=0.5"
 
 
 @dataclass
 class Completion:
-    """What came back. `value` is the JSON of an answer that came whole.
+    """The content of an answer.
 
-    tokens: new ones, None where the answer does not say
-    server_s: how long the model took, as the server says
-    first_at: `time.monotonic()` at the first text of a stream, None for an answer that came whole
+    tokens: generated ones; None if the answer has no count
+    server_s: the model's time as the server reports it
+    first_at: `time.monotonic()` at the first token of a stream; None for a whole answer
+    value: the JSON of a whole answer; None for a stream
+    others: texts of further sequences of a stream, by index
     """
 
     text: str = ""
@@ -39,7 +41,7 @@ class Completion:
     server_s: float | None = None
     first_at: float | None = None
     value: Any = None
-    others: dict[int, str] = field(default_factory=dict)  # texts of further sequences, in a stream
+    others: dict[int, str] = field(default_factory=dict)
 
 
 def is_stream(content_type: str) -> bool:
@@ -47,19 +49,19 @@ def is_stream(content_type: str) -> bool:
 
 
 def read(answer: Answer) -> Completion:
-    """All of an answer. Raises `CallFailed` for one that breaks off or cannot be understood."""
+    """Reads a whole answer. Raises `CallFailed` if it is broken off or malformed."""
     completion = Completion()
-    for _ in pieces(answer, completion):
+    for _ in texts(answer, completion):
         pass
     return completion
 
 
-def pieces(answer: Answer, completion: Completion) -> Iterator[str]:
-    """Texts to show, as they come; `completion` is filled meanwhile. Raises `CallFailed`."""
+def texts(answer: Answer, completion: Completion) -> Iterator[str]:
+    """Yields the text as it arrives and fills in `completion`. Raises `CallFailed`."""
     if is_stream(answer.content_type):
         yield from _stream(answer, completion)
         return
-    body = b"".join(answer.pieces)
+    body = b"".join(answer.chunks)
     try:
         text = body.decode("utf-8")
         value = json.loads(text) if "json" in answer.content_type else text
@@ -92,14 +94,14 @@ def _whole(value: Any, completion: Completion) -> None:
 
 
 def _sequences(value: Any) -> list[dict[str, Any]]:
-    """Those of an answer of ours; none where it is something else."""
+    """The sequences of this server's answer; [] for another kind of answer."""
     if not isinstance(value, dict) or not isinstance(value.get("generated_text"), str):
         return []
-    found = value.get("sequences") or [value]
-    known = isinstance(found, list) and all(
-        isinstance(_object(s).get("generated_text"), str) for s in found
+    sequences = value.get("sequences") or [value]
+    known = isinstance(sequences, list) and all(
+        isinstance(_object(s).get("generated_text"), str) for s in sequences
     )
-    return found if known else []
+    return sequences if known else []
 
 
 def _seconds(value: Any) -> float | None:
@@ -111,40 +113,40 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _clean(text: str) -> str:
-    """Without halves of surrogate pairs, which JSON can hold and no terminal can show."""
+    """Replaces lone surrogates, which JSON can hold and UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _stream(answer: Answer, completion: Completion) -> Iterator[str]:
     sse = answer.content_type.lower().startswith(EVENTS)
     running: set[int] = {0}
-    for event in _events(answer.pieces, sse):
+    for event in _events(answer.chunks, sse):
         if event is None:
             running = set()
             break
         if "error" in event:
-            said = message_of(json.dumps(event).encode())
-            raise CallFailed(f"the stream broke off: {said}", kind="stream error")
-        piece = _piece(event)
-        completion.tokens = (completion.tokens or 0) + piece.tokens
-        if piece.tokens:
+            message = message_of(json.dumps(event).encode())
+            raise CallFailed(f"the stream broke off: {message}", kind="stream error")
+        part = _part(event)
+        completion.tokens = (completion.tokens or 0) + part.tokens
+        if part.tokens:
             completion.first_at = completion.first_at or time.monotonic()
-            running.add(piece.index)
-        if piece.finish_reason is not None:
-            running.discard(piece.index)
-        if piece.index == 0:
-            completion.finish_reason = piece.finish_reason or completion.finish_reason
-            completion.text += piece.text
-            yield piece.text
+            running.add(part.index)
+        if part.finish_reason is not None:
+            running.discard(part.index)
+        if part.index == 0:
+            completion.finish_reason = part.finish_reason or completion.finish_reason
+            completion.text += part.text
+            yield part.text
         else:
-            texts = completion.others
-            texts[piece.index] = texts.get(piece.index, "") + piece.text
+            others = completion.others
+            others[part.index] = others.get(part.index, "") + part.text
     if running:
         raise CallFailed("the stream broke off before its end", kind="stream error")
 
 
 def _events(chunks: Iterator[bytes], sse: bool) -> Iterator[dict[str, Any] | None]:
-    """The objects of a stream; None is OpenAI's `[DONE]`."""
+    """Yields the objects of a stream, and None for OpenAI's `[DONE]`."""
     for line in _lines(chunks):
         if sse:
             name, _, line = line.partition(":")
@@ -168,25 +170,25 @@ def _events(chunks: Iterator[bytes], sse: bool) -> Iterator[dict[str, Any] | Non
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
-    """Lines of UTF-8, however the bytes are cut."""
+    """Yields the lines of UTF-8 chunks, which may end within a line or a character."""
     rest = b""
     for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
+        *complete, rest = (rest + chunk).split(b"\n")
+        for line in complete:
             yield line.decode("utf-8", "replace").rstrip("\r")
     if rest:
         yield rest.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Part:
     text: str
     index: int = 0  # of the sequence
     tokens: int = 0
     finish_reason: str | None = None
 
 
-def _piece(event: dict[str, Any]) -> _Piece:
+def _part(event: dict[str, Any]) -> _Part:
     token, index = event.get("token"), event.get("index", 0)
     if isinstance(event.get("choices"), list):  # OpenAI's; the last one may have the usage only
         choice = _object(event["choices"][0]) if event["choices"] else {}
@@ -202,8 +204,8 @@ def _piece(event: dict[str, Any]) -> _Piece:
     else:
         text, reason, tokens = event.get("text", ""), event.get("finish_reason"), 1
     if not (isinstance(text, str) and isinstance(index, int) and isinstance(reason, str | None)):
-        said = json.dumps(event)[:80]
         raise CallFailed(
-            f"the stream holds an object of no known form: {said}", kind="stream error"
+            f"the stream holds an object of an unknown form: {json.dumps(event)[:80]}",
+            kind="stream error",
         )
-    return _Piece(_clean(text), index, tokens, reason)
+    return _Part(_clean(text), index, tokens, reason)

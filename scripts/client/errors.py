@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.lib.problem import Failed
+from command.errors import Failed
 
 
 class CallFailed(Failed):

@@ -1,4 +1,4 @@
-"""Options that the clients of servers and endpoints share, and the request they make."""
+"""Options of commands that send prompts, and the request made of them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from scripts.lib.problem import Problem
-from scripts.options import option, seconds
+from command.errors import Problem
+from command.options import option, seconds
 
 DEFAULT_URL = "http://localhost:8080"
-_where = partial(option, rich_help_panel="Where")
-_how = partial(option, rich_help_panel="How to generate (greedy, unless told otherwise)")
+_target = partial(option, rich_help_panel="Where")
+_sampling = partial(option, rich_help_panel="Sampling (default: greedy)")
 
 
 @dataclass(kw_only=True)
 class Target:
-    """Where a call goes. Raises `Problem` for options that do not go together."""
+    """A server or an endpoint. Raises `Problem` for options that exclude each other."""
 
-    url: str | None = _where(
-        None, f"a server of yours ({DEFAULT_URL}); its token, if any: INFERENCE_TOKEN"
+    url: str | None = _target(
+        None, f"your own server ({DEFAULT_URL}); its token, if any: INFERENCE_TOKEN"
     )
-    endpoint: str | None = _where(None, "a SageMaker endpoint instead", metavar="NAME")
-    region: str | None = _where(None, "of the endpoint (as the AWS CLI finds it)")
-    profile: str | None = _where(None, "of the AWS credentials (as the AWS CLI finds it)")
-    timeout: float = _where("70", "for one answer, seconds", parser=seconds, metavar="S")
+    endpoint: str | None = _target(None, "a SageMaker endpoint instead", metavar="NAME")
+    region: str | None = _target(None, "the endpoint's region (default: the AWS CLI's)")
+    profile: str | None = _target(None, "the AWS CLI's profile with the credentials")
+    timeout: float = _target("70", "for one answer, in seconds", parser=seconds, metavar="S")
 
     def __post_init__(self) -> None:
         if self.endpoint is None:
@@ -45,40 +45,40 @@ class Target:
 
 @dataclass(kw_only=True)
 class Sampling:
-    """What a request says of the text that is wanted; the server checks the values."""
+    """Generation parameters of a request; the server checks the values."""
 
-    max_new_tokens: int | None = _how(None, "at most so many tokens", metavar="N")
-    temperature: float | None = _how(
-        None, "draws, from a distribution that is sharper below 1", metavar="X"
+    max_new_tokens: int | None = _sampling(None, "tokens to generate at most", metavar="N")
+    temperature: float | None = _sampling(
+        None, "samples; below 1 likely tokens become likelier", metavar="X"
     )
-    top_k: int | None = _how(None, "draws among the K likeliest tokens", metavar="N")
-    top_p: float | None = _how(
-        None, "draws among the likeliest tokens that reach this probability", metavar="X"
+    top_k: int | None = _sampling(None, "samples among the N likeliest tokens", metavar="N")
+    top_p: float | None = _sampling(
+        None, "samples among the likeliest tokens with this probability in total", metavar="X"
     )
-    seed: int | None = _how(None, "same seed, same text", metavar="N")
-    repetition_penalty: float | None = _how(
-        None, "above 1: tokens seen before become less likely", metavar="X"
+    seed: int | None = _sampling(None, "same seed, same text", metavar="N")
+    repetition_penalty: float | None = _sampling(
+        None, "above 1: tokens of the prompt and answer become less likely", metavar="X"
     )
-    frequency_penalty: float | None = _how(
-        None, "above 0: less likely with each time that the answer has it", metavar="X"
+    frequency_penalty: float | None = _sampling(
+        None, "above 0: a token becomes less likely with each occurrence in the answer", metavar="X"
     )
-    presence_penalty: float | None = _how(
-        None, "above 0: less likely once the answer has it", metavar="X"
+    presence_penalty: float | None = _sampling(
+        None, "above 0: tokens of the answer become less likely", metavar="X"
     )
-    num_return_sequences: int | None = _how(None, "so many drawn answers", metavar="N")
-    logprobs: int | None = _how(
-        None, "log-probabilities of so many tokens (with --json)", metavar="N"
+    num_return_sequences: int | None = _sampling(None, "sampled answers", metavar="N")
+    logprobs: int | None = _sampling(
+        None, "log-probabilities of the N likeliest tokens (with --json)", metavar="N"
     )
-    stop: list[str] = option([], "ends there; repeatable", metavar="TEXT")
-    do_sample: bool = _how(False, "draws")
-    return_full_text: bool = _how(False, "the prompt in front")
-    parameters: str | None = _how(
-        None, "others, as an object, for a model that has its own", metavar="JSON"
+    stop: list[str] = option([], "ends the answer there; repeatable", metavar="TEXT")
+    do_sample: bool = _sampling(False, "samples")
+    return_full_text: bool = _sampling(False, "print the prompt before the answer")
+    parameters: str | None = _sampling(
+        None, "further ones as a JSON object, for a model with its own parameters", metavar="JSON"
     )
 
-    def given(self) -> dict[str, Any]:
-        """What was given of them. Raises `Problem`."""
-        names = [one.name for one in fields(Sampling) if one.name != "parameters"]
+    def parameters_given(self) -> dict[str, Any]:
+        """The parameters that were set. Raises `Problem`."""
+        names = [field.name for field in fields(Sampling) if field.name != "parameters"]
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given = {name: value for name, value in given.items() if value is not False and value != []}
         if self.parameters is not None:
@@ -93,6 +93,6 @@ class Sampling:
 
 
 def request_body(inputs: str, parameters: dict[str, Any], *, stream: bool) -> bytes:
-    """What the server takes; Korean stays readable."""
+    """The body of a request to this server, in UTF-8."""
     body = {"inputs": inputs, "parameters": parameters, **({"stream": True} if stream else {})}
     return json.dumps(body, ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""Where calls go: a server by its address, or a SageMaker endpoint."""
+"""Sends calls to a server by its URL, or to a SageMaker endpoint."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import requests
 from botocore.config import Config
 from requests.adapters import HTTPAdapter
 
+from command.errors import Problem
 from scripts.client.errors import CallFailed, NotReady
 from scripts.client.options import Target as Options
-from scripts.lib.problem import Problem
 
 SUFFIX = ".tar.gz"
 CONNECT_S = 5.0
@@ -28,7 +28,7 @@ THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Call:
-    """A request's body. `model` is None on an endpoint of a single model."""
+    """A request to a model; `model` is None on an endpoint with a single model."""
 
     model: str | None
     body: bytes
@@ -39,10 +39,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """`pieces` are the body's bytes as they come."""
+    """`chunks` yields the body's bytes as they arrive."""
 
     content_type: str
-    pieces: Iterator[bytes]
+    chunks: Iterator[bytes]
 
 
 class Target(Protocol):
@@ -60,16 +60,16 @@ def open_target(options: Options) -> Target:
 
 
 def session(url: str, token: str | None = "") -> requests.Session:
-    """For calls to `url`: to this machine past any proxy that the environment names."""
-    found = requests.Session()
-    found.trust_env = urlsplit(url).hostname not in THIS_MACHINE
+    """A session for `url`, which uses no proxy to this machine."""
+    session = requests.Session()
+    session.trust_env = urlsplit(url).hostname not in THIS_MACHINE
     if token:
-        found.headers["Authorization"] = f"Bearer {token}"
-    return found
+        session.headers["Authorization"] = f"Bearer {token}"
+    return session
 
 
 class Local:
-    """A server's own routes."""
+    """A server, by its URL."""
 
     def __init__(self, url: str, timeout_s: float, token: str | None = None) -> None:
         self._url, self._timeouts = url.rstrip("/"), (CONNECT_S, timeout_s)
@@ -96,9 +96,11 @@ class Local:
                 url, data=call.body, headers=headers, timeout=self._timeouts, stream=True
             ) as answer:
                 if answer.status_code >= 400:
-                    said = message_of(answer.content)
+                    message = message_of(answer.content)
                     raise CallFailed(
-                        f"{said} (status {answer.status_code})", answer.status_code, kind_of(answer)
+                        f"{message} (status {answer.status_code})",
+                        answer.status_code,
+                        kind_of(answer),
                     )
                 kind = answer.headers.get("content-type", "")
                 yield Answer(kind, answer.iter_content(None))
@@ -117,7 +119,7 @@ class Local:
 
 
 class SageMaker:
-    """An endpoint, through boto3. Nothing is tried twice behind the caller's back."""
+    """A SageMaker endpoint, by boto3, without retries."""
 
     def __init__(
         self, endpoint: str, region: str | None, profile: str | None, timeout_s: float
@@ -144,7 +146,7 @@ class SageMaker:
         arguments |= {"ContentType": call.content_type, "Accept": call.accept}
         if call.model is not None:
             arguments["TargetModel"] = call.model.removesuffix(SUFFIX) + SUFFIX
-        # The API has no TargetModel where it streams.
+        # The API's streaming call takes no TargetModel.
         stream = call.stream and call.model is None
         return "invoke_endpoint" + "_with_response_stream" * stream, arguments
 
@@ -158,8 +160,8 @@ class SageMaker:
         name, arguments = self._arguments(call)
         try:
             answer = getattr(self._client, name)(**arguments)
-            pieces = _parts(answer["Body"]) if "stream" in name else answer["Body"].iter_chunks()
-            yield Answer(answer.get("ContentType", ""), pieces)
+            chunks = _parts(answer["Body"]) if "stream" in name else answer["Body"].iter_chunks()
+            yield Answer(answer.get("ContentType", ""), chunks)
         except botocore.exceptions.ClientError as error:
             raise _failed(error) from None
         except (
@@ -176,7 +178,7 @@ class SageMaker:
 
 
 def _parts(stream: Any) -> Iterator[bytes]:
-    """The payload of an event stream. An error in it is raised by boto3."""
+    """Yields the payload of an event stream; boto3 raises its errors."""
     for event in stream:
         if "PayloadPart" in event:
             yield event["PayloadPart"]["Bytes"]
@@ -185,19 +187,19 @@ def _parts(stream: Any) -> Iterator[bytes]:
 def _failed(error: botocore.exceptions.ClientError) -> CallFailed:
     response: Mapping[str, Any] = error.response
     code = str(response.get("Error", {}).get("Code", "error"))
-    said = str(response.get("Error", {}).get("Message", error))
+    message = str(response.get("Error", {}).get("Message", error))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if code == "ModelNotReadyException":
-        return NotReady(said, status, code)
-    if "OriginalMessage" in response:  # the container's own words
-        own = int(response.get("OriginalStatusCode") or 0)
-        said = f"{message_of(response['OriginalMessage'].encode())} (status {own})"
-        return CallFailed(said, own, f"{code} {own}")
-    return CallFailed(f"{code}: {said}", status, code)
+        return NotReady(message, status, code)
+    if "OriginalMessage" in response:  # the container's answer
+        status = int(response.get("OriginalStatusCode") or 0)
+        message = f"{message_of(response['OriginalMessage'].encode())} (status {status})"
+        return CallFailed(message, status, f"{code} {status}")
+    return CallFailed(f"{code}: {message}", status, code)
 
 
 def message_of(body: bytes) -> str:
-    """What an error's body says for people: its `message`, or the text itself."""
+    """The error message of a body: its `message`, or the text itself."""
     text = body.decode("utf-8", "replace").strip()
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(text)
@@ -211,7 +213,7 @@ def message_of(body: bytes) -> str:
 
 
 def kind_of(answer: requests.Response) -> str:
-    """The status with the error's type, to count errors by."""
+    """The status and the error's type, under which errors are counted."""
     with contextlib.suppress(ValueError, RecursionError):
         body = answer.json()
         if isinstance(body, dict) and isinstance(body.get("type"), str):
@@ -220,15 +222,15 @@ def kind_of(answer: requests.Response) -> str:
 
 
 def _root(error: BaseException) -> str:
-    """The operating system's words in a chain of wrapped errors."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.strerror:
-            return seen.strerror
-        reason = getattr(seen, "reason", None) or (seen.args[0] if seen.args else None)
-        seen = (
-            seen.__cause__
-            or seen.__context__
+    """The operating system's message in a chain of wrapped errors."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        reason = getattr(cause, "reason", None) or (cause.args[0] if cause.args else None)
+        cause = (
+            cause.__cause__
+            or cause.__context__
             or (reason if isinstance(reason, BaseException) else None)
         )
     return str(error)

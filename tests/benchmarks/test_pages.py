@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.engine.measurements import EngineRun
 from benchmarks.report import pages
-from scripts.lib.problem import Problem
+from command.errors import Problem
 
 
 def test_the_pages_have_the_numbers_of_the_runs() -> None:

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import main
 from tests.engine.models import make_artifact
 from tests.scripts import command
 
 
 def profile(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return command.run("profile", *arguments)
+    return command.run("profile", *arguments, main=main)
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])

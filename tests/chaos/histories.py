@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from scripts.chaos.history import LOAD, PUT, UNLOAD, Done, History, Op, View, text_key
+from tests.chaos.history import LOAD, PUT, UNLOAD, Done, History, Op, View, text_key
 
 MODEL = "봄"
 VERSIONS = 2

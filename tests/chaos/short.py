@@ -1,14 +1,14 @@
-"""A short run of `kogpt2 chaos` on the whole server, with seeded clients and a fixed plan."""
+"""A short run of chaos on the whole server, with seeded clients and a fixed plan."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.chaos import report
-from scripts.chaos.clients import Models
-from scripts.chaos.history import ROUTES, History
-from scripts.chaos.plan import Fault, Plan
-from scripts.chaos.run import Size, run
+from tests.chaos import report
+from tests.chaos.clients import Models
+from tests.chaos.history import ROUTES, History
+from tests.chaos.plan import Fault, Plan
+from tests.chaos.run import Size, run
 
 GAP_S = 1.5
 # How much longer than a quiet machine one may take that runs other tests at the same time: so long

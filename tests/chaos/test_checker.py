@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.chaos.checker import check, explained
-from scripts.chaos.history import Done, History, Op
+from tests.chaos.checker import check, explained
 from tests.chaos.histories import ask, fault, history, load, op, put, text, unload, view
+from tests.chaos.history import Done, History, Op
 
 
 def rules(history: History) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.chaos.clock import Clock, works
+from tests.chaos.clock import Clock, works
 
 TIMES = "import time; time.sleep(0.01); print(time.time(), time.monotonic())"
 

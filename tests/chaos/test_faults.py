@@ -7,7 +7,7 @@ import sys
 
 import psutil
 
-from scripts.chaos.faults import limited
+from tests.chaos.faults import limited
 
 TAKES = """
 import sys

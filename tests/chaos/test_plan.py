@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.chaos.history import History
-from scripts.chaos.plan import KINDS, Fault, Plan
-from scripts.chaos.shrink import shortest
-from scripts.lib.problem import Problem
+from command.errors import Problem
 from tests.chaos.histories import ask, fault, history, load, view
+from tests.chaos.history import History
+from tests.chaos.plan import KINDS, Fault, Plan
+from tests.chaos.shrink import shortest
 
 
 def test_a_seed_is_the_same_plan_each_time_and_another_seed_another() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.chaos import soak
+from tests.chaos import soak
+from tests.chaos.__main__ import main
 from tests.chaos.histories import history, op
 from tests.scripts.command import run
 
@@ -43,6 +44,6 @@ def test_the_first_token_is_to_come_as_soon_in_the_end(last_s: float, said: list
 
 
 def test_a_soak_too_short_to_compare_anything_is_refused(tmp_path: Path) -> None:
-    done = run("chaos", "--soak", "--minutes", "0.1", "--out", tmp_path)
+    done = run("--soak", "--minutes", "0.1", "--out", tmp_path, main=main)
     assert done.returncode == 2
-    assert "--minutes is 0.1, a soak needs 1 at least" in done.stderr
+    assert "--minutes is 0.1, must be at least 1 for --soak" in done.stderr

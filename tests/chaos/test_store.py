@@ -11,7 +11,7 @@ from botocore import exceptions
 from botocore.config import Config
 from urllib3.exceptions import HTTPError
 
-from scripts.chaos.store import BUCKET, ENDING, PREFIX, Store, store
+from tests.chaos.store import BUCKET, ENDING, PREFIX, Store, store
 from tests.e2e.server import eventually
 
 pytestmark = pytest.mark.slow

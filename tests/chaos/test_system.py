@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.chaos.system import left_of
+from tests.chaos.system import left_of
 from tests.engine.engines import until
 
 WORKER = "5e1f-1"

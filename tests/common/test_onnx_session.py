@@ -15,7 +15,7 @@ from tests.e2e.server import REPOSITORY
 QUIET = ("ORT_DISABLE_TELEMETRY", "ORT_RUNNING_UNIT_TESTS", "CI")
 
 
-@pytest.mark.parametrize("module", ["common.onnx_session", "scripts.lib.converting"])
+@pytest.mark.parametrize("module", ["common.onnx_session", "scripts.artifacts.conversion"])
 def test_onnxruntime_reports_nothing(tmp_path: Path, module: str) -> None:
     kept = {k: v for k, v in os.environ.items() if k not in QUIET and not k.startswith("XDG_")}
     code = f"import {module}, onnxruntime, os; print(os.environ['ORT_DISABLE_TELEMETRY'])"

@@ -1,4 +1,4 @@
-"""`kogpt2 chaos --image`, in short, as on SageMaker."""
+"""`python -m tests.chaos --image`, in short, as on SageMaker."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 def lists(choice: str) -> subprocess.CompletedProcess[str]:
-    """What the Dockerfile gives to image_python, whose `uninstall` makes the CPU's build go."""
+    """What the Dockerfile gives to docker/python.sh, whose `uninstall` makes the CPU's build go."""
     (case,) = re.findall(r"^RUN (case .*? esac) ", DOCKERFILE, re.MULTILINE | re.DOTALL)
     command = ["sh", "-c", f"{case}; echo $lists"]
     return subprocess.run(

@@ -184,7 +184,7 @@ def test_both_autoscalers_ask_for_a_metric_that_is_served() -> None:
 
 
 def test_the_image_can_write_where_the_pod_lets_it() -> None:
-    made = (REPOSITORY / "scripts/lib/image_system").read_text(encoding="utf-8")
+    made = (REPOSITORY / "docker/debian.sh").read_text(encoding="utf-8")
     places = re.search(r"install -d -m 1777 (.*)", made)
     assert places
     assert {mount["mountPath"] for mount in SERVER["volumeMounts"]} == set(places[1].split())

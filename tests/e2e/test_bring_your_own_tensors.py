@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import numpy as np
 import psutil
 import pytest
 import requests
-import sentencepiece
 
 from common.mxnet_compat import mx
 from tests.e2e.console import session
@@ -96,54 +94,6 @@ def test_the_pages_programs_run(server: Server, name: str) -> None:
     for _ in range(8):
         ids = np.append(ids, GPT2.logits(ids)[:, -1].argmax(-1)[:, None], axis=1)
     assert printed == [ids.tolist(), [[3.0, -1.0], [7.5, -1.5]]]
-
-
-@pytest.mark.parametrize("past", [False, True])
-def test_a_model_that_scripts_convert_exported_writes_the_text_of_the_original(
-    server: Server, tmp_path: Path, past: bool
-) -> None:
-    """The client tokenizes by itself; with `past` it sends back the keys and values, too."""
-    store = server.store
-    name = "exported-past" if past else "exported"
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.cli",
-        "convert",
-        str(store / "text"),
-        str(store / name),
-    ]
-    command += ["--to", "onnx", *(["--past"] if past else [])]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    url = server.url(f"/v2/models/{name}/infer")
-    told = requests.get(url.removesuffix("/infer"), timeout=60).json()
-    kept = {
-        t["name"]: {**t, "shape": [1, t["shape"][1], 0, t["shape"][3]], "data": []}
-        for t in told["inputs"]
-        if t["name"].startswith("past_key_values")
-    }
-    assert bool(kept) == past
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(store / "text/kogpt2.spiece"))
-    prompt = [tokenizer.bos_id(), *tokenizer.encode(SHORT["inputs"])]
-    ids, new = list(prompt), list(prompt)
-    for _ in range(16):
-        given = new if past else ids
-        tensors = [("input_ids", given), ("attention_mask", [1] * len(ids))]
-        inputs = [
-            {"name": n, "shape": [1, len(v)], "datatype": "INT64", "data": v} for n, v in tensors
-        ]
-        answer = requests.post(url, json={"inputs": [*inputs, *kept.values()]}, timeout=60)
-        assert answer.status_code == 200, answer.text
-        outputs = {output["name"]: output for output in answer.json()["outputs"]}
-        logits = np.reshape(outputs["logits"]["data"], outputs["logits"]["shape"])
-        new = [int(logits[0, -1].argmax())]
-        ids += new
-        for tensor in kept.values():
-            present = outputs[tensor["name"].replace("past_key_values", "present")]
-            tensor.update(shape=present["shape"], data=present["data"])
-    written = tokenizer.decode(ids).removeprefix(tokenizer.decode(prompt))
-    assert written == text(server.predict("text", SHORT))
 
 
 def test_several_classifiers_answer_many_at_once_each_by_itself(

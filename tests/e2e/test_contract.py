@@ -23,7 +23,7 @@ import pytest
 import requests
 
 from engine.http.client import UnixConnection
-from scripts.chaos.system import names as listed
+from tests.chaos.system import names as listed
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import (
     FAST,

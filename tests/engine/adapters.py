@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from command.model_writer import write_safetensors
 from engine.artifacts.adapter import BASE_NAMES, PRODUCTS
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_params import read_params
-from scripts.lib.safetensors_writer import write_safetensors
 from tests.engine.hugging_face import write_json
 from tests.engine.models import write_params
 

@@ -25,10 +25,10 @@ from tokenizers import (
     trainers,
 )
 
+from command.model_writer import write_safetensors
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, POSITIONS, shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.hugging_face import names
-from scripts.lib.safetensors_writer import write_safetensors
 from tests.engine.sentences import SENTENCES
 
 KINDS = ("metaspace", "byte-level", "char-bpe", "byte-fallback")

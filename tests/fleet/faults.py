@@ -13,8 +13,8 @@ import psutil
 import pytest
 import requests
 
-from scripts.chaos.clients import Clients, Models
-from scripts.chaos.history import UNLOAD, Op
+from tests.chaos.clients import Clients, Models
+from tests.chaos.history import UNLOAD, Op
 from tests.e2e.server import eventually
 from tests.fleet.fleet import SPARE, Fleet
 

@@ -14,10 +14,10 @@ import pytest
 import requests
 
 from benchmarks.switching.trace import Kind, trace
-from scripts.chaos.checker import check
-from scripts.chaos.clients import MIX, Clients
-from scripts.chaos.history import PUT, ROUTES, History
-from scripts.chaos.run import archives, learn_texts
+from tests.chaos.checker import check
+from tests.chaos.clients import MIX, Clients
+from tests.chaos.history import PUT, ROUTES, History
+from tests.chaos.run import archives, learn_texts
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, text
 from tests.fleet.faults import CALLED, CLIENTS, FAULTS, HOT

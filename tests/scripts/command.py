@@ -1,4 +1,4 @@
-"""`kogpt2` within this process: one of its own takes half a second to import what it needs."""
+"""Runs `kogpt2` within this process; imports take half a second in a new one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import contextlib
 import io
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from unittest import mock
 
-from scripts.cli import main
+from scripts import cli
 
 
 def run(
-    *arguments: str | Path, stdin: bytes = b"", environment: Mapping[str, str] | None = None
+    *arguments: str | Path,
+    stdin: bytes = b"",
+    environment: Mapping[str, str] | None = None,
+    main: Callable[[list[str]], int] = cli.main,
 ) -> subprocess.CompletedProcess[str]:
-    """A command to its end, as in a process of its own with these variables alone; by default
-    with ours."""
+    """Runs a command line to its end, with these environment variables only (default: ours)."""
     given = [str(argument) for argument in arguments]
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     variables = os.environ if environment is None else environment

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scripts.client.answers import Completion, is_stream, pieces, read
+from scripts.client.answers import Completion, is_stream, read, texts
 from scripts.client.errors import CallFailed
 from scripts.client.targets import Answer
 
@@ -71,7 +71,7 @@ def answer(kind: str, body: bytes, size: int = 3) -> Answer:
 )
 def test_a_stream_becomes_its_text(kind: str, body: bytes, size: int) -> None:
     completion = Completion()
-    shown = list(pieces(answer(kind, body, size), completion))
+    shown = list(texts(answer(kind, body, size), completion))
     assert [piece for piece in shown if piece] == ["산에", "는 꽃"]
     assert completion.text == "산에는 꽃"
     assert (completion.tokens, completion.finish_reason) == (2, "stop")

@@ -80,7 +80,7 @@ def test_the_dockerfile_is_built_as_it_is(build: Build, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_kubernetes_can_tell_that_the_user_is_not_root(kind: str) -> None:
     """`runAsNonRoot` refuses an image whose user is a name."""
-    made = (ROOT / "scripts/lib/image_system").read_text(encoding="utf-8")
+    made = (ROOT / "docker/debian.sh").read_text(encoding="utf-8")
     uid = re.search(r"useradd .*--uid (\d+)", made)
     users = re.findall("^USER (.*)$", (ROOT / f"Dockerfile.{kind}").read_text("utf-8"), re.M)
     assert uid

@@ -12,18 +12,26 @@ import click
 import pytest
 import typer
 
+import benchmarks.__main__ as benchmark_cli
+import tests.chaos.__main__ as chaos_cli
 from scripts import cli
 from tests.e2e.server import REPOSITORY, Server
 from tests.scripts.conftest import Run
 
-GROUP = typer.main.get_command(cli.app)
-assert isinstance(GROUP, click.Group)
+GROUPS = [typer.main.get_command(app) for app in (cli.app, benchmark_cli.app)]
+COMMANDS = {
+    name: command
+    for group in GROUPS
+    if isinstance(group, click.Group)
+    for name, command in group.commands.items()
+    if command.add_help_option
+}
+CHAOS = typer.main.get_command(chaos_cli.app)
 PAGES = [
     *REPOSITORY.glob("*.md"),
     *REPOSITORY.glob("docs/**/*.md"),
     REPOSITORY / "model_store/README.md",
 ]
-COMMANDS = [name for commands in cli.PANELS.values() for name in commands]
 # What stands behind an example: what it does, or another program that takes its output.
 REST = re.compile(r" {3,}.*| +#.*| [|>] .*")
 
@@ -41,19 +49,22 @@ def parse(line: str) -> None:
     """Reads a line as the command would, without running it."""
     name, *arguments = shlex.split(line)
     if name not in cli.SHELL and "--help" not in arguments:
-        GROUP.commands[name].make_context(name, arguments)
+        COMMANDS[name].make_context(name, arguments)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_says_what_a_command_does_and_its_examples_can_be_typed(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([name, "--help"]) == 0
+    main = benchmark_cli.main if name in cli.BENCHMARKS else cli.main
+    assert main([name, "--help"]) == 0
     shown = capsys.readouterr().out
-    command = GROUP.commands[name]
+    command = COMMANDS[name]
     assert command.help
     assert command.help.split()[0] in shown
-    for example in lines((command.epilog or "").replace("\n\n", "\n")):
+    examples = lines((command.epilog or "").replace("\n\n", "\n"))
+    assert examples or name == "settings"
+    for example in examples:
         assert example.split()[0] == name
         parse(example)
 
@@ -63,6 +74,8 @@ def test_what_the_pages_say_can_be_typed(page: Path) -> None:
     blocks = re.findall(r"^```.*?\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
     for line in lines("".join(blocks)):
         parse(line)
+    for line in re.findall(r"^python -m tests\.chaos(.*)$", "".join(blocks), re.M):
+        CHAOS.make_context("chaos", shlex.split(REST.sub("", line)))
 
 
 @pytest.mark.parametrize(

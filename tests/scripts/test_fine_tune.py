@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from command.documents import read_documents
+from command.errors import Problem
 from engine import backends
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import BackendModel, Piece
-from scripts.lib.documents import read_documents
-from scripts.lib.fine_tune import FineTune
-from scripts.lib.fine_tuning import fine_tune, train_tokenizer
-from scripts.lib.packaging import check, write_archive
-from scripts.lib.problem import Problem
+from scripts.artifacts.archive import check, write_archive
+from scripts.artifacts.training import fine_tune, train_tokenizer
+from scripts.artifacts.training_options import FineTune
 from tests.engine.hugging_face import make_hugging_face
 
 pytestmark = pytest.mark.slow
@@ -161,9 +161,9 @@ def test_a_vocabulary_that_does_not_fit_the_text_is_explained(text: Path, tmp_pa
 
 def test_a_base_that_is_no_model_is_explained(text: Path, tmp_path: Path) -> None:
     for base, message in (
-        (text.parent, r"is no model: .* holds no model"),
+        (text.parent, r"cannot be read as a model: .* holds no model"),
         (text, "cannot be unpacked, it is damaged: Not a gzipped file"),
-        (tmp_path / "none.tar.gz", "there is no folder or archive"),
+        (tmp_path / "none.tar.gz", "does not exist"),
     ):
         with pytest.raises(Problem, match=message):
             fine_tune(base, text, tmp_path / "out.tar.gz", FineTune(seed=1))
@@ -173,7 +173,7 @@ def test_a_file_that_is_there_is_not_written_over(text: Path, tmp_path: Path) ->
     out = tmp_path / "봄.tar.gz"
     out.write_bytes(b"mine")
     done = run("--text", text, "--out", out)
-    assert (done.returncode, "is there already" in done.stderr) == (2, True)
+    assert (done.returncode, "exists" in done.stderr) == (2, True)
     assert out.read_bytes() == b"mine"
 
 

@@ -12,9 +12,7 @@ import pytest
 from tests.e2e.server import REPOSITORY, Server
 from tests.scripts.conftest import Poets, Run
 
-PUBLISHED = json.loads(
-    (REPOSITORY / "scripts/client/published_latency.json").read_text(encoding="utf-8")
-)
+PUBLISHED = json.loads((REPOSITORY / "scripts/published_latency.json").read_text(encoding="utf-8"))
 
 
 def test_the_table_holds_here_and_every_published_machine(

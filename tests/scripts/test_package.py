@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from command.errors import Problem
 from engine.artifacts.open import open_artifact
-from scripts.lib.packaging import check, write_archive
-from scripts.lib.problem import Problem
+from scripts.artifacts.archive import check, write_archive
 from tests.engine.hugging_face import make_hugging_face, write_json
 from tests.engine.models import make_artifact
 from tests.scripts import command
@@ -97,9 +97,9 @@ def test_progress_counts_every_byte(folder: Path, tmp_path: Path) -> None:
         (lambda f: (f / "kogpt2.spiece").unlink(), "no *.spiece files"),
         (lambda f: write_json(f / "generation.json", {"온도": 1}), "온도 is not known"),
         (lambda f: (f / "kogpt2.spiece").write_bytes(b"x"), "is not a sentencepiece model"),
-        (lambda f: os.mkfifo(f / "pipe"), "pipe is no file"),
+        (lambda f: os.mkfifo(f / "pipe"), "pipe is not a regular file"),
         (lambda f: (f / "broken").symlink_to("nowhere"), "broken cannot be read"),
-        (shutil.rmtree, "there is no folder"),
+        (shutil.rmtree, "does not exist"),
     ],
 )
 def test_what_would_not_be_served_is_refused_with_the_reason(
@@ -121,7 +121,7 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(
 ) -> None:
     target = tmp_path / "a.tar.gz"
     target.write_bytes(b"mine")
-    with pytest.raises(Problem, match="is there already"):
+    with pytest.raises(Problem, match="exists"):
         write_archive(check(folder), target)
     assert target.read_bytes() == b"mine"
     with pytest.raises(Problem, match=r"must be called NAME\.tar\.gz"):
@@ -142,7 +142,7 @@ def test_an_archive_is_checked_and_packed_as_its_folder_is(folder: Path, tmp_pat
     assert again.read_bytes() == packed.read_bytes()
     packed.write_bytes(b"no archive")
     assert "cannot be unpacked" in run(packed, "--check").stderr
-    assert "there is no folder or archive" in run(tmp_path / "없음.tar.gz", "--check").stderr
+    assert "does not exist" in run(tmp_path / "없음.tar.gz", "--check").stderr
 
 
 def test_check_writes_nothing(folder: Path) -> None:

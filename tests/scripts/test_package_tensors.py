@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib.packaging import check
-from scripts.lib.problem import Problem
+from command.errors import Problem
+from scripts.artifacts.archive import check
 from tests.handlers.tensors.graphs import TinyGPT2, classifier
 
 

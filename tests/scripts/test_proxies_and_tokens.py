@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from benchmarks.process import fetch
-from scripts.lib.problem import Problem
-from scripts.load.loads import Prometheus, models_of
+from command.errors import Problem
+from scripts.traffic.loads import Prometheus, models_of
 
 TOKEN = "infer-me"  # noqa: S105
 

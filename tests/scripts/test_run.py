@@ -52,7 +52,7 @@ def test_a_stop_has_the_time_that_answers_in_flight_are_given(tmp_path: Path) ->
 
 def test_a_plain_import_of_mxnet_works_in_an_image(tmp_path: Path) -> None:
     """By the file that becomes its sitecustomize."""
-    made = (ROOT / "scripts/lib/image_sitecustomize").read_text(encoding="utf-8")
+    made = (ROOT / "docker/sitecustomize.py").read_text(encoding="utf-8")
     (tmp_path / "sitecustomize.py").write_text(made, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     script = "import mxnet, sys; print(mxnet.nd.ones(2).sum().asscalar(), 'common' in sys.modules)"

@@ -68,8 +68,7 @@ class Machine:
             shutil.copy(ROOT / "scripts" / name, self.root / "scripts")
         for name in ("requirements", NATIVE):
             shutil.copytree(ROOT / name, self.root / name)
-        (self.root / "scripts/lib").mkdir()
-        operator = self.root / "scripts/lib/mxnet_operator"
+        operator = self.root / "scripts/mxnet_operator"
         operator.write_text('#!/usr/bin/env bash\nexit "${OPERATOR_STATUS:-0}"\n')
         operator.chmod(0o755)
         (folder / "uv").write_text(FAKE_UV)

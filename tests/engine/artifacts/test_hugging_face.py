@@ -14,13 +14,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from command.model_writer import write_safetensors
 from common.errors import ArtifactError
 from engine import backends
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
-from scripts.lib.safetensors_writer import write_safetensors
 from tests.engine.artifacts.reading import read_safetensors
 from tests.engine.conftest import NewEngine
 from tests.engine.engines import Request, is_greedy

@@ -169,9 +169,9 @@ def test_wrong_surroundings_are_named_before_anything_is_made(ready: Cloud) -> N
         (("--models", "s3://nowhere/x/"), "there is no bucket nowhere"),
         (("--models", "s3://fine-tunes/empty"), "no *.tar.gz at s3://fine-tunes/empty/"),
         (("--models", MODELS, "--region", "eu-west-1"),
-         "bucket fine-tunes is in us-east-1, this works in eu-west-1"),
+         "bucket fine-tunes is in us-east-1, the command's region is eu-west-1"),
         (("--models", MODELS, "--image", "kogpt2-serving:cpu"), "is not in ECR"),
-        (("--models", "시인들"), "시인들 is not s3://bucket/prefix/"),
+        (("--models", "시인들"), "시인들 must be s3://bucket/prefix/"),
     ]  # fmt: skip
     for given, expected in cases:
         assert expected in ready.run("deploy", "poems", *given, *options, code=2)
@@ -182,7 +182,7 @@ def test_a_stack_of_another_template_is_left_alone(ready: Cloud) -> None:
     other = '{"Resources": {"Topic": {"Type": "AWS::SNS::Topic"}}}'
     ready.client("cloudformation").create_stack(StackName="poems", TemplateBody=other)
     assert "of another template" in ready.run("deploy", *BASIC, code=2)
-    assert "of another template" in ready.run("teardown", "poems", "--yes", code=2)
+    assert "was not created by kogpt2 deploy" in ready.run("teardown", "poems", "--yes", code=2)
     assert ready.stack("poems").status == "CREATE_COMPLETE"
     assert "0 deployments" in ready.run("status")
 

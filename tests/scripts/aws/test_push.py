@@ -128,7 +128,7 @@ def test_a_tag_says_what_an_image_computes_on(aws: Cloud, docker: Docker) -> Non
 
 def test_a_push_that_docker_refused_is_done_the_next_time(aws: Cloud, docker: Docker) -> None:
     docker.has(fails="push")
-    assert push(aws, docker, code=2) == "docker push failed: it said why above"
+    assert push(aws, docker, code=2) == "docker push failed: the reason is above"
     docker.has(fails="login")
     assert push(aws, docker, code=2) == "docker login failed: denied: 권한이 없습니다"
     docker.has()
@@ -141,7 +141,7 @@ def test_a_tag_is_never_moved(aws: Cloud, docker: Docker) -> None:
     push(aws, docker, "--tag", "v1")
     docker.has({"Id": "sha256:ffffffffffffffff"})
     said = push(aws, docker, "--tag", "v1", code=2)
-    assert said.endswith(":v1 is another image already, and tags stay: choose another")
+    assert said.endswith(":v1 is another image, and tags cannot be moved: choose another")
 
 
 def test_images_that_sagemaker_could_not_run(aws: Cloud, docker: Docker) -> None:

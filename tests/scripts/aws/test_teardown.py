@@ -85,7 +85,7 @@ def test_status_tells_what_runs_and_what_it_costs(deployed: Cloud) -> None:
     assert "1 deployments in us-east-1, $0.230 an hour" in out
     (found,) = json.loads(deployed.run("status", "poems", "--json"))
     assert found["usd_per_hour"] == pytest.approx(0.23)
-    assert deployed.run("status", "시", code=2) == "nothing of 시 in us-east-1"
+    assert deployed.run("status", "시", code=2) == "there is no deployment 시 in us-east-1"
     assert "0 deployments in eu-west-1" in deployed.run("status", "--region", "eu-west-1")
 
 

@@ -17,12 +17,12 @@ from moto.cloudformation import parsing
 from moto.cloudformation.models import Stack as StackOfMoto
 from moto.core import DEFAULT_ACCOUNT_ID
 
+from command.errors import Problem
 from scripts import cli
 from scripts.aws import account
-from scripts.aws.deploy import Options
 from scripts.aws.refusals import refuse, refuse_update
 from scripts.aws.template import FILE, body, option_name, template, with_defaults
-from scripts.lib.problem import Problem
+from scripts.deploy import Options
 from tests.scripts.aws.cloud import REGION, Cloud
 
 # Of scripts/aws, what is no provisioning: the choice of an instance, and commands of their own.

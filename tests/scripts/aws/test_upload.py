@@ -10,10 +10,10 @@ from typing import Any
 import boto3
 import pytest
 
-from scripts.aws import upload
+from command.errors import Problem
+from scripts import upload
+from scripts.artifacts.archive import check, write_archive
 from scripts.aws.locations import Location
-from scripts.lib import packaging
-from scripts.lib.problem import Problem
 from tests.engine.models import make_artifact
 from tests.scripts.aws.cloud import BUCKET, MODELS, Cloud
 from tests.serving.store.s3 import archive
@@ -118,7 +118,7 @@ def test_a_folder_is_packed_as_scripts_package_does(aws: Cloud, tmp_path: Path) 
     aws.put_models()
     folder = make_artifact(tmp_path / "소월")
     aws.run("upload", MODELS, str(folder))
-    packaging.write_archive(packaging.check(folder), tmp_path / "packed.tar.gz")
+    write_archive(check(folder), tmp_path / "packed.tar.gz")
     found = aws.client("s3").get_object(Bucket=BUCKET, Key="kogpt2/소월.tar.gz")
     assert found["Body"].read() == (tmp_path / "packed.tar.gz").read_bytes()
     (folder / "config.json").write_text("{")
@@ -155,4 +155,4 @@ def test_lists_and_deletes(aws: Cloud) -> None:
 def test_bucket_in_another_region(aws: Cloud) -> None:
     aws.put_models(sowol=1)
     said = aws.run("upload", MODELS, "--list", "--region", "ap-northeast-2", code=2)
-    assert f"bucket {BUCKET} is in us-east-1, this works in ap-northeast-2" in said
+    assert f"bucket {BUCKET} is in us-east-1, the command's region is ap-northeast-2" in said

@@ -1,0 +1,39 @@
+"""Reads text files that users give. Imports the standard library only, so errors show at once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from command.errors import Problem
+
+Documents = list[list[str]]  # the lines of each
+
+
+def read_text(path: Path) -> str:
+    """Reads a UTF-8 file, with or without a byte order mark. Raises `Problem`."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Problem(
+            f"{path} is not UTF-8 (byte {error.start});"
+            " convert it, for example with: iconv -f cp949 -t utf-8"
+        ) from None
+    except OSError as error:
+        raise Problem(f"cannot read {path}: {error.strerror}") from None
+
+
+def read_documents(path: Path) -> Documents:
+    """Reads the documents of a UTF-8 file, which blank lines separate.
+
+    Lines that begin with "# " are titles and left out. Raises `Problem`.
+    """
+    text = read_text(path)
+    blocks = (
+        [line.strip() for line in block.splitlines() if not line.startswith("# ")]
+        for block in re.split(r"\n\s*\n", text.replace("\r\n", "\n"))
+    )
+    documents = [document for lines in blocks if (document := [line for line in lines if line])]
+    if not documents:
+        raise Problem(f"{path} holds no text")
+    return documents

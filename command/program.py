@@ -1,0 +1,93 @@
+"""Runs a Typer application: an error is one sentence on stderr and an exit status.
+
+exit status: 0 success; 1 failure; 2 wrong usage; 130 interrupted
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+import typer
+from rich.markup import escape
+
+from command.errors import Failed, Problem
+from command.options import as_function
+from common.errors import EngineError
+
+INTERRUPTED = 130
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
+
+def application(help: str | None = None) -> typer.Typer:
+    return typer.Typer(
+        help=help,
+        no_args_is_help=help is not None,
+        pretty_exceptions_enable=False,
+        add_completion=help is not None,
+        context_settings=HELP_NAMES,
+    )
+
+
+def add(
+    app: typer.Typer, name: str, command: Callable[[Any], int | None], panel: str | None = None
+) -> None:
+    """Adds a command. The part of its docstring behind `Examples:` goes to the help's end."""
+    text, _, examples = inspect.cleandoc(command.__doc__ or "").partition("\n\nExamples:\n")
+    app.command(
+        name,
+        rich_help_panel=panel,
+        context_settings=HELP_NAMES,
+        help=escape(text),
+        # Typer joins lines that no blank line separates.
+        epilog=escape("Examples:\n\n" + examples.replace("\n", "\n\n")) if examples else None,
+    )(as_function(command))
+
+
+def explain(error: Exception) -> tuple[int, str]:
+    """The exit status and one sentence. Raises `error` if it is a bug."""
+    if isinstance(error, click.UsageError):
+        return 2, error.format_message()
+    if isinstance(error, Problem):
+        return 2, str(error)
+    if isinstance(error, Failed | OSError):
+        return 1, str(error)
+    if isinstance(error, EngineError):
+        return 1, error.message
+    raise error
+
+
+def run(
+    app: typer.Typer,
+    program: str,
+    arguments: list[str] | None = None,
+    explain: Callable[[Exception], tuple[int, str]] = explain,
+) -> int:
+    """Runs a command line (default: that of this process) and returns the exit status."""
+    if arguments is None:
+        arguments = sys.argv[1:]
+    command = typer.main.get_command(app)
+    names = command.commands if isinstance(command, click.Group) else ()
+    name = arguments[0] if arguments and arguments[0] in names else program
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8")
+    try:
+        status = command.main(arguments, prog_name=program, standalone_mode=False) or 0
+        if status == INTERRUPTED:  # Typer prints nothing
+            print(f"{name}: interrupted", file=sys.stderr)
+        return int(status)
+    except BrokenPipeError:  # the reader has closed, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return 2
+    except Exception as error:
+        status, text = explain(error)
+        print(f"{name}: {text}", file=sys.stderr)
+        return status

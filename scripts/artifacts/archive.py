@@ -1,0 +1,189 @@
+"""Checks a model's folder as the server does, and packs it for the store and SageMaker."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from command.errors import Problem
+from common.errors import EngineError
+from common.model_files import is_adapter
+from engine.artifacts import adapter as adapters
+from engine.artifacts.open import open_artifact
+from engine.prepared.folder import MODEL
+from engine.prepared.folder import NAME as PREPARED
+from engine.prepared.manifest import content_of
+from engine.text.prompts import Prompts
+from handlers.dispatch import handler_for
+from handlers.user_code.entry_point import Script
+from scripts.artifacts.folder import belongs
+from serving.settings import Settings
+from serving.store.archive_limits import MAX_FILES
+
+SUFFIX = ".tar.gz"
+# gzip's level: 6 takes five times as long, and weights hardly shrink at any.
+COMPRESSION = 1
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A folder that the server would load, a summary for the user, and the files to pack."""
+
+    folder: Path
+    summary: str
+    files: tuple[Path, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+
+def check(folder: Path) -> Checked:
+    """Checks what the server checks before it loads a model. Raises `Problem`."""
+    if not folder.is_dir():
+        raise Problem(f"there is no folder {folder}")
+    files = tuple(_files(folder))
+    total = sum(file.stat().st_size for file in files)
+    if len(files) > MAX_FILES or total > Settings.model_max_mib << 20:
+        raise Problem(
+            f"{folder} has {len(files)} files and {total >> 20} MiB; the server unpacks at most"
+            f" {MAX_FILES} files and {Settings.model_max_mib} MiB (MODEL_MAX_MIB)"
+        )
+    try:
+        handler = handler_for(str(folder))
+        if isinstance(handler, Script):  # never run here
+            summary = "the model's own script"
+        else:
+            summary = _check_model(folder) if handler.IN_ENGINE else _check_tensors(handler, folder)
+    except EngineError as error:
+        raise Problem(f"{folder} cannot be served: {error.message}") from None
+    return Checked(folder, summary, files)
+
+
+def _check_model(folder: Path) -> str:
+    if is_adapter(path.name for path in folder.iterdir()):
+        return _check_adapter(folder)
+    artifact = open_artifact(folder)
+    content_of(artifact)  # its weights are numbers
+    prompts = Prompts(artifact)
+    c = artifact.config
+    template = "" if artifact.generation.template is None else ", with a template"
+    return (
+        f"{c.num_layers} layers, {c.units} units, {c.num_heads} heads, context {c.max_length},"
+        f" vocabulary {c.vocab_size} ({artifact.tokenizer_file.name},"
+        f" {prompts.tokenizer.vocab_size} pieces), {c.num_parameters:,} parameters in"
+        f" {', '.join(file.name for file in artifact.weight_files)}{template}"
+    )
+
+
+def _check_adapter(folder: Path) -> str:
+    """Checks an adapter without its base; returns its rank, layers and base's name."""
+    adapter = adapters.read(folder)
+    content_of(adapter)
+    ranks = sorted({t.shape[0] for name, t in adapter.index.items() if name.endswith(".down")})
+    layers = {name.partition(".")[0] for name in adapter.scales}
+    products = sorted({name.partition(".")[2] for name in adapter.scales})
+    base = adapter.base or "a base that it does not name"
+    return (
+        f"an adapter of {base}: rank {', '.join(map(str, ranks))} on {', '.join(products)} of"
+        f" {len(layers)} layers"
+    )
+
+
+def _check_tensors(handler: Any, folder: Path) -> str:
+    """Loads the model as its worker would; returns its platform, inputs and outputs."""
+    metadata = handler.describe(handler.model_fn(str(folder)))
+    sides = [
+        ", ".join(f"{t['name']} {t['datatype']} {t['shape']}" for t in metadata[side])
+        for side in ("inputs", "outputs")
+    ]
+    return f"{metadata['platform']}, {' -> '.join(sides)}"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yields the model's files, sorted by name."""
+    for entry in sorted(folder.iterdir(), key=lambda path: path.name):
+        try:
+            entry.name.encode("utf-8")
+        except UnicodeEncodeError:
+            raise Problem(
+                f"{folder} holds a file whose name is not UTF-8: {entry.name!a}"
+            ) from None
+        if entry.name == PREPARED and entry.is_dir() and not entry.is_symlink():
+            models = sorted(entry.glob("*" + MODEL))
+            yield from (file for file in models if file.is_file() and not file.is_symlink())
+            continue
+        if not belongs(entry):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _files(entry)
+            continue
+        try:
+            mode = entry.stat().st_mode
+        except OSError as error:
+            raise Problem(f"{entry} cannot be read: {error.strerror}") from None
+        if not stat.S_ISREG(mode):
+            raise Problem(f"{entry} is not a regular file, and only those can be packed")
+        yield entry
+
+
+def write_archive(
+    checked: Checked, target: Path, progress: Callable[[int], object] = lambda size: None
+) -> None:
+    """Writes `target`, NAME.tar.gz, atomically; the same files give the same bytes.
+
+    `progress` is called with bytes read. Raises `Problem` if the file exists.
+    """
+    if not target.name.endswith(SUFFIX) or target.name == SUFFIX:
+        raise Problem(f"{target} must be called NAME{SUFFIX}")
+    if target.exists():
+        raise Problem(f"{target} exists: remove it or choose another name")
+    try:
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.") as file:
+            with gzip.GzipFile("", "wb", COMPRESSION, file, mtime=0) as packed:
+                _write_tar(checked, packed, progress)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.link(file.name, target)  # fails if it exists by now
+    except FileExistsError:
+        raise Problem(f"{target} exists: remove it or choose another name") from None
+    except OSError as error:
+        raise Problem(f"cannot write {target}: {error.strerror}") from None
+
+
+def _write_tar(checked: Checked, packed: gzip.GzipFile, progress: Callable[[int], object]) -> None:
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for path in checked.files:
+            member = tarfile.TarInfo(path.relative_to(checked.folder).as_posix())
+            status = path.stat()
+            member.size = status.st_size
+            member.mode = 0o755 if status.st_mode & 0o100 else 0o644
+            with path.open("rb") as file:
+                tar.addfile(member, _Counted(file, progress))
+
+
+class _Counted:
+    """A file that reports the bytes read; `seek` back takes them off again."""
+
+    def __init__(self, file: IO[bytes], progress: Callable[[int], object]) -> None:
+        self._file, self._progress = file, progress
+        self.tell = file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._progress(len(data))
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        before = self._file.tell()
+        after = self._file.seek(offset, whence)
+        self._progress(after - before)
+        return after

@@ -1,0 +1,286 @@
+"""Converts a model from one kind into another, and compares the logits before and after."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from command.errors import Problem
+from command.model_writer import write_params, write_safetensors
+from common.errors import EngineError
+from engine import backends
+from engine.artifacts import adapter as adapters
+from engine.artifacts import hugging_face
+from engine.artifacts.artifact import CONFIG_FILE, EMBEDDING, OUTPUT, Artifact
+from engine.artifacts.config import GPT2Config
+from engine.artifacts.files import read_json
+from engine.artifacts.generation_config import FILE as GENERATION_FILE
+from engine.artifacts.generation_config import HUGGING_FACE_FILE
+from engine.artifacts.merged import merge
+from engine.artifacts.open import open_artifact
+from engine.backends.interface import Piece
+from engine.prepared.folder import NAME as PREPARED
+from engine.prepared.manifest import Manifests
+from engine.text.chat_template import find_chat_template
+from engine.text.files import CHAT_TEMPLATE, read_files
+from engine.text.prompts import Prompts
+from scripts.artifacts import tokenizer_json
+from scripts.artifacts.folder import belongs
+
+TOLERANCE = 1e-4  # of logits: fp32 sums in another order differ by less
+BACKEND = "native"
+CHECK_LENGTH = 32  # tokens of the longest prompt whose logits are compared
+CHECKS = 3  # prompts
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+Progress = Callable[[int], object]
+Logits = NDArray[np.float32]
+
+
+def open_source(folder: Path) -> Artifact:
+    try:
+        artifact = open_artifact(folder)
+        Prompts(artifact)
+    except EngineError as error:
+        raise Problem(f"{folder} cannot be converted: {error.message}") from None
+    return artifact
+
+
+def to_hugging_face(
+    source: Artifact, target: Path, texts: list[str], progress: Progress
+) -> list[str]:
+    """Writes a directory that transformers loads. Returns lines for the user."""
+    config, lines = source.config, list[str]()
+    weights = (
+        (theirs, source.weights[ours].T if transposed else source.weights[ours])
+        for ours, theirs, transposed in hugging_face.names(config)
+    )
+    write_safetensors(target / "model.safetensors", weights, progress)
+    if source.tokenizer_file.suffix == ".spiece":
+        tokenizer_file = target / hugging_face.TOKENIZER_FILE
+        tokenizer_json.convert(source.tokenizer_file).save(str(tokenizer_file))
+        count = tokenizer_json.must_agree(source.tokenizer_file, tokenizer_file, texts)
+        lines.append(f"tokenizer: the same ids for {count} texts")
+        shutil.copyfile(source.tokenizer_file, target / source.tokenizer_file.name)
+        tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+        vocabulary = json.loads(tokenizer_file.read_text(encoding="utf-8"))["model"]["vocab"]
+        tokens = {name: token for name, token in tokens.items() if token in vocabulary}
+        ends = {f"{n[:3]}_token_id": vocabulary[t] for n, t in tokens.items() if n != "pad_token"}
+        _write_json(target / "tokenizer_config.json", {**_TOKENIZER_CLASS, **tokens})
+        _write_json(target / CONFIG_FILE, {**_their_config(config), **ends})
+        _write_json(target / HUGGING_FACE_FILE, ends)
+    else:
+        for name in (CONFIG_FILE, HUGGING_FACE_FILE, *TEXT_FILES):
+            if (source.path / name).exists():
+                shutil.copyfile(source.path / name, target / name)
+        theirs = read_json(target / CONFIG_FILE)
+        sizes = {
+            "tie_word_embeddings": config.tie_word_embeddings,
+            "vocab_size": config.vocab_size,
+        }
+        if {"tie_word_embeddings": True, **theirs} != {**theirs, **sizes}:
+            _write_json(target / CONFIG_FILE, {**theirs, **sizes})
+        for spiece in source.path.glob("*.spiece"):
+            shutil.copyfile(spiece, target / spiece.name)
+    return lines + _copy_templates(source, target)
+
+
+_TOKENIZER_CLASS = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "clean_up_tokenization_spaces": False,
+}
+
+
+def _their_config(config: GPT2Config) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": config.vocab_size,
+        "n_positions": config.max_length,
+        "n_embd": config.units,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_inner": config.hidden_size,
+        "activation_function": config.activation,
+        "layer_norm_epsilon": config.layer_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+
+
+def to_v1(
+    source: Artifact, target: Path, spiece: Path | None, texts: list[str], progress: Progress
+) -> list[str]:
+    """Writes `*.params` as KoGPT2 v1's tools load it, with a second copy of the embedding.
+
+    Returns lines for the user. Raises `Problem` for a model that v1 has no way to describe.
+    """
+    c, lines = source.config, list[str]()
+    if not (c.tie_word_embeddings and c.scale_attn_weights) or c.scale_attn_by_inverse_layer_idx:
+        raise Problem(
+            f"{source.path} cannot become a v1 model: v1 ties the output projection to the"
+            " embedding and scales attention by the head size only"
+        )
+    if source.tokenizer_file.suffix == ".spiece":
+        spiece = source.tokenizer_file
+    else:
+        spiece = spiece or next(iter(sorted(source.path.glob("*.spiece"))), None)
+        if spiece is None:
+            raise Problem(
+                f"a v1 model needs a sentencepiece model, and {source.path} has a"
+                " tokenizer.json only: give the *.spiece it was made from with --spiece"
+            )
+        count = tokenizer_json.must_agree(spiece, source.tokenizer_file, texts)
+        lines.append(f"tokenizer: the same ids for {count} texts")
+    shutil.copyfile(spiece, target / "kogpt2.spiece")
+    dtype = "float16" if source.weights[EMBEDDING].dtype == np.float16 else "float32"
+    weights = [*source.weights.items(), (OUTPUT, source.weights[EMBEDDING])]
+    write_params(target / "kogpt2.params", weights, dtype, progress)
+    _write_json(
+        target / CONFIG_FILE,
+        {
+            "num_heads": c.num_heads,
+            "activation": c.activation,
+            "layer_norm_eps": c.layer_norm_eps,
+        },
+    )
+    return lines + _copy_templates(source, target)
+
+
+def _copy_templates(source: Artifact, target: Path) -> list[str]:
+    """Copies the chat template and `generation.json`. Returns lines for the user.
+
+    `generation.json` is left out if the other tokenizer gives its template other ids.
+    """
+    chat = find_chat_template(read_files(source.tokenizer_file))
+    if chat is not None:
+        (target / CHAT_TEMPLATE).write_text(chat[0], encoding="utf-8")
+    file = source.path / GENERATION_FILE
+    if not file.exists():
+        return []
+    shutil.copyfile(file, target / GENERATION_FILE)
+    if source.generation.template is None:
+        return []
+    try:
+        for text in ("안녕", "오늘 날씨 어때?"):
+            inputs = dict.fromkeys(source.generation.template.fields, text)
+            before, after = (Prompts(a).encode(inputs) for a in (source, open_artifact(target)))
+            if before != after:
+                break
+        else:
+            return []
+    except EngineError:
+        pass
+    (target / GENERATION_FILE).unlink()
+    return [f"{GENERATION_FILE} is left out: the other tokenizer gives its template other ids"]
+
+
+def to_prepared(source: Artifact, target: Path, precision: str) -> None:
+    """Copies the artifact and adds its prepared file, which is the same on every processor."""
+    for path in source.path.iterdir():
+        if path.is_file() and belongs(path):
+            shutil.copyfile(path, target / path.name)
+    prepare(target, precision)
+
+
+def prepare(folder: Path, precision: str) -> None:
+    """Writes the prepared file. Run again after a rename: it holds the paths of its sources."""
+    for source in (folder / PREPARED).glob("*.source.json"):
+        source.unlink()
+    backends.load(Manifests().open(folder), BACKEND, precision).close()
+
+
+def to_whole(adapter: Path, base: Artifact, target: Path) -> list[str]:
+    """Merges an adapter into its base, and writes that as `to_hugging_face` does.
+
+    Returns lines for the user.
+    """
+    from scripts.artifacts import low_rank
+
+    try:
+        opened = adapters.read(adapter)
+        merged = merge(base, opened)
+        lines = to_hugging_face(replace(merged, path=base.path), target, [], lambda _: None)
+    except EngineError as error:
+        raise Problem(f"{adapter} cannot be merged: {error.message}") from None
+    if merged.tokenizer_file.parent != base.path:  # its vocabulary is another
+        for name in TEXT_FILES:
+            if (adapter / name).exists():
+                shutil.copyfile(adapter / name, target / name)
+    with tempfile.TemporaryDirectory(prefix="convert-") as work:
+        after = logits(open_artifact(target), "fp32", Path(work) / "after")
+        if opened.is_thin:
+            before = low_rank.last_logits(adapter, base, prompts(base.config))
+        else:
+            before = logits(merged, "fp32", Path(work) / "before")
+    return [*lines, _distance(before, after)]
+
+
+def let_others_read(folder: Path) -> None:
+    """Makes files readable by the server's user; the package safetensors makes them private."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+# Comparing logits
+
+
+def prompts(config: GPT2Config) -> Iterator[NDArray[np.int64]]:
+    """Yields random ids (T,) of several lengths T."""
+    rng = np.random.default_rng(0)
+    longest = min(CHECK_LENGTH, config.max_length)
+    for length in np.linspace(1, longest, CHECKS).astype(int):
+        yield rng.integers(0, config.vocab_size, length)
+
+
+def logits(artifact: Artifact, precision: str, cache_dir: Path) -> Logits:
+    """Computes the logits (CHECKS, V) of the token after each of the prompts."""
+    model = backends.load(artifact, BACKEND, precision, cache_dir=cache_dir)
+    rows = []
+    for ids in prompts(artifact.config):
+        row = model.open_row()
+        rows.append(model.run([Piece(row, ids.tolist())])[0].copy())
+        model.close_row(row)
+    model.close()
+    return np.stack(rows)
+
+
+def verify(source: Artifact, target: Path, kind: str, precision: str) -> str:
+    """Compares the logits before and after; returns a line for the user.
+
+    Raises `Problem` if fp32 logits differ by more than rounding.
+    """
+    with tempfile.TemporaryDirectory(prefix="convert-") as work:
+        before = logits(source, "fp32", Path(work))
+        cache = target / PREPARED if kind == "prepared" else Path(work)
+        after = logits(open_artifact(target), precision, cache)
+    same = int((after.argmax(axis=1) == before.argmax(axis=1)).sum())
+    if precision == "int8":
+        error = float(np.abs(after - before).max())
+        return (
+            f"logits: {error:.3g} apart at most, of {float(before.std()):.3g} standard deviation;"
+            f" the likeliest token is the same for {same} of {len(before)} prompts"
+        )
+    return _distance(before, after)
+
+
+def _distance(before: Logits, after: Logits) -> str:
+    """A line with the largest difference. Raises `Problem` if it is above `TOLERANCE`."""
+    error = float(np.abs(after - before).max())
+    scale = max(1.0, float(np.abs(before).max()))
+    if not error <= TOLERANCE * scale:
+        raise Problem(
+            f"the converted model computes other logits: {error:.3g} apart,"
+            f" at most {TOLERANCE * scale:.3g} is rounding"
+        )
+    return f"logits: {error:.3g} apart at most"

@@ -1,0 +1,216 @@
+"""Approximates a whole fine-tune by a LoRA adapter.
+
+Its matrices are the largest singular vectors of the difference between the fine-tune's and the
+base's weights.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from command.errors import Problem
+from command.model_writer import write_adapter
+from engine.artifacts import adapter as adapters
+from engine.artifacts.adapter import BASE_NAMES
+from engine.artifacts.artifact import Artifact
+from engine.backends.interface import Piece
+from engine.native.adapter import LowRank, NativeAdapter, load_adapter
+from engine.native.model import NativeModel
+from engine.native.prepared import prepared
+from engine.text.prompts import Prompts
+
+RANKS = (4, 8, 16, 32, 64)
+MAX_TOKENS = 2048  # tokens compared in all
+WINDOW = 128  # tokens compared in one row
+PROMPT, NEW, PROMPTS = 8, 20, 12  # tokens of greedy texts, and how many texts
+Floats = NDArray[np.float32]
+Module = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference between a fine-tune and its base, as singular vectors of each matrix."""
+
+    modules: dict[Module, tuple[Floats, Floats]]  # up (n, all), down (all, k)
+    others: dict[str, float]  # by other parameter: norm of its change over norm of the base's
+
+    def of_rank(self, rank: int) -> dict[Module, LowRank]:
+        return {
+            module: LowRank(down[:rank], up[:, :rank])
+            for module, (up, down) in self.modules.items()
+        }
+
+
+def difference(whole: Artifact, base: Artifact, progress: Callable[[int], object]) -> Difference:
+    """Raises `Problem` if their configurations differ."""
+    if whole.config != base.config:
+        raise Problem(
+            f"{whole.path} is no fine-tune of {base.path}: their configurations differ"
+            f" ({whole.config} and {base.config})"
+        )
+    modules, matrices = {}, set()
+    for layer in range(base.config.num_layers):
+        for product, pattern in BASE_NAMES.items():
+            name = f"{pattern.format(layer)}.weight"
+            matrices.add(name)
+            delta = whole.weights[name].astype(np.float64) - base.weights[name]
+            modules[layer, product] = _factors(delta)
+            progress(whole.weights[name].nbytes)
+    others = {}
+    for name, weight in whole.weights.items():
+        if name not in matrices:
+            before = base.weights[name].astype(np.float64)
+            change = float(np.linalg.norm(weight - before))
+            others[name] = change / max(float(np.linalg.norm(before)), 1e-12)
+    return Difference(modules, others)
+
+
+def _factors(delta: NDArray[np.float64]) -> tuple[Floats, Floats]:
+    """Factors `delta` (n, k) into up (n, m) and down (m, k), the largest singular values first.
+
+    Uses the eigenvectors of the smaller Gram matrix, which loses singular values below 1e-8 of the
+    largest; an fp16 adapter cannot hold those.
+    """
+    wide = delta.shape[0] < delta.shape[1]
+    gram = delta @ delta.T if wide else delta.T @ delta
+    vectors = np.linalg.eigh(gram)[1][:, ::-1]  # (m, m), in falling order
+    up, down = (vectors, vectors.T @ delta) if wide else (delta @ vectors, vectors.T)
+    return up.astype(np.float32), down.astype(np.float32)
+
+
+class Comparison:
+    """A fine-tune beside its base with adapters of several ranks, in fp32."""
+
+    def __init__(self, whole: Artifact, base: Artifact, texts: Sequence[str], work: Path) -> None:
+        self._base = base
+        self._whole_model = NativeModel(prepared(whole, "fp32", work))
+        self._base_model = NativeModel(prepared(base, "fp32", work))
+        self._windows = list(_windows(whole, texts))
+        self._wanted = [_logits(self._whole_model, ids) for ids in self._windows]
+        self._greedy = [_greedy(self._whole_model, ids) for ids in self._windows[:PROMPTS]]
+
+    def of(self, matrices: dict[Module, LowRank]) -> dict[str, float]:
+        """Compares an adapter with the fine-tune.
+
+        Returns `bytes` in fp16, `same` (share of equal likeliest tokens), `kl` in nats, and
+        `texts`, the number of equal greedy texts of `of`.
+        """
+        adapter = NativeAdapter.of(self._base.config, "fp32", matrices)
+        same = kl = tokens = 0.0
+        for ids, wanted in zip(self._windows, self._wanted, strict=True):
+            logits = _logits(self._base_model, ids, adapter)
+            same += float((logits.argmax(1) == wanted.argmax(1)).sum())
+            p, q = _log_softmax(wanted), _log_softmax(logits)
+            kl += float((np.exp(p) * (p - q)).sum())
+            tokens += len(ids)
+        texts = sum(
+            _greedy(self._base_model, ids, adapter) == wanted
+            for ids, wanted in zip(self._windows, self._greedy, strict=False)
+        )
+        size = sum(2 * (m.down.size + m.up.size) for m in matrices.values())
+        return {
+            "bytes": size,
+            "same": same / tokens,
+            "kl": kl / tokens,
+            "texts": texts,
+            "of": len(self._greedy),
+        }
+
+    def close(self) -> None:
+        self._whole_model.close()
+        self._base_model.close()
+
+
+def _windows(artifact: Artifact, texts: Sequence[str]) -> Iterator[list[int]]:
+    """Yields the texts' ids in rows of at most `WINDOW`; random ids if there is no text."""
+    c, left = artifact.config, MAX_TOKENS
+    size = min(WINDOW, c.max_length - NEW)
+    encode = Prompts(artifact).encode
+    rows = [encode(text) for text in texts if text.strip()]
+    if not rows:
+        rng = np.random.default_rng(0)
+        rows = [rng.integers(0, c.vocab_size, size).tolist() for _ in range(PROMPTS)]
+    for row in rows:
+        for at in range(0, len(row), size):
+            ids = row[at : at + size][:left]
+            if len(ids) < 2:
+                continue
+            yield ids
+            left -= len(ids)
+            if left <= 0:
+                return
+
+
+def _logits(model: NativeModel, ids: list[int], adapter: NativeAdapter | None = None) -> Floats:
+    row = model.open_row()
+    found = model.run([Piece(row, ids, len(ids), adapter)]).copy()
+    model.close_row(row)
+    return found
+
+
+def _greedy(
+    model: NativeModel, window: list[int], adapter: NativeAdapter | None = None
+) -> list[int]:
+    row, ids, new = model.open_row(), window[:PROMPT], list[int]()
+    for _ in range(NEW):
+        token = int(model.run([Piece(row, ids, 1, adapter)])[0].argmax())
+        new.append(token)
+        ids = [token]
+    model.close_row(row)
+    return new
+
+
+def _log_softmax(logits: Floats) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    found: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return found
+
+
+def to_adapter(
+    whole: Artifact,
+    base: Artifact,
+    target: Path,
+    rank: int,
+    texts: Sequence[str],
+    progress: Callable[[int], object],
+) -> list[str]:
+    """Writes an adapter of `rank`; returns lines with the cost of each rank for the user."""
+    if not 1 <= rank <= base.config.units:
+        raise Problem(f"--rank is {rank}, must be from 1 to {base.config.units}, the model's units")
+    delta = difference(whole, base, progress)
+    write_adapter(target, base.path.name, delta.of_rank(rank), rank)
+    lines = ["rank       size  likeliest token  KL, nats  greedy texts"]
+    with tempfile.TemporaryDirectory(prefix="convert-") as work:
+        comparison = Comparison(whole, base, texts, Path(work))
+        ranks = sorted({rank, *(r for r in RANKS if r <= base.config.units)})
+        for each in [0, *ranks]:
+            row = comparison.of(delta.of_rank(each) if each else {})
+            lines.append(
+                f"{each or 'base':>4} {row['bytes'] / 1e6:>7.1f} MB  {row['same']:>15.1%}"
+                f"  {row['kl']:>8.3g}  {row['texts']:>6.0f} of {row['of']:.0f}"
+            )
+        comparison.close()
+    outside = {name: change for name, change in delta.others.items() if change > 1e-6}
+    if outside:
+        worst = max(outside, key=outside.__getitem__)
+        lines.append(
+            f"{len(outside)} parameters that adapters cannot hold differ and stay as in the base:"
+            f" {worst} most, by {outside[worst]:.1%} of its norm"
+        )
+    return lines
+
+
+def last_logits(adapter: Path, base: Artifact, prompts: Iterable[NDArray[np.int64]]) -> Floats:
+    """Computes the logits (N, V) after each prompt, of the base with an adapter, in fp32."""
+    with tempfile.TemporaryDirectory(prefix="convert-") as work:
+        model = NativeModel(prepared(base, "fp32", Path(work)))
+        packed = load_adapter(adapters.read(adapter), base, "fp32", Path(work))
+        found = [_logits(model, ids.tolist(), packed)[-1] for ids in prompts]
+        model.close()
+    return np.stack(found)

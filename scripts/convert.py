@@ -1,0 +1,135 @@
+"""`kogpt2 convert`: converts a model from one kind into another."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from command.errors import Problem
+from command.options import argument, option
+
+if TYPE_CHECKING:
+    from engine.artifacts.artifact import Artifact
+
+
+@dataclass(kw_only=True)
+class Convert:
+    source: Path = argument("the model's folder or archive, v1 or Hugging Face")
+    target: Path = argument("the folder to make; it must not exist")
+    to: Literal["hf", "v1", "prepared", "adapter", "whole"] = option(..., "the kind to make")
+    precision: Literal["int8", "fp32"] = option("int8", "for prepared")
+    spiece: Path | None = option(
+        None, "for v1: the sentencepiece model, if the source has a tokenizer.json only"
+    )
+    base: Path | None = option(None, "for adapter and whole: the adapter's base model")
+    rank: int = option(16, "for adapter")
+    text: Path | None = option(
+        None,
+        "lines for which both tokenizers must give the same ids, beside built-in ones; for adapter:"
+        " lines on which both models are compared",
+    )
+
+
+def run(options: Convert) -> None:
+    """Converts a model from one kind into another, and compares the logits before and after.
+
+    hf: a directory of Hugging Face's transformers (config.json, model.safetensors,
+    tokenizer.json); also from a pytorch_model.bin, whose pickle is not executed.
+
+    v1: *.params and *.spiece, as KoGPT2 v1 has them.
+
+    prepared: the same model and its prepared file, so that its first load is as fast as any later
+    one, on all processors and with both backends of a CPU.
+
+    adapter: the difference between a whole fine-tune and its --base, as a LoRA adapter of --rank,
+    and a table of what each rank would cost. Adapters of one base share its memory and its steps.
+
+    whole: an adapter merged into its --base, as hf.
+
+    Examples:
+    kogpt2 convert kogpt2-v1/ kogpt2-hf/ --to hf
+    kogpt2 convert my-fine-tune-hf/ my-fine-tune-v1/ --to v1 --spiece kogpt2.spiece
+    kogpt2 convert my-model/ my-model-ready/ --to prepared --precision int8
+    kogpt2 convert my-fine-tune/ my-adapter/ --to adapter --base kogpt2/ --rank 16 --text lines.txt
+    kogpt2 convert my-adapter/ my-fine-tune/ --to whole --base kogpt2/
+    """
+    if options.target.exists():
+        raise Problem(f"{options.target} exists: remove it or choose another name")
+    if (options.base is None) is (options.to in ("adapter", "whole")):
+        raise Problem("--to adapter and --to whole need --base, and no other kind takes it")
+    from scripts.artifacts import conversion
+    from scripts.artifacts.folder import model_folder
+
+    with model_folder(options.source) as source:
+        if options.base is None:
+            lines = _convert(options, conversion.open_source(source))
+        else:
+            with model_folder(options.base) as base:
+                lines = _convert_adapter(options, source, conversion.open_source(base))
+    for line in [f"{options.source} -> {options.target}", *lines]:
+        print(line)
+
+
+def _convert(options: Convert, source: Artifact) -> list[str]:
+    """To hf, v1 or prepared; returns lines for the user."""
+    from scripts.artifacts import conversion
+
+    texts, lines = _texts(options), list[str]()
+    precision = options.precision if options.to == "prepared" else "fp32"
+    with _complete(options.target) as folder, _progress(source) as advance:
+        if options.to == "hf":
+            lines = conversion.to_hugging_face(source, folder, texts, advance)
+        elif options.to == "v1":
+            lines = conversion.to_v1(source, folder, options.spiece, texts, advance)
+        else:
+            conversion.to_prepared(source, folder, precision)
+        lines.append(conversion.verify(source, folder, options.to, precision))
+    if options.to == "prepared":
+        conversion.prepare(options.target, precision)
+    return lines
+
+
+def _convert_adapter(options: Convert, source: Path, base: Artifact) -> list[str]:
+    """Between a whole model and an adapter of `base`; returns lines for the user."""
+    from scripts.artifacts import conversion, low_rank
+
+    with _complete(options.target) as folder:
+        if options.to == "whole":
+            return conversion.to_whole(source, base, folder)
+        whole = conversion.open_source(source)
+        with _progress(whole) as advance:
+            return low_rank.to_adapter(whole, base, folder, options.rank, _texts(options), advance)
+
+
+def _texts(options: Convert) -> list[str]:
+    return options.text.read_text(encoding="utf-8").splitlines() if options.text else []
+
+
+@contextmanager
+def _progress(source: Artifact) -> Iterator[Callable[[int], object]]:
+    """A progress bar over the bytes of the source's weights."""
+    from tqdm import tqdm
+
+    total = sum(weight.nbytes for weight in source.weights.values())
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        yield bar.update
+
+
+@contextmanager
+def _complete(target: Path) -> Iterator[Path]:
+    """A temporary folder that is renamed to `target` unless an error is raised."""
+    from scripts.artifacts import conversion
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield folder
+        conversion.let_others_read(folder)
+        folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,188 @@
+"""`kogpt2 deploy`: creates or updates an endpoint as one CloudFormation stack."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, make_dataclass
+from typing import Any
+
+from command.errors import Problem
+from command.options import argument, option, pair
+from scripts.aws import instances, locations
+from scripts.aws.account import TAG, Account, Change, confirm
+from scripts.aws.instances import Prices
+from scripts.aws.refusals import refuse, refuse_update
+from scripts.aws.stack import Stack
+from scripts.aws.template import body, option_name, template, with_defaults
+from scripts.push import CPU, GPU, REPOSITORY
+
+BUCKETS = {"Models", "Model", "AsyncOutput", "DataCapture"}  # parameters that name a place in S3
+
+
+@dataclass(kw_only=True)
+class Deploy(Change):
+    """Options beside those of the template's parameters, which `Options` adds."""
+
+    name: str = argument("the endpoint: letters, digits and -, at most 63")
+    env: list[tuple[str, str]] = option(
+        [], "a container's environment variable; repeatable", metavar="NAME=VALUE", parser=pair
+    )
+    tag: list[tuple[str, str]] = option(
+        [], "an AWS tag; repeatable", metavar="NAME=VALUE", parser=pair
+    )
+    models_in_memory: int | None = option(None, "models loaded at a time (all)", metavar="N", min=1)
+    memory_per_model: int | None = option(
+        None, "(estimated from artifact sizes)", metavar="MIB", min=1
+    )
+    budget: float | None = option(None, "of the instances an hour at most", metavar="USD")
+
+
+def _options() -> Any:
+    slots = template()["Parameters"]
+    fields = []
+    for group in template()["Metadata"]["AWS::CloudFormation::Interface"]["ParameterGroups"]:
+        for name in group["Parameters"]:
+            default = slots[name].get("Default")
+            said = slots[name]["Description"] + (f" ({default})" if default else "")
+            panel = group["Label"]["default"]
+            kind = int | None if slots[name]["Type"] == "Number" else str | None
+            fields.append((option_name(name), kind, option(None, said, rich_help_panel=panel)))
+    return make_dataclass("Options", fields, bases=(Deploy,), kw_only=True)
+
+
+Options = _options()
+
+
+def run(options: Deploy) -> None:
+    """Creates an endpoint, or updates the one of this name.
+
+    It is one CloudFormation stack, deploy/sagemaker/endpoint.yaml, with an option for each
+    parameter. Shows the changes and their cost, asks, and makes them. The same command again
+    changes nothing; with other options it updates the endpoint, which keeps answering. `kogpt2
+    teardown NAME` removes everything.
+
+    Give --models (many fine-tunes behind one endpoint), --model (one), or neither for an --image
+    with a model of its own, such as a Hugging Face LLM container set by --env.
+
+    Examples:
+    kogpt2 deploy poems --models s3://my-bucket/fine-tunes/ --budget 0.50
+    kogpt2 deploy poems --models s3://my-bucket/fine-tunes/ --instance-type ml.m5.xlarge \\
+        --max-instances 4 --invocations 200 --env ENGINE_BACKEND=native
+    kogpt2 deploy one --model s3://my-bucket/fine-tunes/poems.tar.gz --serverless-memory 4096
+    kogpt2 deploy llm --image URI --env HF_MODEL_ID=... --instance-type ml.g5.xlarge
+    """
+    named = {name: getattr(options, option_name(name)) for name in template()["Parameters"]}
+    given = {name: str(value) for name, value in named.items() if value is not None}
+    if not re.fullmatch("[A-Za-z](-*[A-Za-z0-9]){0,62}", options.name):
+        raise Problem("the name has letters, digits and -, a letter first, at most 63")
+    if not given.keys() & {"Models", "Model", "Image"}:
+        raise Problem("give --models, --model or --image")
+    if not given.keys() & {"Models", "Model", "InstanceType", "ServerlessMemory"}:
+        raise Problem("without --models and --model, give --instance-type")
+    refuse(with_defaults(given))
+    account = Account(options)
+    given |= {key: str(locations.parse(given[key])) for key in BUCKETS if given.get(key)}
+    for key in BUCKETS & given.keys():
+        locations.check_bucket(account, locations.parse(given[key]))
+    kind = GPU if instances.has_gpu(given.get("InstanceType", "")) else CPU
+    given["Image"] = resolve_image(account, given.get("Image"), kind)
+    stack, prices = Stack(account, options.name), instances.prices(account)
+    if stack.description and not (stack.is_new or is_ours(stack.description)):
+        raise Problem(f"there is a stack {options.name} of another template: choose another name")
+    if given.keys() & {"Models", "Model"}:
+        sizes = artifact_sizes(account, given.get("Models") or given["Model"])
+        if not given.keys() & {"InstanceType", "ServerlessMemory"}:
+            given["InstanceType"] = pick(options, with_defaults(given), sizes, prices)
+    values = dict(with_defaults(given))
+    stack.wait_for_others()
+    if stack.values:
+        refuse_update(stack.values, values)
+    plan = stack.plan(body(dict(options.env)), values, {**dict(options.tag), TAG: options.name})
+    if plan is None:
+        print(f"{options.name} is up to date: nothing to change")
+        return
+    show(options, account, plan)
+    print(f"  costs {prices.cost(values)}")
+    if options.dry_run or not agreed(options, stack, plan):
+        stack.drop(plan)
+        return
+    stack.carry_out(plan)
+    print(f"{options.name} is in service; it costs {prices.cost(values)}")
+    print(f"remove it with: kogpt2 teardown {options.name} --region {account.region}")
+
+
+run.__annotations__["options"] = Options
+
+
+def is_ours(stack: dict[str, Any]) -> bool:
+    """Whether a stack was created from the template."""
+    return bool(stack.get("Description") == template()["Description"])
+
+
+def show(options: Deploy, account: Account, plan: dict[str, Any]) -> None:
+    print(f"{options.name} in {account.region}, account {account.id}:")
+    for change in (item["ResourceChange"] for item in plan["Changes"]):
+        again = " (replaced)" if change.get("Replacement") == "True" else ""
+        kind = change["ResourceType"].removeprefix("AWS::")
+        print(f"  {change['Action'].lower():<7} {change['LogicalResourceId']}, {kind}{again}")
+
+
+def agreed(options: Deploy, stack: Stack, plan: dict[str, Any]) -> bool:
+    try:
+        return confirm(options, "Go on?")
+    except (Problem, KeyboardInterrupt):
+        stack.drop(plan)
+        raise
+
+
+def artifact_sizes(account: Account, place: str) -> list[int]:
+    found = locations.artifacts(account, locations.parse(place))
+    if not found:
+        raise Problem(f"no *.tar.gz at {place}: kogpt2 upload puts models there")
+    return [artifact.size_bytes for artifact in found]
+
+
+def pick(options: Deploy, values: Any, sizes: list[int], prices: Prices) -> str:
+    wanted = options.models_in_memory or len(sizes)
+    if options.memory_per_model:
+        one = options.memory_per_model * instances.MIB
+    else:
+        one = instances.model_bytes(sizes, wanted, dict(options.env))
+    most = int(values["MaxInstances"])
+    many = most or int(values["Instances"])
+    return instances.choose(one, wanted, many, options.budget, bool(most), prices)
+
+
+def resolve_image(account: Account, image: str | None, kind: str) -> str:
+    """Returns the image by its digest if it is in this account's ECR.
+
+    The default is the newest image that `kogpt2 push` has tagged with this kind.
+    """
+    if image is None:
+        tagged = {"repositoryName": REPOSITORY, "filter": {"tagStatus": "TAGGED"}}
+        found = account.find("ecr", "describe_repositories", repositoryNames=[REPOSITORY])
+        images = found and account.all("ecr", "describe_images", "imageDetails", **tagged)
+        images = [i for i in images or () if any(t.startswith(kind) for t in i["imageTags"])]
+        if not images:
+            raise Problem(
+                f"no image with a tag {kind}... in ECR's repository {REPOSITORY}: kogpt2 push"
+                " without --tag puts one there, or give --image"
+            )
+        newest = max(images, key=lambda item: item["imagePushedAt"])
+        return f"{found['repositories'][0]['repositoryUri']}@{newest['imageDigest']}"
+    match = re.match(r"(\d+)\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com[^/]*/([^:@]+)(.*)$", image)
+    if match is None:
+        raise Problem(f"{image} is not in ECR, from which SageMaker takes images: kogpt2 push it")
+    owner, region, name, version = match.groups()
+    if region != account.region:
+        raise Problem(
+            f"{image} is in {region}, the endpoint would be in {account.region}: push there"
+        )
+    if owner != account.id:
+        return image  # another account's, such as AWS's own containers: no permission to read
+    key = "imageDigest" if version.startswith("@") else "imageTag"
+    wanted = [{key: version[1:] or "latest"}]
+    found = account.find("ecr", "describe_images", repositoryName=name, imageIds=wanted)
+    if not found:
+        raise Problem(f"ECR has no {image}: kogpt2 push puts it there")
+    return f"{image[: len(image) - len(version)]}@{found['imageDetails'][0]['imageDigest']}"

@@ -1,0 +1,49 @@
+"""`kogpt2 models`: lists a server's models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from command.options import option
+from command.tables import table
+from scripts.client.management import Management, call
+
+
+@dataclass(kw_only=True)
+class Models(Management):
+    json: bool = option(False, "print the server's whole answer")
+
+
+def run(options: Models) -> None:
+    """Lists the models in the store and which of them are loaded.
+
+    Examples:
+    kogpt2 models
+    kogpt2 models --json --url http://localhost:9001
+    """
+    available = pages(options, available="true")
+    loaded = {model["modelName"]: model for model in pages(options)}
+    if options.json:
+        answer = {"available": available, "loaded": [*loaded.values()]}
+        print(json.dumps(answer, ensure_ascii=False))
+        return
+    names = sorted({model["modelName"] for model in available} | loaded.keys())
+    rows = [
+        [name, loaded.get(name, {}).get("residency", "loaded" if name in loaded else "")]
+        for name in names
+    ]
+    aliases = call(options, "GET", "/models", limit="1").get("aliases", {})
+    rows += [[name, f"alias of {', '.join(of)}"] for name, of in aliases.items()]
+    print(table(["model", "loaded"], rows))
+
+
+def pages(options: Management, **query: str) -> list[dict[str, Any]]:
+    """All pages of a list of models."""
+    answer = call(options, "GET", "/models", **query)
+    models: list[dict[str, Any]] = answer["models"]
+    while token := answer.get("nextPageToken"):
+        answer = call(options, "GET", "/models", **query, next_page_token=token)
+        models += answer["models"]
+    return models

@@ -1,0 +1,53 @@
+"""`kogpt2 package`: checks a model's folder and packs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from command.options import argument, option
+
+
+@dataclass(kw_only=True)
+class Package:
+    folder: Path = argument("the model's folder, or an archive of it")
+    out: Path | None = option(None, "the archive to write (FOLDER.tar.gz)")
+    check: bool = option(False, "check only, write nothing")
+
+
+def run(options: Package) -> None:
+    """Checks a model's folder as the server would, and packs it as NAME.tar.gz.
+
+    The same files give the same bytes. Hidden files and the state of transformers' Trainer, such as
+    optimizer.pt, are left out.
+
+    Examples:
+    kogpt2 package my-model                            writes my-model.tar.gz beside the folder
+    kogpt2 package my-model --out store/poem.tar.gz
+    kogpt2 package my-model --check                    checks it and writes nothing
+    """
+    from tqdm import tqdm
+
+    from command.errors import Problem
+    from scripts.artifacts.archive import SUFFIX, check, write_archive
+    from scripts.artifacts.folder import model_folder
+
+    given = options.folder.resolve()
+    target = options.out or given.with_name(given.name + SUFFIX)
+    if given.is_file() and not (options.check or options.out):
+        raise Problem(f"{options.folder} is an archive: give --out NAME{SUFFIX}, or --check")
+    with model_folder(given) as folder:
+        checked = check(folder)
+        print(f"{options.folder}: {checked.summary}")
+        if options.check:
+            return
+        with tqdm(
+            total=checked.num_bytes,
+            desc="packing",
+            unit="B",
+            unit_scale=True,
+            disable=None,
+            leave=False,
+        ) as packing:
+            write_archive(checked, target, packing.update)
+    print(f"{target}: {target.stat().st_size / 1e6:.1f} MB")

@@ -1,0 +1,79 @@
+"""Compares the reports of two load tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from command.errors import Problem
+from command.tables import ms, plain, table
+from scripts.traffic.samples import lookup
+
+# (label, path in the results, unit is milliseconds); None: a count
+ROWS = (
+    ("requests/s", ("all", "requests_per_s"), False),
+    ("tokens/s", ("all", "tokens_per_s"), False),
+    *((f"latency {p} ms", ("all", "seconds", p), True) for p in ("p50", "p90", "p95", "p99")),
+    *((f"first token {p} ms", ("all", "first_token_s", p), True) for p in ("p50", "p99")),
+    ("outside the model p50 ms", ("all", "outside_model_s", "p50"), True),
+    ("requests", ("all", "requests"), None),
+    ("errors", ("all", "errors"), None),
+    ("cold starts", ("loads", "count"), None),
+)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A report's JSON. Raises `Problem`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Problem(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or value.get("format") != 1 or "plan" not in value:
+        raise Problem(f"{path} is not a report of kogpt2 load-test --json")
+    return value
+
+
+def lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Formats both reports' numbers and the ratio of the second to the first."""
+    rows = []
+    for label, path, in_ms in ROWS:
+        a, b = lookup(before, *path), lookup(after, *path)
+        if a is None and b is None:
+            continue
+        rows.append([label, _shown(a, in_ms), _shown(b, in_ms), ratio(a, b)])
+    for name in dict.fromkeys([*before["models"], *after["models"]]):
+        path = ("models", name, "seconds", "p50")
+        a, b = lookup(before, *path), lookup(after, *path)
+        if a is not None or b is not None:
+            rows.append([f"{name or '-'}: latency p50 ms", ms(a), ms(b), ratio(a, b)])
+    output = [table(["", "first", "second", "ratio"], rows)]
+    differences = plan_differences(before["plan"], after["plan"])
+    if differences:
+        output += ["", "The plans differ:"]
+        output += [f"  {name}: {_plain(a)} and {_plain(b)}" for name, a, b in differences]
+    return output
+
+
+def plan_differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [
+        (name, before.get(name), after.get(name))
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
+    ]
+
+
+def ratio(a: float | None, b: float | None) -> str:
+    return f"{b / a:.2f}x" if a and b is not None else ""
+
+
+def _shown(value: float | None, in_ms: bool | None) -> str:
+    if in_ms:
+        return ms(value)
+    return plain(value, 0 if in_ms is None else 1)
+
+
+def _plain(value: Any) -> str:
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,163 @@
+"""Does to a running server what a plan says, and takes it back."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+
+from tests.chaos.history import Done
+from tests.chaos.plan import Fault, Plan
+from tests.chaos.store import Store
+from tests.chaos.system import System
+
+SLOW_CONNECTIONS = 1000
+# What a shrinking limit leaves beside what is used: hardly what a tiny model needs.
+LEFT_BYTES = 4 << 20
+AHEAD_S = (3600, -3600)  # what a clock is set to, and back
+
+
+class NotHere(Exception):
+    """This machine does not allow such a fault."""
+
+
+class Injector:
+    """`done` is what it did."""
+
+    def __init__(self, system: System, store: Store) -> None:
+        self._system, self._store = system, store
+        self.done: list[Done] = []
+        self._threads: list[threading.Thread] = []
+        self._stop = threading.Event()
+
+    def run(self, plan: Plan) -> None:
+        """Returns when all that the plan does has been taken back; `stop` ends it earlier."""
+        began = time.monotonic()
+        for fault in plan.faults:
+            if self._stop.wait(max(began + fault.at_s - time.monotonic(), 0)):
+                break
+            thread = threading.Thread(target=self._inject, args=(fault,), name=fault.kind)
+            thread.start()
+            self._threads.append(thread)
+        self._stop.wait(max(began + plan.seconds - time.monotonic(), 0))
+        for thread in self._threads:
+            thread.join()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _inject(self, fault: Fault) -> None:
+        word, _, name = fault.kind.partition(" ")
+        ways: dict[str, Callable[[str, Fault], contextlib.AbstractContextManager[None]]] = {
+            "kill": self._killed,
+            "stop": self._stopped,
+            "store": self._broken_store,
+            "disk": self._full_disk,
+            "memory": self._less_memory,
+            "slow": self._slow_connections,
+            "clock": self._other_time,
+        }
+        began, skipped = time.monotonic(), ""
+        try:
+            with ways[word](name, fault):
+                if word != "kill":
+                    self._stop.wait(fault.seconds)
+        except NotHere as error:
+            skipped = str(error)
+        self.done.append(Done(fault.kind, began, time.monotonic(), skipped))
+
+    def _process(self, name: str, fault: Fault) -> psutil.Process:
+        found = self._system.processes(name)
+        if not found:
+            raise NotHere(f"no {name} at this time")
+        return found[fault.pick % len(found)]
+
+    @contextlib.contextmanager
+    def _killed(self, name: str, fault: Fault) -> Iterator[None]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._process(name, fault).kill()
+        yield
+
+    @contextlib.contextmanager
+    def _stopped(self, name: str, fault: Fault) -> Iterator[None]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = self._process(name, fault)
+            process.send_signal(signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGCONT)
+            return
+        yield
+
+    @contextlib.contextmanager
+    def _broken_store(self, mode: str, fault: Fault) -> Iterator[None]:
+        self._store.mode = mode
+        try:
+            yield
+        finally:
+            if self._store.mode == mode:
+                self._store.mode = ""
+
+    @contextlib.contextmanager
+    def _full_disk(self, name: str, fault: Fault) -> Iterator[None]:
+        disks = self._system.disks
+        if not disks.mounted:
+            raise NotHere("mounts are not allowed")
+        disks.fill(name)
+        try:
+            yield
+        finally:
+            disks.empty(name)
+
+    @contextlib.contextmanager
+    def _less_memory(self, name: str, fault: Fault) -> Iterator[None]:
+        """Of the whole server; where control groups are not allowed, of the engine alone."""
+        group = self._system.group
+        engine = self._process("engine", fault)
+        with group.limited(LEFT_BYTES) if group else limited(engine, LEFT_BYTES):
+            yield
+
+    @contextlib.contextmanager
+    def _other_time(self, name: str, fault: Fault) -> Iterator[None]:
+        clock = self._system.clock
+        if clock is None or not clock.environment:
+            raise NotHere("no libfaketime that works here: requirements/test.txt has one")
+        clock.set(AHEAD_S[fault.pick % len(AHEAD_S)])
+        try:
+            yield
+        finally:
+            clock.set(0)
+
+    @contextlib.contextmanager
+    def _slow_connections(self, name: str, fault: Fault) -> Iterator[None]:
+        """Each sends half a request's head, and no more."""
+        with contextlib.ExitStack() as stack:
+            for _ in range(SLOW_CONNECTIONS):
+                with contextlib.suppress(OSError):  # the gateway may be away
+                    address = ("127.0.0.1", self._system.port)
+                    slow = stack.enter_context(socket.create_connection(address, timeout=5))
+                    slow.sendall(b"POST /predictions/a HTTP/1.1\r\nHost: localhost\r\nX-")
+            yield
+
+
+@contextlib.contextmanager
+def limited(process: psutil.Process, left_bytes: int) -> Iterator[None]:
+    """Meanwhile it may have so much private memory beside what it has, and no more."""
+    try:
+        _, hard = process.rlimit(psutil.RLIMIT_DATA)
+        most = process.memory_info().data + left_bytes
+        process.rlimit(psutil.RLIMIT_DATA, (most, hard))
+    except psutil.Error as error:  # it has just ended, or is another user's
+        raise NotHere(f"no limit of memory: {error}") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.rlimit(psutil.RLIMIT_DATA, (hard, hard))  # another fault's may have begun

@@ -1,0 +1,101 @@
+"""How long it takes until all models answer again, for each process that may die."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import random_model
+from benchmarks.process import BenchmarkError
+from benchmarks.report import machine
+from benchmarks.server import Server
+from command.tables import table
+from tests.chaos.calls import call, request
+from tests.chaos.history import Op
+from tests.chaos.system import processes_of
+
+MODELS = 5
+KINDS = ("worker", "host", "texts", "zygote", "gateway", "engine", "java", "launcher")
+# p95 in seconds.
+GOALS = {"worker": 0.5, "engine": 2.0, "gateway": 1.5, "java": 3.0}
+# Between two kills, for what a killed process takes with it.
+REST_S = 2.5
+GIVE_UP_S = 60.0
+PAUSE_S = 0.01
+
+
+def measure(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Seconds by kind, one for each round, in each of which a new server loses each once."""
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
+        models = [*random_model.fine_tunes(Path(folder) / "models", random_model.TINY, MODELS)]
+        for number in range(rounds):
+            log = Path(folder) / "server.log"
+            named = {path.name: path for path in models}
+            server = Server(models[0].parent, log, named, ("native", "fp32"))
+            try:
+                names = [path.name for path in models]
+                _all_answer(server, names)
+                for kind in KINDS:
+                    time.sleep(REST_S)
+                    found[kind].append(_killed(server, kind, names, number))
+            finally:
+                server.close()
+            last = ", ".join(f"{kind} {values[-1]:.2f}" for kind, values in found.items())
+            say(f"{number + 1} of {rounds}: {last}")
+    return {
+        "machine": machine.describe(),
+        "models": MODELS,
+        "goals": GOALS,
+        "seconds": found,
+        "p50": {kind: statistics.median(values) for kind, values in found.items()},
+        "p95": {kind: p95(values) for kind, values in found.items()},
+    }
+
+
+def lines(results: dict[str, Any]) -> str:
+    rows = []
+    for kind, seconds in results["seconds"].items():
+        goal = results["goals"].get(kind)
+        measured = (results["p50"][kind], results["p95"][kind], max(seconds))
+        shown = [f"{value:.2f}" for value in measured]
+        rows.append([kind, *shown, f"{goal:g}" if goal else ""])
+    return table(["killed", "p50 s", "p95 s", "most s", "goal p95 s"], rows)
+
+
+def p95(values: list[float]) -> float:
+    return statistics.quantiles(values, n=20, method="inclusive")[18] if values[1:] else values[0]
+
+
+def _killed(server: Server, kind: str, names: list[str], pick: int) -> float:
+    """Seconds from a kill until each model has answered a request that began after it."""
+    found = processes_of(server.pid, kind)
+    if not found:
+        raise BenchmarkError(f"there is no {kind} to kill")
+    found[pick % len(found)].kill()
+    began = time.monotonic()
+    _all_answer(server, names)
+    return time.monotonic() - began
+
+
+def _all_answer(server: Server, names: list[str]) -> None:
+    threads = [threading.Thread(target=_answers, args=(server, name)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _answers(server: Server, name: str) -> None:
+    end = time.monotonic() + GIVE_UP_S
+    asked = request("predictions", name, "가")
+    while time.monotonic() < end:
+        op = Op("recovery", 0, "predictions", name, time.monotonic(), 0)
+        if call((server.port, server.management_port), asked, op, GIVE_UP_S).status == 200:
+            return
+        time.sleep(PAUSE_S)

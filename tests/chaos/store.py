@@ -1,0 +1,158 @@
+"""A real S3 server (moto) and, before it, a proxy that can be told to fail in the ways that stores
+do."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from benchmarks.gateway.fetching import ACCESS, S3
+from command.errors import Problem
+
+BUCKET, PREFIX, ENDING = "models", "kogpt2/", ".tar.gz"
+ERRORS = {"403": "AccessDenied", "503": "SlowDown"}
+HOP = {"connection", "transfer-encoding", "keep-alive"}
+
+
+class Store:
+    """`mode` is "" or one of `plan.STORE`; `changing` is called with the model that is downloaded
+    in mode `change`. `environment` is what a client of the proxy needs."""
+
+    def __init__(self, moto_port: int) -> None:
+        import boto3
+
+        self.mode = ""
+        self.changing: Callable[[str], None] = lambda model: None
+        self.client = boto3.client(
+            "s3",
+            endpoint_url=f"http://127.0.0.1:{moto_port}",
+            region_name=ACCESS["AWS_REGION"],
+            aws_access_key_id=ACCESS["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=ACCESS["AWS_SECRET_ACCESS_KEY"],
+        )
+        self._proxy = _Proxy(self, moto_port)
+        self.environment = {
+            **ACCESS,
+            "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{self._proxy.server_address[1]}",
+            "MODEL_STORE": f"s3://{BUCKET}/{PREFIX}",
+        }
+        self._thread = threading.Thread(target=self._proxy.serve_forever, daemon=True)
+        self._thread.start()
+
+    def put(self, model: str, archive: bytes) -> None:
+        self.client.put_object(Bucket=BUCKET, Key=f"{PREFIX}{model}{ENDING}", Body=archive)
+
+    def close(self) -> None:
+        self.mode = ""
+        self._proxy.shutdown()
+        self._proxy.server_close()
+        self.client.close()
+
+
+@contextlib.contextmanager
+def store(log: Path) -> Iterator[Store]:
+    """An empty one, in a process of its own. Raises `Problem` without moto."""
+    try:
+        import moto  # noqa: F401
+    except ImportError:
+        raise Problem("chaos needs moto: scripts/test installs it") from None
+    with S3(log) as server:
+        found = Store(server.port)
+        try:
+            found.client.create_bucket(Bucket=BUCKET)
+            yield found
+        finally:
+            found.close()
+
+
+class _Proxy(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, store: Store, moto_port: int) -> None:
+        self.store, self.moto_port = store, moto_port
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """What is gone takes no connections: here, it closes them without a word."""
+        return self.store.mode != "gone"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The client went away, or was made to."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Proxy
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        store = self.server.store
+        self.close_connection = True
+        mode = store.mode
+        if mode in ERRORS:
+            self._refuse(int(mode), ERRORS[mode])
+            return
+        answer, body = self._of_moto()
+        whole = self.command == "GET" and answer.status in (200, 206) and ENDING in self.path
+        if mode == "stall" and not whole:
+            self._wait_for_other("stall")
+            return
+        if mode == "gone":
+            return
+        self.send_response_only(answer.status, answer.reason)
+        for name, value in answer.getheaders():
+            if name.lower() not in HOP:
+                self.send_header(name, value)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        half = len(body) // 2 if whole else len(body)
+        self.wfile.write(body[:half])
+        if not whole:
+            return
+        if mode == "truncate":
+            return
+        if mode == "stall":
+            self._wait_for_other("stall")
+            return
+        if mode == "change":
+            store.changing(_model(self.path))
+        self.wfile.write(body[half:])
+
+    do_HEAD = do_GET
+
+    def _of_moto(self) -> tuple[http.client.HTTPResponse, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.moto_port, timeout=30)
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP}
+        connection.request(self.command, self.path, headers=headers)
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return answer, body
+
+    def _refuse(self, status: int, code: str) -> None:
+        body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>"
+        data = b"" if self.command == "HEAD" else body.encode()
+        self.send_response_only(status)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _wait_for_other(self, mode: str) -> None:
+        while self.server.store.mode == mode:
+            time.sleep(0.05)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _model(path: str) -> str:
+    return unquote(path.partition("?")[0]).partition(PREFIX)[2].removesuffix(ENDING)
