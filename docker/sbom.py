@@ -14,8 +14,8 @@ from packageurl import PackageURL
 
 
 def component(name: str, version: str, purl: PackageURL) -> dict[str, str]:
-    found = {"type": "library", "name": name, "version": version, "purl": str(purl)}
-    return {**found, "bom-ref": str(purl)}
+    component = {"type": "library", "name": name, "version": version, "purl": str(purl)}
+    return {**component, "bom-ref": str(purl)}
 
 
 def printed(*command: str) -> str:

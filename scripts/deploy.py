@@ -43,10 +43,10 @@ def _options() -> Any:
     for group in template()["Metadata"]["AWS::CloudFormation::Interface"]["ParameterGroups"]:
         for name in group["Parameters"]:
             default = slots[name].get("Default")
-            said = slots[name]["Description"] + (f" ({default})" if default else "")
+            help_text = slots[name]["Description"] + (f" ({default})" if default else "")
             panel = group["Label"]["default"]
             kind = int | None if slots[name]["Type"] == "Number" else str | None
-            fields.append((option_name(name), kind, option(None, said, rich_help_panel=panel)))
+            fields.append((option_name(name), kind, option(None, help_text, rich_help_panel=panel)))
     return make_dataclass("Options", fields, bases=(Deploy,), kw_only=True)
 
 
@@ -136,10 +136,10 @@ def agreed(options: Deploy, stack: Stack, plan: dict[str, Any]) -> bool:
 
 
 def artifact_sizes(account: Account, place: str) -> list[int]:
-    found = locations.artifacts(account, locations.parse(place))
-    if not found:
+    result = locations.artifacts(account, locations.parse(place))
+    if not result:
         raise Problem(f"no *.tar.gz at {place}: kogpt2 upload puts models there")
-    return [artifact.size_bytes for artifact in found]
+    return [artifact.size_bytes for artifact in result]
 
 
 def pick(options: Deploy, values: Any, sizes: list[int], prices: Prices) -> str:
@@ -160,8 +160,8 @@ def resolve_image(account: Account, image: str | None, kind: str) -> str:
     """
     if image is None:
         tagged = {"repositoryName": REPOSITORY, "filter": {"tagStatus": "TAGGED"}}
-        found = account.find("ecr", "describe_repositories", repositoryNames=[REPOSITORY])
-        images = found and account.all("ecr", "describe_images", "imageDetails", **tagged)
+        result = account.find("ecr", "describe_repositories", repositoryNames=[REPOSITORY])
+        images = result and account.all("ecr", "describe_images", "imageDetails", **tagged)
         images = [i for i in images or () if any(t.startswith(kind) for t in i["imageTags"])]
         if not images:
             raise Problem(
@@ -169,7 +169,7 @@ def resolve_image(account: Account, image: str | None, kind: str) -> str:
                 " without --tag puts one there, or give --image"
             )
         newest = max(images, key=lambda item: item["imagePushedAt"])
-        return f"{found['repositories'][0]['repositoryUri']}@{newest['imageDigest']}"
+        return f"{result['repositories'][0]['repositoryUri']}@{newest['imageDigest']}"
     match = re.match(r"(\d+)\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com[^/]*/([^:@]+)(.*)$", image)
     if match is None:
         raise Problem(f"{image} is not in ECR, from which SageMaker takes images: kogpt2 push it")
@@ -182,7 +182,7 @@ def resolve_image(account: Account, image: str | None, kind: str) -> str:
         return image  # another account's, such as AWS's own containers: no permission to read
     key = "imageDigest" if version.startswith("@") else "imageTag"
     wanted = [{key: version[1:] or "latest"}]
-    found = account.find("ecr", "describe_images", repositoryName=name, imageIds=wanted)
-    if not found:
+    result = account.find("ecr", "describe_images", repositoryName=name, imageIds=wanted)
+    if not result:
         raise Problem(f"ECR has no {image}: kogpt2 push puts it there")
-    return f"{image[: len(image) - len(version)]}@{found['imageDetails'][0]['imageDigest']}"
+    return f"{image[: len(image) - len(version)]}@{result['imageDetails'][0]['imageDigest']}"

@@ -68,12 +68,14 @@ def measure(options: LatencyTable, target: Any, call: Any) -> dict[str, Any]:
     for number in tqdm(range(-1, options.calls), desc="calls", disable=None):
         began = time.monotonic()
         with target.call(call) as answer:
-            found = answers.read(answer)
+            parsed = answers.read(answer)
         client_s = time.monotonic() - began
-        if not found.tokens or found.server_s is None:
+        if not parsed.tokens or parsed.server_s is None:
             raise CallFailed("the answer is not the guides' [text, steps, seconds]")
         if number >= 0:
-            calls.append({"steps": found.tokens, "server_s": found.server_s, "client_s": client_s})
+            calls.append(
+                {"steps": parsed.tokens, "server_s": parsed.server_s, "client_s": client_s}
+            )
     return {"where": options.where, "name": options.name, "text": options.text, "calls": calls}
 
 

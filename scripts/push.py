@@ -52,15 +52,15 @@ def inspect(image: str) -> dict[str, Any]:
     if shutil.which("docker") is None:
         raise Problem("docker is not installed, or not on PATH")
     try:
-        found: dict[str, Any] = json.loads(docker("image", "inspect", image))[0]
+        result: dict[str, Any] = json.loads(docker("image", "inspect", image))[0]
     except Problem as problem:
         raise Problem(f"no local image {image}: build it first ({problem})") from None
-    if found.get("Architecture") != "amd64":
+    if result.get("Architecture") != "amd64":
         raise Problem(
-            f"{image} is built for {found.get('Architecture')}, SageMaker's instances are amd64:"
+            f"{image} is built for {result.get('Architecture')}, SageMaker's instances are amd64:"
             " build it with --platform linux/amd64"
         )
-    return found
+    return result
 
 
 def run(options: Push) -> None:
@@ -86,27 +86,27 @@ def run(options: Push) -> None:
     if labels.get(CAPABILITY) != "true":
         print(f"note: {options.image} has no label {CAPABILITY}=true: single-model endpoints only")
     uri = repository(account, options.repository)
-    found = in_ecr(account, options.repository, tag)
-    if found is None:
+    result = in_ecr(account, options.repository, tag)
+    if result is None:
         send(account, options.image, f"{uri}:{tag}")
-        found = in_ecr(account, options.repository, tag)
-        if found is None:
+        result = in_ecr(account, options.repository, tag)
+        if result is None:
             raise Problem(f"docker pushed {uri}:{tag}, but ECR does not have it")
     elif options.tag:
         known = [name.rpartition("@")[2] for name in image.get("RepoDigests") or []]
-        if found["imageDigest"] not in known:
+        if result["imageDigest"] not in known:
             raise Problem(f"{uri}:{tag} is another image, and tags cannot be moved: choose another")
     # BuildKit wraps an image and its provenance into an index.
-    if re.search("index|list", found.get("imageManifestMediaType", "")):
+    if re.search("index|list", result.get("imageManifestMediaType", "")):
         print("note: it is an image index, which SageMaker refuses: build with --provenance=false")
-    print(f"{uri}@{found['imageDigest']}")
+    print(f"{uri}@{result['imageDigest']}")
 
 
 def repository(account: Account, name: str) -> str:
     """Returns the URI of the repository, which is created if it is missing."""
-    found = account.find("ecr", "describe_repositories", repositoryNames=[name])
-    if found:
-        return str(found["repositories"][0]["repositoryUri"])
+    result = account.find("ecr", "describe_repositories", repositoryNames=[name])
+    if result:
+        return str(result["repositories"][0]["repositoryUri"])
     ecr = account.client("ecr")
     made = ecr.create_repository(
         repositoryName=name,
@@ -122,8 +122,8 @@ def repository(account: Account, name: str) -> str:
 def in_ecr(account: Account, name: str, tag: str) -> dict[str, Any] | None:
     """Returns ECR's image with this tag, or None."""
     wanted = [{"imageTag": tag}]
-    found = account.find("ecr", "describe_images", repositoryName=name, imageIds=wanted)
-    return found["imageDetails"][0] if found else None
+    result = account.find("ecr", "describe_images", repositoryName=name, imageIds=wanted)
+    return result["imageDetails"][0] if result else None
 
 
 def send(account: Account, image: str, target: str) -> None:

@@ -34,14 +34,14 @@ def run(options: Status) -> None:
     if options.name and not wanted:
         raise Problem(f"there is no deployment {options.name} in {account.region}")
     prices = instances.prices(account)
-    found = [describe(account, stack, prices) for stack in wanted]
+    result = [describe(account, stack, prices) for stack in wanted]
     if options.json:
-        print(json.dumps(found, indent=1, ensure_ascii=False))
+        print(json.dumps(result, indent=1, ensure_ascii=False))
         return
-    for item in found:
+    for item in result:
         print("\n".join(f"{'' if key == 'name' else f'  {key:<10} '}{item[key]}" for key in item))
-    total = sum(item["usd_per_hour"] or 0 for item in found)
-    print(f"{len(found)} deployments in {account.region}, ${total:.3f} an hour ({prices.source})")
+    total = sum(item["usd_per_hour"] or 0 for item in result)
+    print(f"{len(result)} deployments in {account.region}, ${total:.3f} an hour ({prices.source})")
 
 
 def describe(account: Account, stack: dict[str, Any], prices: instances.Prices) -> dict[str, Any]:
@@ -49,13 +49,13 @@ def describe(account: Account, stack: dict[str, Any], prices: instances.Prices) 
     given = {item["ParameterKey"]: item["ParameterValue"] for item in stack.get("Parameters", [])}
     values = with_defaults(given)
     item: dict[str, Any] = {"name": stack["StackName"], "stack": stack["StackStatus"]}
-    found = account.find("sagemaker", "describe_endpoint", EndpointName=stack["StackName"])
-    if found is None:
+    result = account.find("sagemaker", "describe_endpoint", EndpointName=stack["StackName"])
+    if result is None:
         return {**item, "endpoint": "none", "usd_per_hour": 0.0}
-    live = (found.get("ProductionVariants") or [{}])[0]
+    live = (result.get("ProductionVariants") or [{}])[0]
     count = live.get("CurrentInstanceCount")
     usd = prices.usd.get(values["InstanceType"])
-    item["endpoint"] = " ".join([found["EndpointStatus"], found.get("FailureReason", "")]).strip()
+    item["endpoint"] = " ".join([result["EndpointStatus"], result.get("FailureReason", "")]).strip()
     item["usd_per_hour"] = usd and count and usd * count
     if values["ServerlessMemory"] != "0":
         item["usd_per_hour"] = 0.0

@@ -132,19 +132,19 @@ def upload(account: Account, location: Location, archives: list[Path], dry_run: 
 
 def digest(path: Path) -> str:
     with path.open("rb") as file:
-        found = hashlib.sha256()
+        result = hashlib.sha256()
         while piece := file.read(1 << 20):
-            found.update(piece)
-    return found.hexdigest()
+            result.update(piece)
+    return result.hexdigest()
 
 
 def is_there(account: Account, location: Location, path: Path, sha256: str) -> bool:
     """Whether this archive is in S3. Raises `Problem` if another one has its name."""
     key = location.key + path.name
-    found = account.find("s3", "head_object", Bucket=location.bucket, Key=key)
-    if found is None:
+    result = account.find("s3", "head_object", Bucket=location.bucket, Key=key)
+    if result is None:
         return False
-    if found["Metadata"].get("sha256") != sha256:
+    if result["Metadata"].get("sha256") != sha256:
         raise Problem(
             f"s3://{location.bucket}/{key} is another model, and nothing is overwritten:"
             " give yours a new name"
@@ -188,13 +188,13 @@ def send(account: Account, location: Location, path: Path, sha256: str) -> None:
 
 
 def show(account: Account, location: Location) -> None:
-    found = locations.artifacts(account, location)
-    if not found:
+    result = locations.artifacts(account, location)
+    if not result:
         print(f"no *{SUFFIX} at {location}")
         return
-    rows = [(a.name, mebibytes(a.size_bytes), f"{a.modified:%Y-%m-%d %H:%M}") for a in found]
+    rows = [(a.name, mebibytes(a.size_bytes), f"{a.modified:%Y-%m-%d %H:%M}") for a in result]
     print(table(["model", "size", "changed"], rows))
-    print(f"{len(found)} models, {mebibytes(sum(a.size_bytes for a in found))}")
+    print(f"{len(result)} models, {mebibytes(sum(a.size_bytes for a in result))}")
 
 
 def delete(account: Account, location: Location, options: Upload) -> None:

@@ -47,8 +47,11 @@ class Alias:
         self._credit = dict.fromkeys(self.models, 0.0)
 
     def choose(self, key: str = "") -> str:
-        """The model that answers a request. With a `key` it is always the same, in each server, and
-        a change of the weights moves as few keys as possible. Without one the models take turns."""
+        """Returns the model that answers a request.
+
+        A `key` always gets the same model, on each server, and a change of the weights moves as few
+        keys as possible. Without a key the models take turns.
+        """
         if len(self.models) == 1:
             return self.models[0]
         return self._by_hash(key) if key else self._in_turn()
@@ -76,8 +79,10 @@ class Aliases:
     """The store's aliases, read again when the file changes."""
 
     def __init__(self, lookups: Lookups | None = None, copy: Path | None = None) -> None:
-        """Without `lookups` there are none. `copy` keeps the last file that was right, for a
-        gateway that starts while the store does not answer. Nothing is read yet."""
+        """Reads nothing yet. Without `lookups` there are no aliases.
+
+        copy: where the last valid file is stored, for a gateway that starts without the store
+        """
         self._lookups, self._copy = lookups, copy
         self._aliases: dict[str, Alias] = {}
         self._version: str | None = ""  # of the file that was read last; None where there is none
@@ -108,8 +113,10 @@ class Aliases:
             await asyncio.sleep(CHECK_S)
 
     async def refresh(self) -> None:
-        """Reads the file if it has changed. One that is wrong or cannot be read changes nothing,
-        which is logged once."""
+        """Reads the file if it has changed.
+
+        A file that is wrong or cannot be read changes nothing, and is logged once.
+        """
         if self._lookups is None:
             return
         try:
@@ -143,14 +150,14 @@ class Aliases:
         # that is not there is denied.
         self.wrong = bool(self._aliases) or isinstance(error, SettingError)
 
-    def _take(self, found: dict[str, Alias]) -> None:
-        for name, alias in found.items():
+    def _take(self, aliases: dict[str, Alias]) -> None:
+        for name, alias in aliases.items():
             before = self._aliases.get(name)
             if before is not None and before.weights == alias.weights:
-                found[name] = before
+                aliases[name] = before
             elif before is not None:
                 alias.requests |= {m: n for m, n in before.requests.items() if m in alias.weights}
-        self._aliases, self._checked = found, False
+        self._aliases, self._checked = aliases, False
 
     async def _warn_of_unknown(self) -> None:
         """Once a file. A model that the store does not have may be loaded by its url."""
@@ -197,20 +204,20 @@ def parse(content: bytes) -> dict[str, Alias]:
             raise SettingError(f"it is no JSON in UTF-8{where}") from None
         if not isinstance(pairs, _Pairs):
             raise SettingError('it must be {"ALIAS": "MODEL" or {"MODEL": WEIGHT, ...}, ...}')
-        found: dict[str, Alias] = {}
+        aliases: dict[str, Alias] = {}
         for given, value in pairs:
             name = _name(given)
-            if name in found:
+            if name in aliases:
                 raise SettingError(f"{quoted(name)} is there twice")
-            found[name] = Alias(name, _weights(name, value))
-        for alias in found.values():
-            if other := next((m for m in alias.models if m in found and m != alias.name), None):
+            aliases[name] = Alias(name, _weights(name, value))
+        for alias in aliases.values():
+            if other := next((m for m in alias.models if m in aliases and m != alias.name), None):
                 raise SettingError(
                     f"{quoted(alias.name)}: {quoted(other)} is an alias itself, must be a model"
                 )
     except SettingError as error:
         raise SettingError(f"{FILE}: {error.message}") from None
-    return found
+    return aliases
 
 
 def _weights(name: str, value: Any) -> dict[str, float]:

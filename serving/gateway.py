@@ -58,7 +58,7 @@ from serving.tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
-GIVES_UP = 2  # exit status: it has said why it cannot start
+GIVES_UP = 2  # exit status: it cannot start, and the log has the reason
 GRACEFUL_S = 1  # for connections, once the requests are answered or DRAIN_S has passed
 
 
@@ -149,13 +149,18 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
 
 
 async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
-    """Runs until SIGTERM. Raises `ServingError` if it cannot start; an `ExceptionGroup` when work
-    in the background has ended with an error."""
+    """Runs until SIGTERM.
+
+    Raises `ServingError` where it cannot start, and an `ExceptionGroup` where a background task has
+    failed.
+    """
     listeners = [socket.socket(fileno=int(file)) for file in sys.argv[1:]]
     listeners = listeners or [listen(settings.host, port) for port in settings.ports]
     for listener in listeners:
         listener.set_inheritable(False)
-    shares = len(settings.ports) + bool(settings.grpc_port) + 1  # one is for what is asked within
+    shares = (
+        len(settings.ports) + bool(settings.grpc_port) + 1
+    )  # one is for requests within the server
     HTTPProtocol.max_connections = min(settings.max_connections, _open_files() // shares)
     async with _gateway(settings, run_dir, secret) as gateway:
         app = App(gateway)

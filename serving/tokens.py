@@ -134,8 +134,10 @@ class Tokens:
         return list(self._tokens.values())
 
     def find(self, sent: bytes) -> Token | None:
-        """The token that a request carries. The time of the lookup tells nothing useful: at most
-        something of a hash, from which no token follows."""
+        """Returns the token that a request carries.
+
+        The lookup's time reveals at most a part of a hash, from which no token follows.
+        """
         return self._tokens.get(hashlib.sha256(sent).hexdigest())
 
     async def watch(self) -> None:
@@ -146,8 +148,10 @@ class Tokens:
                 await self.refresh()
 
     async def refresh(self) -> None:
-        """Reads the file if it has changed. The tokens stay as they are if it is wrong, which is
-        logged once."""
+        """Reads the file if it has changed.
+
+        A wrong file changes nothing, and is logged once.
+        """
         if self._path is None:
             return
         version = await asyncio.to_thread(_version, self._path)
@@ -166,15 +170,18 @@ class Tokens:
 def _version(path: Path) -> object:
     """What differs once a file was changed or replaced; None where it cannot be read."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except (OSError, ValueError):
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def read(path: Path, usages: Mapping[str, Usage] | None = None) -> dict[str, Token]:
-    """The tokens of a file by their SHA-256 in hex. `usages`, by name, are those of an earlier
-    reading. Raises `SettingError`, which repeats no hash: it may be a token by mistake."""
+    """Returns the tokens of a file by their SHA-256 in hex.
+
+    usages: of earlier tokens, by name
+    Raises `SettingError`, without any hash: it may be a token by mistake.
+    """
     usages = usages or {}
     try:
         try:
@@ -188,19 +195,19 @@ def read(path: Path, usages: Mapping[str, Usage] | None = None) -> dict[str, Tok
             raise SettingError('it must be {"tokens": [...]}')
         if not isinstance(value["tokens"], list):
             raise SettingError("tokens must be a list")
-        found: dict[str, Token] = {}
+        tokens: dict[str, Token] = {}
         names: set[str] = set()
         for i, entry in enumerate(value["tokens"]):
             hash_, token = _token(f"tokens[{i}]", entry, usages)
             if token.name in names:
                 raise SettingError(f"tokens[{i}]: another one has the name {quoted(token.name)}")
-            if hash_ in found:
-                raise SettingError(f"tokens[{i}]: {quoted(found[hash_].name)} has the same sha256")
+            if hash_ in tokens:
+                raise SettingError(f"tokens[{i}]: {quoted(tokens[hash_].name)} has the same sha256")
             names.add(token.name)
-            found[hash_] = token
+            tokens[hash_] = token
     except SettingError as error:
         raise SettingError(f"TOKENS_FILE {path}: {error.message}") from None
-    return found
+    return tokens
 
 
 def _token(where: str, entry: Any, usages: Mapping[str, Usage]) -> tuple[str, Token]:

@@ -1,5 +1,7 @@
-"""The low-rank matrices of an adapter (LoRA, https://arxiv.org/abs/2106.09685) as the library reads
-them: packed into one prepared file, which is mapped."""
+"""The low-rank matrices of an adapter as the library reads them, packed into one mapped file.
+
+LoRA: https://arxiv.org/abs/2106.09685
+"""
 
 from __future__ import annotations
 

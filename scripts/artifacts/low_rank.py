@@ -149,9 +149,9 @@ def _windows(artifact: Artifact, texts: Sequence[str]) -> Iterator[list[int]]:
 
 def _logits(model: NativeModel, ids: list[int], adapter: NativeAdapter | None = None) -> Floats:
     row = model.open_row()
-    found = model.run([Piece(row, ids, len(ids), adapter)]).copy()
+    result = model.run([Piece(row, ids, len(ids), adapter)]).copy()
     model.close_row(row)
-    return found
+    return result
 
 
 def _greedy(
@@ -168,8 +168,8 @@ def _greedy(
 
 def _log_softmax(logits: Floats) -> NDArray[np.float64]:
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    found: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return found
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result
 
 
 def to_adapter(
@@ -211,6 +211,6 @@ def last_logits(adapter: Path, base: Artifact, prompts: Iterable[NDArray[np.int6
     with tempfile.TemporaryDirectory(prefix="convert-") as work:
         model = NativeModel(prepared(base, "fp32", Path(work)))
         packed = load_adapter(adapters.read(adapter), base, "fp32", Path(work))
-        found = [_logits(model, ids.tolist(), packed)[-1] for ids in prompts]
+        result = [_logits(model, ids.tolist(), packed)[-1] for ids in prompts]
         model.close()
-    return np.stack(found)
+    return np.stack(result)

@@ -44,18 +44,18 @@ def region_of(account: Account, bucket: str) -> str | None:
     from botocore.exceptions import ClientError
 
     try:
-        found = account.client("s3").head_bucket(Bucket=bucket)["ResponseMetadata"]
+        result = account.client("s3").head_bucket(Bucket=bucket)["ResponseMetadata"]
     except ClientError as error:
-        found = error.response["ResponseMetadata"]
-        if found["HTTPStatusCode"] == 404:
+        result = error.response["ResponseMetadata"]
+        if result["HTTPStatusCode"] == 404:
             return None
-        if found["HTTPStatusCode"] == 403:
+        if result["HTTPStatusCode"] == 403:
             raise Problem(
                 f"bucket {bucket} is another account's, or you lack s3:ListBucket on it"
             ) from None
-        if found["HTTPStatusCode"] not in (301, 400):
+        if result["HTTPStatusCode"] not in (301, 400):
             raise
-    region: str = found["HTTPHeaders"].get("x-amz-bucket-region", account.region)
+    region: str = result["HTTPHeaders"].get("x-amz-bucket-region", account.region)
     return region
 
 
@@ -73,12 +73,12 @@ def check_bucket(account: Account, location: Location, hint: str = "") -> None:
 
 def artifacts(account: Account, location: Location) -> list[Artifact]:
     """Lists the `.tar.gz` files under a prefix, or the one file."""
-    found = account.all(
+    result = account.all(
         "s3", "list_objects_v2", "Contents", Bucket=location.bucket, Prefix=location.key
     )
     return [
         Artifact(item["Key"][len(location.key) :], item["Size"], item["LastModified"])
-        for item in found
+        for item in result
         if item["Key"].endswith(".tar.gz")
     ]
 

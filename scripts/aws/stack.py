@@ -27,8 +27,8 @@ class Stack:
         self.description: dict[str, Any] | None = self._describe(name)
 
     def _describe(self, name: str) -> dict[str, Any] | None:
-        found = self._account.find("cloudformation", "describe_stacks", StackName=name)
-        return found["Stacks"][0] if found else None
+        result = self._account.find("cloudformation", "describe_stacks", StackName=name)
+        return result["Stacks"][0] if result else None
 
     @property
     def is_new(self) -> bool:
@@ -38,8 +38,8 @@ class Stack:
     @property
     def values(self) -> dict[str, str]:
         """The values of its parameters, by name."""
-        found = (self.description or {}).get("Parameters", [])
-        return {item["ParameterKey"]: item["ParameterValue"] for item in found}
+        result = (self.description or {}).get("Parameters", [])
+        return {item["ParameterKey"]: item["ParameterValue"] for item in result}
 
     def plan(
         self, body: str, values: dict[str, str], tags: dict[str, str]
@@ -100,8 +100,8 @@ class Stack:
         """Lists the events, newest first."""
         assert self.description is not None
         name = self.description["StackId"]
-        found = self._account.find("cloudformation", "describe_stack_events", StackName=name)
-        return found["StackEvents"] if found else []
+        result = self._account.find("cloudformation", "describe_stack_events", StackName=name)
+        return result["StackEvents"] if result else []
 
     def settle(self, since: Any) -> None:
         """Waits and prints events. Raises `Problem` with the first reason of a failure."""

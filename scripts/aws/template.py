@@ -33,8 +33,8 @@ _Loader.add_multi_constructor("!", _function)
 
 @cache
 def template() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.load(FILE.read_text("utf-8"), _Loader)  # noqa: S506
-    return found
+    result: dict[str, Any] = yaml.load(FILE.read_text("utf-8"), _Loader)  # noqa: S506
+    return result
 
 
 def body(environment: Mapping[str, str]) -> str:
@@ -70,11 +70,11 @@ def holds(term: Any, values: Values) -> Any:
     ((name, arguments),) = term.items()
     if name == "Ref":
         return values[arguments]
-    found = [holds(argument, values) for argument in arguments]
+    result = [holds(argument, values) for argument in arguments]
     if name == "Fn::Equals":
-        return found[0] == found[1]
+        return result[0] == result[1]
     return {
-        "Fn::Not": lambda: not found[0],
-        "Fn::And": lambda: all(found),
-        "Fn::Or": lambda: any(found),
+        "Fn::Not": lambda: not result[0],
+        "Fn::And": lambda: all(result),
+        "Fn::Or": lambda: any(result),
     }[name]()

@@ -24,7 +24,9 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """models: the most popular first
+    """What is called, by how many clients, and for how long.
+
+    models: the most popular first
     zipf: the k-th model is called in proportion to 1/k^zipf; 0: all alike
     users: number of clients, each of which waits for its answer before the next request; or
     rate: requests a second, independent of answers (Poisson arrivals)
@@ -91,7 +93,7 @@ def read_models(text: str) -> tuple[str, ...]:
     names: Sequence[str] = text.split(",")
     if text.startswith("@"):
         names = read_prompts(Path(text[1:]))
-    found = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
-    if not found:
+    unique = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
+    if not unique:
         raise Problem(f"--models {text} names no model")
-    return found
+    return unique

@@ -1,5 +1,4 @@
-"""SageMaker's adapter inference components: a base is the container's one model, and adapters come
-and go beside it.
+"""SageMaker's adapter inference components: adapters beside the container's one model, their base.
 
 POST   /adapters             {"name", "src", "preload"?, "pin"?}
 DELETE /adapters/{name}

@@ -48,8 +48,10 @@ class GivenForm:
 
 
 def read(given: Mapping[str, Any]) -> GivenForm | None:
-    """The form that the fields of a request ask for. Raises `InvalidRequest`, for two of them with
-    both names."""
+    """Returns the form that a request's fields name.
+
+    Raises `InvalidRequest`; with both names where there are two forms.
+    """
     form = only([parse(name, given[name]) for name, parse in FIELDS.items() if name in given])
     pattern = given.get(PATTERN)
     return form if pattern is None else _spaced(form, _any_of(PATTERN, pattern))
@@ -57,16 +59,18 @@ def read(given: Mapping[str, Any]) -> GivenForm | None:
 
 def only(forms: Sequence[GivenForm | None]) -> GivenForm | None:
     """The one of these that is there. Raises `InvalidRequest` where there are two."""
-    found = [form for form in forms if form is not None]
-    if len(found) > 1:
-        reason = f"and {found[0].field} are given; an answer is held to one form"
-        raise fields.wrong(found[1].field, reason)
-    return found[0] if found else None
+    named = [form for form in forms if form is not None]
+    if len(named) > 1:
+        reason = f"and {named[0].field} are given; an answer is held to one form"
+        raise fields.wrong(named[1].field, reason)
+    return named[0] if named else None
 
 
 def typed(field: str, value: Any) -> GivenForm | None:
-    """A form with a `type`: OpenAI's `response_format` and `text.format`, and TGI's `grammar`. None
-    for "text". With "json_object" llama.cpp has a `schema`, and TGI a `value`."""
+    """Parses a form with a `type`: OpenAI's `response_format` or `text.format`, or TGI's `grammar`.
+
+    Returns None for "text". With "json_object" llama.cpp has a `schema`, and TGI a `value`.
+    """
     given = _mapping(field, value)
     match given.get("type"):
         case "text":

@@ -222,6 +222,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
         first = next(route for route in routes if route.path_regex.match(path))
         same = [route.methods or () for route in routes if route.path == first.path]
         methods = {method for methods in same for method in methods}
-        said = "Requested method is not allowed, please refer to API document."
-        return error_response(request, MethodNotAllowed(said, methods))
+        message = "Requested method is not allowed, please refer to API document."
+        return error_response(request, MethodNotAllowed(message, methods))
     return error_response(request, ServingError(str(error.detail)))

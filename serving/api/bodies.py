@@ -1,5 +1,7 @@
-"""Bodies of other APIs on SageMaker's and Multi Model Server's routes: on SageMaker there are no
-others. By its fields a body is OpenAI's, TGI's, or asks for a stream of ours, and is answered so.
+"""Bodies of OpenAI's and TGI's APIs on SageMaker's and Multi Model Server's routes.
+
+SageMaker has no other routes. The fields of a body tell whose it is, and it is answered in that
+API's shape.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from common.media_types import JSON, media_type
 from serving.api import tgi
 from serving.api.invoke import Direct, check_engine
 from serving.api.naming import choose_model, name_model
-from serving.api.openai import asked
+from serving.api.openai import parsing
 from serving.api.openai.answering import answer as answer_openai
 from serving.api.openai.answers import Answer
 from serving.api.openai.errors import respond
@@ -31,7 +33,7 @@ MARKS = (b'"messages"', b'"prompt"', b'"details"', b'"grammar"', b'"adapter_id"'
 
 
 def read(request: Request, body: bytes, headers: Mapping[str, str]) -> Direct | None:
-    """How the engine is asked for what a body wants; None for what its model's worker answers."""
+    """Parses a body that the engine answers directly; None for one that the worker answers."""
     agent = request.headers.get("user-agent", "")
     if tgi.CLIENT in agent or any(mark in body for mark in MARKS):
         with suppress(InvalidRequest, UnsupportedMediaType):  # the worker says what is wrong
@@ -64,15 +66,15 @@ def _openai(body: dict[str, Any]) -> Direct:
         gateway: Gateway, request: Request, model: Model, end: float, resources: AsyncExitStack
     ) -> Response:
         try:
-            parse = asked.chat if "messages" in body else asked.completion
-            found = parse({**body, "model": model.name})
-            form = Answer(found, model.name)
-            return await answer_openai(gateway, model, found, form, end, resources)
+            parse = parsing.chat if "messages" in body else parsing.completion
+            parsed = parse({**body, "model": model.name})
+            form = Answer(parsed, model.name)
+            return await answer_openai(gateway, model, parsed, form, end, resources)
         except Exception as error:
             return respond(request, error)
 
     named = body.get("model")
-    return Direct(answer, named if isinstance(named, str) else "", asked.user(body))
+    return Direct(answer, named if isinstance(named, str) else "", parsing.user(body))
 
 
 def read_tgi(request: Request, body: bytes, headers: Mapping[str, str], *, stream: bool) -> Direct:
@@ -88,15 +90,15 @@ def _tgi(body: dict[str, Any]) -> Direct:
         gateway: Gateway, request: Request, model: Model, end: float, resources: AsyncExitStack
     ) -> Response:
         try:
-            asked = tgi.parse(body)
-            if asked.adapter and asked.adapter not in (model.name, request.state.alias):
-                name_model(gateway, request, asked.adapter)
-                name = choose_model(gateway, request, asked.adapter)
+            parsed = tgi.parse(body)
+            if parsed.adapter and parsed.adapter not in (model.name, request.state.alias):
+                name_model(gateway, request, parsed.adapter)
+                name = choose_model(gateway, request, parsed.adapter)
                 model = await resources.enter_async_context(gateway.use(name))
                 request.state.counted.model = model.name
                 check_engine(model)
                 end = min(end, request.state.started + model.request_timeout_s)
-            return await tgi.answer(gateway, model, asked, end, resources)
+            return await tgi.answer(gateway, model, parsed, end, resources)
         except ServiceError as error:
             return tgi_error(request, error)
 

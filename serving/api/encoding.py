@@ -24,17 +24,19 @@ class Decoder:
         self._is_plain = self._encoding in ("", "identity")
 
     def feed(self, piece: bytes) -> int:
-        """How many bytes longer the body is. Raises `BodyTooLarge`, and `BadRequest` for what is
-        not compressed so."""
+        """Adds a piece of the compressed body; returns by how many bytes the body has grown.
+
+        Raises `BodyTooLarge`, and `BadRequest` where it is not compressed in this format.
+        """
         before = len(self._body)
         if self._is_plain:
             self._body += piece
         while piece and not self._is_plain:
             if self._inflate is None:
                 self._inflate = zlib.decompressobj(self._window(piece))
-            room = self._limit - len(self._body) + 1
+            most = self._limit - len(self._body) + 1
             try:
-                self._body += self._inflate.decompress(piece, room)
+                self._body += self._inflate.decompress(piece, most)
             except zlib.error as error:
                 raise BadRequest(f"the body is not {self._encoding}: {error}") from None
             if self._inflate.unconsumed_tail:

@@ -1,6 +1,8 @@
-"""Forms. Multi Model Server takes them apart itself, before any worker, with Netty's decoder: each
-field is an object in the heap that all models share, and millions end it (CVE-2024-29025). What the
-decoder does not understand it answers with 500. So a form is checked before it is sent on."""
+"""Checks bodies that are HTML forms before Multi Model Server parses them.
+
+It does so before any worker, with Netty's decoder: each field is an object in the heap that all
+models share, and millions of them fill it (CVE-2024-29025). What the decoder cannot parse is 500.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""HTTP/1.1 on the public ports: uvicorn's protocol on httptools, where that loses an answer or has
-no limit.
+"""HTTP/1.1 on the public ports: uvicorn's protocol with limits, and without its lost answers.
 
-A limit is checked before what it limits is kept. What a client sends that gets no request of its
-own (too large, too slow, not HTTP) is answered here, in the shape of all errors.
+A limit is checked before the bytes that it limits are stored. What is not passed on as a request
+(too large, too slow, not HTTP) is answered here, in the shape of all errors.
 
 A connection is *silent* while the server waits for its client: to send a head or a body, to read an
-answer, to close. Silent connections are bounded in time and make room for new ones, so clients that
-do nothing take nothing from others.
+answer, to close. Silent connections are bounded in time, and are closed for new ones where
+`max_connections` are open: idle clients take nothing from others.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Port:
         """How many connections have a request that the server works on."""
         return len(self.open) - len(self.silent)
 
-    def make_room(self) -> bool:
+    def evict_silent(self) -> bool:
         """Ends the connection that has been silent for longest; False where there is none."""
         if not self.silent:
             return False
@@ -99,7 +98,7 @@ class HTTPProtocol(HttpToolsProtocol):
         self._pace_due = 0.0
         # Bytes that have moved since the pace was last checked; those that were unwritten then.
         self._moved = self._unwritten = 0
-        self._unread = 0  # bytes since the parser last told of something
+        self._unread = 0  # bytes since the last callback of the parser
         self._body_left = 0  # of a body with a length
         self._unparsed = b""
         self._in_head = self._is_replay = False
@@ -111,7 +110,7 @@ class HTTPProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         ports = _ports.setdefault(self.server_state, defaultdict(Port))
         port = ports[transport.get_extra_info("sockname")[1]]
-        if len(port.open) >= self.max_connections and not port.make_room():
+        if len(port.open) >= self.max_connections and not port.evict_silent():
             transport.write(_error(Unavailable("too many connections")))
             transport.close()
             return
@@ -125,8 +124,10 @@ class HTTPProtocol(HttpToolsProtocol):
         self._start_timer(self.head_s, self._too_slow)
 
     def abort(self) -> None:
-        """Ends the connection without waiting for its client. What it has not read is dropped by
-        the kernel, too."""
+        """Ends the connection without waiting for its client.
+
+        The kernel drops what the client has not read, too.
+        """
         if not self.transport.is_closing() or self._unwritten_bytes():
             if self._unwritten_bytes():
                 connected: socket.socket = self.transport.get_extra_info("socket")
@@ -135,8 +136,10 @@ class HTTPProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _note(self) -> None:
-        """Keeps the port's order: to be called whenever the client has moved, or its turn began or
-        ended."""
+        """Updates the port's order of silent connections.
+
+        To be called whenever the client has sent or read, or its turn has begun or ended.
+        """
         cycle, port = self.cycle, self._port
         if port is None or self not in port.open:
             return
@@ -171,15 +174,15 @@ class HTTPProtocol(HttpToolsProtocol):
             self._start_timer(self.half_closed_s, self._probe)
         return True
 
-    def _probe(self, asked: bool = False) -> None:
+    def _probe(self, probed: bool = False) -> None:
         """Ends a connection whose client has gone: its kernel answers anything with a reset."""
         if self.transport.is_closing() or self.cycle.response_complete:
             return
-        told: socket.socket = self.transport.get_extra_info("socket")
-        if told.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSED:
+        client: socket.socket = self.transport.get_extra_info("socket")
+        if client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSED:
             self.transport.abort()
             return
-        if not asked and not self.cycle.response_started and self.scope["http_version"] == "1.1":
+        if not probed and not self.cycle.response_started and self.scope["http_version"] == "1.1":
             self.transport.write(CONTINUE)  # may precede every answer of HTTP/1.1
         self._start_timer(self.half_closed_s, self._probe, True)
 
@@ -205,8 +208,8 @@ class HTTPProtocol(HttpToolsProtocol):
         self._moved += self.pace_bytes
 
     def _unwritten_bytes(self) -> int:
-        found: int = self.transport.get_write_buffer_size()
-        return found
+        size: int = self.transport.get_write_buffer_size()
+        return size
 
     def _owes_body(self) -> bool:
         cycle = self.cycle
@@ -283,18 +286,21 @@ class HTTPProtocol(HttpToolsProtocol):
             try:
                 self._feed(piece)
             except httptools.HttpParserError as error:
-                said = error.__context__  # of `_check_head`
-                if not isinstance(said, ServingError):
-                    said = BadRequest("this is not HTTP/1.1")
-                self._refuse(said)
+                cause = error.__context__  # of `_check_head`
+                if not isinstance(cause, ServingError):
+                    cause = BadRequest("this is not HTTP/1.1")
+                self._refuse(cause)
             else:
                 # The parser keeps a head, a chunk's or a trailer to its end, however long.
                 if self._unread > MAX_HEADER_BYTES:
                     self._refuse(HeadersTooLarge(f"headers have at most {MAX_HEADER_BYTES} bytes"))
 
     def _feed(self, data: bytes) -> None:
-        """A client that offers another protocol (`Upgrade: h2c` of Java's client) sends its body in
-        this one. The parser stops before it, and another goes on as after a head without offer."""
+        """Feeds the parser, across an offer of another protocol (`Upgrade: h2c` of Java's client).
+
+        Such a client sends its body in HTTP/1.1. The parser stops before it, and a new one goes on
+        as after a head without an offer.
+        """
         while True:
             try:
                 self.parser.feed_data(data)
@@ -320,7 +326,7 @@ class HTTPProtocol(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else a trailer, for nobody
+        if self._in_head:  # else a trailer, which is dropped
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -333,9 +339,11 @@ class HTTPProtocol(HttpToolsProtocol):
         self._note()
 
     def _check_head(self) -> None:
-        """Raises `BadRequest` for what a proxy in front may have read otherwise (RFC 9112, 3.2 and
-        6.1); the parser itself refuses lengths that contradict each other. Raises `Unavailable` for
-        one request more than are answered at once."""
+        """Checks a request's head for what a proxy in front may have read otherwise.
+
+        See RFC 9112, 3.2 and 6.1; the parser itself refuses lengths that contradict each other.
+        Raises `BadRequest`, and `Unavailable` where too many requests are being answered.
+        """
         version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
         if version not in ("1.0", "1.1"):
             raise BadRequest(f"this is HTTP/{version}, must be HTTP/1.1")
@@ -380,7 +388,7 @@ class HTTPProtocol(HttpToolsProtocol):
 
             await app(scope, receive, send_on)
             if cycle.response_started and not cycle.response_complete:
-                cycle.disconnected = True  # its client cannot be told otherwise
+                cycle.disconnected = True  # only so does its client notice
                 self.abort()
 
         super()._start_asgi_task(cycle, answer)

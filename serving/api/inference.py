@@ -113,8 +113,8 @@ class Inference:
 
     def _target(self, request: Request) -> str | None:
         """None where nothing but the body can name the model."""
-        said = (request.headers.get(name) for name in NAMING)
-        target = next(filter(None, said), request.query_params.get("model_name"))
+        fields = (request.headers.get(name) for name in NAMING)
+        target = next(filter(None, fields), request.query_params.get("model_name"))
         if target:
             return normal_name(header_text(target)).lstrip("/")
         if self._gateway.single_model is not None:
@@ -137,14 +137,14 @@ class Inference:
             body = bytes(response.body[: LARGE_BYTES + 1])
             text = cut(body.decode("utf-8", "replace"), LARGE_BYTES)
             side = "client" if response.status_code < 500 else "server"
-            said = {
+            fields = {
                 "ErrorCode": "MODEL_ERROR",
                 "Message": f"Received {side} error ({response.status_code}) from model: {text}",
                 "OriginalMessage": text,
                 "OriginalStatusCode": response.status_code,
                 "LogStreamArn": "",
             }
-            return _typed_error(424, "ModelError", said, request_id)
+            return _typed_error(424, "ModelError", fields, request_id)
         response.headers["x-amzn-invoked-production-variant"] = "AllTraffic"
         response.headers["x-amzn-requestid"] = request_id
         return response

@@ -62,7 +62,7 @@ FORWARDED = ("content-type", "accept", TARGET_MODEL, CUSTOM_ATTRIBUTES)
 ATTEMPTS = 3
 # Of Multi Model Server, with the workers of all models, under one request.
 ENDS = 2
-LOOK_AGAIN_S = 0.1
+RETRY_S = 0.1
 NO_MODEL = (
     "say which model: X-Amzn-SageMaker-Target-Model, ?model_name=, CustomAttributes model=NAME,"
     " model in a body of OpenAI's, parameters.adapter_id in one of TGI's, or /predictions/{name}"
@@ -99,8 +99,10 @@ Ask = Callable[[Gateway, Request, Model, float, AsyncExitStack], Awaitable[Respo
 
 @dataclass(frozen=True)
 class Direct:
-    """A body that the engine is asked for without the model's worker, and the model and the user
-    that it names, if it does."""
+    """A request that the engine answers without the model's worker.
+
+    model, user: those that the body names, or ""
+    """
 
     answer: Ask
     model: str = ""
@@ -123,10 +125,10 @@ async def invoke(
     """Has a model answer a request, loading it first where that is allowed.
 
     `name` is None where only the body may name the model. `headers` are for the worker, in place
-    of the client's; `check` raises what is wrong with the model; `read` tells from a body, with the
-    worker's headers, whether the engine is asked directly; `intercept` answers a body that no model
-    is asked for. The answer has the model's time from the moment that the request's head was there,
-    or the client's own `limit` where that is shorter.
+    of the client's; `check` raises what is wrong with the model; `read` returns how the engine
+    answers a body directly, if it does; `intercept` answers a body that is for no model. The
+    deadline is the model's, counted from the request's head, or the client's own `limit` where that
+    is shorter.
     """
     gateway.check_ready()
     if name is not None:
@@ -165,8 +167,8 @@ async def invoke(
                 await off_loop(len(body), check_count, body)
             await used.enter_async_context(gateway.admission.place(model.line, end))
             headers[REQUEST_HEADER] = secrets.token_hex(8)
-            asked = _ask(gateway, model, body, headers, query, end)
-            answer = await _answer(gateway, asked, headers[REQUEST_HEADER], used.pop_all())
+            call = _ask(gateway, model, body, headers, query, end)
+            answer = await _answer(gateway, call, headers[REQUEST_HEADER], used.pop_all())
             if time.monotonic() >= end:  # it came while the loop was busy with others
                 raise Timeout(f"no answer within {end - request.state.started:g} s")
         counted.status = answer.status
@@ -178,8 +180,10 @@ async def invoke(
 async def describe(
     gateway: Gateway, request: Request, name: str, check: Check = lambda model: None
 ) -> Model:
-    """A model, loaded as `invoke` does it, whose worker has told of it (`GET /v2/models/{name}`).
-    Of an alias it is the one with the largest weight."""
+    """Loads a model as `invoke` does and returns it with its metadata (`GET /v2/models/{name}`).
+
+    Of an alias it is the model with the largest weight.
+    """
     gateway.check_ready()
     name_model(gateway, request, name)
     name, *_ = described_models(gateway, name)
@@ -200,8 +204,10 @@ async def engine_model(
     limit_s: float = math.inf,
     user: str = "",
 ) -> AsyncIterator[tuple[Model, float]]:
-    """A model that the engine itself is asked for, loaded as `invoke` does it, and when its answer
-    is due. `resources` keeps it. Raises `NotOfTheEngine` for one that answers by its own code."""
+    """Loads a model that the engine itself answers for, as `invoke` does; also yields the deadline.
+
+    `resources` keeps it in use. Raises `NotOfTheEngine` for a model that answers by its own code.
+    """
     name_model(gateway, request, name)
     name = choose_model(gateway, request, name, user)
     counted = resources.enter_context(Counted(gateway))
@@ -226,8 +232,10 @@ def check_engine(model: Model) -> None:
 async def until(
     gateway: Gateway, request: Request, name: str, limit_s: float = math.inf
 ) -> AsyncIterator[CancelScope]:
-    """Ends what is inside at its deadline, or when the client goes away: with `Timeout`, or with
-    `Unavailable` where the model still waited for room."""
+    """Ends what is inside at its deadline, or when the client disconnects.
+
+    Raises `Timeout`, or `Unavailable` where the model still waited for memory or disk.
+    """
     gone = False
 
     async def watch() -> None:
@@ -243,7 +251,7 @@ async def until(
         late = False
         try:
             yield scope
-        except (Unavailable, EngineUnavailable):  # whoever waited for something to come back
+        except (Unavailable, EngineUnavailable):  # it waited for a process that restarts
             late = time.monotonic() >= scope.deadline
             if not late:
                 raise
@@ -260,14 +268,17 @@ async def until(
 
 
 async def _answer(
-    gateway: Gateway, asked: Coroutine[Any, Any, Answer], id: str, used: AsyncExitStack
+    gateway: Gateway, call: Coroutine[Any, Any, Answer], id: str, used: AsyncExitStack
 ) -> Answer:
-    """The answer of a worker. One that nobody waits for any more comes soon, as the engine is told
-    so, which Multi Model Server is not; until it does, the model and its place are in use."""
+    """Returns the answer of a worker.
+
+    Where the client is gone the engine is cancelled, which Multi Model Server cannot be: the model
+    and its place in the queue stay in use until the worker has answered.
+    """
 
     async def ask() -> Answer:
         async with used:
-            return await asked
+            return await call
 
     task = gateway.registry.spawn(ask())
     try:
@@ -334,13 +345,16 @@ async def _ask(
     query: Query,
     end: float,
 ) -> Answer:
-    """The worker's answer. One that is lost meanwhile is asked again when it is back; a request
-    that kills whoever answers it is given up, and sooner where it ends what others need, too."""
+    """Returns the worker's answer, and sends the request again where the worker was lost.
+
+    A request after which its process ends each time fails; sooner where other models need that
+    process, too.
+    """
     answer: Answer | None = None
     ends = 0
     for attempt in range(ATTEMPTS):
         if answer is not None and answer.status == 503:  # of MMS, which has no worker now
-            await asyncio.sleep(LOOK_AGAIN_S * 2**attempt)
+            await asyncio.sleep(RETRY_S * 2**attempt)
         if attempt:
             await gateway.recovery.wait_for(model, end - time.monotonic())
         left_s = end - time.monotonic()
@@ -366,8 +380,10 @@ async def _ask(
 
 
 async def _lost_its_memory(gateway: Gateway, model: Model) -> bool:
-    """Whether the engine was started again and has no memory left for the model, which others took
-    first: the model is unloaded, or comes back. A request that can never fit is another matter."""
+    """Whether a restarted engine has no memory left for the model, which other models took.
+
+    The model is then unloaded or comes back, unlike a request that can never fit.
+    """
     if not model.in_engine:
         return False
     try:
@@ -421,7 +437,7 @@ def _response(answer: Answer) -> Response:
 
 def forwarded_headers(request: Request) -> dict[str, str]:
     """The headers for a worker. Raises `BadRequest` for one that it could not take."""
-    found = {REQUEST_ID: request.state.request_id}
+    forwarded = {REQUEST_ID: request.state.request_id}
     given = dict(reversed(request.headers.items()))  # the first of each name
     if AWS_ACCEPT in given:  # the AWS client's call for a stream has another name for it
         given["accept"] = given[AWS_ACCEPT]
@@ -433,11 +449,11 @@ def forwarded_headers(request: Request) -> dict[str, str]:
             value = quote(header_text(value))
         if not value.isascii() or not value.isprintable():
             raise BadRequest(f"the header {name} must be printable ASCII")
-        found[name] = value
-    size = sum(map(len, found.values()))
+        forwarded[name] = value
+    size = sum(map(len, forwarded.values()))
     if size > MAX_HEADER_CHARACTERS:
         raise BadRequest(
             f"the headers {', '.join(FORWARDED)} have {size} characters together, at most"
             f" {MAX_HEADER_CHARACTERS} are taken"
         )
-    return found
+    return forwarded

@@ -160,23 +160,25 @@ class Management:
         if alias is not None and self._gateway.registry.find(name) is None:
             return JSONResponse({"modelName": name, "aliasOf": alias.weights})
         model = self._gateway.registry.get(name)
-        found: dict[str, Any] = {}
+        described: dict[str, Any] = {}
         with contextlib.suppress(ServingError, ValueError):
-            found = await self._gateway.mms.describe(model.id)
-        found |= _listed(model)
+            described = await self._gateway.mms.describe(model.id)
+        described |= _listed(model)
         if alias is not None:
-            found["aliasOf"] = alias.weights
-        found["settings"] = model.settings.values()
+            described["aliasOf"] = alias.weights
+        described["settings"] = model.settings.values()
         restarts = model.restarts
         if restarts.reason:
             wait_s = round(max(restarts.next_at - time.monotonic(), 0), 1)
-            found["restart"] = {"failures": restarts.failures, "reason": restarts.reason}
-            found["restart"]["retryInSeconds"] = wait_s
-        return JSONResponse(found)
+            described["restart"] = {"failures": restarts.failures, "reason": restarts.reason}
+            described["restart"]["retryInSeconds"] = wait_s
+        return JSONResponse(described)
 
     async def scale(self, request: Request) -> Response:
-        """`PUT /models/{name}?min_worker=N&max_worker=M`: requests that are worked on at once;
-        `?pinned=true`: whether it may be unloaded for others."""
+        """`PUT /models/{name}`.
+
+        ?min_worker=N&max_worker=M: requests in flight at once; ?pinned=true: it is not evicted
+        """
         gateway = self._gateway
         check_token(gateway, request, Right.LOAD)
         name = request.path_params["name"]

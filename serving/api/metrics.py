@@ -152,9 +152,13 @@ class Metrics:
         tokens: Sequence[Token] = (),
         aliases: Aliases | None = None,
     ) -> bytes:
-        """The exposition format. `names` maps the engine's names to those of all models that there
-        are; what belongs to others is dropped after `GONE_S`, or to make room for later ones.
-        `waiting`: requests in the gateway, by model. `tokens` are those of TOKENS_FILE."""
+        """Returns the metrics in Prometheus' text format.
+
+        names: of all models, by their names in the engine; series of others are dropped after
+        `GONE_S`, or earlier where there are too many
+        waiting: requests in the gateway, by model
+        tokens: those of TOKENS_FILE
+        """
         now, there = self._now(), {"", *names.values()}
         absent = self._labelled - there
         self._gone = {name: self._gone.get(name, now) for name in absent}

@@ -18,8 +18,9 @@ SESSION_ID = "x-session-id"
 
 
 def name_model(gateway: Gateway, request: Request, name: str) -> None:
-    """The model or alias that a request is for: in its log line, too. To be called before anything
-    is asked of the store or loaded.
+    """Sets the model or alias of a request, for its log line, and checks the token's right.
+
+    To be called before the store is read or a model loaded.
 
     Raises `Forbidden` if the request's token may not use the name, or one of the models that it
     stands for: an alias opens no model, and a refusal does not depend on the choice.
@@ -62,8 +63,11 @@ def described_models(gateway: Gateway, name: str) -> tuple[str, ...]:
 
 
 def check_no_alias(gateway: Gateway, name: str) -> None:
-    """Raises `Conflict` for an alias. One that has the name of one of its own models, or of a model
-    that is there, is that model to who loads and unloads."""
+    """Raises `Conflict` for an alias.
+
+    An alias that has the name of one of its own models, or of a loaded one, means that model where
+    models are loaded and unloaded.
+    """
     alias = gateway.aliases.find(name)
     if alias is None or name in alias.weights or gateway.registry.find(name) is not None:
         return
@@ -72,17 +76,20 @@ def check_no_alias(gateway: Gateway, name: str) -> None:
 
 def listed_aliases(gateway: Gateway, request: Request) -> dict[str, dict[str, float]]:
     """Of each alias that the request's token may use the models and their weights."""
-    found = sorted(gateway.aliases.all(), key=lambda alias: alias.name)
+    aliases = sorted(gateway.aliases.all(), key=lambda alias: alias.name)
     return {
         alias.name: dict(alias.weights)
-        for alias in found
+        for alias in aliases
         if all(may_call(request, name) for name in (alias.name, *alias.models))
     }
 
 
 def name_source(gateway: Gateway, request: Request, url: str) -> None:
-    """What a model is made of: its `url`, or its base. Raises `Forbidden` for what is no name in
-    the store, whose models alone the patterns of TOKENS_FILE are about; `Conflict` for an alias."""
+    """Checks what a model is loaded from: its `url`, or its base.
+
+    With a token it must be a name in the store: the patterns of TOKENS_FILE are of these. Raises
+    `Forbidden`, and `Conflict` for an alias.
+    """
     if request.state.token is not None:
         if "://" in url or url.startswith("/"):
             request.state.token.usage.refused["model"] += 1

@@ -122,7 +122,7 @@ HEADERS = {
     SESSION_ID: "which session, where `SAGEMAKER_ENABLE_STATEFUL_SESSIONS` is true",
 }  # of the routes with `invocations` in their path
 MANAGING = {"management", "health"}  # what the management port answers
-# What a model that was loaded can be asked: path, method.
+# Routes of a loaded model: path, method.
 LINKS = {"call": ("/predictions/{name}", "post"), "unload": ("/models/{name}", "delete")}
 
 

@@ -101,11 +101,11 @@ class Sessions:
         """Has `model` answer an open session's requests for an alias from now on."""
         end = self._ends.get(id, 0)
         if end > self._clock():
-            kept = self._models.setdefault(id, {})
-            kept[alias] = model
+            models = self._models.setdefault(id, {})
+            models[alias] = model
             with suppress(OSError):  # then only this gateway knows
                 fresh = self._folder / f"{id}.new"
-                fresh.write_text(json.dumps(kept), encoding="utf-8")
+                fresh.write_text(json.dumps(models), encoding="utf-8")
                 os.utime(fresh, (end, end))
                 fresh.replace(self._folder / id)
 
@@ -120,8 +120,8 @@ class Sessions:
 def _models(path: Path) -> dict[str, str]:
     """By alias."""
     with suppress(OSError, ValueError):
-        found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        models: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+        return models
     return {}
 
 

@@ -122,8 +122,10 @@ class Gateway:
             raise StillLoading("models are being loaded")
 
     def check_health(self) -> None:
-        """Raises `Unavailable` where a request would not be answered now; one that is there
-        already waits for what is started again."""
+        """Raises `Unavailable` where a new request would not be answered now.
+
+        A request in flight waits for the process that is restarted.
+        """
         self.check_ready()
         if not self.healthy:
             raise Unavailable("a part of the server is being started again")
@@ -145,8 +147,11 @@ class Gateway:
 
 
 async def read_body(gateway: Gateway, request: Request) -> bytes:
-    """The body, decompressed. Raises `BodyTooLarge` as soon as it is, `RequestTimeout` if it is
-    not there in time, `Unavailable` if too many are, `UnsupportedEncoding` and `BadRequest`."""
+    """Returns the body, decompressed.
+
+    Raises `BodyTooLarge` as soon as the limit is exceeded, `RequestTimeout` where it is late,
+    `Unavailable` where too many bodies are in memory, `UnsupportedEncoding` and `BadRequest`.
+    """
     settings = gateway.settings
     limit = settings.max_request_bytes
     announced = request.headers.get("content-length", "")
@@ -248,7 +253,7 @@ def check_token(gateway: Gateway, request: Request, right: Right) -> None:
 def error_response(request: Request, error: Exception) -> Response:
     """An error in MMS's shape. What is not meant for people goes to the log only."""
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # for the log: the client is gone
     if not isinstance(error, ServiceError):
         fields = {"request_id": request.state.request_id}
         logger.error("a request failed", exc_info=error, extra={"fields": fields})

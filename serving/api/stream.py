@@ -39,7 +39,7 @@ from serving.tokens import current
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 RESTORE_S = 15.0
-LOOK_AGAIN_S = 0.2
+RETRY_S = 0.2
 # How much later than its end a stream has to be read.
 UNREAD_S = 5.0
 
@@ -58,8 +58,10 @@ def wanted(body: bytes, headers: Mapping[str, str]) -> GenerateRequest | None:
 
 
 class TokenStream(StreamingResponse):
-    """Keeps `resources` until the last token is sent, nobody is there to read it, or `end` comes:
-    then `late` is the last piece, and who does not read it either is cut off."""
+    """A response that holds `resources` until its last token is sent or its client is gone.
+
+    At `end` it closes with `late` as the last piece; a client that does not read that is cut off.
+    """
 
     def __init__(
         self,
@@ -135,11 +137,11 @@ async def whole(
     async def generate() -> dict[str, Any]:
         left_s = max(end - time.monotonic(), 0.001)
         given = model.engine_name, inputs, parameters, left_s, kind
-        found = await gateway.engine.generate(*given)
+        result = await gateway.engine.generate(*given)
         if (token := current.get()) is not None:
-            made = sum(completion["tokens"] for completion in found["completions"])
-            token.usage.count(found["prompt_tokens"], made)
-        return found
+            made = sum(completion["tokens"] for completion in result["completions"])
+            token.usage.count(result["prompt_tokens"], made)
+        return result
 
     return await while_restored(gateway, model, end, generate)
 
@@ -151,13 +153,13 @@ async def collected(
     parameters: Mapping[str, Any],
     end: float,
     kind: str,
-    kept: Callable[[Item], Mapping[str, Any]],
+    compact: Callable[[Item], Mapping[str, Any]],
 ) -> dict[str, Any]:
     """As `whole`, made of a stream: of a token with its scores only what is `kept` stays."""
 
     async def collect() -> dict[str, Any]:
         left_s = max(end - time.monotonic(), 0.001)
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         completions: dict[int, Item] = {}
         items = _counted(gateway.engine.stream(model.engine_name, inputs, parameters, left_s, kind))
         async with aclosing(items):
@@ -168,12 +170,12 @@ async def collected(
                 completion["tokens"] += 1
                 completion["finish_reason"] = item.get("finish_reason")
                 if "logprobs" in item:
-                    completion.setdefault("logprobs", []).append(kept(item["logprobs"]))
+                    completion.setdefault("logprobs", []).append(compact(item["logprobs"]))
                 completion |= choice_logprobs(item)
                 if "prefill" in item:
-                    completion["prefill"] = [kept(token) for token in item["prefill"]]
-                found |= {k: v for k, v in item.items() if k in ("prompt_tokens", "cached_tokens")}
-        return {**found, "completions": [completions[i] for i in sorted(completions)]}
+                    completion["prefill"] = [compact(token) for token in item["prefill"]]
+                result |= {k: v for k, v in item.items() if k in ("prompt_tokens", "cached_tokens")}
+        return {**result, "completions": [completions[i] for i in sorted(completions)]}
 
     return await while_restored(gateway, model, end, collect)
 
@@ -200,8 +202,10 @@ def _counted(items: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
 async def while_restored(
     gateway: Gateway, model: Model, end: float, ask: Callable[[], Awaitable[T]]
 ) -> T:
-    """What `ask` returns, asked again where the engine is being started again. Raises `Unavailable`
-    where it has not got the model back in time."""
+    """Returns what `ask` returns, and repeats it where the engine is restarted.
+
+    Raises `Unavailable` where the engine has not loaded the model again in time.
+    """
     restored = min(end, time.monotonic() + RESTORE_S)
     while True:
         try:
@@ -214,7 +218,7 @@ async def while_restored(
                     raise
                 again = f"Model {model.name} is being loaded again"
                 raise Unavailable(again) from None
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(RETRY_S)
             await _have_it_loaded(gateway, model)
 
 
@@ -228,11 +232,11 @@ async def _have_it_loaded(gateway: Gateway, model: Model) -> None:
 
 def _kind(accept: str) -> str:
     """Raises `NotAcceptable`."""
-    asked = {kind for kind, weight in ranges(accept).items() if weight}
-    if LINES in asked:
+    accepted = {kind for kind, weight in ranges(accept).items() if weight}
+    if LINES in accepted:
         return LINES
-    # A client that always says JSON has asked for a stream in the body, and means it.
-    if asked & {"*/*", "text/*", JSON, EVENTS}:
+    # `Accept: application/json` of a client that always sends it; the body says that it streams.
+    if accepted & {"*/*", "text/*", JSON, EVENTS}:
         return EVENTS
     raise NotAcceptable(f"Accept is {accept}, can be {EVENTS} or {LINES} for a stream")
 

@@ -1,7 +1,8 @@
-"""Hugging Face's Text Generation Inference, as `huggingface_hub`'s `text_generation` calls it: our
-own body with `parameters.details`, true or false, with an object as `parameters.grammar`, with
-`parameters.adapter_id`, or from that client, whose newer versions leave `details` out; and on TGI's
-own routes. `adapter_id` names the model that answers, whatever the route says.
+"""The API of Hugging Face's Text Generation Inference, as `huggingface_hub` calls it.
+
+A body is TGI's on its own routes; on ours, where it has `parameters.details`, an object as
+`parameters.grammar` or `parameters.adapter_id`, or comes from that client, whose newer versions
+leave `details` out. `adapter_id` names the model that answers, whatever the route names.
 
     {"generated_text", "details"?}
 
@@ -46,11 +47,13 @@ DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """parameters: the engine's
-    before: what stands before the text
-    top: whether the likeliest tokens are wanted
-    form: what the text is held to, if the request says it
+class ParsedRequest:
+    """A request as the engine and the answer need it.
+
+    parameters: for the engine
+    before: the prompt, where it is a part of the answer
+    top: whether the answer has the likeliest tokens
+    form: what the text is held to, if the request names it
     adapter: the model that answers in place of the route's; "" for none
     """
 
@@ -77,7 +80,7 @@ def is_meant(body: Mapping[str, Any], agent: str) -> bool:
     return CLIENT in agent or grammar or any(own)
 
 
-def parse(body: Mapping[str, Any]) -> Asked:
+def parse(body: Mapping[str, Any]) -> ParsedRequest:
     """Raises `InvalidRequest`."""
     for name in body:
         if name not in ("inputs", "parameters", "stream"):
@@ -115,7 +118,9 @@ def parse(body: Mapping[str, Any]) -> Asked:
         raise InvalidRequest("parameters.num_return_sequences must be 1 with parameters.details")
     stream = fields.boolean("stream", body.get("stream", False))
     before = inputs if checked.return_full_text else ""
-    return Asked(inputs, given, stream, details, before, bool(top), checked.seed, form, adapter)
+    return ParsedRequest(
+        inputs, given, stream, details, before, bool(top), checked.seed, form, adapter
+    )
 
 
 def adapter_of(body: Mapping[str, Any]) -> str:
@@ -128,34 +133,34 @@ def adapter_of(body: Mapping[str, Any]) -> str:
 
 
 async def answer(
-    gateway: Gateway, model: Model, asked: Asked, end: float, resources: AsyncExitStack
+    gateway: Gateway, model: Model, parsed: ParsedRequest, end: float, resources: AsyncExitStack
 ) -> Response:
     """`resources` are a stream's."""
     try:
-        return await _answer(gateway, model, asked, end, resources)
+        return await _answer(gateway, model, parsed, end, resources)
     except EngineError as error:
-        raise named_by_request(error, asked.form) from None
+        raise named_by_request(error, parsed.form) from None
 
 
 async def _answer(
-    gateway: Gateway, model: Model, asked: Asked, end: float, resources: AsyncExitStack
+    gateway: Gateway, model: Model, parsed: ParsedRequest, end: float, resources: AsyncExitStack
 ) -> Response:
     await resources.enter_async_context(gateway.admission.place(model.line, end))
-    items, first = await begin(gateway, model, asked.inputs, asked.parameters, end, resources)
-    text = Text(asked, first["prompt_tokens"])
-    if asked.stream:
+    items, first = await begin(gateway, model, parsed.inputs, parsed.parameters, end, resources)
+    text = Text(parsed, first["prompt_tokens"])
+    if parsed.stream:
         late = _event(error_body(DeadlineExceeded("the answer was not ready in time")))
-        pieces = _events(text, first, items, asked.form)
+        pieces = _events(text, first, items, parsed.form)
         return TokenStream(pieces, EVENTS, end, lambda: late, resources.pop_all())
     events = [text.add(first), *[text.add(item) async for item in items]]
     body = {"generated_text": events[-1]["generated_text"]}
-    if asked.details:
+    if parsed.details:
         body["details"] = {
             **events[-1]["details"],
             "prefill": [_token(token) for token in first.get("prefill", [])],
             "tokens": [event["token"] for event in events],
         }
-        if asked.top:
+        if parsed.top:
             body["details"]["top_tokens"] = [event["top_tokens"] for event in events]
     return Response(orjson.dumps(body), media_type=JSON)
 
@@ -163,9 +168,9 @@ async def _answer(
 class Text:
     """An answer in the making."""
 
-    def __init__(self, asked: Asked, prompt_tokens: int) -> None:
-        self._asked, self._prompt_tokens = asked, prompt_tokens
-        self._text, self._count = asked.before, 0
+    def __init__(self, parsed: ParsedRequest, prompt_tokens: int) -> None:
+        self._parsed, self._prompt_tokens = parsed, prompt_tokens
+        self._text, self._count = parsed.before, 0
 
     def add(self, item: Item) -> dict[str, Any]:
         """The event of a token of the engine's, whose texts together are the answer's."""
@@ -176,18 +181,18 @@ class Text:
         token = {**_token(step), "text": text}
         token["special"] = token["special"] and not text
         event = {"index": self._count, "token": token, "generated_text": None, "details": None}
-        if self._asked.top:
+        if self._parsed.top:
             event["top_tokens"] = [_token(top) for top in step["top"]]
         if reason is None:
             return event
         event["generated_text"] = self._text
-        if self._asked.details:
+        if self._parsed.details:
             stop = "eos_token" if step.get("special") else "stop_sequence"
             event["details"] = {
                 "finish_reason": stop if reason == "stop" else reason,
                 "generated_tokens": self._count,
                 "input_length": self._prompt_tokens,
-                "seed": self._asked.seed,
+                "seed": self._parsed.seed,
             }
         return event
 

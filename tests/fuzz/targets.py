@@ -38,7 +38,7 @@ from handlers.text import v2 as text_v2
 from handlers.user_code.entry_point import find_script, manifest_name
 from serving.api import tgi
 from serving.api.encoding import Decoder
-from serving.api.openai import asked, responses
+from serving.api.openai import parsing, responses
 from serving.api.v2.generate import parse as parse_generate
 from serving.errors import BadRequest
 from serving.models.model_settings import FILE, ModelSettings
@@ -165,10 +165,10 @@ def json_object(data: bytes) -> dict[str, object]:
 
 def openai(data: bytes) -> None:
     body = json_object(data)
-    for parse in (asked.completion, responses.parse):
+    for parse in (parsing.completion, responses.parse):
         with contextlib.suppress(ServiceError):
             parse(body)
-    asked.chat(body)
+    parsing.chat(body)
 
 
 def tgi_body(data: bytes) -> None:

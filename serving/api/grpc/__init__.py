@@ -1,5 +1,5 @@
 """The Open Inference Protocol over gRPC, on a port of its own; off where GRPC_PORT is 0.
 
-Each call becomes one of the HTTP routes (`serving.api.v2`), asked in this process: what is
-admitted, loaded, refused, counted and logged is settled there; here is only the other wire.
+Each call is passed to an HTTP route (`serving.api.v2`) in this process. Admission, loads, errors,
+metrics and logs are there; here is only the conversion.
 """

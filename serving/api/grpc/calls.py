@@ -68,8 +68,8 @@ class Reply:
     def message(self) -> str:
         """What an error says: `{"error": message}`, or `{"message": ...}` beside other fields."""
         try:
-            said = json.loads(self.body)
-            return str(said.get("error") or said["message"])
+            error = json.loads(self.body)
+            return str(error.get("error") or error["message"])
         except (ValueError, KeyError, AttributeError):
             return self.body.decode("utf-8", "replace")
 
@@ -92,8 +92,10 @@ class Routes:
     async def ask(
         self, call: Call, metadata: Iterable[tuple[str, Any]], piece: Piece | None = None
     ) -> Reply:
-        """The whole answer; with `piece` a good one's body goes there as it comes. Whoever cancels
-        this goes away as an HTTP client does, and frees what the request holds."""
+        """Returns the whole answer; `piece` gets the body of a successful one in pieces.
+
+        Cancelling it ends the request as a closed HTTP connection does.
+        """
         reply, taken = Reply(), False
 
         async def receive() -> dict[str, Any]:
@@ -140,8 +142,10 @@ async def abort(context: Any, reply: Reply) -> None:
 
 
 class Idle:
-    """Calls in which the server waits for the client. At most `limit`: one more ends the call that
-    has waited longest, so that calls without requests cannot shut the port."""
+    """Calls in which the server waits for the client, at most `limit`.
+
+    One more ends the call that has waited longest: calls without requests cannot block the port.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -156,18 +160,20 @@ class Idle:
         self._waits.pop(wait, None)
 
     async def run(self, work: Awaitable[T]) -> T:
-        """What `work`, which waits for the client, returns. Raises `TooManyRequests` when it has
-        made room."""
+        """Returns what `work` returns, which waits for the client.
+
+        Raises `TooManyRequests` when a newer call has ended it.
+        """
         with CancelScope() as wait:
             self.add(wait)
             try:
                 return await work
             finally:
                 self.remove(wait)
-        raise made_room()
+        raise superseded()
 
 
-def made_room() -> TooManyRequests:
+def superseded() -> TooManyRequests:
     return TooManyRequests("too many calls wait for their clients; this one waited longest")
 
 
@@ -206,7 +212,7 @@ def guarded(answer: Answering) -> Answering:
 
 def trailing(reply: Reply) -> tuple[tuple[str, str], ...]:
     """The metadata behind an answer: its id in the log, an alias's model, when to come back."""
-    found = {name: reply.headers.get(name) for name in (REQUEST_ID, SERVED_MODEL)}
+    metadata = {name: reply.headers.get(name) for name in (REQUEST_ID, SERVED_MODEL)}
     if "retry-after" in reply.headers:
-        found[PUSHBACK] = str(int(reply.headers["retry-after"]) * 1000)
-    return tuple((key, value) for key, value in found.items() if value is not None)
+        metadata[PUSHBACK] = str(int(reply.headers["retry-after"]) * 1000)
+    return tuple((key, value) for key, value in metadata.items() if value is not None)

@@ -1,7 +1,7 @@
 """Requests for tensors as the HTTP route takes them, and its answers as messages.
 
-Raw tensors are binary ones there, and `contents` are `data`. Answers are asked for as bytes, as
-Triton gives them; what a model sends as `data` all the same comes back as `contents`.
+Raw tensors are binary ones there, and `contents` are `data`. Outputs are requested as bytes, as
+Triton returns them; what a model sends as `data` all the same is returned as `contents`.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def to_http(request: Any) -> tuple[bytes, dict[str, str]]:
         else:
             described["data"] = _data(tensor)
         inputs.append({**described, "parameters": options})
-    asked = parameters(request.parameters)
-    asked.pop(EMPTY_END, None)
-    body: dict[str, Any] = {"inputs": inputs, "parameters": {**asked, "binary_data_output": True}}
+    given = parameters(request.parameters)
+    given.pop(EMPTY_END, None)
+    body: dict[str, Any] = {"inputs": inputs, "parameters": {**given, "binary_data_output": True}}
     if request.id:
         body["id"] = request.id
     if request.outputs:
@@ -95,7 +95,7 @@ def _text(name: str, value: bytes) -> str:
 
 
 def one_text(request: Any) -> str:
-    """The text that a model of texts is asked to continue. Raises `BadRequest`."""
+    """Returns the text that a text model is to continue. Raises `BadRequest`."""
     if len(request.inputs) == 1 and request.inputs[0].name == "text":
         (tensor,), raw = request.inputs, request.raw_input_contents
         if tensor.datatype == "BYTES" and list(tensor.shape) in ([1], [1, 1]):
@@ -112,14 +112,14 @@ def from_http(body: bytes, header_length: str | None) -> Any:
     at = len(body) if header_length is None else int(header_length)
     response = ModelInferResponse()
     try:
-        told = json.loads(body[:at])  # which knows NaN
-        response.model_name, response.model_version = told["model_name"], told["model_version"]
-        response.id = told.get("id", "")
-        for name, value in told.get("parameters", {}).items():
+        head = json.loads(body[:at])  # which knows NaN
+        response.model_name, response.model_version = head["model_name"], head["model_version"]
+        response.id = head.get("id", "")
+        for name, value in head.get("parameters", {}).items():
             set_parameter(response.parameters, name, value)
-        for tensor in told["outputs"]:
-            kept = {name: tensor[name] for name in ("name", "datatype", "shape")}
-            output = response.outputs.add(**kept)
+        for tensor in head["outputs"]:
+            described = {name: tensor[name] for name in ("name", "datatype", "shape")}
+            output = response.outputs.add(**described)
             size = tensor.get("parameters", {}).get("binary_data_size")
             if size is None:
                 values = tensor["data"]

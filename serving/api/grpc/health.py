@@ -14,7 +14,7 @@ from serving.api.shared import Gateway
 from serving.errors import ServingError
 
 HEALTH = "grpc.health.v1.Health"
-LOOK_AGAIN_S = 1.0
+POLL_S = 1.0
 MAX_WATCHES = 256  # more than any load balancer's; a Watch never ends and needs no token
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 
@@ -55,12 +55,12 @@ class Health:
         """The status, and again whenever it has changed, until the client goes."""
 
         async def watch() -> None:
-            told = None
+            sent = None
             while True:
                 status = self._status(request.service)
-                if status != told:
+                if status != sent:
                     await context.write(Response(status=status))
-                    told = status
-                await asyncio.sleep(LOOK_AGAIN_S)
+                    sent = status
+                await asyncio.sleep(POLL_S)
 
         await self._watches.run(watch())

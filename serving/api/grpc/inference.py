@@ -67,37 +67,39 @@ CALLS: dict[str, Callable[[Any], Call]] = {
 NOT_READY = {"ServerReady": (503,), "ModelReady": (404, 503)}
 
 
-def _config(request: Any, told: dict[str, Any]) -> dict[str, Any]:
+def _config(request: Any, body: dict[str, Any]) -> dict[str, Any]:
     """A model of texts streams them."""
-    policy = {"decoupled": told["platform"] == TEXT_PLATFORM}
-    return {"config": {**told, "model_transaction_policy": policy}}
+    policy = {"decoupled": body["platform"] == TEXT_PLATFORM}
+    return {"config": {**body, "model_transaction_policy": policy}}
 
 
 SHAPED: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "ModelConfig": _config,
-    "RepositoryIndex": lambda r, told: {"models": told},
-    "RepositoryModelLoad": lambda r, told: {"model_name": _stored(r), "isLoaded": True},
-    "RepositoryModelUnload": lambda r, told: {"model_name": _stored(r), "isUnloaded": True},
+    "RepositoryIndex": lambda r, body: {"models": body},
+    "RepositoryModelLoad": lambda r, body: {"model_name": _stored(r), "isLoaded": True},
+    "RepositoryModelUnload": lambda r, body: {"model_name": _stored(r), "isUnloaded": True},
 }
 
 
 def handlers(routes: Routes, stream: Answering, idle: Idle) -> Any:
     """The service for a server; `stream` answers ModelStreamInfer."""
-    found = {}
+    handlers = {}
     for name, method in methods(SERVICE).items():
         codec = {
             "request_deserializer": message(method.input_type.full_name).FromString,
             "response_serializer": message(method.output_type.full_name).SerializeToString,
         }
         if method.server_streaming:
-            found[name] = grpc.stream_stream_rpc_method_handler(guarded(stream), **codec)
+            handlers[name] = grpc.stream_stream_rpc_method_handler(guarded(stream), **codec)
         else:
-            answer = _infer(routes) if name == "ModelInfer" else _told(routes, name)
-            found[name] = grpc.stream_unary_rpc_method_handler(with_request(idle, answer), **codec)
-    return grpc.method_handlers_generic_handler(SERVICE, found)
+            answer = _infer(routes) if name == "ModelInfer" else _describe(routes, name)
+            handlers[name] = grpc.stream_unary_rpc_method_handler(
+                with_request(idle, answer), **codec
+            )
+    return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
-def _told(routes: Routes, name: str) -> Answering:
+def _describe(routes: Routes, name: str) -> Answering:
     answer_type = message(methods(SERVICE)[name].output_type.full_name)
 
     async def answer(request: Any, context: Any) -> Any:
@@ -107,8 +109,8 @@ def _told(routes: Routes, name: str) -> Answering:
             return answer_type()
         if reply.status >= 400:
             await abort(context, reply)
-        told = orjson.loads(reply.body or b"{}")
-        shaped = SHAPED[name](request, told) if name in SHAPED else told
+        body = orjson.loads(reply.body or b"{}")
+        shaped = SHAPED[name](request, body) if name in SHAPED else body
         return ParseDict(shaped, answer_type(), ignore_unknown_fields=True)
 
     return answer

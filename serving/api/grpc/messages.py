@@ -30,5 +30,5 @@ def message(name: str) -> Any:
 
 def methods(service: str) -> dict[str, Any]:
     """A service's methods by name, each with `input_type`, `output_type` and who streams."""
-    found: dict[str, Any] = POOL.FindServiceByName(service).methods_by_name
-    return found
+    methods: dict[str, Any] = POOL.FindServiceByName(service).methods_by_name
+    return methods

@@ -19,7 +19,7 @@ import orjson
 
 from common.hints import HINTS, timeout_s
 from common.worker_protocol import SERVED_MODEL
-from serving.api.grpc.calls import Call, Idle, Reply, Routes, error_reply, made_room
+from serving.api.grpc.calls import Call, Idle, Reply, Routes, error_reply, superseded
 from serving.api.grpc.convert import EMPTY_END, ModelInferResponse, one_text, parameters
 from serving.api.grpc.inference import infer, model_path
 from serving.api.grpc.messages import message
@@ -90,7 +90,7 @@ class Streams:
                 else:
                     await write(await self._whole(request, metadata))
         if ended:
-            raise made_room()
+            raise superseded()
 
     async def _load(self, request: Any, metadata: Any) -> Reply | None:
         """What kind a model is, is known once it is loaded. None if all is well."""
@@ -145,10 +145,10 @@ class Tokens:
         self.text = one_text(request)
         self._request = request
         self.model = normal_name(request.model_name)
-        asked = parameters(request.parameters)
-        self.timeout_s = timeout_s(asked)
+        given = parameters(request.parameters)
+        self.timeout_s = timeout_s(given)
         others = (EMPTY_END, "stream", *HINTS)
-        self.parameters = {k: v for k, v in asked.items() if k not in others}
+        self.parameters = {k: v for k, v in given.items() if k not in others}
         self._outputs = [output.name for output in request.outputs] or list(DATATYPES)
         for name in self._outputs:
             if name not in DATATYPES:
@@ -191,7 +191,7 @@ def _head(request: Any) -> Any:
 
 
 def _error(request: Any, reply: Reply) -> Any:
-    """Whose it is, is told, as nothing else tells it in a call of several requests."""
+    """An error with the id of its request: one call may have several requests."""
     head = _head(request)
     head.parameters[FINAL].bool_param = True
     return ModelStreamInferResponse(error_message=reply.message, infer_response=head)

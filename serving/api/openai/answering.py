@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from common.errors import DeadlineExceeded, EngineError
 from serving.api.answer_form import named_by_request
-from serving.api.openai.asked import MAX_SCORES, Asked
 from serving.api.openai.errors import Refused
+from serving.api.openai.parsing import MAX_SCORES, ParsedRequest
 from serving.api.shared import Gateway
 from serving.api.stream import EVENTS, Item, TokenStream, begin, collected, whole
 from serving.models.model import Model
@@ -28,8 +28,8 @@ class Choices(Protocol):
 class Form(Protocol):
     """An answer as its API writes it."""
 
-    def kept(self, token: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What is kept of a token of the engine's until the whole answer is made."""
+    def compact(self, token: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A token of the engine's, as small as the whole answer needs it."""
 
     def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
         """`results` are the engine's answers to the prompts."""
@@ -48,47 +48,49 @@ class Form(Protocol):
 async def answer(
     gateway: Gateway,
     model: Model,
-    asked: Asked,
+    parsed: ParsedRequest,
     form: Form,
     end: float,
     resources: AsyncExitStack,
 ) -> Response:
     """Each prompt has a place of its own in the model's line. `resources` are a stream's."""
     try:
-        if asked.stream:
-            return await _stream(gateway, model, asked, form, end, resources)
-        body = form.whole(await _whole(gateway, model, asked, form, end))
+        if parsed.stream:
+            return await _stream(gateway, model, parsed, form, end, resources)
+        body = form.whole(await _whole(gateway, model, parsed, form, end))
     except EngineError as error:
-        raise named_by_request(error, asked.form) from None
+        raise named_by_request(error, parsed.form) from None
     return Response(body, media_type="application/json")
 
 
 async def _whole(
-    gateway: Gateway, model: Model, asked: Asked, form: Form, end: float
+    gateway: Gateway, model: Model, parsed: ParsedRequest, form: Form, end: float
 ) -> list[dict[str, Any]]:
-    """The engine's answers to all prompts. With scores they are long: those are read and written
-    token by token."""
+    """Returns the engine's answers to all prompts.
+
+    With log-probabilities answers are long: they are read and converted token by token.
+    """
     scores = 0
 
-    def kept(token: Item) -> Mapping[str, Any]:
+    def compact(token: Item) -> Mapping[str, Any]:
         nonlocal scores
         scores += 1 + len(token.get("top", ()))
-        if scores > MAX_SCORES:  # of a model whose context is longer than `asked` takes it for
+        if scores > MAX_SCORES:  # the model's context is longer than `parsing.CONTEXT`
             raise Refused("logprobs", f"asks for more than {MAX_SCORES} log-probabilities")
-        return form.kept(token)
+        return form.compact(token)
 
-    scored = not {"logprobs", "decoder_input_details"}.isdisjoint(asked.parameters)
+    scored = not {"logprobs", "decoder_input_details"}.isdisjoint(parsed.parameters)
 
     async def one(prompt: Any) -> dict[str, Any]:
-        given = gateway, model, prompt, asked.parameters, end
+        given = gateway, model, prompt, parsed.parameters, end
         async with gateway.admission.place(model.line, end):
             if scored:
-                return await collected(*given, asked.kind.value, kept)
-            return await whole(*given, asked.kind.value)
+                return await collected(*given, parsed.kind.value, compact)
+            return await whole(*given, parsed.kind.value)
 
-    if len(asked.prompts) == 1:
-        return [await one(asked.prompts[0])]
-    tasks = [asyncio.create_task(one(prompt)) for prompt in asked.prompts]
+    if len(parsed.prompts) == 1:
+        return [await one(parsed.prompts[0])]
+    tasks = [asyncio.create_task(one(prompt)) for prompt in parsed.prompts]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -99,7 +101,7 @@ async def _whole(
 async def _stream(
     gateway: Gateway,
     model: Model,
-    asked: Asked,
+    parsed: ParsedRequest,
     form: Form,
     end: float,
     resources: AsyncExitStack,
@@ -108,17 +110,17 @@ async def _stream(
     await resources.enter_async_context(gateway.admission.place(model.line, end))
 
     async def begun(prompt: Any) -> tuple[AsyncIterator[Item], Item]:
-        kind = asked.kind.value
-        return await begin(gateway, model, prompt, asked.parameters, end, resources, kind)
+        kind = parsed.kind.value
+        return await begin(gateway, model, prompt, parsed.parameters, end, resources, kind)
 
-    first = await begun(asked.prompts[0])
+    first = await begun(parsed.prompts[0])
 
     async def chunks() -> AsyncIterator[bytes]:
         try:
             if sent := form.begin():
                 yield sent
-            for i, prompt in enumerate(asked.prompts):
-                choices = form.choices(prompt, i * asked.n)
+            for i, prompt in enumerate(parsed.prompts):
+                choices = form.choices(prompt, i * parsed.n)
                 items, item = first if i == 0 else await begun(prompt)
                 if sent := choices.write(item):
                     yield sent
@@ -127,7 +129,7 @@ async def _stream(
                         yield sent
             yield form.end()
         except EngineError as error:
-            yield form.broken(named_by_request(error, asked.form))
+            yield form.broken(named_by_request(error, parsed.form))
 
     late = DeadlineExceeded("the answer was not ready in time")
     return TokenStream(chunks(), EVENTS, end, lambda: form.broken(late), resources.pop_all())

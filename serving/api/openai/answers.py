@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 
 from common.errors import EngineError
-from serving.api.openai.asked import Asked, Kind
 from serving.api.openai.errors import error_body
+from serving.api.openai.parsing import Kind, ParsedRequest
 from serving.api.openai.tools import Call, message
 from serving.api.stream import choice_logprobs
 
@@ -46,18 +46,18 @@ class Usage:
 class Answer:
     """What goes around the choices of one answer."""
 
-    def __init__(self, asked: Asked, model: str) -> None:
-        self._asked = asked
-        prefix, self._whole, self._chunk = NAMES[asked.kind]
+    def __init__(self, parsed: ParsedRequest, model: str) -> None:
+        self._parsed = parsed
+        prefix, self._whole, self._chunk = NAMES[parsed.kind]
         self._head = {"id": prefix + secrets.token_hex(12), "created": int(time.time())}
         self._head |= {"model": model}
         self.usage = Usage()
 
     # A whole one
 
-    def kept(self, token: Item) -> Item:
-        if self._asked.kind is Kind.CHAT:
-            return kept(token)
+    def compact(self, token: Item) -> Item:
+        if self._parsed.kind is Kind.CHAT:
+            return compact(token)
         if "top" not in token or isinstance(token["top"], orjson.Fragment):
             return token
         top = {token_name(other): other["logprob"] for other in (*token["top"], token)}
@@ -66,11 +66,11 @@ class Answer:
     def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
         """`results` are the engine's answers to the prompts."""
         choices: list[dict[str, Any]] = []
-        for prompt, result in zip(self._asked.prompts, results, strict=True):
+        for prompt, result in zip(self._parsed.prompts, results, strict=True):
             completions = result["completions"]
             self.usage.prompt += result["prompt_tokens"]
             self.usage.cached += result["cached_tokens"]
-            if not self._asked.only_echo:
+            if not self._parsed.only_echo:
                 self.usage.completion += sum(completion["tokens"] for completion in completions)
             for completion in self._best(completions):
                 choices.append(self._choice(len(choices), prompt, completion))
@@ -78,46 +78,46 @@ class Answer:
         return orjson.dumps({**head, "choices": choices, "usage": self.usage.body()})
 
     def _best(self, completions: list[Any]) -> list[Any]:
-        """As many as were asked for, those whose tokens were the likeliest in the mean."""
-        if self._asked.n == len(completions):
+        """The `n` answers whose tokens were the likeliest on average."""
+        if self._parsed.n == len(completions):
             return completions
 
         def mean(completion: Mapping[str, Any]) -> float:
             return fmean(step["logprob"] for step in completion["logprobs"])
 
-        return sorted(completions, key=mean, reverse=True)[: self._asked.n]
+        return sorted(completions, key=mean, reverse=True)[: self._parsed.n]
 
     def _choice(self, index: int, prompt: Any, completion: Mapping[str, Any]) -> dict[str, Any]:
         text, steps = completion["text"], completion.get("logprobs", [])
         reason, offsets = completion["finish_reason"], Offsets()
-        if self._asked.only_echo:
+        if self._parsed.only_echo:
             text, steps, reason = "", [], "length"
-        if self._asked.echo:
+        if self._parsed.echo:
             prefill = completion.get("prefill", [])
             before, prefill = _echo(prompt, prefill, offsets)
             text, steps = before + text, [*prefill, *steps]
-        logprobs = self.logprobs(steps, offsets) if self._asked.logprobs else None
+        logprobs = self.logprobs(steps, offsets) if self._parsed.logprobs else None
         ending = {"logprobs": logprobs, "finish_reason": self.finish_reason(reason)}
         ending |= choice_logprobs(completion)
-        if self._asked.tool_choice is not None:
-            return {"index": index, "message": message(self._asked.tool_choice, text), **ending}
-        if self._asked.kind is Kind.CHAT:
-            said = {"role": "assistant", "content": text, "refusal": None}
-            return {"index": index, "message": said, **ending}
+        if self._parsed.tool_choice is not None:
+            return {"index": index, "message": message(self._parsed.tool_choice, text), **ending}
+        if self._parsed.kind is Kind.CHAT:
+            answer = {"role": "assistant", "content": text, "refusal": None}
+            return {"index": index, "message": answer, **ending}
         return {"index": index, "text": text, **ending}
 
     def finish_reason(self, reason: str) -> str:
-        choice = self._asked.tool_choice
+        choice = self._parsed.tool_choice
         return choice.finish_reason if choice is not None and reason == "stop" else reason
 
     def logprobs(self, steps: Sequence[Mapping[str, Any]], offsets: Offsets) -> dict[str, Any]:
-        if self._asked.kind is Kind.CHAT:
+        if self._parsed.kind is Kind.CHAT:
             return {"content": [chat_logprobs(step) for step in steps], "refusal": None}
         return {
             "tokens": [token_name(step) for step in steps],
             # Nothing is known of a prompt's first token.
             "token_logprobs": [step.get("logprob") for step in steps],
-            "top_logprobs": [self.kept(step).get("top") for step in steps],
+            "top_logprobs": [self.compact(step).get("top") for step in steps],
             "text_offset": [offsets.next(step) for step in steps],
         }
 
@@ -127,42 +127,41 @@ class Answer:
         return b""
 
     def choices(self, prompt: Any, first: int) -> Choices:
-        return Choices(self, self._asked, prompt, first)
+        return Choices(self, self._parsed, prompt, first)
 
     def broken(self, error: EngineError) -> bytes:
         return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
 
     def chunk(self, choices: Sequence[Mapping[str, Any]], usage: Any = None) -> bytes:
         body = {**self._head, "object": self._chunk, "choices": choices}
-        if self._asked.continuous_usage:
+        if self._parsed.continuous_usage:
             body["usage"] = self.usage.body()
-        elif self._asked.include_usage:
+        elif self._parsed.include_usage:
             body["usage"] = usage
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
     def end(self) -> bytes:
         """Behind the last choice."""
-        usage = self.chunk([], self.usage.body()) if self._asked.include_usage else b""
+        usage = self.chunk([], self.usage.body()) if self._parsed.include_usage else b""
         return usage + DONE
 
 
 class Choices:
     """The choices of a stream that continue one prompt; the first of them has `first` as index."""
 
-    def __init__(self, answer: Answer, asked: Asked, prompt: Any, first: int) -> None:
-        self._answer, self._asked, self._prompt, self._first = answer, asked, prompt, first
+    def __init__(self, answer: Answer, parsed: ParsedRequest, prompt: Any, first: int) -> None:
+        self._answer, self._parsed, self._prompt, self._first = answer, parsed, prompt, first
         self._offsets: dict[int, Offsets] = defaultdict(Offsets)
         self._calls: dict[int, Call] = {}
 
     def write(self, item: Item) -> bytes:
-        """A token, behind what begins its choice if it is the first: who speaks, or the prompt's
-        echo."""
+        """Writes a token; before a choice's first, its role or the prompt's echo."""
         index, reason, usage = item["index"], item.get("finish_reason"), self._answer.usage
         if not self._offsets:  # the first of all
             usage.prompt += item["prompt_tokens"]
             usage.cached += item["cached_tokens"]
         begun = b"" if index in self._offsets else self._begin(index, item.get("prefill", []))
-        if self._asked.only_echo:
+        if self._parsed.only_echo:
             end = {"index": self._first + index, "text": "", "logprobs": None}
             return begun + self._answer.chunk([{**end, "finish_reason": "length"}])
         usage.completion += 1
@@ -171,12 +170,12 @@ class Choices:
     def _begin(self, index: int, prefill: Sequence[Item]) -> bytes:
         offsets = self._offsets[index]
         choice: dict[str, Any] = {"index": self._first + index, "logprobs": None}
-        if self._asked.kind is Kind.CHAT:
-            content = "" if self._asked.tool_choice is None else None
+        if self._parsed.kind is Kind.CHAT:
+            content = "" if self._parsed.tool_choice is None else None
             choice["delta"] = {"role": "assistant", "content": content, "refusal": None}
-        elif self._asked.echo:
+        elif self._parsed.echo:
             choice["text"], prefill = _echo(self._prompt, prefill, offsets)
-            if self._asked.logprobs:
+            if self._parsed.logprobs:
                 choice["logprobs"] = self._answer.logprobs(prefill, offsets)
         else:
             return b""
@@ -186,12 +185,12 @@ class Choices:
         """With the end of its choice if it is the last. Half a character waits."""
         choice: dict[str, Any] = {"index": self._first + item["index"], "logprobs": None}
         labels = choice_logprobs(item)
-        if self._asked.logprobs:
+        if self._parsed.logprobs:
             offsets = self._offsets[item["index"]]
             choice["logprobs"] = self._answer.logprobs([item["logprobs"]], offsets)
         elif not item["text"] and reason is None:
             return b""
-        if self._asked.kind is Kind.COMPLETION:
+        if self._parsed.kind is Kind.COMPLETION:
             ending = {"text": item["text"], "finish_reason": reason, **labels}
             return self._answer.chunk([{**choice, **ending}])
         sent, ended = b"", reason is not None
@@ -205,18 +204,20 @@ class Choices:
 
     def _deltas(self, item: Item, ended: bool) -> list[dict[str, Any]]:
         """What a token adds to a chat's answer: its log-probabilities also where it has no text."""
-        text, tools = item["text"], self._asked.tool_choice
-        found: list[dict[str, Any]] = [{"content": text}] if text else []
+        text, tools = item["text"], self._parsed.tool_choice
+        deltas: list[dict[str, Any]] = [{"content": text}] if text else []
         if tools is not None:
             call = self._calls.get(item["index"]) or Call(tools)
             self._calls[item["index"]] = call
-            found = [{"tool_calls": [delta]} for delta in call.write(text, ended)]
-        return found or ([{"content": ""}] if self._asked.logprobs else [])
+            deltas = [{"tool_calls": [delta]} for delta in call.write(text, ended)]
+        return deltas or ([{"content": ""}] if self._parsed.logprobs else [])
 
 
 class Offsets:
-    """Where in an answer's text each of its tokens begins, in characters. `unseen` of them stand
-    before the text, such as the space in front of it."""
+    """Where in an answer's text each of its tokens begins, in characters.
+
+    unseen: characters before the text, such as a space in front of it
+    """
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -234,10 +235,10 @@ def _echo(prompt: Any, prefill: Sequence[Item], offsets: Offsets) -> tuple[str, 
     if isinstance(prompt, str):
         put = [bool(t.get("special")) and not prompt.startswith(t["text"]) for t in prefill]
         prefill = prefill[[*put, False].index(False) :]
-    told = b"".join(bytes(_bytes(token)) for token in prefill).decode("utf-8", "replace")
+    echo = b"".join(bytes(_bytes(token)) for token in prefill).decode("utf-8", "replace")
     if not isinstance(prompt, str):
-        return told, prefill
-    offsets.unseen = max(len(told) - len(prompt), 0)
+        return echo, prefill
+    offsets.unseen = max(len(echo) - len(prompt), 0)
     return prompt, prefill
 
 
@@ -253,9 +254,8 @@ def token_name(token: Mapping[str, Any]) -> str:
     return str(token["text"])
 
 
-def kept(token: Item) -> Item:
-    """A token of a chat, the others that were likely written already: as values they take ten times
-    the room."""
+def compact(token: Item) -> Item:
+    """A chat's token with its likeliest others as JSON, a tenth of the memory that values take."""
     if isinstance(token["top"], orjson.Fragment):
         return token
     top = orjson.dumps([_shown(other) for other in token["top"]])
@@ -263,7 +263,7 @@ def kept(token: Item) -> Item:
 
 
 def chat_logprobs(step: Item) -> dict[str, Any]:
-    return {**_shown(step), "top_logprobs": kept(step)["top"]}
+    return {**_shown(step), "top_logprobs": compact(step)["top"]}
 
 
 def _shown(token: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,13 +51,13 @@ def error_body(error: ServiceError) -> dict[str, Any]:
         param = "model"
     usual = TOO_LONG if isinstance(error, PromptTooLong) else CODES.get(status)
     code = getattr(error, "code", usual)
-    said = {
+    fields = {
         "message": WORDS.get(code or "", "") + error.message.removeprefix("parameters."),
         "type": kind,
         "param": getattr(error, "param", param),
         "code": code,
     }
-    return {"error": said}
+    return {"error": fields}
 
 
 def respond(request: Request, error: Exception) -> Response:
@@ -67,9 +67,9 @@ def respond(request: Request, error: Exception) -> Response:
         if response.status_code == 499:
             return response
         error = ServingError("an error inside the server; the log has it under the request id")
-    kept = {k: v for k, v in response.headers.items() if not k.startswith("content-")}
+    headers = {k: v for k, v in response.headers.items() if not k.startswith("content-")}
     body = orjson.dumps(error_body(error))
-    return Response(body, _status(error), kept, media_type="application/json")
+    return Response(body, _status(error), headers, media_type="application/json")
 
 
 def _status(error: ServiceError) -> int:

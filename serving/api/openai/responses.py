@@ -1,5 +1,6 @@
-"""OpenAI's Responses API, text in and text out: its requests, its answers and the events of its
-streams. No answer is kept, so each request holds the whole conversation.
+"""OpenAI's Responses API, text in and text out: requests, answers and the events of streams.
+
+No answer is stored: each request holds the whole conversation.
 
 https://platform.openai.com/docs/api-reference/responses
 """
@@ -18,16 +19,17 @@ from common.errors import EngineError
 from common.parameters import MAX_LOGPROBS
 from serving.api import answer_form
 from serving.api.answer_form import GivenForm
-from serving.api.openai.answers import Item, chat_logprobs, kept, token_name
-from serving.api.openai.asked import (
+from serving.api.openai.answers import Item, chat_logprobs, compact, token_name
+from serving.api.openai.errors import Refused, error_body
+from serving.api.openai.parsing import (
     FORMS,
     MAX_TOKENS,
     NO_TOOLS,
     OURS,
-    Asked,
     Body,
     Kind,
     NotDone,
+    ParsedRequest,
     bounded,
     common_fields,
     get,
@@ -38,7 +40,6 @@ from serving.api.openai.asked import (
     sampling,
     text,
 )
-from serving.api.openai.errors import Refused, error_body
 
 KNOWN = {
     *("model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "include"),
@@ -47,10 +48,10 @@ KNOWN = {
     *("max_tool_calls", "seed", "stop", *OURS),
     *FORMS,
 } - {"response_format"}  # it is `text.format` here
-NOT_KEPT = "names what an earlier request left, and nothing is kept: send the whole input"
+STATELESS = "names what an earlier request left, and nothing is kept: send the whole input"
 NOT_DONE: NotDone = {
-    "previous_response_id": (NOT_KEPT, ()),
-    "conversation": (NOT_KEPT, ()),
+    "previous_response_id": (STATELESS, ()),
+    "conversation": (STATELESS, ()),
     "prompt": ("names a template that is kept at OpenAI: send input and instructions", ()),
     "background": ("can only be false: no answer is kept", (False,)),
     "truncation": ('can only be "disabled": of an input nothing is left out', ("disabled",)),
@@ -61,7 +62,7 @@ PARTS = ("input_text", "output_text")  # of messages and of answers that come ba
 LOGPROBS = "message.output_text.logprobs"
 
 
-def parse(body: Body) -> tuple[Asked, dict[str, Any]]:
+def parse(body: Body) -> tuple[ParsedRequest, dict[str, Any]]:
     """Also what its answer says of the request. Raises `Refused`."""
     given = known_fields(body, KNOWN, NOT_DONE)
     shared = common_fields(given)
@@ -79,8 +80,10 @@ def parse(body: Body) -> tuple[Asked, dict[str, Any]]:
         instructions = text("instructions", given["instructions"])
         messages.insert(0, {"role": "system", "content": instructions})
     logprobs = LOGPROBS in include
-    asked = Asked(Kind.CHAT, prompts=[messages], parameters=parameters, logprobs=logprobs, **shared)
-    return asked, {
+    parsed = ParsedRequest(
+        Kind.CHAT, prompts=[messages], parameters=parameters, logprobs=logprobs, **shared
+    )
+    return parsed, {
         "instructions": given.get("instructions"),
         "max_output_tokens": given.get("max_output_tokens"),
         "metadata": get(given, "metadata", mapping, {}),
@@ -96,8 +99,10 @@ def parse(body: Body) -> tuple[Asked, dict[str, Any]]:
 
 
 def _text_format(given: Body) -> GivenForm | None:
-    """The form of `text`. Raises `Refused` for what else in it, or in `reasoning`, would change the
-    answer."""
+    """Returns the form in `text`.
+
+    Raises `Refused` for other fields of it, or of `reasoning`, that would change the answer.
+    """
     about = get(given, "text", mapping, {})
     if about.get("verbosity") not in (None, "medium"):
         raise Refused("text.verbosity", "is not known to these models")
@@ -115,22 +120,22 @@ def _input(value: Any) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
         raise Refused("input", "must be text, or a list of messages that is not empty")
     bounded("input", value)
-    found = []
+    converted = []
     for i, item in enumerate(value):
         name = f"input[{i}]"
         kind = mapping(name, item).get("type") or "message"
         if kind != "message":
             raise Refused(f"{name}.type", f"must be message, is {kind!r:.50}: there are no tools")
-        kept = {k: v for k, v in item.items() if k not in ("type", "id", "status", "phase")}
-        found.append(message(name, kept, PARTS))
-    return found
+        shown = {k: v for k, v in item.items() if k not in ("type", "id", "status", "phase")}
+        converted.append(message(name, shown, PARTS))
+    return converted
 
 
 class Response:
     """An answer: whole, or as the events of a stream."""
 
-    def __init__(self, asked: Asked, request: Mapping[str, Any], model: str) -> None:
-        self._asked = asked
+    def __init__(self, parsed: ParsedRequest, request: Mapping[str, Any], model: str) -> None:
+        self._parsed = parsed
         self._id, self._item_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
         self._head = {"id": self._id, "object": "response", "created_at": int(time.time())}
         self._head |= {"model": model, **request}
@@ -140,15 +145,15 @@ class Response:
         self._prompt: Mapping[str, Any] = {}  # with `prompt_tokens` and `cached_tokens`
         self._events = 0
 
-    def kept(self, token: Item) -> Item:
-        return kept(token)
+    def compact(self, token: Item) -> Item:
+        return compact(token)
 
     def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
         (self._prompt,) = results
         (completion,) = self._prompt["completions"]
         self._text, self._reason = completion["text"], completion["finish_reason"]
         self._tokens = completion["tokens"]
-        if self._asked.logprobs:
+        if self._parsed.logprobs:
             self._logprobs = [chat_logprobs(step) for step in completion["logprobs"]]
         return orjson.dumps(self._body(self._status, [self._message(self._status)]))
 
@@ -170,7 +175,7 @@ class Response:
         self._text += item["text"]
         self._tokens += 1
         self._reason = item.get("finish_reason", "")
-        logprobs = [_bare(item["logprobs"])] if self._asked.logprobs else []
+        logprobs = [_bare(item["logprobs"])] if self._parsed.logprobs else []
         if logprobs:
             self._logprobs.append(chat_logprobs(item["logprobs"]))
             self._bare += logprobs
@@ -195,8 +200,8 @@ class Response:
         )
 
     def broken(self, error: EngineError) -> bytes:
-        said = {"code": "server_error", "message": error_body(error)["error"]["message"]}
-        return self._lifecycle("failed", "failed", error=said)
+        failure = {"code": "server_error", "message": error_body(error)["error"]["message"]}
+        return self._lifecycle("failed", "failed", error=failure)
 
     # Their parts
 

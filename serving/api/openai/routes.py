@@ -21,11 +21,11 @@ from starlette.routing import Route
 
 from serving.api.invoke import engine_model
 from serving.api.naming import described_models, listed_aliases, may_call, name_model
-from serving.api.openai import asked, responses, tokens
+from serving.api.openai import parsing, responses, tokens
 from serving.api.openai.answering import Form, answer
 from serving.api.openai.answers import Answer
-from serving.api.openai.asked import Asked, Body, user
 from serving.api.openai.errors import UnknownUrl, respond
+from serving.api.openai.parsing import Body, ParsedRequest, user
 from serving.api.shared import Gateway, Right, check_token, read_json_object
 from serving.errors import MethodNotAllowed
 from serving.models.model import Model
@@ -64,8 +64,8 @@ class OpenAI:
         async def answered(request: Request) -> Response:
             try:
                 if request.method not in (*methods, "HEAD"):
-                    asked_path = request.scope["path"]
-                    raise MethodNotAllowed(f"{asked_path} takes {', '.join(methods)}", methods)
+                    path = request.scope["path"]
+                    raise MethodNotAllowed(f"{path} takes {', '.join(methods)}", methods)
                 check_token(self._gateway, request, Right.CALL)
                 return await endpoint(request)
             except Exception as error:
@@ -99,33 +99,33 @@ class OpenAI:
 
     async def completions(self, request: Request) -> Response:
         body = await read_json_object(self._gateway, request)
-        found = asked.completion(body)
-        return await self._answer(request, body, found, lambda name: Answer(found, name))
+        parsed = parsing.completion(body)
+        return await self._answer(request, body, parsed, lambda name: Answer(parsed, name))
 
     async def chat(self, request: Request) -> Response:
         body = await read_json_object(self._gateway, request)
-        found = asked.chat(body)
-        return await self._answer(request, body, found, lambda name: Answer(found, name))
+        parsed = parsing.chat(body)
+        return await self._answer(request, body, parsed, lambda name: Answer(parsed, name))
 
     async def responses(self, request: Request) -> Response:
         body = await read_json_object(self._gateway, request)
-        found, said = responses.parse(body)
+        parsed, given = responses.parse(body)
         return await self._answer(
-            request, body, found, lambda name: responses.Response(found, said, name)
+            request, body, parsed, lambda name: responses.Response(parsed, given, name)
         )
 
     async def _answer(
-        self, request: Request, body: Body, asked: Asked, form: Callable[[str], Form]
+        self, request: Request, body: Body, parsed: ParsedRequest, form: Callable[[str], Form]
     ) -> Response:
         """Loads the model first where that is allowed, as `serving.api.invoke` does."""
         gateway = self._gateway
         gateway.check_ready()
-        name = normal_name(asked.model).lstrip("/")
+        name = normal_name(parsed.model).lstrip("/")
         async with (
             AsyncExitStack() as resources,
             engine_model(gateway, request, name, resources, user=user(body)) as (model, end),
         ):
-            return await answer(gateway, model, asked, form(model.name), end, resources)
+            return await answer(gateway, model, parsed, form(model.name), end, resources)
         raise AssertionError("it was returned or raised")
 
     async def tokenize(self, request: Request) -> Response:
@@ -137,12 +137,12 @@ class OpenAI:
     async def _of_tokens(
         self,
         request: Request,
-        work: Callable[[Gateway, Model, asked.Body, float], Awaitable[dict[str, Any]]],
+        work: Callable[[Gateway, Model, parsing.Body, float], Awaitable[dict[str, Any]]],
     ) -> Response:
         gateway = self._gateway
         body = await read_json_object(gateway, request)
         gateway.check_ready()
-        named = asked.text("model", body.get("model") or gateway.single_model)
+        named = parsing.text("model", body.get("model") or gateway.single_model)
         name = normal_name(named).lstrip("/")
         async with (
             AsyncExitStack() as resources,

@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 from common import fields
-from serving.api.openai.asked import Body, get, is_ids, known_fields, messages, text
 from serving.api.openai.errors import Refused
+from serving.api.openai.parsing import Body, get, is_ids, known_fields, messages, text
 from serving.api.shared import Gateway
 from serving.api.stream import while_restored
 from serving.models.model import Model
@@ -40,17 +40,17 @@ async def tokenize(gateway: Gateway, model: Model, body: Body, end: float) -> di
     strings = get(given, "return_token_strs", fields.boolean, False)
     kind = "prompt" if "prompt" in given else "messages"
     name = model.engine_name
-    found = await while_restored(
+    result = await while_restored(
         gateway,
         model,
         end,
         lambda: gateway.engine.tokenize(name, inputs, kind, special, _left_s(end)),
     )
     return {
-        "count": len(found["tokens"]),
-        "max_model_len": found["max_length"],
-        "tokens": found["tokens"],
-        "token_strs": found["texts"] if strings else None,
+        "count": len(result["tokens"]),
+        "max_model_len": result["max_length"],
+        "tokens": result["tokens"],
+        "token_strs": result["texts"] if strings else None,
     }
 
 
@@ -60,10 +60,10 @@ async def detokenize(gateway: Gateway, model: Model, body: Body, end: float) -> 
     if not is_ids(tokens):
         raise Refused("tokens", "must be a list of token ids")
     name = model.engine_name
-    found = await while_restored(
+    result = await while_restored(
         gateway, model, end, lambda: gateway.engine.detokenize(name, tokens, _left_s(end))
     )
-    return {"prompt": found}
+    return {"prompt": result}
 
 
 def _left_s(end: float) -> float:

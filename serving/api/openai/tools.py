@@ -72,7 +72,7 @@ def _functions(tools: Any) -> dict[str, GivenForm]:
     """The forms of their arguments, by name."""
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise Refused("tools", f"must be a list of at most {MAX_TOOLS} functions")
-    found = {}
+    result = {}
     for i, tool in enumerate(tools):
         field = f"tools[{i}]"
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
@@ -86,8 +86,8 @@ def _functions(tools: Any) -> dict[str, GivenForm]:
         if not isinstance(schema, Mapping | None):
             raise Refused(path, f"must be a JSON schema, is {fields.kind(schema)}")
         schema = NO_ARGUMENTS if schema is None else {"type": "object", **schema}
-        found[name] = form_of(path, "json_schema", schema)
-    return found
+        result[name] = form_of(path, "json_schema", schema)
+    return result
 
 
 def _call(name: str, arguments: GivenForm, index: int) -> dict[str, Any]:
@@ -111,36 +111,38 @@ class Call:
         self._at = 0  # in the text: up to there the arguments were given, or they begin there
 
     def write(self, text: str, last: bool) -> list[dict[str, Any]]:
-        """What a stream's `tool_calls` say of the answer's next piece: first the function, then
-        pieces of its arguments."""
+        """Returns a stream's `tool_calls` for the answer's next piece.
+
+        First is the function, then come pieces of its arguments.
+        """
         self._text += text
         if not self._name:
             head = HEAD.match(self._text)
             if head is None:
                 return []
             self._name, self._at = json.loads(head[1]), head.end()
-        found: list[dict[str, Any]] = []
+        result: list[dict[str, Any]] = []
         if not self._begun:
             function = {"name": self._name, "arguments": ""}
-            found.append({"index": 0, "id": self._id, "type": "function", "function": function})
+            result.append({"index": 0, "id": self._id, "type": "function", "function": function})
             self._begun = True
         end = len(self._text)
         if self._several and (not last or _is_json(self._text)):
             end -= 1  # the brace behind the arguments, as far as is known
         if end > self._at:
-            found.append({"index": 0, "function": {"arguments": self._text[self._at : end]}})
+            result.append({"index": 0, "function": {"arguments": self._text[self._at : end]}})
             self._at = end
-        return found
+        return result
 
 
 def message(choice: ToolChoice, text: str) -> dict[str, Any]:
     """Of a whole answer. One that was cut off before the function's name has no call."""
-    found: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+    result: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     if deltas := Call(choice).write(text, True):
         arguments = "".join(delta["function"]["arguments"] for delta in deltas)
         function = {**deltas[0]["function"], "arguments": arguments}
-        found["tool_calls"] = [{"id": deltas[0]["id"], "type": "function", "function": function}]
-    return found
+        result["tool_calls"] = [{"id": deltas[0]["id"], "type": "function", "function": function}]
+    return result
 
 
 def _is_json(text: str) -> bool:

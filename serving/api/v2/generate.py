@@ -38,8 +38,11 @@ JSON = "application/json"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """head: of every answer; before: what stands before the text"""
+class ParsedRequest:
+    """A request as the engine and the answer need it.
+
+    head: fields of every answer; before: the prompt, where it is a part of the answer
+    """
 
     text: str
     parameters: dict[str, Any]
@@ -49,7 +52,7 @@ class Asked:
     limit_s: float
 
 
-def parse(name: str, body: dict[str, Any], stream: bool) -> Asked:
+def parse(name: str, body: dict[str, Any], stream: bool) -> ParsedRequest:
     """Raises `BadRequest`, `InvalidRequest`."""
     text, id_ = body.get("text_input"), body.get("id")
     if isinstance(text, list) and len(text) == 1:
@@ -81,7 +84,7 @@ def parse(name: str, body: dict[str, Any], stream: bool) -> Asked:
     head = {"model_name": name, "model_version": "1"}
     before = text if not alone or checked.return_full_text else ""
     head = head if id_ is None else {"id": id_, **head}
-    return Asked(text, parameters, head, before, stream, limit_s)
+    return ParsedRequest(text, parameters, head, before, stream, limit_s)
 
 
 async def generate(gateway: Gateway, request: Request, stream: bool, check: Check) -> Response:
@@ -89,37 +92,39 @@ async def generate(gateway: Gateway, request: Request, stream: bool, check: Chec
     name = request.path_params["name"]
     name_model(gateway, request, name)
     body = await read_object(gateway, request)
-    asked = parse(name, body, stream)
+    parsed = parse(name, body, stream)
     async with (
         AsyncExitStack() as resources,
-        engine_model(gateway, request, name, resources, check, asked.limit_s) as (model, end),
+        engine_model(gateway, request, name, resources, check, parsed.limit_s) as (model, end),
     ):
-        asked.head["model_name"] = model.name
+        parsed.head["model_name"] = model.name
         await resources.enter_async_context(gateway.admission.place(model.line, end))
-        if asked.stream:
-            given = asked.text, asked.parameters
+        if parsed.stream:
+            given = parsed.text, parsed.parameters
             items, first = await begin(gateway, model, *given, end, resources)
             late = _event(_error(DeadlineExceeded("the answer was not ready in time")))
-            pieces = _events(asked, first, items)
+            pieces = _events(parsed, first, items)
             return TokenStream(pieces, EVENTS, end, lambda: late, resources.pop_all())
 
-        answer = await whole(gateway, model, asked.text, asked.parameters, end)
-        texts = [asked.before + completion["text"] for completion in answer["completions"]]
+        answer = await whole(gateway, model, parsed.text, parsed.parameters, end)
+        texts = [parsed.before + completion["text"] for completion in answer["completions"]]
         output = texts[0] if len(texts) == 1 else texts
         labels = choice_logprobs(answer["completions"][0])
-        value = {**asked.head, "text_output": output, **labels}
+        value = {**parsed.head, "text_output": output, **labels}
         if stream:  # a client of /generate_stream reads events
             return Response(_event(value), media_type=EVENTS)
         return Response(orjson.dumps(value), media_type=JSON)
     raise AssertionError("it was returned or raised")
 
 
-async def _events(asked: Asked, first: Item, items: AsyncIterator[Item]) -> AsyncIterator[bytes]:
-    yield _event({**asked.head, "text_output": asked.before + first["text"]})
+async def _events(
+    parsed: ParsedRequest, first: Item, items: AsyncIterator[Item]
+) -> AsyncIterator[bytes]:
+    yield _event({**parsed.head, "text_output": parsed.before + first["text"]})
     try:
         async for item in items:
             if item["text"]:
-                yield _event({**asked.head, "text_output": item["text"]})
+                yield _event({**parsed.head, "text_output": item["text"]})
     except EngineError as error:
         yield _event(_error(error))
 

@@ -10,7 +10,7 @@ GET  /v2/models/stats                               see `serving.api.v2.statisti
 POST /v2/repository/...                             see `serving.api.v2.repository`
 
 A worker speaks the protocol itself (`handlers.tensors.v2`). Here are its routes, its errors and the
-header that says where the JSON in front of binary tensors ends, which a worker is told by content
+header with the length of the JSON in front of binary tensors, which a worker gets in the content
 type.
 
 https://github.com/kserve/open-inference-protocol
@@ -98,7 +98,7 @@ class V2:
 
     @staticmethod
     def _in_its_shape(endpoint: Endpoint) -> Endpoint:
-        """Errors become `{"error": ...}`, whoever tells them."""
+        """Converts errors, also those of workers, to `{"error": ...}`."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -178,10 +178,10 @@ class V2:
         check_token(self._gateway, request, Right.CALL)
         name = request.path_params["name"]
         model = await describe(self._gateway, request, name, _version_check(request))
-        told = _described(model.name, model.metadata)
-        sides = {"input": told["inputs"], "output": told["outputs"]}
-        tensors = {side: [_configured(t) for t in told] for side, told in sides.items()}
-        head = {"name": model.name, "platform": told["platform"], "max_batch_size": 0}
+        described = _described(model.name, model.metadata)
+        sides = {"input": described["inputs"], "output": described["outputs"]}
+        tensors = {side: [_configured(t) for t in listed] for side, listed in sides.items()}
+        head = {"name": model.name, "platform": described["platform"], "max_batch_size": 0}
         policy = {"latest": {"num_versions": 1}}
         return JSONResponse({**head, "version_policy": policy, **tensors})
 
@@ -260,6 +260,6 @@ def as_error(response: Response) -> Response:
         message = json.loads(body)["message"]
     except (ValueError, KeyError, TypeError):  # a script's own words
         message = cut(body.decode("utf-8", "replace"), LARGE_BYTES)
-    kept = {k: v for k, v in response.headers.items() if not k.startswith("content-")}
+    headers = {k: v for k, v in response.headers.items() if not k.startswith("content-")}
     text = json.dumps({"error": message}, ensure_ascii=False).encode("utf-8", "backslashreplace")
-    return Response(text, response.status_code, kept, media_type="application/json")
+    return Response(text, response.status_code, headers, media_type="application/json")

@@ -41,20 +41,19 @@ class Repository:
         only_ready = (await read_object(gateway, request)).get("ready", False)
         if not isinstance(only_ready, bool):
             raise BadRequest("ready must be true or false")
-        found = {model.name: _entry(model) for model in gateway.registry.all()}
+        by_name = {model.name: _entry(model) for model in gateway.registry.all()}
         if not settings.sagemaker_multi_model and not only_ready:
             for stored in await gateway.lookups.models():
                 unloaded = {"name": stored.name, "state": "UNAVAILABLE", "reason": "unloaded"}
-                found.setdefault(stored.name, unloaded)
-        ready = {name for name, entry in found.items() if entry["state"] == "READY"}
-        found = {name: entry for name, entry in found.items() if may_call(request, name)}
-        found |= {n: _alias(n, of, ready) for n, of in listed_aliases(gateway, request).items()}
-        entries = [found[name] for name in sorted(found)]
+                by_name.setdefault(stored.name, unloaded)
+        ready = {name for name, entry in by_name.items() if entry["state"] == "READY"}
+        by_name = {name: entry for name, entry in by_name.items() if may_call(request, name)}
+        by_name |= {n: _alias(n, of, ready) for n, of in listed_aliases(gateway, request).items()}
+        entries = [by_name[name] for name in sorted(by_name)]
         return JSONResponse([e for e in entries if e["state"] == "READY" or not only_ready])
 
     async def load(self, request: Request) -> Response:
-        """Loads what the store has under this name; a model that has changed there is loaded
-        anew."""
+        """Loads the store's model of this name, again where the store's has changed."""
         gateway, name = self._gateway, request.path_params["name"]
         for parameter in await self._managed(request):
             raise BadRequest(

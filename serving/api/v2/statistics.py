@@ -24,8 +24,8 @@ Stat = dict[str, int]
 async def statistics(gateway: Gateway, models: list[Model]) -> dict[str, Any]:
     of_engine: dict[str, Any] = {}
     with contextlib.suppress(EngineError):
-        told = (await gateway.engine.statistics(timeout_s=2))["models"]
-        of_engine = {model["name"]: model for model in told}
+        counted = (await gateway.engine.statistics(timeout_s=2))["models"]
+        of_engine = {entry["name"]: entry for entry in counted}
     tallies = gateway.metrics.tallies
     return {
         "model_stats": [

@@ -15,7 +15,7 @@ from common.parameters import MAX_LOGPROBS, MAX_SEQUENCES, Parameters
 from serving.api import openapi
 from serving.api.management import LOAD_PARAMETERS
 from serving.api.openai import responses
-from serving.api.openai.asked import CHAT, COMPLETION, DEFAULT_TOKENS, NOT_DONE
+from serving.api.openai.parsing import CHAT, COMPLETION, DEFAULT_TOKENS, NOT_DONE
 from tests.serving.api.gateways import World
 
 # The documents themselves, the console, and what only says that it is not there.

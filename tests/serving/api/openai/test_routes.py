@@ -15,8 +15,8 @@ import pytest
 from common.errors import EngineError, EngineUnavailable, Overloaded
 from serving.api.openai import answering
 from serving.api.openai.answers import Answer
-from serving.api.openai.asked import completion
 from serving.api.openai.errors import Refused
+from serving.api.openai.parsing import completion
 from serving.errors import TooManyRequests
 from tests.serving import virtual_time
 from tests.serving.api.gateways import World, model

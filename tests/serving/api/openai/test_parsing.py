@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequest
-from serving.api.openai import asked
-from serving.api.openai.asked import Asked
+from serving.api.openai import parsing
 from serving.api.openai.errors import Refused, error_body
+from serving.api.openai.parsing import Asked
 
 COMPLETION = {"model": "봄", "prompt": "나는 오늘"}
 CHAT = {"model": "봄", "messages": [{"role": "user", "content": "안녕?"}]}
@@ -18,11 +18,11 @@ CALL = {"tools": TOOLS, "tool_choice": "required"}
 
 
 def completion(**more: Any) -> Asked:
-    return asked.completion({**COMPLETION, **more})
+    return parsing.completion({**COMPLETION, **more})
 
 
 def chat(**more: Any) -> Asked:
-    return asked.chat({**CHAT, **more})
+    return parsing.chat({**CHAT, **more})
 
 
 def refused(ask: Any, **more: Any) -> dict[str, Any]:
@@ -37,11 +37,11 @@ def refused(ask: Any, **more: Any) -> dict[str, Any]:
 def test_the_defaults_are_openais() -> None:
     drawn = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "num_return_sequences": 1}
     assert completion().parameters == {**drawn, "max_new_tokens": 16}
-    assert chat().parameters == {**drawn, "max_new_tokens": asked.MAX_TOKENS}
-    nothing = dict.fromkeys((*asked.COMPLETION, *asked.WITHOUT_EFFECT))
-    assert asked.completion({**nothing, **COMPLETION}) == completion()
-    nothing = dict.fromkeys((*asked.CHAT, *asked.WITHOUT_EFFECT))
-    assert asked.chat({**nothing, **CHAT}) == chat()
+    assert chat().parameters == {**drawn, "max_new_tokens": parsing.MAX_TOKENS}
+    nothing = dict.fromkeys((*parsing.COMPLETION, *parsing.WITHOUT_EFFECT))
+    assert parsing.completion({**nothing, **COMPLETION}) == completion()
+    nothing = dict.fromkeys((*parsing.CHAT, *parsing.WITHOUT_EFFECT))
+    assert parsing.chat({**nothing, **CHAT}) == chat()
 
 
 def test_every_field_has_its_meaning() -> None:

@@ -79,20 +79,22 @@ CHAT = SHARED | {
 
 
 class Kind(enum.Enum):
-    """The name of what the engine is asked to continue."""
+    """The field that holds what the engine is to continue."""
 
     COMPLETION = "prompt"
     CHAT = "messages"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """prompts: each is asked alone; of a chat the one list of its messages
+class ParsedRequest:
+    """A request as the engine and the answers need it.
+
+    prompts: each is a request to the engine; of a chat the one list of its messages
     parameters: for the engine, `best_of` sequences of each prompt
-    logprobs: whether they are shown
-    only_echo: no token is wanted; the engine makes one, which is not told
-    continuous_usage: each chunk of a stream says what was used so far
-    form: what the answer is held to, if the request says it
+    logprobs: whether they are in the answer
+    only_echo: no new token is in the answer; the engine makes one
+    continuous_usage: each chunk of a stream has the usage so far
+    form: what the answer is held to, if the request names it
     tool_choice: where the answer is a call of a function
     """
 
@@ -112,7 +114,7 @@ class Asked:
     tool_choice: ToolChoice | None = None
 
 
-def completion(body: Body) -> Asked:
+def completion(body: Body) -> ParsedRequest:
     """Raises `Refused`."""
     given = known_fields(body, COMPLETION)
     shared = common_fields(given)
@@ -135,7 +137,7 @@ def completion(body: Body) -> Asked:
     if echo and (logprobs is not None or not all(isinstance(p, str) for p in prompts)):
         parameters["decoder_input_details"] = True
     _check_scores(parameters, len(prompts))
-    return Asked(
+    return ParsedRequest(
         Kind.COMPLETION,
         prompts=prompts,
         parameters=parameters,
@@ -147,7 +149,7 @@ def completion(body: Body) -> Asked:
     )
 
 
-def chat(body: Body) -> Asked:
+def chat(body: Body) -> ParsedRequest:
     """Raises `Refused`."""
     given = known_fields(body, CHAT)
     shared = common_fields(given)
@@ -164,7 +166,7 @@ def chat(body: Body) -> Asked:
     if logprobs:
         parameters["logprobs"] = top or 0
     _check_scores(parameters, 1)
-    return Asked(
+    return ParsedRequest(
         Kind.CHAT,
         prompts=[messages(given.get("messages"))],
         parameters=parameters,
@@ -176,8 +178,10 @@ def chat(body: Body) -> Asked:
 
 
 def known_fields(body: Body, known: set[str], not_done: NotDone = NOT_DONE) -> dict[str, Any]:
-    """What is given and means something. Raises `Refused` for fields that are unknown, or not done
-    and not without effect."""
+    """Returns the fields that are not null.
+
+    Raises `Refused` for fields that are unknown, or not supported with a value that matters.
+    """
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name not in known | WITHOUT_EFFECT:
@@ -194,7 +198,7 @@ def get(given: Body, name: str, check: Callable[[str, Any], Any], default: Any) 
 
 
 def common_fields(given: Body) -> dict[str, Any]:
-    """Fields of `Asked`."""
+    """Fields of `ParsedRequest`."""
     if "model" not in given:
         raise Refused("model", "is missing, must name a model (GET /v1/models lists them)")
     stream = get(given, "stream", fields.boolean, False)
@@ -246,8 +250,8 @@ def sampling(given: Body, sequences: int, form: GivenForm | None) -> dict[str, A
 
 
 def max_tokens(given: Body, name: str, default: int, least: int = 1) -> int:
-    found: int = get(given, name, lambda n, v: fields.integer(n, v, least, MAX_TOKENS), default)
-    return found
+    value: int = get(given, name, lambda n, v: fields.integer(n, v, least, MAX_TOKENS), default)
+    return value
 
 
 def _check_scores(parameters: Mapping[str, Any], prompts: int) -> None:
@@ -310,10 +314,10 @@ def message(name: str, value: Any, kinds: Sequence[str] = ("text",)) -> dict[str
             raise Refused(f"{name}.{field}", "is not known here", "unsupported_parameter")
     if role != "assistant" and "content" not in given:
         raise Refused(f"{name}.content", "is missing")
-    found = {"role": role, "content": _content(f"{name}.content", given.get("content", ""), kinds)}
+    parsed = {"role": role, "content": _content(f"{name}.content", given.get("content", ""), kinds)}
     if "name" in given:
-        found["name"] = text(f"{name}.name", given["name"])
-    return found
+        parsed["name"] = text(f"{name}.name", given["name"])
+    return parsed
 
 
 def _content(name: str, content: Any, kinds: Sequence[str]) -> str:
@@ -330,8 +334,7 @@ def _content(name: str, content: Any, kinds: Sequence[str]) -> str:
 
 
 def user(body: Body) -> str:
-    """Whom a request is for, by OpenAI's field or its newer name: an alias's choice stays the
-    same for them."""
+    """Returns the request's user, by OpenAI's field or its newer name; an alias chooses by it."""
     value = body.get("user") or body.get("safety_identifier")
     return value if isinstance(value, str) else ""
 
