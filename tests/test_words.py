@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (  # a folder joins once it is clean
-    *("command", "common", "compat", "docker", "engine", "handlers", "scripts", "serving"),
-)
+# A folder joins once it is clean.
+FOLDERS = ("command", "common", "compat", "docker", "engine", "handlers", "scripts", "serving")
 FILES = [
     str(path.relative_to(ROOT))
     for folder in FOLDERS
