@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,9 @@ from safetensors import TensorSpec, serialize_file
 
 from common.model_files import ADAPTER
 from engine.artifacts.adapter import PRODUCTS, WEIGHT_FILES
-from engine.native.adapter import LowRank
+
+if TYPE_CHECKING:
+    from engine.native.adapter import LowRank
 
 CODES = {"float32": 0, "float16": 2}
 

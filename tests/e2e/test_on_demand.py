@@ -154,13 +154,13 @@ def test_the_model_that_was_asked_for_least_makes_room(fresh: Server) -> None:
 def test_many_clients_of_a_cold_model_evict_one_model(fresh: Server) -> None:
     for name in ("m0", "m1"):
         text(fresh.predict(name, SHORT))
-    evicted = lines(fresh, "makes room for m2")
+    evicted = lines(fresh, "is evicted for m2")
     with ThreadPoolExecutor(12) as pool:
         texts = {text(a) for a in pool.map(lambda _: fresh.predict("m2", SHORT), range(12))}
     assert len(texts) == 1
     assert len(loaded(fresh)) == 2
     assert "m2" in loaded(fresh)
-    assert lines(fresh, "makes room for m2") == evicted + 1
+    assert lines(fresh, "is evicted for m2") == evicted + 1
 
 
 def test_more_models_at_once_than_there_is_room_for_are_all_answered(fresh: Server) -> None:
@@ -178,7 +178,7 @@ def test_a_model_that_can_never_fit_is_507_at_once_and_evicts_nothing(fresh: Ser
     assert error(answer) == (507, "NeverFits")
     assert "4 MiB in all" in answer.json()["message"]
     assert loaded(fresh) == ["m0", "m1"]
-    assert "makes room for slow" not in fresh.text()
+    assert "is evicted for slow" not in fresh.text()
 
 
 def test_an_explicit_load_evicts_nothing_and_says_what_does_not_fit(fresh: Server) -> None:
@@ -242,7 +242,7 @@ def test_a_model_with_requests_in_flight_stays_while_an_idle_one_goes(
             text(server.predict("m1", SHORT))
             assert loaded(server) == ["m1", "slow"]
             assert busy[0].result().status_code == 200
-        assert lines(server, "model m0 makes room for m1") == 1
+        assert lines(server, "model m0 is evicted for m1") == 1
 
 
 def test_a_cold_model_gets_in_although_all_others_are_busy(fresh: Server) -> None:

@@ -120,7 +120,7 @@ def test_only_reports_can_be_compared(run: Run, users: dict[str, Any], tmp_path:
         (tmp_path / "x.json").write_text(text, encoding="utf-8")
         done = run("load-test", "--compare", users["file"], tmp_path / "x.json")
         assert done.returncode == 2
-        assert "is no report of kogpt2 load-test" in done.stderr
+        assert "is not a report of kogpt2 load-test" in done.stderr
     assert "cannot read" in run("load-test", "--compare", users["file"], "/nowhere.json").stderr
 
 

@@ -101,7 +101,7 @@ def test_logs_prints_what_the_container_wrote(deployed: Cloud) -> None:
     lines = deployed.run("logs", "poems").splitlines()
     assert [line.split()[-1] for line in lines] == ["첫째", "둘째"]
     assert "둘째" not in deployed.run("logs", "poems", "--filter", "첫째")
-    assert "nothing since 3600 s" in deployed.run("logs", "poems", "--filter", "없음")
+    assert "no lines in the last 3600 s" in deployed.run("logs", "poems", "--filter", "없음")
     assert "no logs of gone" in deployed.run("logs", "gone", code=2)
 
 

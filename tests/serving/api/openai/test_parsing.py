@@ -9,7 +9,7 @@ import pytest
 from common.errors import InvalidRequest
 from serving.api.openai import parsing
 from serving.api.openai.errors import Refused, error_body
-from serving.api.openai.parsing import Asked
+from serving.api.openai.parsing import ParsedRequest
 
 COMPLETION = {"model": "봄", "prompt": "나는 오늘"}
 CHAT = {"model": "봄", "messages": [{"role": "user", "content": "안녕?"}]}
@@ -17,11 +17,11 @@ TOOLS = [{"type": "function", "function": {"name": "time"}}]
 CALL = {"tools": TOOLS, "tool_choice": "required"}
 
 
-def completion(**more: Any) -> Asked:
+def completion(**more: Any) -> ParsedRequest:
     return parsing.completion({**COMPLETION, **more})
 
 
-def chat(**more: Any) -> Asked:
+def chat(**more: Any) -> ParsedRequest:
     return parsing.chat({**CHAT, **more})
 
 

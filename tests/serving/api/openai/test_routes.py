@@ -292,7 +292,7 @@ def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
         assert made.usage is not None
         assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3, 4)
         answer = Answer(completion({**ASKED, "logprobs": 2}), "봄")
-        kept.append(answer.kept(scored(0, "가")["logprobs"])["top"])
+        kept.append(answer.compact(scored(0, "가")["logprobs"])["top"])
 
     run(engine, test)
     assert isinstance(kept[0], orjson.Fragment)
