@@ -42,6 +42,7 @@ RESTORE_S = 15.0
 RETRY_S = 0.2
 # How much later than its end a stream has to be read.
 UNREAD_S = 5.0
+LATE = DeadlineExceeded("the answer was not ready in time")  # of a stream at its deadline
 
 T = TypeVar("T")
 Item = dict[str, Any]
@@ -99,7 +100,7 @@ async def open_stream(
     inputs, parameters = request.inputs, request.parameters
     items, first = await begin(gateway, model, inputs, parameters, end, resources)
     encode = _event if kind == EVENTS else _line
-    late = encode({"error": DeadlineExceeded("the answer was not ready in time").to_body()})
+    late = encode({"error": LATE.to_body()})
     pieces = _encoded(request, first, items, encode)
     return TokenStream(pieces, kind, end, lambda: late, resources.pop_all())
 

@@ -25,14 +25,14 @@ import orjson
 from starlette.responses import Response
 
 from common import fields
-from common.errors import DeadlineExceeded, EngineError, InvalidRequest, ServiceError
+from common.errors import EngineError, InvalidRequest, ServiceError
 from common.form import KINDS
 from common.media_types import JSON
 from common.parameters import MAX_LOGPROBS, Parameters
 from serving.api import answer_form
 from serving.api.answer_form import GivenForm, named_by_request
 from serving.api.shared import Gateway
-from serving.api.stream import EVENTS, Item, TokenStream, begin
+from serving.api.stream import EVENTS, LATE, Item, TokenStream, begin
 from serving.models.model import Model
 from serving.names import normal_name
 
@@ -149,7 +149,7 @@ async def _answer(
     items, first = await begin(gateway, model, parsed.inputs, parsed.parameters, end, resources)
     text = Text(parsed, first["prompt_tokens"])
     if parsed.stream:
-        late = _event(error_body(DeadlineExceeded("the answer was not ready in time")))
+        late = _event(error_body(LATE))
         pieces = _events(text, first, items, parsed.form)
         return TokenStream(pieces, EVENTS, end, lambda: late, resources.pop_all())
     events = [text.add(first), *[text.add(item) async for item in items]]

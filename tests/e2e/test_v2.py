@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from typing import Any
 from urllib.parse import quote
@@ -278,7 +279,8 @@ def test_a_request_has_no_longer_than_its_own_timeout(server: Server, route: str
     answer = requests.post(url, json={**body, "parameters": {"timeout": 1}}, timeout=30)
     if answer.status_code == 200:  # a stream that had its first token already
         assert route == "generate_stream"
-        assert "the answer was not finished within" in answer.text
+        # by the engine or at the gateway's deadline, whichever is first
+        assert re.search("the answer was not (finished within|ready in time)", answer.text)
         return
     assert error(answer)[0] == 504  # by the gateway or the engine, whichever is first
 

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from starlette.responses import Response
 
-from common.errors import DeadlineExceeded, EngineError
+from common.errors import EngineError
 from serving.api.answer_form import named_by_request
 from serving.api.openai.errors import Refused
 from serving.api.openai.parsing import MAX_SCORES, ParsedRequest
 from serving.api.shared import Gateway
-from serving.api.stream import EVENTS, Item, TokenStream, begin, collected, whole
+from serving.api.stream import EVENTS, LATE, Item, TokenStream, begin, collected, whole
 from serving.models.model import Model
 
 
@@ -131,5 +131,4 @@ async def _stream(
         except EngineError as error:
             yield form.broken(named_by_request(error, parsed.form))
 
-    late = DeadlineExceeded("the answer was not ready in time")
-    return TokenStream(chunks(), EVENTS, end, lambda: form.broken(late), resources.pop_all())
+    return TokenStream(chunks(), EVENTS, end, lambda: form.broken(LATE), resources.pop_all())

@@ -24,13 +24,13 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import DeadlineExceeded, EngineError
+from common.errors import EngineError
 from common.hints import HINTS, timeout_s
 from common.parameters import Parameters
 from serving.api.invoke import Check, engine_model
 from serving.api.naming import name_model
 from serving.api.shared import Gateway
-from serving.api.stream import EVENTS, Item, TokenStream, begin, choice_logprobs, whole
+from serving.api.stream import EVENTS, LATE, Item, TokenStream, begin, choice_logprobs, whole
 from serving.api.v2.repository import read_object
 from serving.errors import BadRequest
 
@@ -102,7 +102,7 @@ async def generate(gateway: Gateway, request: Request, stream: bool, check: Chec
         if parsed.stream:
             given = parsed.text, parsed.parameters
             items, first = await begin(gateway, model, *given, end, resources)
-            late = _event(_error(DeadlineExceeded("the answer was not ready in time")))
+            late = _event(_error(LATE))
             pieces = _events(parsed, first, items)
             return TokenStream(pieces, EVENTS, end, lambda: late, resources.pop_all())
 
