@@ -25,7 +25,7 @@ Results = dict[str, Any]
 class Run:
     """Measures what `wanted` names. What cannot be is in `results["skipped"]`, and why.
 
-    plan: a dataclass that says how much is measured: `PLAN`, or with --quick `QUICK`, which takes
+    plan: a dataclass with the sizes of the run: `PLAN`, or with --quick `QUICK`, which takes
     some seconds on tiny models and shows that everything runs, not how fast
     """
 

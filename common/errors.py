@@ -104,7 +104,7 @@ class UnsupportedMediaType(EngineError, status=415): ...
 
 
 class Overloaded(EngineError, status=503):
-    """The queue is full; `retry_after_s` says when to try again."""
+    """The queue is full; a client may retry after `retry_after_s` seconds."""
 
     retry_after_s = 1.0
 

@@ -48,7 +48,7 @@ class Labels:
             if behind[: len(path)] != path or path == behind
         ]
         self.num_scored = 0  # paths
-        self._scores: dict[int, tuple[float, list[TokenLogprobs]]] = {}  # by way
+        self._by_way: dict[int, tuple[float, list[TokenLogprobs]]] = {}
 
     @property
     def complete(self) -> bool:
@@ -67,8 +67,8 @@ class Labels:
         path = self.paths[self.num_scored]
         self.num_scored += 1
         for i, way in enumerate(self.ways):
-            if i not in self._scores and path[: len(way.path)] == way.path:
-                self._scores[i] = _score(way, logits, top)
+            if i not in self._by_way and path[: len(way.path)] == way.path:
+                self._by_way[i] = _score(way, logits, top)
 
     @property
     def logprobs(self) -> list[tuple[str, float]]:
@@ -83,14 +83,14 @@ class Labels:
         """The log-probability of each text (N,) among all that the model could write."""
         scores = np.full(len(self.texts), -np.inf)
         for i, way in enumerate(self.ways):
-            scores[way.text] = np.logaddexp(scores[way.text], self._scores[i][0])
+            scores[way.text] = np.logaddexp(scores[way.text], self._by_way[i][0])
         return scores
 
     def tokens(self, text: int) -> list[tuple[int, TokenLogprobs]]:
         """Of the likeliest way to write one of the texts."""
         ways = [i for i, way in enumerate(self.ways) if way.text == text]
-        best = max(ways, key=lambda i: self._scores[i][0])
-        return list(zip(self.ways[best].ids, self._scores[best][1], strict=True))
+        best = max(ways, key=lambda i: self._by_way[i][0])
+        return list(zip(self.ways[best].ids, self._by_way[best][1], strict=True))
 
 
 def _score(way: Way, logits: Logits, top: int) -> tuple[float, list[TokenLogprobs]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from typing import Any
 
 from common.errors import ServiceError, SettingError, quoted
 from serving.errors import ArtifactChanged, ServingError, UrlNotAllowed
+from serving.json_file import parse_json
 from serving.names import model_name
 from serving.store import Lookups
 
@@ -197,11 +197,7 @@ def parse(content: bytes) -> dict[str, Alias]:
     try:
         if len(content) > MAX_BYTES:
             raise SettingError(f"it has more than {MAX_BYTES} bytes")
-        try:
-            pairs = json.loads(content, object_pairs_hook=_Pairs)
-        except (ValueError, RecursionError) as error:
-            where = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
-            raise SettingError(f"it is no JSON in UTF-8{where}") from None
+        pairs = parse_json(content, object_pairs_hook=_Pairs)
         if not isinstance(pairs, _Pairs):
             raise SettingError('it must be {"ALIAS": "MODEL" or {"MODEL": WEIGHT, ...}, ...}')
         aliases: dict[str, Alias] = {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import math
 import os
@@ -26,6 +25,7 @@ from typing import Any
 
 from common.errors import SettingError, quoted
 from serving.errors import Forbidden, TooManyRequests
+from serving.json_file import parse_json
 from serving.names import normal_name
 
 logger = logging.getLogger(__name__)
@@ -185,12 +185,10 @@ def read(path: Path, usages: Mapping[str, Usage] | None = None) -> dict[str, Tok
     usages = usages or {}
     try:
         try:
-            value = json.loads(path.read_bytes())
+            content = path.read_bytes()
         except OSError as error:
             raise SettingError(error.strerror or "it cannot be read") from None
-        except (ValueError, RecursionError) as error:
-            where = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
-            raise SettingError(f"it is no JSON in UTF-8{where}") from None
+        value = parse_json(content)
         if not isinstance(value, dict) or set(value) != {"tokens"}:
             raise SettingError('it must be {"tokens": [...]}')
         if not isinstance(value["tokens"], list):

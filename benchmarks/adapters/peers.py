@@ -113,7 +113,7 @@ def _of_server(case: Case, server: Any, names: Sequence[str]) -> Results:
 
 
 def _of_peft(case: Case, worker: Worker, wanted: list[list[int]]) -> Results:
-    """`wanted` gets what transformers says with each of the adapters that are compared."""
+    """Measures PEFT; adds the token ids of each compared adapter in transformers to `wanted`."""
     how = {"ids": case.prompt, "new_tokens": case.new_tokens}
     wanted += [worker.call("alone", name=name, **how) for name in case.names[:CHECKED]]
     found = Results()

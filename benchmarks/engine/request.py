@@ -31,8 +31,10 @@ class Request:
         self._begun: dict[int, float] = {}  # seconds until each answer's first token
         self._left, self._done = parameters.num_return_sequences, threading.Event()
         self._error: EngineError | None = None
-        self._asked = time.perf_counter()
-        engine.submit(model, Raw(prompt), parameters, self._emit, timeout_s=DEADLINE_S)
+        self._engine, self._sent = engine, time.perf_counter()
+        self._sequences = engine.submit(
+            model, Raw(prompt), parameters, self._emit, timeout_s=DEADLINE_S
+        )
 
     def wait(self) -> Request:
         """Until it is answered."""
@@ -41,13 +43,21 @@ class Request:
             raise self._error
         return self
 
+    def wait_for_tokens(self, count: int) -> None:
+        """Until so many have come, or it has ended."""
+        while len(self.came) < count and not self._done.wait(0.001):
+            pass
+
+    def cancel(self) -> None:
+        self._engine.cancel(self._sequences)
+
     def _emit(self, item: Token | EngineError) -> None:
         if isinstance(item, EngineError):
             self._error = item
             self._done.set()
             return
         self.came.append(time.perf_counter())
-        self._begun.setdefault(item.index, self.came[-1] - self._asked)
+        self._begun.setdefault(item.index, self.came[-1] - self._sent)
         if item.index == 0:
             self.ids.append(item.id)
         self._left -= item.finish_reason is not None

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+from benchmarks.engine.request import Request
 from benchmarks.run import Results
 from common.errors import EngineError
 from engine.engine import Engine
-from engine.sequence import Token
-from engine.text.prompts import Raw
 
 # Forms that ask for a large automaton, grammar or recursion.
 HOSTILE: dict[str, dict[str, Any]] = {
@@ -33,46 +31,23 @@ HOSTILE: dict[str, dict[str, Any]] = {
 TOKENS = 32  # before the form and, at most, of its answer
 
 
-class Answer:
-    """A request's one answer: when each of its tokens came, on time.perf_counter()."""
-
-    def __init__(self, engine: Engine, ids: list[int], **parameters: Any) -> None:
-        self.came: list[float] = []
-        self.begun, self.ended = threading.Event(), threading.Event()
-        checked = engine.parameters("m", parameters)
-        self._sequences = engine.submit("m", Raw(ids), checked, self._emit)
-        self._engine = engine
-
-    def _emit(self, item: Token | EngineError) -> None:
-        if isinstance(item, Token):
-            self.came.append(time.perf_counter())
-        if len(self.came) == TOKENS:
-            self.begun.set()
-        if isinstance(item, EngineError) or item.finish_reason:
-            self.begun.set()
-            self.ended.set()
-
-    def cancel(self) -> None:
-        self._engine.cancel(self._sequences)
-
-
 def stalls(engine: Engine, ids: list[int], rounds: int) -> Iterator[Results]:
-    """The longest seconds between two tokens of another row, round by round, before each form is
-    asked for and from then on."""
+    """Measures the longest seconds between two tokens of another row, before and after each form.
+
+    A list for each form has a value for each round.
+    """
     most = engine._find("m").config.max_length - len(ids)
     for name, form in HOSTILE.items():
-        found: Results = {"form": name, "before": [], "longest": []}
+        result: Results = {"form": name, "before": [], "longest": []}
         for _ in range(rounds):
-            other = Answer(engine, ids, ignore_eos=True, max_new_tokens=most)
-            other.begun.wait()
-            asked = time.perf_counter()
+            other = Request(engine, ids, most, ignore_eos=True)
+            other.wait_for_tokens(TOKENS)
+            sent = time.perf_counter()
             with contextlib.suppress(EngineError):  # refused
-                Answer(engine, ids, max_new_tokens=TOKENS, **form).ended.wait()
-            count = len(other.came)
-            while len(other.came) == count and not other.ended.wait(0.001):
-                pass  # the gap that is under way
+                Request(engine, ids, TOKENS, **form).wait()
+            other.wait_for_tokens(len(other.came) + 1)  # the end of the gap that is under way
             other.cancel()
             gaps = [(end, end - begin) for begin, end in pairwise(other.came[1:])]
-            found["before"].append(max(gap for end, gap in gaps if end <= asked))
-            found["longest"].append(max((gap for end, gap in gaps if end > asked), default=0.0))
-        yield found
+            result["before"].append(max(gap for end, gap in gaps if end <= sent))
+            result["longest"].append(max((gap for end, gap in gaps if end > sent), default=0.0))
+        yield result

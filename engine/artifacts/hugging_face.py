@@ -126,7 +126,7 @@ def names(config: GPT2Config) -> Iterator[tuple[str, str, bool]]:
 
 
 def read(folder: Path, generation: Generation) -> Artifact:
-    """Read and check the folder. Raises `ArtifactError` that says what is missing or wrong."""
+    """Read and check the folder. Raises `ArtifactError` with what is missing or wrong."""
     for needed in (CONFIG_FILE, TOKENIZER_FILE):
         if not (folder / needed).is_file():
             raise ArtifactError(

@@ -90,7 +90,7 @@ class AsyncEngineClient:
     async def tokenize(
         self, name: str, inputs: Any, kind: str, special: bool, timeout_s: float
     ) -> dict[str, Any]:
-        """Return `{"tokens", "texts", "max_length"}` of a "prompt" or "messages", as `kind` says.
+        """Return `{"tokens", "texts", "max_length"}` of a prompt; `kind` is "prompt" or "messages".
 
         With `special`, the tokens of a prompt include those that the tokenizer puts in front.
         """

@@ -101,7 +101,7 @@ class TextProcess:
         """
         self.about, self._before_start = about, before_start
         self.turns = Turns()
-        # With a function that says whether the user is idle; guarded by `TextProcesses`.
+        # Each user with a function that returns whether it is idle; guarded by `TextProcesses`.
         self.users: dict[Hashable, Callable[[], bool]] = {}
         self.used_at = time.monotonic()
         self._child: Sandbox | None = None
@@ -135,7 +135,7 @@ class TextProcess:
     def open(self, source: text_child.Source) -> None:
         """Start the process, unless it lives.
 
-        Raises `ArtifactError` that says what is wrong with the tokenizer or its settings, and
+        Raises `ArtifactError` with what is wrong with the tokenizer or its settings, and
         `EngineUnavailable`.
         """
         self.used_at = time.monotonic()

@@ -70,7 +70,7 @@ class Texts:
     def ready(self) -> Texts:
         """Wait until the process has shown that it can use the tokenizer; returns itself.
 
-        Raises `ArtifactError` that says what is wrong with the tokenizer or its settings.
+        Raises `ArtifactError` with what is wrong with the tokenizer or its settings.
         """
         if self._process.about is None:
             self._opening.result()

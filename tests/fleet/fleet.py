@@ -78,7 +78,7 @@ class Fleet:
         for server in self.nodes.values():
             server.wait_until_ready()
         addresses = [f"{host.address}:{PORT}" for host in self.hosts.values()]
-        self.proxy = HAProxy(self._folder, addresses, self.gate.address, self.gate.prefix)
+        self.proxy = HAProxy(self._folder, addresses, self.gate.address, prefix=self.gate.prefix)
         self.proxy.wait_for(*self.nodes)
         return self
 

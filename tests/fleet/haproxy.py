@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,15 +19,9 @@ class HAProxy(haproxy.HAProxy):
     """It has one thread there, which counts an answer as given before it takes the next request:
     bounded load is then what one client after another sees."""
 
-    def __init__(
-        self,
-        folder: Path,
-        nodes: Sequence[str],
-        host: str = "127.0.0.1",
-        prefix: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, *arguments: Any, prefix: Sequence[str] = (), **options: Any) -> None:
         one = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
-        super().__init__(folder, nodes, host, [*prefix, *one])
+        super().__init__(*arguments, prefix=[*prefix, *one], **options)
         self.log = self._log
 
     def wait_for(self, *names: str) -> None:

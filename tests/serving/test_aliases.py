@@ -127,125 +127,105 @@ class Setup:
         await self.aliases.refresh()
 
 
-def test_the_file_is_read_when_it_changes_and_not_before(tmp_path: Path) -> None:
-    async def test() -> None:
-        at = Setup(tmp_path)
-        await at.aliases.refresh()
-        assert (at.weights(), at.aliases.wrong) == ({}, False)
-        await at.read('{"시": "소월"}')
-        assert at.weights() == {"시": {"소월": 1}}
-        await at.aliases.refresh()
-        assert at.store.reads == 1
-        await at.read('{"시": "동주-2"}')
-        assert at.weights() == {"시": {"동주-2": 1}}
-        at.file.unlink()
-        await at.aliases.refresh()
-        assert (at.weights(), at.copy.exists()) == ({}, False)
-
-    asyncio.run(test())
+async def test_the_file_is_read_when_it_changes_and_not_before(tmp_path: Path) -> None:
+    at = Setup(tmp_path)
+    await at.aliases.refresh()
+    assert (at.weights(), at.aliases.wrong) == ({}, False)
+    await at.read('{"시": "소월"}')
+    assert at.weights() == {"시": {"소월": 1}}
+    await at.aliases.refresh()
+    assert at.store.reads == 1
+    await at.read('{"시": "동주-2"}')
+    assert at.weights() == {"시": {"동주-2": 1}}
+    at.file.unlink()
+    await at.aliases.refresh()
+    assert (at.weights(), at.copy.exists()) == ({}, False)
 
 
-def test_a_wrong_file_changes_nothing_and_is_told_once(
+async def test_a_wrong_file_changes_nothing_and_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        at = Setup(tmp_path)
-        await at.read('{"시": "소월"}')
-        await at.read('{"시": {"소월": 0}}')
-        await at.aliases.refresh()
-        assert (at.weights(), at.aliases.wrong) == ({"시": {"소월": 1}}, True)
-        errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
-        assert len(errors) == 1
-        assert errors[0].endswith("; the 1 aliases before stay")
-        await at.read('{"시": {"소월": 2}}')
-        assert (at.weights(), at.aliases.wrong) == ({"시": {"소월": 2}}, False)
-
-    asyncio.run(test())
+    at = Setup(tmp_path)
+    await at.read('{"시": "소월"}')
+    await at.read('{"시": {"소월": 0}}')
+    await at.aliases.refresh()
+    assert (at.weights(), at.aliases.wrong) == ({"시": {"소월": 1}}, True)
+    errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert len(errors) == 1
+    assert errors[0].endswith("; the 1 aliases before stay")
+    await at.read('{"시": {"소월": 2}}')
+    assert (at.weights(), at.aliases.wrong) == ({"시": {"소월": 2}}, False)
 
 
-def test_aliases_stay_while_the_store_does_not_answer(tmp_path: Path) -> None:
-    async def test() -> None:
-        at = Setup(tmp_path)
-        await at.read('{"시": "소월"}')
-        at.store.error = StoreUnavailable("gone")
-        await at.aliases.refresh()
-        assert (at.weights(), at.aliases.wrong) == ({"시": {"소월": 1}}, True)
-        at.store.error = None
-        await at.aliases.refresh()  # the file has not changed
-        assert (at.weights(), at.aliases.wrong) == ({"시": {"소월": 1}}, False)
-
-    asyncio.run(test())
+async def test_aliases_stay_while_the_store_does_not_answer(tmp_path: Path) -> None:
+    at = Setup(tmp_path)
+    await at.read('{"시": "소월"}')
+    at.store.error = StoreUnavailable("gone")
+    await at.aliases.refresh()
+    assert (at.weights(), at.aliases.wrong) == ({"시": {"소월": 1}}, True)
+    at.store.error = None
+    await at.aliases.refresh()  # the file has not changed
+    assert (at.weights(), at.aliases.wrong) == ({"시": {"소월": 1}}, False)
 
 
 @pytest.mark.parametrize("error", [StoreAccessDenied("denied"), StoreUnavailable("gone")])
-def test_a_store_that_may_have_no_aliases_is_no_alarm(error: Exception, tmp_path: Path) -> None:
-    async def test() -> None:
-        at = Setup(tmp_path)
-        at.store.error = error
-        await at.aliases.refresh()
-        assert not at.aliases.wrong
-        at.store.error = None
-        await at.read('{"시": "소월"}')
-        at.store.error = error
-        await at.aliases.refresh()
-        assert (len(at.weights()), at.aliases.wrong) == (1, True)
-
-    asyncio.run(test())
-
-
-def test_a_gateway_that_starts_without_the_store_has_the_aliases_before(tmp_path: Path) -> None:
-    async def test() -> None:
-        await Setup(tmp_path).read('{"시": "소월"}')
-        at = Setup(tmp_path)
-        at.store.error = StoreUnavailable("gone")
-        watching = asyncio.create_task(at.aliases.watch())
-        await at.aliases.ready.wait()
-        watching.cancel()
-        assert at.weights() == {"시": {"소월": 1}}
-
-    asyncio.run(test())
+async def test_a_store_that_may_have_no_aliases_is_no_alarm(
+    error: Exception, tmp_path: Path
+) -> None:
+    at = Setup(tmp_path)
+    at.store.error = error
+    await at.aliases.refresh()
+    assert not at.aliases.wrong
+    at.store.error = None
+    await at.read('{"시": "소월"}')
+    at.store.error = error
+    await at.aliases.refresh()
+    assert (len(at.weights()), at.aliases.wrong) == (1, True)
 
 
-def test_turns_and_counts_outlive_a_change_elsewhere_in_the_file(tmp_path: Path) -> None:
-    async def test() -> None:
-        at = Setup(tmp_path)
-        await at.read(json.dumps({"support": SPLIT}))
-        kept = at.aliases.find("support")
-        assert kept is not None
-        kept.requests["support-v7"] = 5
-        await at.read(json.dumps({"support": SPLIT, "시": "소월"}))
-        assert at.aliases.find("support") is kept
-        await at.read(json.dumps({"support": {"support-v7": 1, "new": 1}}))
-        changed = at.aliases.find("support")
-        assert changed is not None
-        assert changed is not kept
-        assert changed.requests == {"support-v7": 5}
-
-    asyncio.run(test())
+async def test_a_gateway_that_starts_without_the_store_has_the_aliases_before(
+    tmp_path: Path,
+) -> None:
+    await Setup(tmp_path).read('{"시": "소월"}')
+    at = Setup(tmp_path)
+    at.store.error = StoreUnavailable("gone")
+    watching = asyncio.create_task(at.aliases.watch())
+    await at.aliases.ready.wait()
+    watching.cancel()
+    assert at.weights() == {"시": {"소월": 1}}
 
 
-def test_a_model_that_the_store_does_not_have_is_told(
+async def test_turns_and_counts_outlive_a_change_elsewhere_in_the_file(tmp_path: Path) -> None:
+    at = Setup(tmp_path)
+    await at.read(json.dumps({"support": SPLIT}))
+    kept = at.aliases.find("support")
+    assert kept is not None
+    kept.requests["support-v7"] = 5
+    await at.read(json.dumps({"support": SPLIT, "시": "소월"}))
+    assert at.aliases.find("support") is kept
+    await at.read(json.dumps({"support": {"support-v7": 1, "new": 1}}))
+    changed = at.aliases.find("support")
+    assert changed is not None
+    assert changed is not kept
+    assert changed.requests == {"support-v7": 5}
+
+
+async def test_a_model_that_the_store_does_not_have_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        at = Setup(tmp_path)
-        (at.file.parent / "소월").mkdir()
-        (at.file.parent / "소월" / "a.params").touch()
-        at.file.write_text('{"시": {"소월": 1, "없음": 1}}', encoding="utf-8")
-        watching = asyncio.create_task(at.aliases.watch())
-        while not any(r.levelname == "WARNING" for r in caplog.records):
-            await asyncio.sleep(0)
-        watching.cancel()
-        (said,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
-        assert said == "aliases.json names 1 models that the store does not have: 없음 (시)"
-
-    asyncio.run(test())
+    at = Setup(tmp_path)
+    (at.file.parent / "소월").mkdir()
+    (at.file.parent / "소월" / "a.params").touch()
+    at.file.write_text('{"시": {"소월": 1, "없음": 1}}', encoding="utf-8")
+    watching = asyncio.create_task(at.aliases.watch())
+    while not any(r.levelname == "WARNING" for r in caplog.records):
+        await asyncio.sleep(0)
+    watching.cancel()
+    (said,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert said == "aliases.json names 1 models that the store does not have: 없음 (시)"
 
 
-def test_thousands_of_aliases_are_read_at_once(tmp_path: Path) -> None:
-    async def test() -> None:
-        at = Setup(tmp_path)
-        await at.read(json.dumps({f"별칭-{i}": {f"m{i}": 9, f"n{i}": 1} for i in range(10_000)}))
-        assert len(at.weights()) == 10_000
-
-    asyncio.run(test())
+async def test_thousands_of_aliases_are_read_at_once(tmp_path: Path) -> None:
+    at = Setup(tmp_path)
+    await at.read(json.dumps({f"별칭-{i}": {f"m{i}": 9, f"n{i}": 1} for i in range(10_000)}))
+    assert len(at.weights()) == 10_000

@@ -107,17 +107,14 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
             read(path)
 
 
-def test_a_token_is_found_by_its_bytes_alone(tmp_path: Path) -> None:
-    async def test() -> None:
-        tokens = Tokens(str(written(tmp_path / "tokens.json", entry(sha256=HASH.upper()))))
-        await tokens.refresh()
-        found = tokens.find(SECRET.encode())
-        assert found is not None
-        assert (found.name, found.load) == ("가팀", False)
-        for other in (b"", SECRET.encode() + b" ", HASH.encode(), bytes.fromhex(HASH)):
-            assert tokens.find(other) is None
-
-    asyncio.run(test())
+async def test_a_token_is_found_by_its_bytes_alone(tmp_path: Path) -> None:
+    tokens = Tokens(str(written(tmp_path / "tokens.json", entry(sha256=HASH.upper()))))
+    await tokens.refresh()
+    found = tokens.find(SECRET.encode())
+    assert found is not None
+    assert (found.name, found.load) == ("가팀", False)
+    for other in (b"", SECRET.encode() + b" ", HASH.encode(), bytes.fromhex(HASH)):
+        assert tokens.find(other) is None
 
 
 def test_patterns_are_matched_in_normal_form_with_case(tmp_path: Path) -> None:
@@ -278,32 +275,26 @@ def test_a_wrong_file_keeps_the_tokens_before_and_is_logged_once(
     virtual_time.run(test)
 
 
-def test_a_file_that_does_not_change_is_read_once(
+async def test_a_file_that_does_not_change_is_read_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        caplog.set_level(logging.INFO)
-        tokens = Tokens(str(written(tmp_path / "tokens.json", entry())))
-        for _ in range(5):
-            await tokens.refresh()
-        assert len(caplog.records) == 1
-        stat = os.stat(tmp_path / "tokens.json")
-        os.utime(tmp_path / "tokens.json", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    caplog.set_level(logging.INFO)
+    tokens = Tokens(str(written(tmp_path / "tokens.json", entry())))
+    for _ in range(5):
         await tokens.refresh()
-        assert len(caplog.records) == 2
+    assert len(caplog.records) == 1
+    stat = os.stat(tmp_path / "tokens.json")
+    os.utime(tmp_path / "tokens.json", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    await tokens.refresh()
+    assert len(caplog.records) == 2
 
-    asyncio.run(test())
 
-
-def test_without_a_file_nothing_is_watched() -> None:
-    async def test() -> None:
-        tokens = Tokens("")
-        await tokens.refresh()
-        await tokens.watch()  # ends
-        assert not tokens.exist
-        assert tokens.find(b"") is None
-
-    asyncio.run(test())
+async def test_without_a_file_nothing_is_watched() -> None:
+    tokens = Tokens("")
+    await tokens.refresh()
+    await tokens.watch()  # ends
+    assert not tokens.exist
+    assert tokens.find(b"") is None
 
 
 def test_usage_is_counted() -> None:

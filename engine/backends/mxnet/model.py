@@ -49,7 +49,7 @@ class MXNetModel(DenseModel):
 
 
 def _first_gpu() -> mx.Context:
-    """The first GPU. Raises `InvalidRequest` that says what is missing."""
+    """Return the first GPU. Raises `InvalidRequest` with what is missing."""
     if not mx.runtime.Features().is_enabled("CUDA"):
         raise InvalidRequest(
             f"the mxnet {mx.__version__} that is installed cannot use a GPU: pip uninstall mxnet,"

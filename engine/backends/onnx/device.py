@@ -58,7 +58,7 @@ CPU = Provider("CPUExecutionProvider", "cpu", "Cpu", "cpu:0")  # to test what ru
 
 
 def check(provider: Provider) -> None:
-    """Raise `InvalidRequest` that says what to install where the provider cannot work."""
+    """Raise `InvalidRequest` with what to install where the provider cannot work."""
     version = onnxruntime.__version__
     if provider.name not in onnxruntime.get_available_providers():
         raise InvalidRequest(
