@@ -121,10 +121,12 @@ class Fleet:
         return [process, *process.children(recursive=True)]
 
     def kill(self, name: str) -> None:
-        """As the kernel or a machine that goes ends it: every process, at once."""
-        for killed in self.processes(name):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                killed.kill()
+        """Every process at once, as when its machine goes: all are suspended first, or the gateway
+        would still tell its clients of an engine that ended before it."""
+        for end in (psutil.Process.suspend, psutil.Process.kill):
+            for process in self.processes(name):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    end(process)
         self.nodes[name].process.wait()
 
     def loaded(self, name: str) -> list[str]:
