@@ -196,7 +196,8 @@ venv_version() {
 requirements_of() { # GROUP
   local list lists=$1
   ! is_base "$1" || lists="uv $1"
-  [ "$1" != run ] || lists='uv build run'
+  # Some of their packages are built here, without build isolation.
+  case $1 in run | clients) lists="uv build $1" ;; esac
   for list in $lists; do echo "requirements/$list.txt"; done
 }
 
