@@ -107,8 +107,8 @@ def run(options: Bench) -> int:
         peers.install()
         return 0
     plan = kind.QUICK if options.quick else kind.PLAN
-    asked = {f.name: vars(options).get(f.name) for f in dataclasses.fields(plan)}
-    plan = dataclasses.replace(plan, **{name: value for name, value in asked.items() if value})
+    given = {f.name: vars(options).get(f.name) for f in dataclasses.fields(plan)}
+    plan = dataclasses.replace(plan, **{name: value for name, value in given.items() if value})
     workdir = options.workdir.resolve()
     print(f"working in {workdir}", file=sys.stderr)
     measured = kind(plan, wanted, workdir)
