@@ -19,44 +19,18 @@ from serving.api.openai.answers import Answer
 from serving.api.openai.errors import Refused
 from serving.api.openai.parsing import completion
 from serving.errors import TooManyRequests
-from tests.serving.api.gateways import World, model
+from tests.serving.api.gateways import SAID as TEXT
+from tests.serving.api.gateways import RecordingEngine, World, model
 
 pytestmark = pytest.mark.virtual_time
 
-TEXT = "가실 때에는"
 ASKED: dict[str, Any] = {"model": "봄", "prompt": "나 보기가", "temperature": 0}
 
 
-def result(text: str = TEXT) -> dict[str, Any]:
-    completion = {"text": text, "tokens": len(text), "finish_reason": "length"}
-    return {"completions": [completion], "prompt_tokens": 3, "cached_tokens": 2}
-
-
-class Engine:
-    """Tells what each call asks of it; `fails` are raised by the first calls."""
-
-    def __init__(self, *fails: Exception, streamed: list[Any] | None = None) -> None:
-        self.fails, self.streamed = list(fails), streamed or []
-        self.asked: list[tuple[Any, ...]] = []
-
-    async def generate(self, *asked: Any) -> dict[str, Any]:
-        self.asked.append(asked)
-        if self.fails:
-            raise self.fails.pop(0)
-        return result()
-
-    async def stream(self, *asked: Any) -> AsyncIterator[dict[str, Any]]:
-        self.asked.append(asked)
-        if self.fails:
-            raise self.fails.pop(0)
-        for item in self.streamed:
-            if isinstance(item, Exception):
-                raise item
-            yield dict(item)
-
-
 @contextlib.asynccontextmanager
-async def served(engine: Engine, **options: Any) -> AsyncIterator[tuple[openai.AsyncOpenAI, World]]:
+async def served(
+    engine: RecordingEngine, **options: Any
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, World]]:
     world = World(model(limit_s=60))
     world.model.in_engine = True
     world.gateway.engine = engine  # type: ignore[assignment]
@@ -85,7 +59,7 @@ def body(error: openai.APIStatusError) -> dict[str, Any]:
     ],
 )
 async def test_a_client_comes_again_when_it_was_told_to(error: Any) -> None:
-    engine = Engine(error)
+    engine = RecordingEngine(error)
     async with served(engine) as (client, _):
         began = asyncio.get_running_loop().time()
         made = await client.completions.create(**ASKED)
@@ -95,7 +69,9 @@ async def test_a_client_comes_again_when_it_was_told_to(error: Any) -> None:
 
 
 async def test_who_does_not_come_again_is_told_what_was_wrong() -> None:
-    async with served(Engine(TooManyRequests("too many", retry_after_s=3)), max_retries=0) as (
+    async with served(
+        RecordingEngine(TooManyRequests("too many", retry_after_s=3)), max_retries=0
+    ) as (
         client,
         _,
     ):
@@ -106,7 +82,7 @@ async def test_who_does_not_come_again_is_told_what_was_wrong() -> None:
 
 
 async def test_an_engine_that_is_started_again_is_asked_again() -> None:
-    engine = Engine(EngineUnavailable("the engine is not there"))
+    engine = RecordingEngine(EngineUnavailable("the engine is not there"))
     async with served(engine, max_retries=0) as (client, _):
         made = await client.completions.create(**ASKED)
         assert made.choices[0].text == TEXT
@@ -114,7 +90,7 @@ async def test_an_engine_that_is_started_again_is_asked_again() -> None:
 
 
 async def test_the_engine_is_asked_for_what_the_client_wants() -> None:
-    engine = Engine()
+    engine = RecordingEngine()
     async with served(engine) as (client, _):
         await client.completions.create(**ASKED, max_tokens=5)
         messages: list[Any] = [{"role": "user", "content": "안녕?"}]
@@ -133,7 +109,7 @@ async def test_the_engine_is_asked_for_what_the_client_wants() -> None:
 async def test_an_error_of_ours_is_a_500_that_says_nothing_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with served(Engine(ZeroDivisionError("비밀")), max_retries=0) as (client, _):
+    async with served(RecordingEngine(ZeroDivisionError("비밀")), max_retries=0) as (client, _):
         with pytest.raises(openai.InternalServerError) as caught:
             await client.completions.create(**ASKED)
         assert body(caught.value) == {
@@ -148,7 +124,7 @@ async def test_an_error_of_ours_is_a_500_that_says_nothing_more(
 
 
 async def test_a_model_with_a_script_is_not_asked_behind_its_back() -> None:
-    async with served(Engine()) as (client, world):
+    async with served(RecordingEngine()) as (client, world):
         world.model.in_engine = False
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(**ASKED)
@@ -158,7 +134,10 @@ async def test_a_model_with_a_script_is_not_asked_behind_its_back() -> None:
 
 async def test_a_stream_that_breaks_off_is_an_error_of_the_clients() -> None:
     first = {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 2}
-    async with served(Engine(streamed=[first, EngineError("a step failed")])) as (client, _):
+    async with served(RecordingEngine(streamed=[first, EngineError("a step failed")])) as (
+        client,
+        _,
+    ):
         chunks = await client.completions.create(**ASKED, stream=True)
         assert (await anext(aiter(chunks))).choices[0].text == TEXT
         with pytest.raises(openai.APIError, match="a step failed"):
@@ -166,14 +145,17 @@ async def test_a_stream_that_breaks_off_is_an_error_of_the_clients() -> None:
 
 
 async def test_what_goes_wrong_before_the_first_token_has_a_status() -> None:
-    async with served(Engine(EngineError("a step failed")), max_retries=0) as (client, _):
+    async with served(RecordingEngine(EngineError("a step failed")), max_retries=0) as (client, _):
         with pytest.raises(openai.InternalServerError):
             await client.completions.create(**ASKED, stream=True)
 
 
 async def test_a_response_that_breaks_off_has_failed() -> None:
     first = {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 2}
-    async with served(Engine(streamed=[first, EngineError("a step failed")])) as (client, _):
+    async with served(RecordingEngine(streamed=[first, EngineError("a step failed")])) as (
+        client,
+        _,
+    ):
         made = await client.responses.create(model="봄", input="안녕?", stream=True)
         *_, last = [event async for event in made]
         assert last.type == "response.failed"
@@ -188,7 +170,7 @@ async def test_half_a_character_waits_in_a_stream() -> None:
         {"index": 0, "token": 6, "text": "가"},
         {"index": 0, "token": 7, "text": "", "finish_reason": "stop"},
     ]
-    async with served(Engine(streamed=items)) as (client, _):
+    async with served(RecordingEngine(streamed=items)) as (client, _):
         options: dict[str, Any] = {"include_usage": True}
         chunks = await client.completions.create(**ASKED, stream=True, stream_options=options)
         *made, last = [chunk async for chunk in chunks]
@@ -234,6 +216,51 @@ def test_a_refusal_names_its_field() -> None:
     assert Refused("온도", "is not known here").message == "온도 is not known here"
 
 
+class EndlessEngine(RecordingEngine):
+    """Answers nothing, or one token, and then works until it is called off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running, self.left = 0, 0
+        self.begun = asyncio.Event()
+
+    async def _work(self) -> None:
+        self.running += 1
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.running -= 1
+            self.left += 1
+
+    async def generate(self, *asked: Any) -> dict[str, Any]:
+        await self._work()
+        return {}
+
+    async def stream(self, *asked: Any) -> AsyncIterator[dict[str, Any]]:
+        yield {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 2}
+        await self._work()
+
+
+@pytest.mark.parametrize(
+    ("more", "rows"), [({}, 1), ({"prompt": ["가", "나"]}, 2), ({"stream": True}, 1)]
+)
+async def test_a_client_that_goes_away_is_not_worked_on(more: dict[str, Any], rows: int) -> None:
+    world, engine, gone = World(model(capacity=2)), EndlessEngine(), asyncio.Event()
+    world.model.in_engine = True
+    world.gateway.engine = engine  # type: ignore[assignment]
+    sent = json.dumps({**ASKED, **more}).encode()
+    call = asyncio.create_task(world.call("POST", "/v1/completions", sent, gone=gone))
+    await engine.begun.wait()
+    while engine.running < rows:
+        await asyncio.sleep(0)
+    gone.set()
+    await asyncio.gather(call, return_exceptions=True)
+    assert asyncio.get_running_loop().time() == 0  # not at its deadline
+    assert (engine.running, engine.left) == (0, rows)
+    assert (world.gateway.requests, world.model.in_flight, world.model.line.running) == (0, 0, 0)
+
+
 def scored(index: int, text: str, **more: Any) -> dict[str, Any]:
     top = [{"token": 7, "text": "가", "logprob": -0.1}, {"token": 8, "text": "나", "logprob": -3.0}]
     step = {"token": 7, "text": text, "logprob": -0.1, "top": top}
@@ -242,7 +269,7 @@ def scored(index: int, text: str, **more: Any) -> dict[str, Any]:
 
 async def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
     counts = {"prompt_tokens": 3, "cached_tokens": 1}
-    engine = Engine(
+    engine = RecordingEngine(
         streamed=[
             scored(0, "가실 ", **counts),
             scored(1, "나", **counts),
@@ -286,7 +313,7 @@ async def test_an_answer_has_a_bound_however_long_the_context_is(
 ) -> None:
     monkeypatch.setattr(answering, "MAX_SCORES", 8)
     counts = {"prompt_tokens": 3, "cached_tokens": 1}
-    engine = Engine(streamed=[scored(0, "가", **counts), *[scored(0, "나")] * 2])
+    engine = RecordingEngine(streamed=[scored(0, "가", **counts), *[scored(0, "나")] * 2])
     async with served(engine) as (client, _):
         with pytest.raises(openai.BadRequestError, match="more than 8 log-probabilities"):
             await client.completions.create(**ASKED | {"logprobs": 2})
