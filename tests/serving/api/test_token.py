@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import secrets
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
+from serving.api.shared import Right, check_token
+from serving.errors import Unauthorized
 from serving.mms.client import Answer
 from serving.tokens import Tokens
 from tests.serving.api.gateways import World, answered, settle
@@ -29,6 +33,30 @@ async def world_of(folder: Path, settings: Any = None, **fields: Any) -> World:
     world.gateway.tokens = Tokens(str(path))
     await world.gateway.tokens.refresh()
     return world
+
+
+@pytest.mark.parametrize("sent", ["비밀", "비밀-", "가", "비", "", "a" * 100_000])
+def test_a_token_is_compared_whole_whatever_was_sent(
+    sent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare, compared = secrets.compare_digest, []
+
+    def noted(ours: Any, theirs: Any) -> bool:
+        compared.append((bytes(ours), bytes(theirs)))
+        return compare(ours, theirs)
+
+    monkeypatch.setattr(secrets, "compare_digest", noted)
+    header = (b"authorization", b"Bearer " + sent.encode())
+    request = Request({"type": "http", "headers": [header]})
+    known = ("비밀", "other")
+    gateway = World(management_token=known[0], inference_token=known[1]).gateway
+    if sent == known[0]:
+        check_token(gateway, request, Right.LIST)
+    else:
+        with pytest.raises(Unauthorized):
+            check_token(gateway, request, Right.LIST)
+    tried = known[:1] if sent == known[0] else known
+    assert compared == [(sent.encode(), token.encode()) for token in tried]
 
 
 async def test_a_file_alone_closes_calls_lists_and_loading(tmp_path: Path) -> None:
