@@ -37,7 +37,9 @@ PAIRS: list[tuple[type, tuple[type, ...], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fake", "real", "own"), PAIRS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("fake", "real", "own"), PAIRS, ids=[f"{f.__module__}.{f.__name__}" for f, *_ in PAIRS]
+)
 def test_a_fake_has_no_method_that_the_real_one_lacks(
     fake: type, real: tuple[type, ...], own: set[str]
 ) -> None:
