@@ -18,7 +18,7 @@ from tests.serving.api.test_forms import RIGHT, WRONG
 
 pytestmark = pytest.mark.slow
 
-# What has advisories in the libraries of the jar and no bound of ours, as docs/operate/security.md
+# What has advisories in the libraries of the jar and no bound of ours, as docs/develop/dependencies.md
 # says: Netty's TLS, HTTP/2, compression, other protocols and requests of its own; Java's JNDI,
 # Log4j's sockets; Commons IO's reader of XML and its names of files.
 OUT_OF_REACH = re.compile(

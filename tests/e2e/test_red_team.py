@@ -1,5 +1,5 @@
 """A client that means harm, at a running server on both of its ports: what it has fetched, written
-and answered for it. Scripts that do: test_script_isolation.py. docs/operate/security.md
+and answered for it. Scripts that do: test_script_isolation.py. tests/test_security_page.py
 names both."""
 
 from __future__ import annotations
