@@ -109,7 +109,7 @@ TESTS = {
     "A form cannot end the shared JVM, and no": (
         "test_no_form_ends_the_jvm test_strings_that_log4j_once_looked_up_are_strings"
     ),
-    "No bytes of a client reach library code": "test_a_clients_bytes_reach_none_of_what_has_advisories",
+    "No bytes of a client reach": "test_a_clients_bytes_reach_none_of_what_has_advisories",
     "With the tokens set, no route but health": (
         "test_loading_and_unloading_need_the_management_token "
         "test_calls_need_the_inference_token test_every_route_but_health_asks_for_its_token "
@@ -224,14 +224,13 @@ ROWS = {
     "truncates its model as it reads",
     "read the environment or memory": "reads the server's environment, reads the server's memory, "
     "reads the server's memory by a call, traces the server",
-    "connect to `mms.sock`": "connects to a socket of the server, connects half of a pair, "
-    "sends by half of a pair, connects to an abstract socket, lists sockets by netlink",
     "signal the server's processes": "signals the server, signals everybody",
-    "set limits of other processes": "limits the server, has io_uring",
     "make itself less likely to be killed": "is less expendable",
-    "gain privileges, make namespaces": "mounts, makes a device, makes a user namespace, "
-    "starts a process in a user namespace, starts a process in a user namespace by clone3",
-    "set extended attributes": "sets an attribute of another model",
+    "connect to `mms.sock`": "connects to a socket of the server, connects half of a pair, "
+    "sends by half of a pair, connects to an abstract socket, lists sockets by netlink, "
+    "limits the server, has io_uring, mounts, makes a device, makes a user namespace, "
+    "starts a process in a user namespace, starts a process in a user namespace by clone3, "
+    "sets an attribute of another model",
     "change the mode, owner or times": "changes the mode of another model, slows the server down",
 }
 # What is said of the page, of kernels, or to whoever runs the server.
@@ -253,8 +252,6 @@ NO_CLAIMS = (
     "Mount the store read-only",
     "Close cloud metadata",
     "Limit requests per client",
-    "*No Landlock* as root is",
-    "A proxy that lets pages of other origins in",
 )
 # What follows a *not prevented*.
 NOT_PREVENTED = ("*Not prevented*",)
