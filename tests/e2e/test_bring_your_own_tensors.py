@@ -72,7 +72,7 @@ def here(server: Server, example: str) -> str:
 @pytest.mark.parametrize("name", PAGES)
 def test_the_pages_commands_answer_as_it_shows(server: Server, name: str) -> None:
     commands = session(PAGES_IN / name)
-    assert len(commands) == 6
+    assert len(commands) == 5
     for command, shown in commands:
         line = [*shlex.split(here(server, command)), "--silent"]
         done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
