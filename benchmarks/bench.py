@@ -51,7 +51,7 @@ def run(options: Bench) -> int:
 
     One run measures everything in rounds, contender after contender, so that each ratio compares
     what was measured at the same time. It prints tables, and writes JSON and a plot.
-    docs/develop/benchmark.md says what each row means. The first run writes some 8 GB into the
+    docs/develop/benchmark.md says how each row is measured. The first run writes some 8 GB into the
     working folder, which later ones use.
 
     Examples:

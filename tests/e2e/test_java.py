@@ -18,8 +18,8 @@ from tests.serving.api.test_forms import RIGHT
 
 pytestmark = pytest.mark.slow
 
-# What has advisories in the libraries of the jar and no bound of ours, as docs/operate/security.md
-# says: Netty's TLS, HTTP/2, compression, other protocols and requests of its own; Java's JNDI,
+# What has advisories in the jar and no bound of ours (docs/develop/dependencies.md):
+# Netty's TLS, HTTP/2, compression, other protocols and requests of its own; Java's JNDI,
 # Log4j's sockets; Commons IO's reader of XML and its names of files.
 OUT_OF_REACH = re.compile(
     r"io\.netty\.handler\.(ssl\.|codec\.(http2|compression|haproxy|redis|mqtt|smtp|dns|stomp|socks))"

@@ -1,6 +1,6 @@
 """Tokens, limits, and a client that means harm at both ports of a running server: what it has
 fetched, written and answered for it. Scripts that do: test_script_isolation.py.
-docs/operate/security.md names both."""
+tests/test_security_page.py names both."""
 
 from __future__ import annotations
 
