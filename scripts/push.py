@@ -57,8 +57,8 @@ def inspect(image: str) -> dict[str, Any]:
         raise Problem(f"no local image {image}: build it first ({problem})") from None
     if result.get("Architecture") not in ("amd64", "arm64"):
         raise Problem(
-            f"{image} is built for {result.get('Architecture')}, SageMaker's instances are amd64 or,"
-            " Graviton's, arm64: build it with --platform linux/amd64"
+            f"{image} is built for {result.get('Architecture')}, SageMaker's instances are amd64"
+            " or, Graviton's, arm64: build it with --platform linux/amd64"
         )
     return result
 

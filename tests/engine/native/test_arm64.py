@@ -1,8 +1,8 @@
 """The engine on aarch64, in QEMU: its text of a demo model is the one of x86-64.
 
-QEMU takes many minutes to build the whole image (docs/deploy/containers.md). So Python is Debian's for
-arm64 and the packages are the lists' wheels for aarch64, only unpacked, and the library comes from a
-cross compiler.
+QEMU takes many minutes to build the whole image (docs/deploy/containers.md). So Python is Debian's
+for arm64 and the packages are the lists' wheels for aarch64, only unpacked, and the library comes
+from a cross compiler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON, SUFFIX = "python3.11", ".cpython-311-aarch64-linux-gnu.so"
-# What it is linked with, and of which a minimal system has no more than it needs.
+# Python, and what it and the wheels are linked with.
 DEBIAN = [f"{PYTHON}-minimal", f"lib{PYTHON}-minimal", f"lib{PYTHON}-stdlib", "libc6", "libcrypt1"]
 DEBIAN += ["libgcc-s1", "libstdc++6", "zlib1g", "libexpat1", "libssl3", "libffi8", "libbz2-1.0"]
 DEBIAN += ["liblzma5", "libuuid1"]
@@ -91,7 +91,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--target", root / "usr/local/lib" / PYTHON / "dist-packages", "--excludes", excluded),
         *("--no-deps", "--no-build-isolation", "--require-hashes", "-r", "requirements/run.txt"),
     )
-    # QEMU runs no children for aarch64, the kernel does not know how to, so sys.executable is this.
+    # sys.executable is this script: only QEMU can run a program for aarch64, also as a child.
     python = root / "usr/bin/python"
     python.write_text(f'#!/bin/sh\nexec qemu-aarch64 -L {root} -0 "$0" {python}3.11 "$@"\n')
     python.chmod(0o755)
