@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,13 +18,14 @@ from common.errors import InvalidRequest, ServiceError, UnsupportedMediaType
 from common.json_body import MAX_VALUES, read_json
 from common.media_types import JSON, media_type
 from serving.api import tgi
+from serving.api.error_responses import error_response, tgi_body
+from serving.api.gateway import Gateway
 from serving.api.invoke import Direct, check_engine
 from serving.api.naming import choose_model, name_model
 from serving.api.openai import parsing
 from serving.api.openai.answering import answer as answer_openai
 from serving.api.openai.answers import Answer
-from serving.api.openai.errors import respond
-from serving.api.shared import Gateway, error_response
+from serving.api.openai.errors import error_body
 from serving.api.stream import open_stream, wanted
 from serving.models.model import Model
 
@@ -71,7 +71,7 @@ def _openai(body: dict[str, Any]) -> Direct:
             form = Answer(parsed, model.name)
             return await answer_openai(gateway, model, parsed, form, end, resources)
         except Exception as error:
-            return respond(request, error)
+            return error_response(request, error, error_body)
 
     named = body.get("model")
     return Direct(answer, named if isinstance(named, str) else "", parsing.user(body))
@@ -100,13 +100,6 @@ def _tgi(body: dict[str, Any]) -> Direct:
                 end = min(end, request.state.started + model.request_timeout_s)
             return await tgi.answer(gateway, model, parsed, end, resources)
         except ServiceError as error:
-            return tgi_error(request, error)
+            return error_response(request, error, tgi_body)
 
     return Direct(answer)
-
-
-def tgi_error(request: Request, error: ServiceError) -> Response:
-    response = error_response(request, error)
-    response.body = orjson.dumps({**error.to_body(), **tgi.error_body(error)})
-    response.headers["content-length"] = str(len(response.body))
-    return response

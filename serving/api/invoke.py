@@ -30,15 +30,9 @@ from common.worker_protocol import (
     WORKER_HEADER,
 )
 from serving.api.forms import check_form
+from serving.api.gateway import Gateway
 from serving.api.naming import choose_model, described_models, name_model
-from serving.api.shared import (
-    CUSTOM_ATTRIBUTES,
-    TARGET_MODEL,
-    Gateway,
-    header_text,
-    off_loop,
-    read_body,
-)
+from serving.api.reading import header_text, off_loop, read_body
 from serving.errors import (
     BadRequest,
     MMSEnded,
@@ -56,6 +50,8 @@ from serving.tokens import current
 
 MAX_HEADER_CHARACTERS = 6000  # together; MMS takes 8192
 MAX_QUERY_CHARACTERS = 3000  # MMS takes a first line of 4096
+TARGET_MODEL = "x-amzn-sagemaker-target-model"
+CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 # Of a client's headers only these reach a worker: an odd one can stop it (fault 3 of MMS).
 FORWARDED = ("content-type", "accept", TARGET_MODEL, CUSTOM_ATTRIBUTES)
 # A worker dies in two steps, its process and the one that watches it, so twice is not enough.
@@ -82,18 +78,8 @@ Check = Callable[[Model], None]
 Limit = Callable[[bytes], Awaitable[float]]  # of a body: how many seconds its answer may take
 
 
-async def no_limit(body: bytes) -> float:
-    return math.inf
-
-
 # Answers a body, with the worker's headers, that is for no model; else None.
-Intercept = Callable[[Request, bytes, Mapping[str, str]], Awaitable[Response | None]]
-
-
-async def no_intercept(request: Request, body: bytes, headers: Mapping[str, str]) -> None:
-    return None
-
-
+Intercept = Callable[[Gateway, Request, bytes, Mapping[str, str]], Awaitable[Response | None]]
 Ask = Callable[[Gateway, Request, Model, float, AsyncExitStack], Awaitable[Response]]
 
 
@@ -118,9 +104,9 @@ async def invoke(
     name: str | None,
     headers: Mapping[str, str] | None = None,
     check: Check = lambda model: None,
-    limit: Limit = no_limit,
-    read: Read = lambda request, body, headers: None,
-    intercept: Intercept = no_intercept,
+    limit: Limit | None = None,
+    read: Read | None = None,
+    intercept: Intercept | None = None,
 ) -> Response:
     """Has a model answer a request, loading it first where that is allowed.
 
@@ -140,11 +126,10 @@ async def invoke(
         body = await read_body(gateway, request)
         kind = headers.get("content-type", "")
         await off_loop(len(body), check_form, kind, body)
-        answered = await intercept(request, body, headers)
-        if answered is not None:
+        if intercept and (answered := await intercept(gateway, request, body, headers)) is not None:
             return answered
-        limit_s = await limit(body)
-        direct = await off_loop(len(body), read, request, body, headers)
+        limit_s = await limit(body) if limit else math.inf
+        direct = await off_loop(len(body), read, request, body, headers) if read else None
         if name is None:
             if direct is None or not direct.model:
                 raise BadRequest(NO_MODEL)

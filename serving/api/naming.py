@@ -9,8 +9,9 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from serving.aliases import FILE
+from serving.api.gateway import Gateway
+from serving.api.reading import header_text
 from serving.api.sessions import SESSION_ID as SAGEMAKER_SESSION
-from serving.api.shared import Gateway, header_text
 from serving.errors import Conflict, Forbidden
 from serving.names import normal_name
 

@@ -31,7 +31,7 @@ from common.errors import (
 from common.media_types import JSON, ranges
 from common.worker_protocol import TIMEOUT_HEADER
 from handlers.payload import GenerateRequest, parse
-from serving.api.shared import Gateway
+from serving.api.gateway import Gateway
 from serving.errors import ServingError, Unavailable
 from serving.models.model import Model
 from serving.tokens import current

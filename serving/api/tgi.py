@@ -31,7 +31,7 @@ from common.media_types import JSON
 from common.parameters import MAX_LOGPROBS, Parameters
 from serving.api import answer_form
 from serving.api.answer_form import GivenForm, named_by_request
-from serving.api.shared import Gateway
+from serving.api.gateway import Gateway
 from serving.api.stream import EVENTS, LATE, Item, TokenStream, begin
 from serving.models.model import Model
 from serving.names import normal_name

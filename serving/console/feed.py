@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from common.errors import EngineError
-from serving.api.shared import Gateway
+from serving.api.gateway import Gateway
 from serving.errors import ServingError, Unavailable
 from serving.models.model import Model
 from serving.store import StoredModel

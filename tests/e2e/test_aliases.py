@@ -125,7 +125,7 @@ def test_every_api_takes_an_alias_and_says_which_model_it_was(setup: Setup) -> N
     wanted = {model: text for text, model in setup.texts.items()}[OLD]
     target = {"X_Amzn_SageMaker_Target_Model": "시.tar.gz"}
     for path, headers in (
-        ("/predictions/시", {}), ("/models/시/invoke", {}), ("/시/predict", {}),
+        ("/predictions/시", {}), ("/models/시/invoke", {}),
         ("/invocations", target), ("/endpoints/any/invocations", target),
     ):  # fmt: skip
         answer = setup.post(path, BODY, **headers)

@@ -19,12 +19,12 @@ import orjson
 
 from common.hints import HINTS, timeout_s
 from common.worker_protocol import SERVED_MODEL
+from serving.api.gateway import Gateway
 from serving.api.grpc.calls import Call, Idle, Reply, Routes, error_reply, superseded
 from serving.api.grpc.convert import EMPTY_END, ModelInferResponse, one_text, parameters
 from serving.api.grpc.inference import infer, model_path
 from serving.api.grpc.messages import message
 from serving.api.naming import described_models
-from serving.api.shared import Gateway
 from serving.errors import BadRequest, ServingError, Timeout
 from serving.models.model import Model, State
 from serving.names import normal_name

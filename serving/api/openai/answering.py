@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from common.errors import EngineError
 from serving.api.answer_form import named_by_request
+from serving.api.gateway import Gateway
 from serving.api.openai.errors import Refused
 from serving.api.openai.parsing import MAX_SCORES, ParsedRequest
-from serving.api.shared import Gateway
 from serving.api.stream import EVENTS, LATE, Item, TokenStream, begin, collected, whole
 from serving.models.model import Model
 

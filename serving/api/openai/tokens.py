@@ -11,9 +11,9 @@ import time
 from typing import Any
 
 from common import fields
+from serving.api.gateway import Gateway
 from serving.api.openai.errors import Refused
 from serving.api.openai.parsing import Body, get, is_ids, known_fields, messages, text
-from serving.api.shared import Gateway
 from serving.api.stream import while_restored
 from serving.models.model import Model
 

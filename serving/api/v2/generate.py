@@ -27,9 +27,9 @@ from starlette.responses import Response
 from common.errors import EngineError
 from common.hints import HINTS, timeout_s
 from common.parameters import Parameters
+from serving.api.gateway import Gateway
 from serving.api.invoke import Check, engine_model
 from serving.api.naming import name_model
-from serving.api.shared import Gateway
 from serving.api.stream import EVENTS, LATE, Item, TokenStream, begin, choice_logprobs, whole
 from serving.api.v2.repository import read_object
 from serving.errors import BadRequest

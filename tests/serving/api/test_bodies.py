@@ -56,7 +56,7 @@ def call(
     return status, found["content-type"], answer.decode()
 
 
-ROUTES = ["/models/봄/invoke", "/predictions/봄", "/봄/predict", "/invocations?model_name=봄"]
+ROUTES = ["/models/봄/invoke", "/predictions/봄", "/invocations?model_name=봄"]
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -328,7 +328,6 @@ def test_headers_of_a_service_reach_the_client_unless_they_are_dangerous() -> No
 
 ROUTES = [
     ("POST", PATH),
-    ("POST", "/봄/predict"),
     ("POST", "/models/봄/invoke"),
     ("POST", "/invocations?model_name=봄"),
     ("POST", "/v2/models/봄/infer"),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from serving.api.gateway import Gateway
 from serving.api.metrics import Metrics
-from serving.api.shared import Gateway
 from serving.console.feed import MAX_WATCHERS, SAMPLE_S, STORE_S, Feed
 from serving.errors import Unavailable
 from tests.serving.fakes import Parts
