@@ -28,13 +28,14 @@ from common.errors import ServiceError, cut
 from common.media_types import JSON, TEXT
 from serving.api import sessions
 from serving.api.access import Right
+from serving.api.answering import TokenStream
 from serving.api.bodies import read, read_tgi
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.gateway import Gateway
 from serving.api.invoke import CUSTOM_ATTRIBUTES, TARGET_MODEL, invoke
 from serving.api.reading import LARGE_BYTES, header_text, off_loop
 from serving.api.routing import CALL, EVENTS, Kind, Route
-from serving.api.stream import LINES, TokenStream
+from serving.api.stream import LINES
 from serving.errors import BadRequest
 from serving.names import normal_name
 

@@ -29,6 +29,8 @@ from common.worker_protocol import (
     TOKENS_HEADER,
     WORKER_HEADER,
 )
+from serving.api.answering import EngineRequest, Renderer, answer
+from serving.api.error_responses import Shape, error_response
 from serving.api.forms import check_form
 from serving.api.gateway import Gateway
 from serving.api.naming import choose_model, described_models, name_model
@@ -80,17 +82,19 @@ Limit = Callable[[bytes], Awaitable[float]]  # of a body: how many seconds its a
 
 # Answers a body, with the worker's headers, that is for no model; else None.
 Intercept = Callable[[Gateway, Request, bytes, Mapping[str, str]], Awaitable[Response | None]]
-Ask = Callable[[Gateway, Request, Model, float, AsyncExitStack], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
 class Direct:
     """A request that the engine answers without the model's worker.
 
+    parse: parses it for the model of this name
+    shape: of its errors; None for the route's
     model, user: those that the body names, or ""
     """
 
-    answer: Ask
+    parse: Callable[[str], tuple[EngineRequest, Renderer]]
+    shape: Shape | None = None
     model: str = ""
     user: str = ""
 
@@ -145,7 +149,7 @@ async def invoke(
             scope.deadline = end
             # Elsewhere what a body holds is the model's own matter.
             if direct is not None and model.in_engine:
-                response = await direct.answer(gateway, request, model, end, resources)
+                response = await _answer_directly(gateway, request, direct, model, end, resources)
                 counted.status = response.status_code
                 return response
             if model.in_engine and kind.partition(";")[0].strip().lower() != TEXT:
@@ -153,13 +157,37 @@ async def invoke(
             await used.enter_async_context(gateway.admission.place(model.line, end))
             headers[REQUEST_HEADER] = secrets.token_hex(8)
             call = _ask(gateway, model, body, headers, query, end)
-            answer = await _answer(gateway, call, headers[REQUEST_HEADER], used.pop_all())
+            reply = await _answer(gateway, call, headers[REQUEST_HEADER], used.pop_all())
             if time.monotonic() >= end:  # it came while the loop was busy with others
                 raise Timeout(f"no answer within {end - request.state.started:g} s")
-        counted.status = answer.status
+        counted.status = reply.status
         if model.in_engine:
-            _count_tokens(answer)
-        return _response(answer)
+            _count_tokens(reply)
+        return _response(reply)
+
+
+async def _answer_directly(
+    gateway: Gateway,
+    request: Request,
+    direct: Direct,
+    model: Model,
+    end: float,
+    resources: AsyncExitStack,
+) -> Response:
+    try:
+        parsed, renderer = direct.parse(model.name)
+        if parsed.adapter and parsed.adapter not in (model.name, request.state.alias):
+            name_model(gateway, request, parsed.adapter)
+            name = choose_model(gateway, request, parsed.adapter)
+            model = await resources.enter_async_context(gateway.use(name))
+            request.state.counted.model = model.name
+            check_engine(model)
+            end = min(end, request.state.started + model.request_timeout_s)
+        return await answer(gateway, model, parsed, renderer, end, resources)
+    except Exception as error:
+        if direct.shape is None:
+            raise
+        return error_response(request, error, direct.shape)
 
 
 async def describe(

@@ -20,11 +20,11 @@ from starlette.responses import JSONResponse, Response
 
 from common.media_types import JSON
 from serving.api.access import Right
+from serving.api.answering import Renderer, answer
 from serving.api.gateway import Gateway
 from serving.api.invoke import engine_model
 from serving.api.naming import described_models, listed_aliases, may_call
 from serving.api.openai import parsing, responses, tokens
-from serving.api.openai.answering import Form, answer
 from serving.api.openai.answers import Answer
 from serving.api.openai.errors import UnknownUrl
 from serving.api.openai.parsing import Body, ParsedRequest, user
@@ -97,7 +97,7 @@ async def _answer(
     request: Request,
     body: Body,
     parsed: ParsedRequest,
-    form: Callable[[str], Form],
+    renderer: Callable[[str], Renderer],
 ) -> Response:
     """Loads the model first where that is allowed, as `serving.api.invoke` does."""
     gateway.check_ready()
@@ -106,7 +106,7 @@ async def _answer(
         AsyncExitStack() as resources,
         engine_model(gateway, request, name, resources, user=user(body)) as (model, end),
     ):
-        return await answer(gateway, model, parsed, form(model.name), end, resources)
+        return await answer(gateway, model, parsed, renderer(model.name), end, resources)
     raise AssertionError("it was returned or raised")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from common.errors import OutOfMemory
-from serving.api import stream
+from serving.api import engine_calls
 from serving.errors import Unavailable
 from serving.mms.client import Answer
 from tests.serving.api.gateways import World, answered, model, settle
@@ -442,7 +442,7 @@ def test_a_form_of_too_many_fields_reaches_no_worker() -> None:
 def test_a_stream_of_a_model_that_the_engine_has_lost_is_503_and_not_404(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream, "RESTORE_S", 0.1)
+    monkeypatch.setattr(engine_calls, "RESTORE_S", 0.1)
 
     async def test() -> None:
         lost = model()
