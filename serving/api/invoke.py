@@ -38,6 +38,7 @@ from serving.api.reading import header_text, off_loop, read_body
 from serving.errors import (
     BadRequest,
     MMSEnded,
+    ModelNotFound,
     NotOfTheEngine,
     ServingError,
     Timeout,
@@ -76,7 +77,6 @@ WITHHELD = {
 }  # fmt: skip
 
 
-Check = Callable[[Model], None]
 Limit = Callable[[bytes], Awaitable[float]]  # of a body: how many seconds its answer may take
 
 
@@ -107,7 +107,6 @@ async def invoke(
     request: Request,
     name: str | None,
     headers: Mapping[str, str] | None = None,
-    check: Check = lambda model: None,
     limit: Limit | None = None,
     read: Read | None = None,
     intercept: Intercept | None = None,
@@ -115,7 +114,7 @@ async def invoke(
     """Has a model answer a request, loading it first where that is allowed.
 
     `name` is None where only the body may name the model. `headers` are for the worker, in place
-    of the client's; `check` raises what is wrong with the model; `read` returns how the engine
+    of the client's; `read` returns how the engine
     answers a body directly, if it does; `intercept` answers a body that is for no model. The
     deadline is the model's, counted from the request's head, or the client's own `limit` where that
     is shorter.
@@ -144,7 +143,7 @@ async def invoke(
         async with until(gateway, request, name, limit_s) as scope:
             model = await used.enter_async_context(gateway.use(name))
             counted.model = name
-            check(model)
+            check_version(request, model)
             end = request.state.started + min(model.request_timeout_s, limit_s)
             scope.deadline = end
             # Elsewhere what a body holds is the model's own matter.
@@ -190,9 +189,7 @@ async def _answer_directly(
         return error_response(request, error, direct.shape)
 
 
-async def describe(
-    gateway: Gateway, request: Request, name: str, check: Check = lambda model: None
-) -> Model:
+async def describe(gateway: Gateway, request: Request, name: str) -> Model:
     """Loads a model as `invoke` does and returns it with its metadata (`GET /v2/models/{name}`).
 
     Of an alias it is the model with the largest weight.
@@ -203,34 +200,43 @@ async def describe(
     with Counted(gateway) as counted:
         async with until(gateway, request, name), gateway.use(name) as model:
             counted.model = name
-            check(model)
+            check_version(request, model)
             return model
 
 
-@contextlib.asynccontextmanager
-async def engine_model(
+async def answer_by_engine(
     gateway: Gateway,
     request: Request,
     name: str,
-    resources: AsyncExitStack,
-    check: Check = lambda model: None,
+    work: Callable[[Model, float, AsyncExitStack], Awaitable[Response]],
     limit_s: float = math.inf,
     user: str = "",
-) -> AsyncIterator[tuple[Model, float]]:
-    """Loads a model that the engine itself answers for, as `invoke` does; also yields the deadline.
+) -> Response:
+    """Has `work` answer with a model of the engine, which is loaded as `invoke` does.
 
-    `resources` keeps it in use. Raises `NotOfTheEngine` for a model that answers by its own code.
+    `work` gets the deadline, and what is in use until the answer's end. Raises `NotOfTheEngine` for
+    a model that answers by its own code.
     """
+    gateway.check_ready()
     name_model(gateway, request, name)
     name = choose_model(gateway, request, name, user)
-    counted = resources.enter_context(Counted(gateway))
-    async with until(gateway, request, name, limit_s) as scope:
-        model = await resources.enter_async_context(gateway.use(name))
-        counted.model = name
-        check(model)
-        check_engine(model)
-        end = scope.deadline = request.state.started + min(model.request_timeout_s, limit_s)
-        yield model, end
+    async with AsyncExitStack() as resources:
+        counted = resources.enter_context(Counted(gateway))
+        async with until(gateway, request, name, limit_s) as scope:
+            model = await resources.enter_async_context(gateway.use(name))
+            counted.model = name
+            check_version(request, model)
+            check_engine(model)
+            scope.deadline = request.state.started + min(model.request_timeout_s, limit_s)
+            return await work(model, scope.deadline, resources)
+    raise AssertionError("it was returned or raised")
+
+
+def check_version(request: Request, model: Model) -> None:
+    """Raises `ModelNotFound` for another version than the one that is loaded."""
+    version = request.path_params.get("version", model.version)
+    if version != model.version:
+        raise ModelNotFound(f"Model {model.name} has version {model.version}, not {version[:50]}")
 
 
 def check_engine(model: Model) -> None:

@@ -90,9 +90,10 @@ async def load(gateway: Gateway, request: Request) -> Response:
     wait = _boolean(given, "synchronous", True)
     with gateway.metrics.loading():
         stored = await gateway.lookups.locate(url, options.get("handler"))
-        limit_s = gateway.settings.load_timeout_s
-        of_manifest = gateway.registry.fetches.manifest_name
-        name = model_name(name or await of_manifest(stored, limit_s) or stored.name)
+        if not name:
+            limit_s = gateway.settings.load_timeout_s
+            name = await gateway.registry.fetches.manifest_name(stored, limit_s) or stored.name
+        name = model_name(name)
     name_model(gateway, request, name)
     check_no_alias(gateway, name)
     load = gateway.registry.begin(name, public_url(url), stored, settings, **options)

@@ -22,7 +22,7 @@ from common.media_types import JSON
 from serving.api.access import Right
 from serving.api.answering import Renderer, answer
 from serving.api.gateway import Gateway
-from serving.api.invoke import engine_model
+from serving.api.invoke import answer_by_engine
 from serving.api.naming import described_models, listed_aliases, may_call
 from serving.api.openai import parsing, responses, tokens
 from serving.api.openai.answers import Answer
@@ -99,15 +99,11 @@ async def _answer(
     parsed: ParsedRequest,
     renderer: Callable[[str], Renderer],
 ) -> Response:
-    """Loads the model first where that is allowed, as `serving.api.invoke` does."""
-    gateway.check_ready()
+    def work(model: Model, end: float, resources: AsyncExitStack) -> Awaitable[Response]:
+        return answer(gateway, model, parsed, renderer(model.name), end, resources)
+
     name = normal_name(parsed.model).lstrip("/")
-    async with (
-        AsyncExitStack() as resources,
-        engine_model(gateway, request, name, resources, user=user(body)) as (model, end),
-    ):
-        return await answer(gateway, model, parsed, renderer(model.name), end, resources)
-    raise AssertionError("it was returned or raised")
+    return await answer_by_engine(gateway, request, name, work, user=user(body))
 
 
 async def tokenize(gateway: Gateway, request: Request) -> Response:
@@ -123,18 +119,14 @@ async def detokenize(gateway: Gateway, request: Request) -> Response:
 async def _of_tokens(
     gateway: Gateway,
     request: Request,
-    work: Callable[[Gateway, Model, parsing.Body, float], Awaitable[dict[str, Any]]],
+    convert: Callable[[Gateway, Model, Body, float], Awaitable[dict[str, Any]]],
 ) -> Response:
+    async def work(model: Model, end: float, _: AsyncExitStack) -> Response:
+        return JSONResponse(await convert(gateway, model, body, end))
+
     body = await read_json_object(gateway, request)
-    gateway.check_ready()
     named = parsing.text("model", body.get("model") or gateway.single_model)
-    name = normal_name(named).lstrip("/")
-    async with (
-        AsyncExitStack() as resources,
-        engine_model(gateway, request, name, resources) as (model, end),
-    ):
-        return JSONResponse(await work(gateway, model, body, end))
-    raise AssertionError("it was returned or raised")
+    return await answer_by_engine(gateway, request, normal_name(named).lstrip("/"), work)
 
 
 async def unknown(gateway: Gateway, request: Request) -> Response:

@@ -35,15 +35,15 @@ from common.json_body import read_json
 from common.media_types import BINARY, HEADER_SIZE, JSON
 from serving.api.access import Right
 from serving.api.gateway import Gateway
-from serving.api.invoke import Check, describe, invoke
+from serving.api.invoke import check_version, describe, invoke
 from serving.api.naming import described_models, may_call
 from serving.api.reading import LARGE_BYTES
 from serving.api.routing import CALL, EVENTS, FIND, Kind, Route
 from serving.api.v2 import repository
 from serving.api.v2.generate import generate
 from serving.api.v2.statistics import statistics
-from serving.errors import BadRequest, ModelNotFound, ResourceNotFound, Unavailable
-from serving.models.model import Model, State
+from serving.errors import BadRequest, ResourceNotFound, Unavailable
+from serving.models.model import State
 
 NAME, VERSION = "kogpt2-serving", "0.1.0"
 BYTES = "application/octet-stream"
@@ -78,14 +78,14 @@ async def model_ready(gateway: Gateway, request: Request) -> Response:
             raise Unavailable(f"Model {named} is not loaded yet; a request to it loads it")
         if model.state is not State.READY:
             raise Unavailable(f"Model {named} is {model.state.value}")
-        _version_check(request)(model)
+        check_version(request, model)
     return JSONResponse({"name": name, "ready": True})
 
 
 async def describe_model(gateway: Gateway, request: Request) -> Response:
     """The model's inputs and outputs; loads it."""
     name = request.path_params["name"]
-    model = await describe(gateway, request, name, _version_check(request))
+    model = await describe(gateway, request, name)
     return JSONResponse(_described(model.name, model.metadata))
 
 
@@ -101,8 +101,7 @@ async def infer(gateway: Gateway, request: Request) -> Response:
     async def limit(body: bytes) -> float:
         return await _limit_s(body if length is None else body[: int(length)])
 
-    name, check = request.path_params["name"], _version_check(request)
-    response = await invoke(gateway, request, name, headers, check, limit)
+    response = await invoke(gateway, request, request.path_params["name"], headers, limit)
     if response.status_code >= 400:
         return _as_error(request, response)
     kind, _, size = response.headers["content-type"].partition(f";{HEADER_SIZE}=")
@@ -114,18 +113,18 @@ async def infer(gateway: Gateway, request: Request) -> Response:
 
 async def generate_whole(gateway: Gateway, request: Request) -> Response:
     """Continues a text."""
-    return await generate(gateway, request, False, _version_check(request))
+    return await generate(gateway, request, False)
 
 
 async def generate_stream(gateway: Gateway, request: Request) -> Response:
     """Continues a text, in server-sent events."""
-    return await generate(gateway, request, True, _version_check(request))
+    return await generate(gateway, request, True)
 
 
 async def config(gateway: Gateway, request: Request) -> Response:
     """The model's inputs and outputs, as Triton describes them; loads it."""
     name = request.path_params["name"]
-    model = await describe(gateway, request, name, _version_check(request))
+    model = await describe(gateway, request, name)
     described = _described(model.name, model.metadata)
     sides = {"input": described["inputs"], "output": described["outputs"]}
     tensors = {side: [_configured(t) for t in listed] for side, listed in sides.items()}
@@ -139,7 +138,7 @@ async def model_statistics(gateway: Gateway, request: Request) -> Response:
     named = described_models(gateway, request.path_params["name"])
     models = [gateway.registry.get(model) for model in named]
     for model in models:
-        _version_check(request)(model)
+        check_version(request, model)
     return JSONResponse(await statistics(gateway, models))
 
 
@@ -161,18 +160,6 @@ async def _limit_s(body: bytes) -> float:
         value = await asyncio.to_thread(read_json, body)
         return timeout_s(value.get("parameters") if isinstance(value, dict) else None) or math.inf
     return math.inf
-
-
-def _version_check(request: Request) -> Check:
-    """Raises `ModelNotFound` for another version than the one that is loaded."""
-
-    def check(model: Model) -> None:
-        version = request.path_params.get("version")
-        own = _described(model.name, model.metadata)["versions"][0]
-        if version not in (None, own):
-            raise ModelNotFound(f"Model {model.name} has version {own}, not {version[:50]}")
-
-    return check
 
 
 def _described(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,9 +95,8 @@ def _alias(name: str, weights: Mapping[str, float], ready: set[str]) -> dict[str
 
 
 def _entry(model: Model) -> dict[str, Any]:
-    version = (model.metadata.get("versions") or ["1"])[0]
     state, reason = STATES[model.state], model.restarts.reason
-    return {"name": model.name, "version": version, "state": state, "reason": reason}
+    return {"name": model.name, "version": model.version, "state": state, "reason": reason}
 
 
 async def read_object(gateway: Gateway, request: Request) -> dict[str, Any]:

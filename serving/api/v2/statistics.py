@@ -44,7 +44,7 @@ def _model_stat(model: Model, tally: Tally, engine: dict[str, Any] | None) -> di
     infer = {"count": success["count"], "ns": max(success["ns"] - queue["ns"], 0)}
     return {
         "name": model.name,
-        "version": (model.metadata.get("versions") or ["1"])[0],
+        "version": model.version,
         "inference_count": success["count"],
         "execution_count": success["count"] if engine is None else engine["steps"],
         "inference_stats": {
