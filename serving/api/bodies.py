@@ -28,8 +28,8 @@ from serving.api.stream import Stream, wanted
 MARKS = (b'"messages"', b'"prompt"', b'"details"', b'"grammar"', b'"adapter_id"')
 
 
-def read(request: Request, body: bytes, headers: Mapping[str, str]) -> Direct | None:
-    """Parses a body that the engine answers directly; None for one that the worker answers."""
+def read(request: Request, body: bytes, headers: Mapping[str, str]) -> Direct:
+    """Parses a body that the engine answers directly, if it is one."""
     agent = request.headers.get("user-agent", "")
     if tgi.CLIENT in agent or any(mark in body for mark in MARKS):
         with suppress(InvalidRequest, UnsupportedMediaType):  # the worker says what is wrong
@@ -39,7 +39,7 @@ def read(request: Request, body: bytes, headers: Mapping[str, str]) -> Direct | 
             if tgi.is_meant(value, agent):
                 return _tgi(value)
     if (streamed := wanted(body, headers)) is None:
-        return None
+        return Direct()
 
     def parse(_: str) -> tuple[EngineRequest, Renderer]:
         request = EngineRequest(

@@ -100,9 +100,7 @@ class Scrape(Collector):
     def _aliases(self) -> Iterator[Metric]:
         aliases = self.aliases.all()
         yield _gauge("aliases", "Aliases in use", [], [([], len(aliases))])
-        text = (
-            "Whether the store's aliases.json is wrong or unreadable, and an older one is used"
-        )
+        text = "Whether the store's aliases.json is wrong or unreadable, and an older one is used"
         yield _gauge("aliases_wrong", text, [], [([], self.aliases.wrong)])
         requests = (
             ([alias.name, model], count)

@@ -32,10 +32,11 @@ from serving.api.answering import TokenStream
 from serving.api.bodies import read, read_tgi
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.gateway import Gateway
-from serving.api.invoke import CUSTOM_ATTRIBUTES, TARGET_MODEL, invoke
+from serving.api.invoke import invoke
 from serving.api.reading import LARGE_BYTES, header_text, off_loop
 from serving.api.routing import CALL, EVENTS, Kind, Route
 from serving.api.stream import LINES
+from serving.api.worker_calls import CUSTOM_ATTRIBUTES, TARGET_MODEL
 from serving.errors import BadRequest
 from serving.names import normal_name
 

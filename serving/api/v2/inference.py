@@ -18,7 +18,6 @@ https://github.com/kserve/open-inference-protocol
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import math
@@ -35,7 +34,7 @@ from common.json_body import read_json
 from common.media_types import BINARY, HEADER_SIZE, JSON
 from serving.api.access import Right
 from serving.api.gateway import Gateway
-from serving.api.invoke import check_version, describe, invoke
+from serving.api.invoke import Direct, check_version, describe, invoke
 from serving.api.naming import described_models, may_call
 from serving.api.reading import LARGE_BYTES
 from serving.api.routing import CALL, EVENTS, FIND, Kind, Route
@@ -98,10 +97,11 @@ async def infer(gateway: Gateway, request: Request) -> Response:
             raise BadRequest(f"{HEADER_LENGTH} must be a number of bytes")
         headers["content-type"] = f"{BINARY};{HEADER_SIZE}={length}"
 
-    async def limit(body: bytes) -> float:
-        return await _limit_s(body if length is None else body[: int(length)])
+    def read(request: Request, body: bytes, _: Mapping[str, str]) -> Direct:
+        return Direct(limit_s=_limit_s(body if length is None else body[: int(length)]))
 
-    response = await invoke(gateway, request, request.path_params["name"], headers, limit)
+    name = request.path_params["name"]
+    response = await invoke(gateway, request, name, headers, read=read)
     if response.status_code >= 400:
         return _as_error(request, response)
     kind, _, size = response.headers["content-type"].partition(f";{HEADER_SIZE}=")
@@ -152,12 +152,12 @@ async def no_traces(gateway: Gateway, request: Request) -> Response:
     raise ResourceNotFound("there are no traces here; /metrics and the log tell of requests")
 
 
-async def _limit_s(body: bytes) -> float:
+def _limit_s(body: bytes) -> float:
     """The seconds that a request's own `timeout` leaves it."""
     if b'"timeout"' not in body:
         return math.inf
     with contextlib.suppress(InvalidRequest):  # the worker says what is wrong
-        value = await asyncio.to_thread(read_json, body)
+        value = read_json(body)
         return timeout_s(value.get("parameters") if isinstance(value, dict) else None) or math.inf
     return math.inf
 
