@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,7 @@ class Aliases:
         """
         self._lookups, self._copy = lookups, copy
         self._aliases: dict[str, Alias] = {}
+        self._of: dict[str, list[str]] = {}  # aliases by model
         self._version: str | None = ""  # of the file that was read last; None where there is none
         self._problem = ""
         self._checked = True  # whether the store has the models
@@ -98,6 +99,10 @@ class Aliases:
 
     def find(self, name: str) -> Alias | None:
         return self._aliases.get(name)
+
+    def of(self, model: str) -> Sequence[str]:
+        """The names of the aliases that stand for a model."""
+        return self._of.get(model, ())
 
     async def watch(self) -> None:
         """Reads the file now and after each change, until it is cancelled."""
@@ -157,7 +162,10 @@ class Aliases:
                 aliases[name] = before
             elif before is not None:
                 alias.requests |= {m: n for m, n in before.requests.items() if m in alias.weights}
-        self._aliases, self._checked = aliases, False
+        self._aliases, self._checked, self._of = aliases, False, {}
+        for name, alias in aliases.items():
+            for model in alias.models:
+                self._of.setdefault(model, []).append(name)
 
     async def _warn_of_unknown(self) -> None:
         """Once a file. A model that the store does not have may be loaded by its url."""

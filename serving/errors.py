@@ -72,10 +72,6 @@ class BodyTooLarge(ServingError, status=413, type="RequestTooLargeException"): .
 class UnsupportedMediaType(ServingError, status=415, type="UnsupportedMediaTypeException"): ...
 
 
-class UnsupportedEncoding(UnsupportedMediaType):
-    """The body's `Content-Encoding` is not supported."""
-
-
 class TooManyRequests(ServingError, status=429, type="TooManyRequestsException"):
     """The queue of the model is full, or the limit of open sessions is reached."""
 

@@ -33,10 +33,10 @@ from engine.http.async_client import AsyncEngineClient
 from serving.aliases import FILE as ALIASES_FILE
 from serving.aliases import Aliases
 from serving.api.app import App
+from serving.api.gateway import Gateway
 from serving.api.http_protocol import HTTPProtocol
 from serving.api.metrics import Metrics
 from serving.api.sessions import Sessions
-from serving.api.shared import Gateway
 from serving.console.journal import Journal
 from serving.errors import StartError
 from serving.mms import launcher

@@ -3,7 +3,7 @@
 {"tokens": [{"name", "sha256", "models": [patterns], "load"?, "requests_per_minute"?,
              "concurrency"?}]}
 
-docs/reference/settings.md describes the fields. `serving.api.shared.check_token` asks for them.
+docs/reference/settings.md describes the fields. `serving.api.access.check_token` applies them.
 """
 
 from __future__ import annotations

@@ -11,15 +11,18 @@ every other route answers for it, too.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
+from common.media_types import JSON, TEXT
+from serving.api.gateway import Gateway
 from serving.api.naming import check_no_alias, name_model, name_source
-from serving.api.shared import Gateway, Right, check_token, read_json_object
+from serving.api.reading import read_json_object
+from serving.api.routing import FIND, LOAD, LOADING, Route
 from serving.errors import BadRequest, ModelNotFound
 from serving.models.model_settings import ModelSettings
 from serving.names import model_name
@@ -28,51 +31,36 @@ from serving.store import public_url
 FIELDS = {"name": str, "src": str, "preload": bool, "pin": bool}
 
 
-class Adapters:
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+async def register(gateway: Gateway, request: Request) -> Response:
+    """Loads an adapter beside the one model (SageMaker's adapter inference components).
 
-    def routes(self) -> list[Route]:
-        return [
-            Route("/adapters", self.register, methods=["POST"]),
-            Route("/adapters/{name:model}", self.unregister, methods=["DELETE"]),
-        ]
+    Without `preload` the answer does not wait for that.
+    """
+    body = _checked(await read_json_object(gateway, request))
+    name, src = model_name(body["name"]), body["src"]
+    name_model(gateway, request, name)
+    check_no_alias(gateway, name)
+    name_source(gateway, request, src)
+    with gateway.metrics.loading():
+        stored = await gateway.lookups.locate(src)
+    # Without the one model, the adapter itself names its base.
+    base = str(Path(gateway.settings.base_dir, "model")) if gateway.single_model else None
+    settings = ModelSettings(base=base, pinned=body.get("pin"))
+    load = gateway.registry.begin(name, public_url(src), stored, settings)
+    counted = gateway.registry.spawn(gateway.metrics.loaded(load))
+    if body.get("preload", True):
+        await asyncio.shield(counted)
+    return PlainTextResponse(f"Adapter {name} registered")
 
-    async def register(self, request: Request) -> Response:
-        """Loads an adapter; without `preload` the answer does not wait for that."""
-        gateway = self._gateway
-        check_token(gateway, request, Right.LOAD)
-        gateway.check_ready()
-        body = _checked(await read_json_object(gateway, request))
-        name, src = model_name(body["name"]), body["src"]
-        name_model(gateway, request, name)
-        check_no_alias(gateway, name)
-        name_source(gateway, request, src)
-        with gateway.metrics.loading():
-            stored = await gateway.lookups.locate(src)
-        settings = ModelSettings(base=self._base(), pinned=body.get("pin"))
-        load = gateway.registry.begin(name, public_url(src), stored, settings)
-        counted = gateway.registry.spawn(gateway.metrics.loaded(load))
-        if body.get("preload", True):
-            await asyncio.shield(counted)
-        return PlainTextResponse(f"Adapter {name} registered")
 
-    def _base(self) -> str | None:
-        """The folder of the one model; else the adapter itself names its base."""
-        settings = self._gateway.settings
-        return str(Path(settings.base_dir, "model")) if self._gateway.single_model else None
-
-    async def unregister(self, request: Request) -> Response:
-        gateway, name = self._gateway, request.path_params["name"]
-        check_token(gateway, request, Right.LOAD)
-        name_model(gateway, request, name)
-        check_no_alias(gateway, name)
-        gateway.check_ready()
-        model = gateway.registry.find(name)
-        if model is None or model.stored_base is None:
-            raise ModelNotFound(f"The adapter {name} was not found")
-        await gateway.registry.unload(name)
-        return PlainTextResponse(f"Adapter {name} unregistered")
+async def unregister(gateway: Gateway, request: Request) -> Response:
+    """Unloads an adapter."""
+    name = request.path_params["name"]
+    model = gateway.registry.find(name)
+    if model is None or model.stored_base is None:
+        raise ModelNotFound(f"The adapter {name} was not found")
+    await gateway.registry.unload(name)
+    return PlainTextResponse(f"Adapter {name} unregistered")
 
 
 def _checked(body: dict[str, Any]) -> dict[str, Any]:
@@ -86,3 +74,10 @@ def _checked(body: dict[str, Any]) -> dict[str, Any]:
         if not body.get(field):
             raise BadRequest(f"{field} must be text that is not empty")
     return body
+
+
+ADAPTER = dataclasses.replace(LOAD, sent={JSON: "Adapter"}, answered={TEXT: "Text"})
+ROUTES = (
+    Route("POST", "/adapters", register, ADAPTER, LOADING),
+    Route("DELETE", "/adapters/{name:model}", unregister, LOAD, FIND),
+)

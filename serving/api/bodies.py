@@ -7,33 +7,29 @@ API's shape.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import orjson
 from starlette.requests import Request
-from starlette.responses import Response
 
-from common.errors import InvalidRequest, ServiceError, UnsupportedMediaType
+from common.errors import InvalidRequest, UnsupportedMediaType
 from common.json_body import MAX_VALUES, read_json
 from common.media_types import JSON, media_type
 from serving.api import tgi
-from serving.api.invoke import Direct, check_engine
-from serving.api.naming import choose_model, name_model
+from serving.api.answering import EngineRequest, Renderer
+from serving.api.error_responses import tgi_body
+from serving.api.invoke import Direct
 from serving.api.openai import parsing
-from serving.api.openai.answering import answer as answer_openai
 from serving.api.openai.answers import Answer
-from serving.api.openai.errors import respond
-from serving.api.shared import Gateway, error_response
-from serving.api.stream import open_stream, wanted
-from serving.models.model import Model
+from serving.api.openai.errors import error_body
+from serving.api.stream import Stream, wanted
 
 MARKS = (b'"messages"', b'"prompt"', b'"details"', b'"grammar"', b'"adapter_id"')
 
 
-def read(request: Request, body: bytes, headers: Mapping[str, str]) -> Direct | None:
-    """Parses a body that the engine answers directly; None for one that the worker answers."""
+def read(request: Request, body: bytes, headers: Mapping[str, str]) -> Direct:
+    """Parses a body that the engine answers directly, if it is one."""
     agent = request.headers.get("user-agent", "")
     if tgi.CLIENT in agent or any(mark in body for mark in MARKS):
         with suppress(InvalidRequest, UnsupportedMediaType):  # the worker says what is wrong
@@ -42,18 +38,16 @@ def read(request: Request, body: bytes, headers: Mapping[str, str]) -> Direct | 
                 return _openai(value)
             if tgi.is_meant(value, agent):
                 return _tgi(value)
-    streamed = wanted(body, headers)
-    if streamed is None:
-        return None
+    if (streamed := wanted(body, headers)) is None:
+        return Direct()
 
-    async def answer(
-        gateway: Gateway, _: Request, model: Model, end: float, resources: AsyncExitStack
-    ) -> Response:
-        await resources.enter_async_context(gateway.admission.place(model.line, end))
-        accept = headers.get("accept", "")
-        return await open_stream(gateway, model, streamed, accept, end, resources)
+    def parse(_: str) -> tuple[EngineRequest, Renderer]:
+        request = EngineRequest(
+            prompts=[streamed.inputs], parameters=streamed.parameters, stream=True
+        )
+        return request, Stream(streamed, headers.get("accept", ""))
 
-    return Direct(answer)
+    return Direct(parse)
 
 
 def _object(body: bytes, content_type: str | None) -> dict[str, Any]:
@@ -62,19 +56,15 @@ def _object(body: bytes, content_type: str | None) -> dict[str, Any]:
 
 
 def _openai(body: dict[str, Any]) -> Direct:
-    async def answer(
-        gateway: Gateway, request: Request, model: Model, end: float, resources: AsyncExitStack
-    ) -> Response:
-        try:
-            parse = parsing.chat if "messages" in body else parsing.completion
-            parsed = parse({**body, "model": model.name})
-            form = Answer(parsed, model.name)
-            return await answer_openai(gateway, model, parsed, form, end, resources)
-        except Exception as error:
-            return respond(request, error)
+    def parse(model: str) -> tuple[EngineRequest, Renderer]:
+        parsed = (parsing.chat if "messages" in body else parsing.completion)(
+            {**body, "model": model}
+        )
+        return parsed, Answer(parsed, model)
 
     named = body.get("model")
-    return Direct(answer, named if isinstance(named, str) else "", parsing.user(body))
+    model = named if isinstance(named, str) else ""
+    return Direct(parse, error_body, model, parsing.user(body))
 
 
 def read_tgi(request: Request, body: bytes, headers: Mapping[str, str], *, stream: bool) -> Direct:
@@ -86,27 +76,8 @@ def read_tgi(request: Request, body: bytes, headers: Mapping[str, str], *, strea
 
 
 def _tgi(body: dict[str, Any]) -> Direct:
-    async def answer(
-        gateway: Gateway, request: Request, model: Model, end: float, resources: AsyncExitStack
-    ) -> Response:
-        try:
-            parsed = tgi.parse(body)
-            if parsed.adapter and parsed.adapter not in (model.name, request.state.alias):
-                name_model(gateway, request, parsed.adapter)
-                name = choose_model(gateway, request, parsed.adapter)
-                model = await resources.enter_async_context(gateway.use(name))
-                request.state.counted.model = model.name
-                check_engine(model)
-                end = min(end, request.state.started + model.request_timeout_s)
-            return await tgi.answer(gateway, model, parsed, end, resources)
-        except ServiceError as error:
-            return tgi_error(request, error)
+    def parse(_: str) -> tuple[EngineRequest, Renderer]:
+        parsed = tgi.parse(body)
+        return parsed, tgi.Text(parsed)
 
-    return Direct(answer)
-
-
-def tgi_error(request: Request, error: ServiceError) -> Response:
-    response = error_response(request, error)
-    response.body = orjson.dumps({**error.to_body(), **tgi.error_body(error)})
-    response.headers["content-length"] = str(len(response.body))
-    return response
+    return Direct(parse, tgi_body)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
+    Metric,
 )
 from prometheus_client.registry import Collector
 
@@ -22,78 +25,12 @@ USAGE = {
     "prompt_tokens": "Tokens of the prompts of its answers",
     "completion_tokens": "Tokens made for its answers",
 }
-
-
-class TokenUsage(Collector):
-    """What the tokens of TOKENS_FILE were used for, by their names in it: no others are labels."""
-
-    def __init__(self) -> None:
-        self.tokens: Sequence[Token] = ()
-
-    def collect(self) -> Iterator[Any]:
-        for name, text in USAGE.items():
-            family = CounterMetricFamily(f"kogpt2_token_{name}", text, labels=["token"])
-            for token in self.tokens:
-                family.add_metric([token.name], getattr(token.usage, name))
-            yield family
-        family = CounterMetricFamily(
-            "kogpt2_token_refusals",
-            "Requests refused: a model not allowed, loading not allowed, or beyond a limit",
-            labels=["token", "reason"],
-        )
-        for token in self.tokens:
-            for reason, count in token.usage.refused.items():
-                family.add_metric([token.name, reason], count)
-        yield family
-
-
-class AliasRequests(Collector):
-    """Of the store's aliases.json: no other names are labels."""
-
-    def __init__(self) -> None:
-        self.aliases = Aliases()
-
-    def collect(self) -> Iterator[Any]:
-        yield GaugeMetricFamily("kogpt2_aliases", "Aliases in use", len(self.aliases.all()))
-        yield GaugeMetricFamily(
-            "kogpt2_aliases_wrong",
-            "Whether the store's aliases.json is wrong or cannot be read, and an older one is used",
-            float(self.aliases.wrong),
-        )
-        family = CounterMetricFamily(
-            "kogpt2_alias_requests",
-            "Requests for an alias, by the model that was chosen",
-            labels=["alias", "model"],
-        )
-        for alias in self.aliases.all():
-            for model, count in [*alias.requests.items()]:  # the event loop adds to it
-                family.add_metric([alias.name, model], count)
-        yield family
-
-
-class EntrypointCounts(Collector):
-    """What the entrypoint counts. It outlives the gateway."""
-
-    def __init__(self, run_dir: Path | None) -> None:
-        self._run_dir = run_dir
-
-    def collect(self) -> Iterator[Any]:
-        counts = read_counts(self._run_dir)
-        family = CounterMetricFamily(
-            "kogpt2_process_restarts",
-            "Times that a process of the server ended and was started again",
-            labels=["process"],
-        )
-        for name, label in PROCESSES.items():
-            family.add_metric([label], counts[name])
-        yield family
-        yield CounterMetricFamily(
-            "kogpt2_dropped_log_lines",
-            "Lines of the log that were dropped: what reads it was too slow",
-            counts[DROPPED],
-        )
-
-
+BUDGET = {
+    "budget_bytes": "The engine's memory budget",
+    "weight_bytes": "Of the budget, taken by weights",
+    "kv_bytes": "Of the budget, reserved for running requests",
+    "prefix_bytes": "Of what is left, kept for prompts that begin alike",
+}
 COUNTERS = {
     "requests": "Requests that the engine took",
     "tokens": "Tokens made",
@@ -115,64 +52,106 @@ GAUGES = {
     "running": "Sequences in the running batch",
 }
 
+Rows = Iterable[tuple[Sequence[str], float]]  # the values of labels, and a number
 
-class EngineStatistics(Collector):
-    """The engine's own counters, as it gave them for this scrape, and who waits for it."""
 
-    def __init__(self) -> None:
-        self.statistics: dict[str, Any] | None = None
-        self.names: dict[str, str] = {}
-        self.waiting: Mapping[str, int] = {}
+@dataclass(eq=False)
+class Scrape(Collector):
+    """What is counted elsewhere, at the time of a scrape.
 
-    def collect(self) -> Iterator[Any]:
-        up = GaugeMetricFamily("kogpt2_engine_up", "Whether the engine answers")
-        up.add_metric([], float(self.statistics is not None))
-        yield up
-        yield self._waiting()
+    run_dir: of the entrypoint's counts, which outlive the gateway
+    statistics: the engine's own counters
+    names: of models, by their names in the engine
+    waiting: requests in the gateway, by model
+    tokens: those of TOKENS_FILE
+    aliases: those of the store. Only names of tokens, aliases and models there are are labels.
+    """
+
+    run_dir: Path | None = None
+    statistics: dict[str, Any] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    tokens: Sequence[Token] = ()
+    aliases: Aliases = field(default_factory=Aliases)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._engine()
+        yield from self._usage()
+        yield from self._aliases()
+        counts = read_counts(self.run_dir)
+        restarts = (([label], counts[name]) for name, label in PROCESSES.items())
+        text = "Times that a process of the server ended and was started again"
+        yield _counter("process_restarts", text, ["process"], restarts)
+        text = "Lines of the log that were dropped: what reads it was too slow"
+        yield _counter("dropped_log_lines", text, [], [([], counts[DROPPED])])
+
+    def _usage(self) -> Iterator[Metric]:
+        for name, text in USAGE.items():
+            used = (([token.name], getattr(token.usage, name)) for token in self.tokens)
+            yield _counter(f"token_{name}", text, ["token"], used)
+        refused = (
+            ([token.name, reason], count)
+            for token in self.tokens
+            for reason, count in token.usage.refused.items()
+        )
+        text = "Requests refused: a model not allowed, loading not allowed, or beyond a limit"
+        yield _counter("token_refusals", text, ["token", "reason"], refused)
+
+    def _aliases(self) -> Iterator[Metric]:
+        aliases = self.aliases.all()
+        yield _gauge("aliases", "Aliases in use", [], [([], len(aliases))])
+        text = "Whether the store's aliases.json is wrong or unreadable, and an older one is used"
+        yield _gauge("aliases_wrong", text, [], [([], self.aliases.wrong)])
+        requests = (
+            ([alias.name, model], count)
+            for alias in aliases
+            for model, count in [*alias.requests.items()]  # the event loop adds to it
+        )
+        text = "Requests for an alias, by the model that was chosen"
+        yield _counter("alias_requests", text, ["alias", "model"], requests)
+
+    def _engine(self) -> Iterator[Metric]:
+        up = self.statistics is not None
+        yield _gauge("engine_up", "Whether the engine answers", [], [([], up)])
+        models = [
+            (self.names.get(model["name"], model["name"]), model)
+            for model in (self.statistics or {"models": ()})["models"]
+        ]
+        waiting = Counter(self.waiting)
+        for name, model in models:
+            waiting[name] += model["waiting"]
+        text = "Requests that wait in the gateway, and sequences in the engine's queue"
+        rows = (([name], count) for name, count in waiting.items())
+        yield _gauge("model_waiting", text, ["model"], rows)
         if self.statistics is None:
             return
-        for name, text in (
-            ("budget_bytes", "The engine's memory budget"),
-            ("weight_bytes", "Of the budget, taken by weights"),
-            ("kv_bytes", "Of the budget, reserved for running requests"),
-            ("prefix_bytes", "Of what is left, kept for prompts that begin alike"),
-        ):
-            yield GaugeMetricFamily(f"kogpt2_engine_{name}", text, self.statistics[name])
-        models = self.statistics["models"]
-        yield GaugeMetricFamily("kogpt2_models", "Models that the engine holds", len(models))
-        where: Any = GaugeMetricFamily(
-            "kogpt2_model_residency",
-            "1 for where a model's weights are: hot or parked",
-            labels=["model", "residency"],
-        )
-        for model in models:
-            where.add_metric([self.names.get(model["name"], model["name"]), model["residency"]], 1)
-        yield where
-        for families, kind in ((COUNTERS, CounterMetricFamily), (GAUGES, GaugeMetricFamily)):
-            for name, text in families.items():
-                family: Any = kind(f"kogpt2_model_{name}", text, labels=["model"])
-                for model in models:
-                    label = self.names.get(model["name"], model["name"])
-                    family.add_metric([label], model[name])
-                yield family
-        for name, text in HISTOGRAMS.items():
-            shown = f"kogpt2_model_{name.removesuffix('_s')}_seconds"
+        for name, text in BUDGET.items():
+            yield _gauge(f"engine_{name}", text, [], [([], self.statistics[name])])
+        yield _gauge("models", "Models that the engine holds", [], [([], len(models))])
+        text = "1 for where a model's weights are: hot or parked"
+        where = (([name, model["residency"]], 1) for name, model in models)
+        yield _gauge("model_residency", text, ["model", "residency"], where)
+        for families, make in ((COUNTERS, _counter), (GAUGES, _gauge)):
+            for key, text in families.items():
+                rows = (([name], model[key]) for name, model in models)
+                yield make(f"model_{key}", text, ["model"], rows)
+        for key, text in HISTOGRAMS.items():
+            shown = f"kogpt2_model_{key.removesuffix('_s')}_seconds"
             histogram = HistogramMetricFamily(shown, text, labels=["model"])
-            for model in models:
-                label = self.names.get(model["name"], model["name"])
-                histogram.add_metric([label], model[name]["buckets"], model[name]["sum"])
+            for name, model in models:
+                histogram.add_metric([name], model[key]["buckets"], model[key]["sum"])
             yield histogram
 
-    def _waiting(self) -> Any:
-        waiting = dict(self.waiting)
-        for model in self.statistics["models"] if self.statistics else ():
-            name = self.names.get(model["name"], model["name"])
-            waiting[name] = waiting.get(name, 0) + model["waiting"]
-        family: Any = GaugeMetricFamily(
-            "kogpt2_model_waiting",
-            "Requests that wait in the gateway, and sequences in the engine's queue",
-            labels=["model"],
-        )
-        for name, count in waiting.items():
-            family.add_metric([name], count)
-        return family
+
+def _counter(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
+    family = CounterMetricFamily(f"kogpt2_{name}", text, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
+def _gauge(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
+    family = GaugeMetricFamily(f"kogpt2_{name}", text, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, float(number))
+    return family

@@ -86,11 +86,7 @@ def _check_head(i: int, head: str) -> None:
             if value.lower().startswith("multipart/"):
                 raise BadRequest(f"part {i} of the form is {value:.50}: forms cannot be nested")
             _check_charset(value)
-        elif name == "content-transfer-encoding" and value.lower() not in (
-            "7bit",
-            "8bit",
-            "binary",
-        ):
+        elif name == "content-transfer-encoding" and value.lower() not in ENCODINGS:
             raise BadRequest(f"part {i} of the form is sent as {value:.50}, must be binary")
     if named != 1:
         raise BadRequest(f"part {i} of the form must have one Content-Disposition, has {named}")

@@ -42,8 +42,6 @@ PIECE_BYTES = 2048
 MAX_PIPELINED = 8  # requests that wait for the answer before theirs; what follows stays unparsed
 TCP_NOTSENT_LOWAT = 25  # of Linux's tcp.h
 FRAMING = (b"content-length", b"transfer-encoding")
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-TCP_CLOSED = 7  # TCP_CLOSE of Linux's tcp_states.h, the first byte of TCP_INFO
 
 
 class Port:
@@ -85,9 +83,6 @@ class HTTPProtocol(HttpToolsProtocol):
     # is read and thrown away until it stops, within these (nginx calls it a lingering close).
     linger_s = 10.0
     linger_bytes = 128 << 20
-    # A client that has closed its sending half reads on or has gone, which only writing to it
-    # tells. One that gets its answer meanwhile is not bothered.
-    half_closed_s = 0.25
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -103,7 +98,6 @@ class HTTPProtocol(HttpToolsProtocol):
         self._unparsed = b""
         self._in_head = self._is_replay = False
         self._lingers = self._lingering = False
-        self._half_closed = False
 
     # A connection
 
@@ -163,28 +157,6 @@ class HTTPProtocol(HttpToolsProtocol):
             self._port.open.discard(self)
             self._port.silent.pop(self, None)
             super().connection_lost(exc)
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """True keeps the sending half open: the request is complete and its answer due."""
-        cycle = self.cycle
-        if self._lingering or cycle is None or cycle.response_complete or cycle.more_body:
-            return False
-        if not self._half_closed:
-            self._half_closed = True
-            self._start_timer(self.half_closed_s, self._probe)
-        return True
-
-    def _probe(self, probed: bool = False) -> None:
-        """Ends a connection whose client has gone: its kernel answers anything with a reset."""
-        if self.transport.is_closing() or self.cycle.response_complete:
-            return
-        client: socket.socket = self.transport.get_extra_info("socket")
-        if client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSED:
-            self.transport.abort()
-            return
-        if not probed and not self.cycle.response_started and self.scope["http_version"] == "1.1":
-            self.transport.write(CONTINUE)  # may precede every answer of HTTP/1.1
-        self._start_timer(self.half_closed_s, self._probe, True)
 
     def _start_timer(self, seconds: float, act: Any, *arguments: Any) -> None:
         self._stop_timer()
@@ -414,8 +386,6 @@ class HTTPProtocol(HttpToolsProtocol):
         if self.cycle.response_complete:  # else one more has come behind it
             if self._lingers:
                 self._linger()
-            elif self._half_closed:
-                self.transport.close()
             elif self._in_head:
                 self._unset_keepalive_if_required()
                 self._start_timer(self.head_s, self._too_slow)

@@ -20,12 +20,7 @@ from prometheus_client import (
 
 from common.histogram import SECONDS
 from serving.aliases import Aliases
-from serving.api.collectors import (
-    AliasRequests,
-    EngineStatistics,
-    EntrypointCounts,
-    TokenUsage,
-)
+from serving.api.collectors import Scrape
 from serving.tokens import Token
 
 LABELS = ("model",)
@@ -97,13 +92,8 @@ class Metrics:
         )
         self._started = Gauge("kogpt2_start_time_seconds", "When the gateway started", registry=on)
         self._started.set(time.time())
-        self._engine = EngineStatistics()
-        self._registry.register(self._engine)
-        self._usage = TokenUsage()
-        self._registry.register(self._usage)
-        self._aliases = AliasRequests()
-        self._registry.register(self._aliases)
-        self._registry.register(EntrypointCounts(run_dir))
+        self._scrape = Scrape(run_dir)
+        self._registry.register(self._scrape)
         self._failed_loads = Counter(
             "kogpt2_load_failures",
             "Loads by POST /models, /adapters and the model repository that failed, by status",
@@ -170,8 +160,7 @@ class Metrics:
             for name in gone:
                 metric.remove_by_labels({"model": name})
         self._labelled -= gone
-        self._engine.statistics, self._engine.names, self._engine.waiting = (
-            statistics, names, waiting
-        )  # fmt: skip
-        self._usage.tokens, self._aliases.aliases = tokens, aliases or Aliases()
+        scrape = self._scrape
+        scrape.statistics, scrape.names, scrape.waiting = statistics, names, waiting
+        scrape.tokens, scrape.aliases = tokens, aliases or Aliases()
         return generate_latest(self._registry)

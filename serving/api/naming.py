@@ -9,12 +9,14 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from serving.aliases import FILE
+from serving.api.gateway import Gateway
+from serving.api.reading import header_text
 from serving.api.sessions import SESSION_ID as SAGEMAKER_SESSION
-from serving.api.shared import Gateway, header_text
 from serving.errors import Conflict, Forbidden
 from serving.names import normal_name
 
 SESSION_ID = "x-session-id"
+CHOSEN = "kogpt2.model"  # in a scope: the model of the alias, where gRPC has chosen it
 
 
 def name_model(gateway: Gateway, request: Request, name: str) -> None:
@@ -47,6 +49,8 @@ def choose_model(gateway: Gateway, request: Request, name: str, user: str = "") 
     session = headers.get(SAGEMAKER_SESSION, "")
     sessions = gateway.sessions
     model = sessions.model(session, name) if sessions is not None else ""
+    if model not in alias.weights:
+        model = request.scope.get(CHOSEN, "")
     if model not in alias.weights:
         model = alias.choose(session or header_text(headers.get(SESSION_ID, "")) or user)
         if sessions is not None:

@@ -16,24 +16,20 @@ https://huggingface.github.io/text-generation-inference/
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from starlette.responses import Response
 
 from common import fields
 from common.errors import EngineError, InvalidRequest, ServiceError
 from common.form import KINDS
-from common.media_types import JSON
 from common.parameters import MAX_LOGPROBS, Parameters
 from serving.api import answer_form
-from serving.api.answer_form import GivenForm, named_by_request
-from serving.api.shared import Gateway
-from serving.api.stream import EVENTS, LATE, Item, TokenStream, begin
-from serving.models.model import Model
+from serving.api.answer_form import GivenForm
+from serving.api.answering import EngineRequest, Renderer, event
+from serving.api.engine_calls import Item
 from serving.names import normal_name
 
 # What is not done, with the values that ask for nothing.
@@ -46,26 +42,18 @@ NOT_DONE: Mapping[str, tuple[Any, ...]] = {
 DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
-@dataclass(frozen=True)
-class ParsedRequest:
+@dataclass(frozen=True, kw_only=True)
+class ParsedRequest(EngineRequest):
     """A request as the engine and the answer need it.
 
-    parameters: for the engine
     before: the prompt, where it is a part of the answer
     top: whether the answer has the likeliest tokens
-    form: what the text is held to, if the request names it
-    adapter: the model that answers in place of the route's; "" for none
     """
 
-    inputs: str
-    parameters: Mapping[str, Any]
-    stream: bool
     details: bool
     before: str
     top: bool
     seed: int | None
-    form: GivenForm | None
-    adapter: str
 
 
 CLIENT = "hf_hub/"  # in its User-Agent
@@ -116,10 +104,16 @@ def parse(body: Mapping[str, Any]) -> ParsedRequest:
     checked = Parameters.parse(given, {"do_sample": True})
     if checked.num_return_sequences > 1:
         raise InvalidRequest("parameters.num_return_sequences must be 1 with parameters.details")
-    stream = fields.boolean("stream", body.get("stream", False))
-    before = inputs if checked.return_full_text else ""
     return ParsedRequest(
-        inputs, given, stream, details, before, bool(top), checked.seed, form, adapter
+        prompts=[inputs],
+        parameters=given,
+        stream=fields.boolean("stream", body.get("stream", False)),
+        form=form,
+        adapter=adapter,
+        details=details,
+        before=inputs if checked.return_full_text else "",
+        top=bool(top),
+        seed=checked.seed,
     )
 
 
@@ -132,45 +126,38 @@ def adapter_of(body: Mapping[str, Any]) -> str:
     return normal_name(given).lstrip("/") if given else ""
 
 
-async def answer(
-    gateway: Gateway, model: Model, parsed: ParsedRequest, end: float, resources: AsyncExitStack
-) -> Response:
-    """`resources` are a stream's."""
-    try:
-        return await _answer(gateway, model, parsed, end, resources)
-    except EngineError as error:
-        raise named_by_request(error, parsed.form) from None
-
-
-async def _answer(
-    gateway: Gateway, model: Model, parsed: ParsedRequest, end: float, resources: AsyncExitStack
-) -> Response:
-    await resources.enter_async_context(gateway.admission.place(model.line, end))
-    items, first = await begin(gateway, model, parsed.inputs, parsed.parameters, end, resources)
-    text = Text(parsed, first["prompt_tokens"])
-    if parsed.stream:
-        late = _event(error_body(LATE))
-        pieces = _events(text, first, items, parsed.form)
-        return TokenStream(pieces, EVENTS, end, lambda: late, resources.pop_all())
-    events = [text.add(first), *[text.add(item) async for item in items]]
-    body = {"generated_text": events[-1]["generated_text"]}
-    if parsed.details:
-        body["details"] = {
-            **events[-1]["details"],
-            "prefill": [_token(token) for token in first.get("prefill", [])],
-            "tokens": [event["token"] for event in events],
-        }
-        if parsed.top:
-            body["details"]["top_tokens"] = [event["top_tokens"] for event in events]
-    return Response(orjson.dumps(body), media_type=JSON)
-
-
-class Text:
+class Text(Renderer):
     """An answer in the making."""
 
-    def __init__(self, parsed: ParsedRequest, prompt_tokens: int) -> None:
-        self._parsed, self._prompt_tokens = parsed, prompt_tokens
+    def __init__(self, parsed: ParsedRequest) -> None:
+        self._parsed, self._prompt_tokens = parsed, 0
         self._text, self._count = parsed.before, 0
+
+    def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
+        (result,) = results
+        (completion,) = result["completions"]
+        self._prompt_tokens = result["prompt_tokens"]
+        pairs = zip(completion["texts"], completion["logprobs"], strict=True)
+        items: list[Item] = [{"text": text, "logprobs": step} for text, step in pairs]
+        items[-1]["finish_reason"] = completion["finish_reason"]
+        events = [self.add(item) for item in items]
+        body = {"generated_text": events[-1]["generated_text"]}
+        if self._parsed.details:
+            body["details"] = {
+                **events[-1]["details"],
+                "prefill": [_token(token) for token in completion.get("prefill", [])],
+                "tokens": [event["token"] for event in events],
+            }
+            if self._parsed.top:
+                body["details"]["top_tokens"] = [event["top_tokens"] for event in events]
+        return orjson.dumps(body)
+
+    def write(self, item: Item) -> bytes:
+        self._prompt_tokens = item.get("prompt_tokens", self._prompt_tokens)
+        return event(self.add(item))
+
+    def broken(self, error: EngineError) -> bytes:
+        return event(error_body(error))
 
     def add(self, item: Item) -> dict[str, Any]:
         """The event of a token of the engine's, whose texts together are the answer's."""
@@ -180,32 +167,21 @@ class Text:
         # Clients leave out the text of a special one; what had waited for it is none of its own.
         token = {**_token(step), "text": text}
         token["special"] = token["special"] and not text
-        event = {"index": self._count, "token": token, "generated_text": None, "details": None}
+        sent = {"index": self._count, "token": token, "generated_text": None, "details": None}
         if self._parsed.top:
-            event["top_tokens"] = [_token(top) for top in step["top"]]
+            sent["top_tokens"] = [_token(top) for top in step["top"]]
         if reason is None:
-            return event
-        event["generated_text"] = self._text
+            return sent
+        sent["generated_text"] = self._text
         if self._parsed.details:
             stop = "eos_token" if step.get("special") else "stop_sequence"
-            event["details"] = {
+            sent["details"] = {
                 "finish_reason": stop if reason == "stop" else reason,
                 "generated_tokens": self._count,
                 "input_length": self._prompt_tokens,
                 "seed": self._parsed.seed,
             }
-        return event
-
-
-async def _events(
-    text: Text, first: Item, items: AsyncIterator[Item], form: GivenForm | None
-) -> AsyncIterator[bytes]:
-    yield _event(text.add(first))
-    try:
-        async for item in items:
-            yield _event(text.add(item))
-    except EngineError as error:
-        yield _event(error_body(named_by_request(error, form)))
+        return sent
 
 
 def error_body(error: ServiceError) -> dict[str, Any]:
@@ -223,7 +199,3 @@ def _token(token: Mapping[str, Any]) -> dict[str, Any]:
         "logprob": token.get("logprob"),
         "special": token.get("special", False),
     }
-
-
-def _event(value: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from common.errors import EngineError
-from serving.api.shared import Gateway
+from serving.api.gateway import Gateway
 from serving.errors import ServingError, Unavailable
 from serving.models.model import Model
 from serving.store import StoredModel
@@ -27,6 +27,7 @@ PACE_SAMPLES = 60  # a minute of tokens per second
 STORE_S = 30.0  # how old a listing of the store may be; each one costs a remote store calls
 SETTLE_S = 0.1  # changes within it share a message; more delays the page
 MAX_WATCHERS = 32
+MAX_ALIASES = 5  # in a row
 PARTS = ("budget_bytes", "weight_bytes", "kv_bytes", "prefix_bytes")
 
 Row = dict[str, Any]
@@ -91,7 +92,7 @@ class Feed:
             news = journal.news
             self._list_store()
             await self._take_sample()
-            rows = {name: row for name, row in self._rows().items() if may_see(name)}
+            rows = self._rows(may_see)
             new = [entry for entry in journal.entries if entry.number > journaled]
             entries = [asdict(entry) for entry in new if may_see(entry.model)]
             message: dict[str, Any] = {
@@ -164,8 +165,11 @@ class Feed:
             self._store_error = error.message
         self._gateway.journal.notify()
 
-    def _rows(self) -> dict[str, Row]:
-        """Rows by name: stored models, loaded and loading ones, and those that failed to load."""
+    def _rows(self, may_see: MaySee) -> dict[str, Row]:
+        """Rows by name: stored models, loaded and loading ones, and those that failed to load.
+
+        Of each model's aliases the first `MAX_ALIASES` are in its row.
+        """
         gateway, failed = self._gateway, self._gateway.journal.failed
         rows: dict[str, Row] = {}
         for stored in self._stored:
@@ -175,6 +179,10 @@ class Feed:
             rows[name] |= {"state": "failed", "reason": failed[name]}
         for model in gateway.registry.all():
             rows[model.name] = self._loaded(model)
+        rows = {name: row for name, row in rows.items() if may_see(name)}
+        for name, row in rows.items():
+            if aliases := [alias for alias in gateway.aliases.of(name) if may_see(alias)]:
+                row["aliases"] = aliases[:MAX_ALIASES]
         return rows
 
     def _row(self, name: str, state: str, size_bytes: int | None) -> Row:

@@ -15,19 +15,20 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from common.media_types import ranges
 from handlers.payload import to_json
+from serving.api.access import Right
+from serving.api.gateway import Gateway
 from serving.api.naming import may_call
-from serving.api.shared import Gateway, Right, check_token
-from serving.api.stream import EVENTS
+from serving.api.routing import EVENTS, Kind, Route
 from serving.console.feed import Feed
+from serving.errors import MethodNotAllowed, ResourceNotFound
 
 PAGE = Path(__file__).with_name("page")
+PAGE_METHODS = ("GET", "HEAD", "OPTIONS")
 INDEX, STYLE = "index.html", "style.css"
 TYPES = {
     ".css": "text/css",  # is inlined into the page
@@ -82,20 +83,20 @@ class Console:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/", self.page, methods=["GET"]),
-            Route("/console/events", self.events, methods=["GET"]),
-            Route("/console/{file}", self.file, methods=["GET"]),
+            Route("GET", "/", self.page),
+            Route("GET", "/console/events", self.events, Kind("", Right.LIST)),
+            Route("GET", "/console/{file}", self.file),
         ]
 
-    async def page(self, request: Request) -> Response:
+    async def page(self, _: Gateway, request: Request) -> Response:
         if "text/html" not in ranges(request.headers.get("accept")):
-            raise HTTPException(405)
+            raise MethodNotAllowed("/ takes OPTIONS, and GET with Accept: text/html", PAGE_METHODS)
         return self._send(request, self._page)
 
-    async def file(self, request: Request) -> Response:
+    async def file(self, _: Gateway, request: Request) -> Response:
         file = self._files.get(request.path_params["file"])
         if file is None:
-            raise HTTPException(404)
+            raise ResourceNotFound("Requested resource is not found.")
         return self._send(request, file)
 
     def _send(self, request: Request, file: _File) -> Response:
@@ -104,9 +105,8 @@ class Console:
             return Response(status_code=304, headers=headers)
         return Response(file.content, headers=headers, media_type=file.kind)
 
-    async def events(self, request: Request) -> Response:
+    async def events(self, _: Gateway, request: Request) -> Response:
         """Needs a token for requests or for management, where there are tokens."""
-        check_token(self._gateway, request, Right.LIST)
         self._feed.check_watchers()
         return StreamingResponse(
             self._encoded(request), media_type=EVENTS, headers={"cache-control": "no-store"}

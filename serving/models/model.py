@@ -82,6 +82,11 @@ class Model:
         return f"{self.name}#{self.id}"
 
     @property
+    def version(self) -> str:
+        """The version for /v2."""
+        return str((self.metadata.get("versions") or ["1"])[0])
+
+    @property
     def request_timeout_s(self) -> float:
         """The limit of an answer."""
         return float(self.settings.timeout_s or self.options["response_timeout"])

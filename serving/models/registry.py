@@ -15,12 +15,10 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import OutOfMemory, ServiceError
-from handlers.user_code.entry_point import manifest_name
 from serving.errors import (
     BadRequest,
     Conflict,
@@ -31,29 +29,19 @@ from serving.errors import (
 )
 from serving.mms.workers import MMS_GRACE_S, Workers
 from serving.models.admission import Line
+from serving.models.fetches import Fetches
 from serving.models.model import Model, State, eviction_timeout
 from serving.models.model_settings import ModelSettings
 from serving.models.worker_memory import check_worker_memory
 from serving.settings import Settings
-from serving.store import Cache, Fetched, Stop, StoredModel
+from serving.store import Cache, StoredModel
 
 logger = logging.getLogger(__name__)
-
-# Apart, so that slow downloads do not delay fetches from this machine's disk.
-FETCHES_AT_ONCE, DOWNLOADS_AT_ONCE = 4, 16
 
 T = TypeVar("T")
 Step = Callable[[], Awaitable[None]]
 # Runs a step of a model's load; it may evict other models and repeat the step.
 Attempt = Callable[[Model, Step], Awaitable[None]]
-
-
-class _Lane:
-    """Threads for concurrent fetches; hold `turn` during one."""
-
-    def __init__(self, at_once: int, name: str) -> None:
-        self.turn = asyncio.Semaphore(at_once)
-        self.threads = ThreadPoolExecutor(at_once, name)
 
 
 async def _once(model: Model, step: Step) -> None:
@@ -85,15 +73,12 @@ class Registry:
         changed: Callable[[Model], None] = lambda model: None,
         find_base: FindBase = _no_base,
     ) -> None:
-        self._settings, self._workers, self._cache = settings, workers, cache
+        self._settings, self._workers, self.fetches = settings, workers, Fetches(cache)
         self._find_base = find_base
         self._observe, self._save, self._changed = observe, save, changed
         self._models: dict[str, Model] = {}
         # With a random part: MMS may still have models of an earlier gateway.
         self._ids = (f"{secrets.token_hex(3)}-{number}" for number in itertools.count(1))
-        # Not asyncio's threads: fetches may hang, and releases must not wait for them.
-        self._fetches = _Lane(FETCHES_AT_ONCE, "fetch")
-        self._downloads = _Lane(DOWNLOADS_AT_ONCE, "download")
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # Lookups
@@ -182,26 +167,6 @@ class Registry:
         model.work = asyncio.create_task(self._fetch_and_start(model, attempt))
         return self.spawn(self._load(model, model.work))
 
-    async def manifest_name(self, stored: StoredModel) -> str | None:
-        """Fetches a model and returns the name in its MMS manifest; None without a manifest.
-
-        Raises errors of the fetch and of the manifest.
-        """
-        try:
-            fetched = await asyncio.wait_for(self._fetch(stored), self._settings.load_timeout_s)
-        except asyncio.TimeoutError:
-            limit = self._settings.load_timeout_s
-            raise Timeout(
-                f"{stored.name} was not fetched within {limit} s (LOAD_TIMEOUT_S)"
-            ) from None
-        broken = True
-        try:
-            name = await asyncio.to_thread(manifest_name, fetched.path)
-            broken = False
-        finally:
-            await asyncio.to_thread(self._cache.release, fetched.path, discard=broken)
-        return name
-
     async def _load(self, model: Model, work: asyncio.Task[None]) -> Model:
         started = time.monotonic()
         model.error = await self._outcome(model, work)
@@ -248,17 +213,12 @@ class Registry:
 
     async def _fetch_and_start(self, model: Model, attempt: Attempt) -> None:
         async def fetch() -> None:
-            lane = await self._lane(model.stored)
-            async with lane.turn:
-                started = time.monotonic()
-                model.fetched = await self._fetch(model.stored, lane)
-                self._observe("fetched", model, time.monotonic() - started)
+            model.fetched, seconds = await self.fetches.fetch(model.stored)
+            self._observe("fetched", model, seconds)
 
         async def fetch_base() -> None:
             assert model.stored_base is not None
-            lane = await self._lane(model.stored_base)
-            async with lane.turn:
-                model.base = await self._fetch(model.stored_base, lane)
+            model.base, _ = await self.fetches.fetch(model.stored_base)
 
         async def start() -> None:
             async with self._workers.turn:
@@ -294,25 +254,6 @@ class Registry:
             await attempt(model, fetch_base)
         await attempt(model, start)
 
-    async def _lane(self, stored: StoredModel) -> _Lane:
-        is_here = "://" not in stored.url or await asyncio.to_thread(self._cache.holds, stored)
-        return self._fetches if is_here else self._downloads
-
-    async def _fetch(self, stored: StoredModel, lane: _Lane | None = None) -> Fetched:
-        lane = lane or await self._lane(stored)
-        loop, stop = asyncio.get_running_loop(), Stop()
-        thread = loop.run_in_executor(lane.threads, self._cache.acquire, stored, stop)
-        try:
-            return await asyncio.shield(thread)
-        except asyncio.CancelledError:  # timed out, or unloaded
-            stop.set()
-            thread.add_done_callback(self._release)
-            raise
-
-    def _release(self, thread: asyncio.Future[Fetched]) -> None:
-        if not thread.cancelled() and thread.exception() is None:
-            self._cache.release(thread.result().path)
-
     async def _remove(self, model: Model) -> None:
         """Frees the model's worker, artifacts and name; the name even after an error."""
         try:
@@ -321,9 +262,9 @@ class Registry:
                 # A refused artifact is fetched again at the next load: it may be replaced by then.
                 cancelled = isinstance(model.error, LoadCancelled)
                 refused = not cancelled and 400 <= getattr(model.error, "status", 500) < 500
-                await asyncio.to_thread(self._cache.release, model.fetched.path, discard=refused)
+                await self.fetches.release(model.fetched, discard=refused)
             if model.base is not None:
-                await asyncio.to_thread(self._cache.release, model.base.path)
+                await self.fetches.release(model.base)
         except Exception:
             logger.exception("model %s was not freed completely", model.name)
         finally:
@@ -339,9 +280,9 @@ class Registry:
             raise Conflict(f"Model {model.name} is already registered")
         model.changed = self._changed
         try:
-            model.fetched = await self._fetch(model.stored)
+            model.fetched, _ = await self.fetches.fetch(model.stored)
             if model.stored_base is not None:
-                model.base = await self._fetch(model.stored_base)
+                model.base, _ = await self.fetches.fetch(model.stored_base)
         except BaseException:
             del self._models[model.name]
             model.set()

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 
 from common.errors import ServiceError
+from serving.api.gateway import Gateway
 from serving.api.naming import described_models
-from serving.api.shared import Gateway
 from serving.errors import Conflict, ServingError
 from serving.names import normal_name
 

@@ -36,7 +36,8 @@ class StoredModel:
 
     def without_secrets(self) -> StoredModel:
         """The model with the credentials of its url removed; the same `key` in the cache."""
-        return replace(self, url=public_url(self.url))
+        url = public_url(self.url)
+        return self if url == self.url else replace(self, url=url)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.aliases import Alias, Aliases
 from serving.api.metrics import Metrics
 from serving.errors import StoreUnavailable
 from tests.deploy.test_monitoring import mounts
@@ -55,7 +56,9 @@ def served() -> dict[str, dict[str, set[str]]]:
         metrics.observe(event, model, 0.1)
     with contextlib.suppress(StoreUnavailable), metrics.loading():
         raise StoreUnavailable("gone")
-    text = metrics.text(STATISTICS, {"시#m1": "시"}, {"시": 3}).decode()
+    aliases = Aliases()
+    aliases._take({"봄": Alias("봄", {"시": 1}, {"시": 2})})
+    text = metrics.text(STATISTICS, {"시#m1": "시"}, {"시": 3}, (), aliases).decode()
     found: dict[str, dict[str, set[str]]] = {"up": {}}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

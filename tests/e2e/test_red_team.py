@@ -19,7 +19,7 @@ import pytest
 import requests
 from onnx import TensorProto
 
-from serving.api import openapi
+from serving.api import routes
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, error, raw, serving, small, text
 from tests.handlers.tensors.graphs import identity
@@ -185,7 +185,7 @@ def trap() -> Iterator[socket.socket]:
 def test_every_route_but_health_asks_for_its_token(server: Server, port: str) -> None:
     base = f"http://127.0.0.1:{getattr(server, port)}"
     asked, refused = 0, (401,) if port == "port" else (401, 404, 405)  # not all are on both
-    for path, methods in openapi.document()["paths"].items():
+    for path, methods in routes.document()["paths"].items():
         for method in methods:
             tokens: list[str | None] = [] if path in OPEN else [None, "wrong"]
             tokens += [INFER] * bool(MANAGING.search(f"{method} {path}"))

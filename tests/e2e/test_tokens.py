@@ -15,7 +15,7 @@ import requests
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from serving.api import openapi
+from serving.api import routes
 from tests.e2e.server import Server, eventually, free_port
 from tests.e2e.stores import ENDLESS, SHORT, endless, error, serving, small, text
 from tests.e2e.test_triton_grpc import prompt, refused
@@ -101,7 +101,7 @@ def test_no_route_lets_a_team_use_anothers_model(setup: Setup, port: str, name: 
     server, tried = setup.server, 0
     before = loaded(server)
     base = f"http://127.0.0.1:{getattr(server, port)}"
-    document = openapi.document(managing=port == "management_port")
+    document = routes.document(managing=port == "management_port")
     for path, methods in document["paths"].items():
         if "{name}" not in path:
             continue

@@ -134,7 +134,6 @@ def test_requests_are_counted(client: Any, server: Server) -> None:
         assert -next(counts) + next(counts) == more
     assert after["inference_count"] - before["inference_count"] == 3
     assert after["execution_count"] > before["execution_count"]
-    assert after["last_inference"] >= before["last_inference"] > 0
     everything = client.get_inference_statistics()["model_stats"]
     assert "spring" in {found["name"] for found in everything}
 

@@ -249,7 +249,6 @@ def test_an_error_in_a_stream_is_one_of_its_responses(client: Any) -> None:
 def test_requests_are_counted(client: Any) -> None:
     def success() -> int:
         (stat,) = client.get_inference_statistics("spring", headers=HEADERS).model_stats
-        assert stat.memory_usage[0].byte_size > 0
         return int(stat.inference_stats.success.count)
 
     client.load_model("spring", headers=MANAGING)

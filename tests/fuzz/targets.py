@@ -37,7 +37,6 @@ from handlers.tensors.codec import CSV, NPY, Array, TensorSpec
 from handlers.text import v2 as text_v2
 from handlers.user_code.entry_point import find_script, manifest_name
 from serving.api import tgi
-from serving.api.encoding import Decoder
 from serving.api.openai import parsing, responses
 from serving.api.v2.generate import parse as parse_generate
 from serving.errors import BadRequest
@@ -145,15 +144,6 @@ def types(data: bytes) -> None:
         payload.parse(b'"a"', header)
     media_type(header)
     accepted(header, ("application/json", "text/plain"))
-
-
-def compressed(data: bytes) -> None:
-    for encoding in ("gzip", "deflate"):
-        decoder = Decoder(encoding, LIMIT)
-        with contextlib.suppress(ServiceError):
-            for at in range(0, len(data), 50):
-                decoder.feed(data[at : at + 50])
-            assert len(decoder.finish()) <= LIMIT
 
 
 def json_object(data: bytes) -> dict[str, object]:
@@ -328,7 +318,6 @@ def grpc_infer(data: bytes) -> None:
 TARGETS: dict[str, Target] = {
     "answers": answers,
     "archive": archive,
-    "compressed": compressed,
     "config.json": in_artifact("config.json"),
     "csv": tensors(CSV, FLOATS, TEXTS),
     "generate": generate,

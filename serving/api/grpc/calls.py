@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from common.errors import cut
 from common.worker_protocol import REQUEST_ID, SERVED_MODEL
-from serving.api.naming import SESSION_ID
+from serving.api.naming import CHOSEN, SESSION_ID
 from serving.errors import BadRequest, ServingError, TooManyRequests
 
 logger = logging.getLogger(__name__)
@@ -50,12 +50,13 @@ Answering = Callable[[Any, Any], Awaitable[Any]]  # a request, or requests, and 
 
 @dataclass(frozen=True)
 class Call:
-    """A request to a route."""
+    """A request to a route; `model` is the one of an alias that is chosen already, or ""."""
 
     path: str
     method: str = "GET"
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
+    model: str = ""
 
 
 @dataclass
@@ -133,6 +134,7 @@ class Routes:
             "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers.items()],
             "client": None,
             "server": ("", self.port),
+            CHOSEN: call.model,
         }
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 
+from serving.api.gateway import Gateway
 from serving.api.grpc.calls import Idle, with_request
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.messages import message
-from serving.api.shared import Gateway
 from serving.errors import ServingError
 
 HEALTH = "grpc.health.v1.Health"

@@ -23,7 +23,7 @@ from serving.api.grpc.calls import (
 )
 from serving.api.grpc.convert import from_http, parameters, to_http
 from serving.api.grpc.messages import message, methods
-from serving.api.shared import off_loop
+from serving.api.reading import off_loop
 from serving.api.v2.inference import HEADER_LENGTH
 from serving.errors import ServingError
 
@@ -127,13 +127,13 @@ def _infer(routes: Routes) -> Answering:
     return answer
 
 
-async def infer(routes: Routes, request: Any, metadata: Any) -> tuple[Reply, Any]:
-    """The route's reply and what it answers, None where that is an error."""
+async def infer(routes: Routes, request: Any, metadata: Any, model: str = "") -> tuple[Reply, Any]:
+    """The route's reply and what it answers, None where that is an error; see `Call.model`."""
     reply = Reply()
     try:
         body, headers = await off_loop(request.ByteSize(), to_http, request)
-        call = Call(model_path(request.model_name, request.model_version, "/infer"), "POST", body)
-        call.headers.update(headers)
+        path = model_path(request.model_name, request.model_version, "/infer")
+        call = Call(path, "POST", body, headers, model)
         reply = await routes.ask(call, metadata)
         if reply.status >= 400:
             return reply, None

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 import grpc
 from starlette.types import ASGIApp
 
+from serving.api.gateway import Gateway
 from serving.api.grpc.calls import Idle, Routes
 from serving.api.grpc.health import MAX_WATCHES, Health
 from serving.api.grpc.inference import handlers
 from serving.api.grpc.stream import Streams
 from serving.api.http_protocol import HTTPProtocol
-from serving.api.shared import Gateway
 from serving.errors import StartError
 
 HEADROOM_BYTES = 64 << 10  # for what stands around a body's tensors

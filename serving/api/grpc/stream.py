@@ -19,14 +19,15 @@ import orjson
 
 from common.hints import HINTS, timeout_s
 from common.worker_protocol import SERVED_MODEL
+from serving.api.gateway import Gateway
 from serving.api.grpc.calls import Call, Idle, Reply, Routes, error_reply, superseded
 from serving.api.grpc.convert import EMPTY_END, ModelInferResponse, one_text, parameters
 from serving.api.grpc.inference import infer, model_path
 from serving.api.grpc.messages import message
-from serving.api.naming import described_models
-from serving.api.shared import Gateway
+from serving.api.naming import SESSION_ID
+from serving.api.reading import header_text
 from serving.errors import BadRequest, ServingError, Timeout
-from serving.models.model import Model, State
+from serving.models.model import State
 from serving.names import normal_name
 
 ModelStreamInferResponse = message("inference.ModelStreamInferResponse")
@@ -70,9 +71,9 @@ class Streams:
                 with anyio.CancelScope(shield=True):  # a response is sent whole or not at all
                     await context.write(response)
 
-        async def stream(request: Any) -> None:
+        async def stream(request: Any, model: str) -> None:
             try:
-                await self._text(request, metadata, write)
+                await self._text(request, metadata, model, write)
             except ServingError as error:
                 await write(_error(request, error_reply(error)))
             finally:
@@ -81,49 +82,52 @@ class Streams:
 
         async with anyio.create_task_group() as tasks:
             while (request := await read()) is not None:
-                refused = await self._load(request, metadata)
+                model = self._choose(request, metadata)
+                refused = await self._load(request, metadata, model)
                 if refused is not None:
                     await write(_error(request, refused))
-                elif self._is_text(request):
+                elif self._is_text(request, model):
                     await places.acquire()
-                    tasks.start_soon(stream, request)
+                    tasks.start_soon(stream, request, model)
                 else:
-                    await write(await self._whole(request, metadata))
+                    await write(await self._whole(request, metadata, model))
         if ended:
             raise superseded()
 
-    async def _load(self, request: Any, metadata: Any) -> Reply | None:
+    def _choose(self, request: Any, metadata: Any) -> str:
+        """The model that answers: an alias may have models of texts and of tensors."""
+        name = normal_name(request.model_name)
+        alias = self._gateway.aliases.find(name)
+        session = dict(metadata).get(SESSION_ID, "")
+        return name if alias is None else alias.choose(header_text(session))
+
+    async def _load(self, request: Any, metadata: Any, name: str) -> Reply | None:
         """What kind a model is, is known once it is loaded. None if all is well."""
-        model = self._model(request)
+        model = self._gateway.registry.find(name)
         if model is not None and model.state is State.READY and not request.model_version:
             return None
-        call = Call(model_path(request.model_name, request.model_version))
+        call = Call(model_path(name, request.model_version))
         reply = await self._routes.ask(call, metadata)
         return reply if reply.status >= 400 else None
 
-    def _model(self, request: Any) -> Model | None:
-        """Of an alias the one with the largest weight."""
-        name, *_ = described_models(self._gateway, normal_name(request.model_name))
-        return self._gateway.registry.find(name)
-
-    def _is_text(self, request: Any) -> bool:
-        model = self._model(request)
+    def _is_text(self, request: Any, name: str) -> bool:
+        model = self._gateway.registry.find(name)
         whole = "stream" in request.parameters and not request.parameters["stream"].bool_param
         return model is not None and model.in_engine and not whole
 
-    async def _whole(self, request: Any, metadata: Any) -> Any:
+    async def _whole(self, request: Any, metadata: Any, model: str) -> Any:
         request.parameters.pop("stream", None)
-        reply, response = await infer(self._routes, request, metadata)
+        reply, response = await infer(self._routes, request, metadata, model)
         if response is None:
             return _error(request, reply)
         response.parameters[FINAL].bool_param = True
         return ModelStreamInferResponse(infer_response=response)
 
-    async def _text(self, request: Any, metadata: Any, write: Any) -> None:
+    async def _text(self, request: Any, metadata: Any, model: str, write: Any) -> None:
         tokens = Tokens(request)
         body = {"inputs": tokens.text, "parameters": tokens.parameters, "stream": True}
         path = f"/predictions/{request.model_name}"
-        call = Call(path, "POST", orjson.dumps(body), dict(HEADERS))
+        call = Call(path, "POST", orjson.dumps(body), dict(HEADERS), model)
 
         async def piece(reply: Reply, lines: bytes) -> None:
             tokens.model = unquote(reply.headers.get(SERVED_MODEL, "")) or tokens.model

@@ -13,10 +13,11 @@ from typing import Any
 import orjson
 
 from common.errors import EngineError
+from serving.api.answering import Renderer, event
+from serving.api.engine_calls import choice_logprobs
 from serving.api.openai.errors import error_body
 from serving.api.openai.parsing import Kind, ParsedRequest
 from serving.api.openai.tools import Call, message
-from serving.api.stream import choice_logprobs
 
 Item = Mapping[str, Any]  # a token of the engine's
 
@@ -43,7 +44,7 @@ class Usage:
         }
 
 
-class Answer:
+class Answer(Renderer):
     """What goes around the choices of one answer."""
 
     def __init__(self, parsed: ParsedRequest, model: str) -> None:
@@ -56,7 +57,7 @@ class Answer:
     # A whole one
 
     def compact(self, token: Item) -> Item:
-        if self._parsed.kind is Kind.CHAT:
+        if self._parsed.kind == Kind.CHAT:
             return compact(token)
         if "top" not in token or isinstance(token["top"], orjson.Fragment):
             return token
@@ -101,7 +102,7 @@ class Answer:
         ending |= choice_logprobs(completion)
         if self._parsed.tool_choice is not None:
             return {"index": index, "message": message(self._parsed.tool_choice, text), **ending}
-        if self._parsed.kind is Kind.CHAT:
+        if self._parsed.kind == Kind.CHAT:
             answer = {"role": "assistant", "content": text, "refusal": None}
             return {"index": index, "message": answer, **ending}
         return {"index": index, "text": text, **ending}
@@ -111,7 +112,7 @@ class Answer:
         return choice.finish_reason if choice is not None and reason == "stop" else reason
 
     def logprobs(self, steps: Sequence[Mapping[str, Any]], offsets: Offsets) -> dict[str, Any]:
-        if self._parsed.kind is Kind.CHAT:
+        if self._parsed.kind == Kind.CHAT:
             return {"content": [chat_logprobs(step) for step in steps], "refusal": None}
         return {
             "tokens": [token_name(step) for step in steps],
@@ -123,14 +124,11 @@ class Answer:
 
     # A stream
 
-    def begin(self) -> bytes:
-        return b""
-
     def choices(self, prompt: Any, first: int) -> Choices:
         return Choices(self, self._parsed, prompt, first)
 
     def broken(self, error: EngineError) -> bytes:
-        return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+        return event(error_body(error))
 
     def chunk(self, choices: Sequence[Mapping[str, Any]], usage: Any = None) -> bytes:
         body = {**self._head, "object": self._chunk, "choices": choices}
@@ -138,7 +136,7 @@ class Answer:
             body["usage"] = self.usage.body()
         elif self._parsed.include_usage:
             body["usage"] = usage
-        return b"data: " + orjson.dumps(body) + b"\n\n"
+        return event(body)
 
     def end(self) -> bytes:
         """Behind the last choice."""
@@ -170,7 +168,7 @@ class Choices:
     def _begin(self, index: int, prefill: Sequence[Item]) -> bytes:
         offsets = self._offsets[index]
         choice: dict[str, Any] = {"index": self._first + index, "logprobs": None}
-        if self._parsed.kind is Kind.CHAT:
+        if self._parsed.kind == Kind.CHAT:
             content = "" if self._parsed.tool_choice is None else None
             choice["delta"] = {"role": "assistant", "content": content, "refusal": None}
         elif self._parsed.echo:
@@ -190,7 +188,7 @@ class Choices:
             choice["logprobs"] = self._answer.logprobs([item["logprobs"]], offsets)
         elif not item["text"] and reason is None:
             return b""
-        if self._parsed.kind is Kind.COMPLETION:
+        if self._parsed.kind == Kind.COMPLETION:
             ending = {"text": item["text"], "finish_reason": reason, **labels}
             return self._answer.chunk([{**choice, **ending}])
         sent, ended = b"", reason is not None

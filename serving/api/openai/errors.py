@@ -5,12 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import orjson
-from starlette.requests import Request
-from starlette.responses import Response
-
 from common.errors import PromptTooLong, ServiceError
-from serving.api.shared import error_response
 from serving.errors import BadRequest, NotOfTheEngine, ServingError
 
 CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
@@ -39,7 +34,8 @@ class UnknownUrl(ServingError, status=404):
 
 
 def error_body(error: ServiceError) -> dict[str, Any]:
-    status = _status(error)
+    # OpenAI's clients know 400 for a prompt that is too long.
+    status = 400 if isinstance(error, PromptTooLong) else error.status
     kind = "invalid_request_error"
     if status == 429:
         kind = "rate_limit_error"
@@ -58,19 +54,3 @@ def error_body(error: ServiceError) -> dict[str, Any]:
         "code": code,
     }
     return {"error": fields}
-
-
-def respond(request: Request, error: Exception) -> Response:
-    """The answer, with the headers and in the log as any other error."""
-    response = error_response(request, error)
-    if not isinstance(error, ServiceError):
-        if response.status_code == 499:
-            return response
-        error = ServingError("an error inside the server; the log has it under the request id")
-    headers = {k: v for k, v in response.headers.items() if not k.startswith("content-")}
-    body = orjson.dumps(error_body(error))
-    return Response(body, _status(error), headers, media_type="application/json")
-
-
-def _status(error: ServiceError) -> int:
-    return 400 if isinstance(error, PromptTooLong) else error.status

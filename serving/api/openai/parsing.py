@@ -6,7 +6,6 @@ fine-tune's own where a request does not give it, and so are the texts at which 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from common import fields
 from common.parameters import ALIASES, CHECKS, MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
 from serving.api import answer_form
 from serving.api.answer_form import GivenForm
+from serving.api.answering import MAX_SCORES, EngineRequest
 from serving.api.openai import tools
 from serving.api.openai.errors import Refused
 from serving.api.openai.tools import ToolChoice
@@ -24,8 +24,6 @@ Body = Mapping[str, Any]
 DEFAULT_TOKENS = 16  # of a completion; a chat's answer has as many as fit
 MAX_TOKENS = 1_000_000
 MAX_PROMPTS = 64
-# Log-probabilities of one answer, of all prompts, sequences and tokens: some 30 MB.
-MAX_SCORES = 400_000
 CONTEXT = 1024  # tokens of a GPT-2, prompt and answer
 MAX_PARTS = 50_000  # messages or ids: more than any context, and looked at while others wait
 ROLES = ("system", "user", "assistant")
@@ -78,39 +76,31 @@ CHAT = SHARED | {
 }
 
 
-class Kind(enum.Enum):
+class Kind:
     """The field that holds what the engine is to continue."""
 
     COMPLETION = "prompt"
     CHAT = "messages"
 
 
-@dataclass(frozen=True)
-class ParsedRequest:
+@dataclass(frozen=True, kw_only=True)
+class ParsedRequest(EngineRequest):
     """A request as the engine and the answers need it.
 
-    prompts: each is a request to the engine; of a chat the one list of its messages
     parameters: for the engine, `best_of` sequences of each prompt
     logprobs: whether they are in the answer
     only_echo: no new token is in the answer; the engine makes one
     continuous_usage: each chunk of a stream has the usage so far
-    form: what the answer is held to, if the request names it
     tool_choice: where the answer is a call of a function
     """
 
-    kind: Kind
     model: str
-    prompts: list[Any]
-    parameters: Mapping[str, Any]
-    n: int = 1
     best_of: int = 1
     logprobs: bool = False
     echo: bool = False
     only_echo: bool = False
-    stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    form: GivenForm | None = None
     tool_choice: ToolChoice | None = None
 
 
@@ -138,7 +128,7 @@ def completion(body: Body) -> ParsedRequest:
         parameters["decoder_input_details"] = True
     _check_scores(parameters, len(prompts))
     return ParsedRequest(
-        Kind.COMPLETION,
+        kind=Kind.COMPLETION,
         prompts=prompts,
         parameters=parameters,
         best_of=best_of,
@@ -167,7 +157,7 @@ def chat(body: Body) -> ParsedRequest:
         parameters["logprobs"] = top or 0
     _check_scores(parameters, 1)
     return ParsedRequest(
-        Kind.CHAT,
+        kind=Kind.CHAT,
         prompts=[messages(given.get("messages"))],
         parameters=parameters,
         best_of=shared["n"],

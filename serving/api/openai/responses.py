@@ -19,6 +19,7 @@ from common.errors import EngineError
 from common.parameters import MAX_LOGPROBS
 from serving.api import answer_form
 from serving.api.answer_form import GivenForm
+from serving.api.answering import Renderer
 from serving.api.openai.answers import Item, chat_logprobs, compact, token_name
 from serving.api.openai.errors import Refused, error_body
 from serving.api.openai.parsing import (
@@ -81,7 +82,7 @@ def parse(body: Body) -> tuple[ParsedRequest, dict[str, Any]]:
         messages.insert(0, {"role": "system", "content": instructions})
     logprobs = LOGPROBS in include
     parsed = ParsedRequest(
-        Kind.CHAT, prompts=[messages], parameters=parameters, logprobs=logprobs, **shared
+        kind=Kind.CHAT, prompts=[messages], parameters=parameters, logprobs=logprobs, **shared
     )
     return parsed, {
         "instructions": given.get("instructions"),
@@ -131,7 +132,7 @@ def _input(value: Any) -> list[dict[str, str]]:
     return converted
 
 
-class Response:
+class Response(Renderer):
     """An answer: whole, or as the events of a stream."""
 
     def __init__(self, parsed: ParsedRequest, request: Mapping[str, Any], model: str) -> None:
@@ -166,9 +167,6 @@ class Response:
             + self._event("output_item.added", item=self._message("in_progress", []))
             + self._event("content_part.added", **self._place, part=_part("", []))
         )
-
-    def choices(self, prompt: Any, first: int) -> Response:
-        return self  # there is one
 
     def write(self, item: Item) -> bytes:
         self._prompt = self._prompt or item

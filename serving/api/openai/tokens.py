@@ -7,14 +7,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from common import fields
+from serving.api.engine_calls import left_s, while_restored
+from serving.api.gateway import Gateway
 from serving.api.openai.errors import Refused
 from serving.api.openai.parsing import Body, get, is_ids, known_fields, messages, text
-from serving.api.shared import Gateway
-from serving.api.stream import while_restored
 from serving.models.model import Model
 
 TOKENIZE = {
@@ -44,7 +43,7 @@ async def tokenize(gateway: Gateway, model: Model, body: Body, end: float) -> di
         gateway,
         model,
         end,
-        lambda: gateway.engine.tokenize(name, inputs, kind, special, _left_s(end)),
+        lambda: gateway.engine.tokenize(name, inputs, kind, special, left_s(end)),
     )
     return {
         "count": len(result["tokens"]),
@@ -61,10 +60,6 @@ async def detokenize(gateway: Gateway, model: Model, body: Body, end: float) -> 
         raise Refused("tokens", "must be a list of token ids")
     name = model.engine_name
     result = await while_restored(
-        gateway, model, end, lambda: gateway.engine.detokenize(name, tokens, _left_s(end))
+        gateway, model, end, lambda: gateway.engine.detokenize(name, tokens, left_s(end))
     )
     return {"prompt": result}
-
-
-def _left_s(end: float) -> float:
-    return max(end - time.monotonic(), 0.001)

@@ -15,7 +15,7 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -26,29 +26,27 @@ from starlette.responses import Response
 
 from common.errors import EngineError
 from common.hints import HINTS, timeout_s
+from common.media_types import JSON
 from common.parameters import Parameters
-from serving.api.invoke import Check, engine_model
-from serving.api.naming import name_model
-from serving.api.shared import Gateway
-from serving.api.stream import EVENTS, LATE, Item, TokenStream, begin, choice_logprobs, whole
-from serving.api.v2.repository import read_object
+from serving.api.answering import EngineRequest, Renderer, answer, event
+from serving.api.engine_calls import Item, choice_logprobs
+from serving.api.gateway import Gateway
+from serving.api.invoke import answer_by_engine
+from serving.api.reading import read_json_object
+from serving.api.routing import EVENTS
 from serving.errors import BadRequest
+from serving.models.model import Model
 
-JSON = "application/json"
 
-
-@dataclass(frozen=True)
-class ParsedRequest:
+@dataclass(frozen=True, kw_only=True)
+class ParsedRequest(EngineRequest):
     """A request as the engine and the answer need it.
 
     head: fields of every answer; before: the prompt, where it is a part of the answer
     """
 
-    text: str
-    parameters: dict[str, Any]
     head: dict[str, Any]
     before: str
-    stream: bool
     limit_s: float
 
 
@@ -84,54 +82,48 @@ def parse(name: str, body: dict[str, Any], stream: bool) -> ParsedRequest:
     head = {"model_name": name, "model_version": "1"}
     before = text if not alone or checked.return_full_text else ""
     head = head if id_ is None else {"id": id_, **head}
-    return ParsedRequest(text, parameters, head, before, stream, limit_s)
+    return ParsedRequest(
+        prompts=[text],
+        parameters=parameters,
+        stream=stream,
+        head=head,
+        before=before,
+        limit_s=limit_s,
+    )
 
 
-async def generate(gateway: Gateway, request: Request, stream: bool, check: Check) -> Response:
+class Text(Renderer):
+    """`as_events`: whether a whole answer is an event, for a client of /generate_stream."""
+
+    def __init__(self, parsed: ParsedRequest, model: str, as_events: bool) -> None:
+        self._head = {**parsed.head, "model_name": model}
+        self._before, self._begun = parsed.before, False
+        self.whole_type = EVENTS if as_events else JSON
+
+    def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
+        completions = results[0]["completions"]
+        texts = [self._before + completion["text"] for completion in completions]
+        output = texts[0] if len(texts) == 1 else texts
+        value = {**self._head, "text_output": output, **choice_logprobs(completions[0])}
+        return event(value) if self.whole_type == EVENTS else orjson.dumps(value)
+
+    def write(self, item: Item) -> bytes:
+        before, self._before = self._before, ""
+        if self._begun and not item["text"]:
+            return b""
+        self._begun = True
+        return event({**self._head, "text_output": before + item["text"]})
+
+    def broken(self, error: EngineError) -> bytes:
+        return event({"error": error.message})
+
+
+async def generate(gateway: Gateway, request: Request, stream: bool) -> Response:
+    def work(model: Model, end: float, resources: AsyncExitStack) -> Awaitable[Response]:
+        renderer = Text(parsed, model.name, as_events=stream)
+        return answer(gateway, model, parsed, renderer, end, resources)
+
     gateway.check_ready()
     name = request.path_params["name"]
-    name_model(gateway, request, name)
-    body = await read_object(gateway, request)
-    parsed = parse(name, body, stream)
-    async with (
-        AsyncExitStack() as resources,
-        engine_model(gateway, request, name, resources, check, parsed.limit_s) as (model, end),
-    ):
-        parsed.head["model_name"] = model.name
-        await resources.enter_async_context(gateway.admission.place(model.line, end))
-        if parsed.stream:
-            given = parsed.text, parsed.parameters
-            items, first = await begin(gateway, model, *given, end, resources)
-            late = _event(_error(LATE))
-            pieces = _events(parsed, first, items)
-            return TokenStream(pieces, EVENTS, end, lambda: late, resources.pop_all())
-
-        answer = await whole(gateway, model, parsed.text, parsed.parameters, end)
-        texts = [parsed.before + completion["text"] for completion in answer["completions"]]
-        output = texts[0] if len(texts) == 1 else texts
-        labels = choice_logprobs(answer["completions"][0])
-        value = {**parsed.head, "text_output": output, **labels}
-        if stream:  # a client of /generate_stream reads events
-            return Response(_event(value), media_type=EVENTS)
-        return Response(orjson.dumps(value), media_type=JSON)
-    raise AssertionError("it was returned or raised")
-
-
-async def _events(
-    parsed: ParsedRequest, first: Item, items: AsyncIterator[Item]
-) -> AsyncIterator[bytes]:
-    yield _event({**parsed.head, "text_output": parsed.before + first["text"]})
-    try:
-        async for item in items:
-            if item["text"]:
-                yield _event({**parsed.head, "text_output": item["text"]})
-    except EngineError as error:
-        yield _event(_error(error))
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
-
-
-def _error(error: EngineError) -> dict[str, Any]:
-    return {"error": error.message}
+    parsed = parse(name, await read_json_object(gateway, request, of_any_type=True), stream)
+    return await answer_by_engine(gateway, request, name, work, parsed.limit_s)

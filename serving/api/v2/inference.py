@@ -18,228 +18,148 @@ https://github.com/kserve/open-inference-protocol
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
-from common.errors import InvalidRequest, ServiceError, cut
+from common.errors import InvalidRequest, cut
 from common.hints import timeout_s
 from common.json_body import read_json
-from common.media_types import BINARY, HEADER_SIZE
-from serving.api.invoke import Check, describe, invoke
-from serving.api.naming import described_models, may_call, name_model
-from serving.api.shared import LARGE_BYTES, Gateway, Right, check_token, error_response
+from common.media_types import BINARY, HEADER_SIZE, JSON
+from serving.api.access import Right
+from serving.api.gateway import Gateway
+from serving.api.invoke import Direct, check_version, describe, invoke
+from serving.api.naming import described_models, may_call
+from serving.api.reading import LARGE_BYTES
+from serving.api.routing import CALL, EVENTS, FIND, Kind, Route
+from serving.api.v2 import repository
 from serving.api.v2.generate import generate
-from serving.api.v2.repository import Repository
 from serving.api.v2.statistics import statistics
-from serving.errors import (
-    BadRequest,
-    MethodNotAllowed,
-    ModelNotFound,
-    ResourceNotFound,
-    Unavailable,
-)
-from serving.models.model import Model, State
+from serving.errors import BadRequest, ResourceNotFound, Unavailable
+from serving.models.model import State
 
 NAME, VERSION = "kogpt2-serving", "0.1.0"
+BYTES = "application/octet-stream"
 HEADER_LENGTH = "inference-header-content-length"
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+
+async def server(gateway: Gateway, request: Request) -> Response:
+    """The server's name and extensions."""
+    extensions = ["binary_tensor_data", "generate", "model_configuration"]
+    extensions += ["model_repository", "statistics"]
+    return JSONResponse({"name": NAME, "version": VERSION, "extensions": extensions})
 
 
-class V2:
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._known: list[Route] = []
-
-    def routes(self) -> list[Route]:
-        def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
-            return Route(path, self._in_its_shape(endpoint), methods=[method])
-
-        model = "/v2/models/{name:model}"
-        version = model + "/versions/{version}"
-        repository = Repository(self._gateway)
-        self._known = [
-            route("/v2", self.server),
-            route("/v2/health/live", self.live),
-            route("/v2/health/ready", self.ready),
-            route("/v2/repository/index", repository.index, "POST"),
-            route("/v2/repository/models/{name:model}/load", repository.load, "POST"),
-            route("/v2/repository/models/{name:model}/unload", repository.unload, "POST"),
-            route("/v2/models/stats", self.all_statistics),
-            *(
-                route(f"{path}/{action}", endpoint, method)
-                for path in (version, model)
-                for action, endpoint, method in (
-                    ("infer", self.infer, "POST"),
-                    ("generate", self.generate, "POST"),
-                    ("generate_stream", self.generate_stream, "POST"),
-                    ("ready", self.model_ready, "GET"),
-                    ("config", self.config, "GET"),
-                    ("stats", self.statistics, "GET"),
-                )
-            ),
-            *(route(path, self.model) for path in (version, model)),
-            *(
-                route(f"{path}/trace/setting", self.no_traces, method)
-                for path in ("/v2", model)
-                for method in ("GET", "POST")
-            ),
-        ]
-        rest = Route("/v2/{rest:path}", self._in_its_shape(self.unknown), methods=[])  # any
-        return [*self._known, rest]
-
-    @staticmethod
-    def _in_its_shape(endpoint: Endpoint) -> Endpoint:
-        """Converts errors, also those of workers, to `{"error": ...}`."""
-
-        async def answer(request: Request) -> Response:
-            try:
-                response = await endpoint(request)
-            except ServiceError as error:
-                response = error_response(request, error)
-            if response.status_code >= 400:
-                return as_error(response)
-            return response
-
-        return answer
-
-    async def server(self, request: Request) -> Response:
-        extensions = ["binary_tensor_data", "generate", "model_configuration"]
-        extensions += ["model_repository", "statistics"]
-        return JSONResponse({"name": NAME, "version": VERSION, "extensions": extensions})
-
-    async def live(self, request: Request) -> Response:
-        return JSONResponse({"live": True})
-
-    async def ready(self, request: Request) -> Response:
-        self._gateway.check_health()
-        return JSONResponse({"ready": True})
-
-    async def model_ready(self, request: Request) -> Response:
-        """Whether the model is loaded; asking loads nothing."""
-        check_token(self._gateway, request, Right.CALL)
-        name = request.path_params["name"]
-        name_model(self._gateway, request, name)
-        self._gateway.check_health()
-        for named in described_models(self._gateway, name):
-            model = await self._gateway.find(named)
-            if model is None:
-                raise Unavailable(f"Model {named} is not loaded yet; a request to it loads it")
-            if model.state is not State.READY:
-                raise Unavailable(f"Model {named} is {model.state.value}")
-            _version_check(request)(model)
-        return JSONResponse({"name": name, "ready": True})
-
-    async def model(self, request: Request) -> Response:
-        self._check_method(request)  # all of `sowol/infer` may be a model's name
-        check_token(self._gateway, request, Right.CALL)
-        name = request.path_params["name"]
-        model = await describe(self._gateway, request, name, _version_check(request))
-        return JSONResponse(_described(model.name, model.metadata))
-
-    async def infer(self, request: Request) -> Response:
-        check_token(self._gateway, request, Right.CALL)
-        headers = {"content-type": "application/json", "accept": "*/*"}
-        length = request.headers.get(HEADER_LENGTH)
-        if length is not None:
-            if not (length.isascii() and length.isdecimal() and len(length) < 16):
-                raise BadRequest(f"{HEADER_LENGTH} must be a number of bytes")
-            headers["content-type"] = f"{BINARY};{HEADER_SIZE}={length}"
-
-        async def limit(body: bytes) -> float:
-            return await _limit_s(body if length is None else body[: int(length)])
-
-        name, check = request.path_params["name"], _version_check(request)
-        response = await invoke(self._gateway, request, name, headers, check, limit)
-        kind, _, size = response.headers["content-type"].partition(f";{HEADER_SIZE}=")
-        if kind == BINARY:
-            response.headers["content-type"] = "application/octet-stream"
-            response.headers[HEADER_LENGTH] = size
-        return response
-
-    async def generate(self, request: Request) -> Response:
-        check_token(self._gateway, request, Right.CALL)
-        return await generate(self._gateway, request, False, _version_check(request))
-
-    async def generate_stream(self, request: Request) -> Response:
-        check_token(self._gateway, request, Right.CALL)
-        return await generate(self._gateway, request, True, _version_check(request))
-
-    async def config(self, request: Request) -> Response:
-        """Triton's configuration of a model, from the same that `model` tells."""
-        check_token(self._gateway, request, Right.CALL)
-        name = request.path_params["name"]
-        model = await describe(self._gateway, request, name, _version_check(request))
-        described = _described(model.name, model.metadata)
-        sides = {"input": described["inputs"], "output": described["outputs"]}
-        tensors = {side: [_configured(t) for t in listed] for side, listed in sides.items()}
-        head = {"name": model.name, "platform": described["platform"], "max_batch_size": 0}
-        policy = {"latest": {"num_versions": 1}}
-        return JSONResponse({**head, "version_policy": policy, **tensors})
-
-    async def statistics(self, request: Request) -> Response:
-        """Of a model that is loaded; asking loads nothing."""
-        check_token(self._gateway, request, Right.CALL)
-        name = request.path_params["name"]
-        name_model(self._gateway, request, name)
-        named = described_models(self._gateway, name)
-        models = [self._gateway.registry.get(model) for model in named]
-        for model in models:
-            _version_check(request)(model)
-        return JSONResponse(await statistics(self._gateway, models))
-
-    async def all_statistics(self, request: Request) -> Response:
-        check_token(self._gateway, request, Right.CALL)
-        models = [m for m in self._gateway.registry.models() if may_call(request, m.name)]
-        return JSONResponse(await statistics(self._gateway, models))
-
-    async def no_traces(self, request: Request) -> Response:
-        raise ResourceNotFound("there are no traces here; /metrics and the log tell of requests")
-
-    async def unknown(self, request: Request) -> Response:
-        self._check_method(request)
-        raise ResourceNotFound("Requested resource is not found.")
-
-    def _check_method(self, request: Request) -> None:
-        """Raises `MethodNotAllowed` where the path has other methods."""
-        path = request.scope["path"]
-        first = next((route for route in self._known if route.path_regex.match(path)), None)
-        same = [
-            route.methods or set() for route in self._known if first and route.path == first.path
-        ]
-        methods = sorted(set().union(*same))
-        if methods and request.method not in methods:
-            raise MethodNotAllowed(f"{path} takes {', '.join(methods)}", methods)
+async def live(gateway: Gateway, request: Request) -> Response:
+    """Answers 200 as long as the server answers."""
+    return JSONResponse({"live": True})
 
 
-async def _limit_s(body: bytes) -> float:
+async def ready(gateway: Gateway, request: Request) -> Response:
+    """Answers 200 when a request would work, as /ping."""
+    gateway.check_health()
+    return JSONResponse({"ready": True})
+
+
+async def model_ready(gateway: Gateway, request: Request) -> Response:
+    """Answers 200 when the model is loaded; loads nothing."""
+    name = request.path_params["name"]
+    gateway.check_health()
+    for named in described_models(gateway, name):
+        model = await gateway.find(named)
+        if model is None:
+            raise Unavailable(f"Model {named} is not loaded yet; a request to it loads it")
+        if model.state is not State.READY:
+            raise Unavailable(f"Model {named} is {model.state.value}")
+        check_version(request, model)
+    return JSONResponse({"name": name, "ready": True})
+
+
+async def describe_model(gateway: Gateway, request: Request) -> Response:
+    """The model's inputs and outputs; loads it."""
+    name = request.path_params["name"]
+    model = await describe(gateway, request, name)
+    return JSONResponse(_described(model.name, model.metadata))
+
+
+async def infer(gateway: Gateway, request: Request) -> Response:
+    """Tensors in, tensors out."""
+    headers = {"content-type": JSON, "accept": "*/*"}
+    length = request.headers.get(HEADER_LENGTH)
+    if length is not None:
+        if not (length.isascii() and length.isdecimal() and len(length) < 16):
+            raise BadRequest(f"{HEADER_LENGTH} must be a number of bytes")
+        headers["content-type"] = f"{BINARY};{HEADER_SIZE}={length}"
+
+    def read(request: Request, body: bytes, _: Mapping[str, str]) -> Direct:
+        return Direct(limit_s=_limit_s(body if length is None else body[: int(length)]))
+
+    name = request.path_params["name"]
+    response = await invoke(gateway, request, name, headers, read=read)
+    if response.status_code >= 400:
+        return _as_error(request, response)
+    kind, _, size = response.headers["content-type"].partition(f";{HEADER_SIZE}=")
+    if kind == BINARY:
+        response.headers["content-type"] = BYTES
+        response.headers[HEADER_LENGTH] = size
+    return response
+
+
+async def generate_whole(gateway: Gateway, request: Request) -> Response:
+    """Continues a text."""
+    return await generate(gateway, request, False)
+
+
+async def generate_stream(gateway: Gateway, request: Request) -> Response:
+    """Continues a text, in server-sent events."""
+    return await generate(gateway, request, True)
+
+
+async def config(gateway: Gateway, request: Request) -> Response:
+    """The model's inputs and outputs, as Triton describes them; loads it."""
+    name = request.path_params["name"]
+    model = await describe(gateway, request, name)
+    described = _described(model.name, model.metadata)
+    sides = {"input": described["inputs"], "output": described["outputs"]}
+    tensors = {side: [_configured(t) for t in listed] for side, listed in sides.items()}
+    head = {"name": model.name, "platform": described["platform"], "max_batch_size": 0}
+    policy = {"latest": {"num_versions": 1}}
+    return JSONResponse({**head, "version_policy": policy, **tensors})
+
+
+async def model_statistics(gateway: Gateway, request: Request) -> Response:
+    """Counts of requests to a loaded model, and their times."""
+    named = described_models(gateway, request.path_params["name"])
+    models = [gateway.registry.get(model) for model in named]
+    for model in models:
+        check_version(request, model)
+    return JSONResponse(await statistics(gateway, models))
+
+
+async def all_statistics(gateway: Gateway, request: Request) -> Response:
+    """Counts of requests to each loaded model, and their times."""
+    models = [m for m in gateway.registry.models() if may_call(request, m.name)]
+    return JSONResponse(await statistics(gateway, models))
+
+
+async def no_traces(gateway: Gateway, request: Request) -> Response:
+    raise ResourceNotFound("there are no traces here; /metrics and the log tell of requests")
+
+
+def _limit_s(body: bytes) -> float:
     """The seconds that a request's own `timeout` leaves it."""
     if b'"timeout"' not in body:
         return math.inf
     with contextlib.suppress(InvalidRequest):  # the worker says what is wrong
-        value = await asyncio.to_thread(read_json, body)
+        value = read_json(body)
         return timeout_s(value.get("parameters") if isinstance(value, dict) else None) or math.inf
     return math.inf
-
-
-def _version_check(request: Request) -> Check:
-    """Raises `ModelNotFound` for another version than the one that is loaded."""
-
-    def check(model: Model) -> None:
-        version = request.path_params.get("version")
-        own = _described(model.name, model.metadata)["versions"][0]
-        if version not in (None, own):
-            raise ModelNotFound(f"Model {model.name} has version {own}, not {version[:50]}")
-
-    return check
 
 
 def _described(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,13 +173,46 @@ def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": tensor["name"], "data_type": f"TYPE_{kind}", "dims": tensor["shape"]}
 
 
-def as_error(response: Response) -> Response:
-    """`{"code", "type", "message"}` as `{"error": message}`; the status and headers stay."""
+def _as_error(request: Request, response: Response) -> Response:
+    """A worker's error in the shape of the protocol; the status stays."""
     body = bytes(response.body[: LARGE_BYTES + 1])
     try:
-        message = json.loads(body)["message"]
+        message = str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):  # a script's own words
         message = cut(body.decode("utf-8", "replace"), LARGE_BYTES)
-    headers = {k: v for k, v in response.headers.items() if not k.startswith("content-")}
-    text = json.dumps({"error": message}, ensure_ascii=False).encode("utf-8", "backslashreplace")
-    return Response(text, response.status_code, headers, media_type="application/json")
+    response.body = orjson.dumps({"error": message.encode("utf-8", "backslashreplace").decode()})
+    response.headers["content-type"] = JSON
+    response.headers["content-length"] = str(len(response.body))
+    return response
+
+
+V2 = Kind("V2", Right.CALL, "V2Error")
+HEALTH = Kind("V2", None, "V2Error")
+INFER = Kind(
+    "V2", Right.CALL, "V2Error",
+    {JSON: "Infer", BYTES: "Bytes"}, {JSON: "Inferred", BYTES: "Bytes"},
+)  # fmt: skip
+GENERATE = Kind("V2", Right.CALL, "V2Error", {JSON: "V2Generate"}, {JSON: "Any", EVENTS: "Any"})
+MODEL = "/v2/models/{name:model}"
+PATHS = MODEL + "/versions/{version}", MODEL
+ROUTES = (
+    Route("GET", "/v2", server, HEALTH),
+    Route("GET", "/v2/health/live", live, HEALTH),
+    Route("GET", "/v2/health/ready", ready, HEALTH, "503"),
+    *repository.ROUTES,
+    Route("GET", "/v2/models/stats", all_statistics, V2, "401 403 429 503"),
+    *(
+        route
+        for path in PATHS
+        for route in (
+            Route("POST", f"{path}/infer", infer, INFER, CALL),
+            Route("POST", f"{path}/generate", generate_whole, GENERATE, CALL),
+            Route("POST", f"{path}/generate_stream", generate_stream, GENERATE, CALL),
+            Route("GET", f"{path}/ready", model_ready, V2, "400 401 403 404 429 503"),
+            Route("GET", f"{path}/config", config, V2, CALL),
+            Route("GET", f"{path}/stats", model_statistics, V2, FIND),
+        )
+    ),
+    *(Route("GET POST", f"{path}/trace/setting", no_traces) for path in ("/v2", MODEL)),
+    *(Route("GET", path, describe_model, V2, CALL) for path in PATHS),
+)

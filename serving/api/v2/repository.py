@@ -18,8 +18,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from serving.api.naming import check_no_alias, listed_aliases, may_call, name_model
-from serving.api.shared import Gateway, Right, check_token, read_json_object
+from serving.api.access import Right
+from serving.api.gateway import Gateway
+from serving.api.naming import listed_aliases, may_call
+from serving.api.reading import read_json_object
+from serving.api.routing import CALL, Kind, Route
 from serving.errors import BadRequest
 from serving.models.model import Model, State
 
@@ -31,64 +34,57 @@ STATES = {
 }
 
 
-class Repository:
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+async def index(gateway: Gateway, request: Request) -> Response:
+    """The store's models and their states."""
+    only_ready = (await read_object(gateway, request)).get("ready", False)
+    if not isinstance(only_ready, bool):
+        raise BadRequest("ready must be true or false")
+    by_name = {model.name: _entry(model) for model in gateway.registry.all()}
+    if not gateway.settings.sagemaker_multi_model and not only_ready:
+        for stored in await gateway.lookups.models():
+            unloaded = {"name": stored.name, "state": "UNAVAILABLE", "reason": "unloaded"}
+            by_name.setdefault(stored.name, unloaded)
+    ready = {name for name, entry in by_name.items() if entry["state"] == "READY"}
+    by_name = {name: entry for name, entry in by_name.items() if may_call(request, name)}
+    by_name |= {n: _alias(n, of, ready) for n, of in listed_aliases(gateway, request).items()}
+    entries = [by_name[name] for name in sorted(by_name)]
+    return JSONResponse([e for e in entries if e["state"] == "READY" or not only_ready])
 
-    async def index(self, request: Request) -> Response:
-        gateway, settings = self._gateway, self._gateway.settings
-        check_token(gateway, request, Right.LIST)
-        only_ready = (await read_object(gateway, request)).get("ready", False)
-        if not isinstance(only_ready, bool):
-            raise BadRequest("ready must be true or false")
-        by_name = {model.name: _entry(model) for model in gateway.registry.all()}
-        if not settings.sagemaker_multi_model and not only_ready:
-            for stored in await gateway.lookups.models():
-                unloaded = {"name": stored.name, "state": "UNAVAILABLE", "reason": "unloaded"}
-                by_name.setdefault(stored.name, unloaded)
-        ready = {name for name, entry in by_name.items() if entry["state"] == "READY"}
-        by_name = {name: entry for name, entry in by_name.items() if may_call(request, name)}
-        by_name |= {n: _alias(n, of, ready) for n, of in listed_aliases(gateway, request).items()}
-        entries = [by_name[name] for name in sorted(by_name)]
-        return JSONResponse([e for e in entries if e["state"] == "READY" or not only_ready])
 
-    async def load(self, request: Request) -> Response:
-        """Loads the store's model of this name, again where the store's has changed."""
-        gateway, name = self._gateway, request.path_params["name"]
-        for parameter in await self._managed(request):
-            raise BadRequest(
-                f"parameters.{parameter} is not known here: a model is loaded as it is in the store"
-            )
-        with gateway.metrics.loading():
-            stored, model = await gateway.lookups.find(name), gateway.registry.find(name)
-            if model is not None and model.stored != stored:
-                await gateway.registry.unload(name)
-            if gateway.settings.sagemaker_multi_model:  # SageMaker says what goes for it
-                await gateway.on_demand.preload(name)
-            else:
-                async with gateway.on_demand.use(name):
-                    pass
-        return Response()
+async def load(gateway: Gateway, request: Request) -> Response:
+    """Loads the store's model of this name, again where the store's has changed."""
+    name = request.path_params["name"]
+    for parameter in await _parameters(gateway, request):
+        raise BadRequest(
+            f"parameters.{parameter} is not known here: a model is loaded as it is in the store"
+        )
+    with gateway.metrics.loading():
+        stored, model = await gateway.lookups.find(name), gateway.registry.find(name)
+        if model is not None and model.stored != stored:
+            await gateway.registry.unload(name)
+        if gateway.settings.sagemaker_multi_model:  # SageMaker says what goes for it
+            await gateway.on_demand.preload(name)
+        else:
+            async with gateway.on_demand.use(name):
+                pass
+    return Response()
 
-    async def unload(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        for parameter in await self._managed(request):
-            if parameter != "unload_dependents":  # no model here depends on another
-                raise BadRequest(f"parameters.{parameter} is not known here")
-        await self._gateway.registry.unload(name)
-        return Response()
 
-    async def _managed(self, request: Request) -> Mapping[str, Any]:
-        """The parameters of who may manage models."""
-        check_token(self._gateway, request, Right.LOAD)
-        name_model(self._gateway, request, request.path_params["name"])
-        check_no_alias(self._gateway, request.path_params["name"])
-        self._gateway.check_ready()
-        body = await read_object(self._gateway, request)
-        parameters = body.get("parameters") or {}
-        if not isinstance(parameters, dict):
-            raise BadRequest("parameters must be an object")
-        return parameters
+async def unload(gateway: Gateway, request: Request) -> Response:
+    """Unloads a model."""
+    name = request.path_params["name"]
+    for parameter in await _parameters(gateway, request):
+        if parameter != "unload_dependents":  # no model here depends on another
+            raise BadRequest(f"parameters.{parameter} is not known here")
+    await gateway.registry.unload(name)
+    return Response()
+
+
+async def _parameters(gateway: Gateway, request: Request) -> Mapping[str, Any]:
+    parameters = (await read_object(gateway, request)).get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise BadRequest("parameters must be an object")
+    return parameters
 
 
 def _alias(name: str, weights: Mapping[str, float], ready: set[str]) -> dict[str, Any]:
@@ -99,11 +95,19 @@ def _alias(name: str, weights: Mapping[str, float], ready: set[str]) -> dict[str
 
 
 def _entry(model: Model) -> dict[str, Any]:
-    version = (model.metadata.get("versions") or ["1"])[0]
     state, reason = STATES[model.state], model.restarts.reason
-    return {"name": model.name, "version": version, "state": state, "reason": reason}
+    return {"name": model.name, "version": model.version, "state": state, "reason": reason}
 
 
 async def read_object(gateway: Gateway, request: Request) -> dict[str, Any]:
     """The protocol's clients name no content type."""
     return await read_json_object(gateway, request, of_any_type=True)
+
+
+LISTED, LOADED = (Kind("V2", right, "V2Error") for right in (Right.LIST, Right.LOAD))
+MODEL = "/v2/repository/models/{name:model}"
+ROUTES = (
+    Route("POST", "/v2/repository/index", index, LISTED, "400 401 403 408 413 415 429 503"),
+    Route("POST", f"{MODEL}/load", load, LOADED, CALL),
+    Route("POST", f"{MODEL}/unload", unload, LOADED, CALL),
+)

@@ -14,8 +14,8 @@ import contextlib
 from typing import Any
 
 from common.errors import EngineError
+from serving.api.gateway import Gateway
 from serving.api.metrics import Tally
-from serving.api.shared import Gateway
 from serving.models.model import Model
 
 Stat = dict[str, int]
@@ -37,37 +37,27 @@ async def statistics(gateway: Gateway, models: list[Model]) -> dict[str, Any]:
 
 def _model_stat(model: Model, tally: Tally, engine: dict[str, Any] | None) -> dict[str, Any]:
     success, fail = _stat(*tally.good), _stat(*tally.bad)
-    queue = _stat(0, 0.0)
+    queue = nothing = _stat(0, 0.0)
     if engine is not None:
         waits = engine["queue_s"]
         queue = _stat(waits["buckets"][-1][1], waits["sum"])
     infer = {"count": success["count"], "ns": max(success["ns"] - queue["ns"], 0)}
     return {
         "name": model.name,
-        "version": (model.metadata.get("versions") or ["1"])[0],
-        "last_inference": tally.last_ms,
+        "version": model.version,
         "inference_count": success["count"],
         "execution_count": success["count"] if engine is None else engine["steps"],
         "inference_stats": {
             "success": success,
             "fail": fail,
             "queue": queue,
-            "compute_input": _stat(0, 0.0),
+            "compute_input": nothing,
             "compute_infer": infer,
-            "compute_output": _stat(0, 0.0),
-            "cache_hit": _stat(0, 0.0),
-            "cache_miss": _stat(0, 0.0),
+            "compute_output": nothing,
+            "cache_hit": nothing,
+            "cache_miss": nothing,
         },
-        "response_stats": {},
-        "batch_stats": [],
-        "memory_usage": _memory(engine),
     }
-
-
-def _memory(engine: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if engine is None:
-        return []
-    return [{"type": "CPU", "id": 0, "byte_size": engine["weight_bytes"]}]
 
 
 def _stat(count: int, seconds: float) -> Stat:

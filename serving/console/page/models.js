@@ -80,6 +80,7 @@ class Row {
     this.name = name;
     this.choice = h("input", { type: "checkbox", aria: { label: `${t("compare")}: ${name}` }, change: () => toggle(name) });
     this.state = h("span", { className: "state" });
+    this.aliases = h("small", { className: "base" });
     this.reason = h("small", { className: "reason" });
     this.base = h("small", { className: "base" });
     this.mover = h("button", { type: "button", click: () => this.act(this.isLoaded ? unload : load) });
@@ -89,7 +90,7 @@ class Row {
       COLUMNS.map((column) => [column, h("td", { role: "cell", data: { column, label: t(column) } })]),
     );
     this.cells.compare.append(this.choice);
-    this.cells.name.append(h("strong", {}, name), this.base, this.reason);
+    this.cells.name.append(h("strong", {}, name), this.base, this.aliases, this.reason);
     this.cells.state.append(this.state);
     this.cells.actions.append(this.mover, " ", this.pinner);
     this.element = h("tr", { role: "row", data: { model: name } }, ...Object.values(this.cells));
@@ -108,6 +109,7 @@ class Row {
     write(this.state, state === "ready" && residency ? `${t(state)} · ${t(residency)}` : t(state));
     write(this.reason, row.reason ?? "");
     write(this.base, row.base ? t("adapter_of", { base: row.base }) : "");
+    write(this.aliases, row.aliases ? t("alias_is", { names: row.aliases.join(", ") }) : "");
     const notes = [number(row.requests, 0)];
     if (row.in_flight) notes.push(t("in_flight", { count: row.in_flight }));
     if (row.errors) notes.push(t("errors", { count: row.errors }));

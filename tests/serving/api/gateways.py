@@ -13,8 +13,8 @@ from typing import Any
 import common.errors
 from common.worker_protocol import TIMEOUT_HEADER, WORKER_HEADER
 from serving.api.app import App
+from serving.api.gateway import Gateway
 from serving.api.metrics import Metrics
-from serving.api.shared import Gateway
 from serving.console.journal import Journal
 from serving.errors import ModelNotFound
 from serving.mms.client import Answer

@@ -36,7 +36,7 @@ def call(
     return status, found["content-type"], answer.decode()
 
 
-ROUTES = ["/models/봄/invoke", "/predictions/봄", "/봄/predict", "/invocations?model_name=봄"]
+ROUTES = ["/models/봄/invoke", "/predictions/봄", "/invocations?model_name=봄"]
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -148,7 +148,7 @@ def test_how_an_answer_ended_is_said_in_tgis_words(end: str, special: bool, reas
 
 def test_text_that_waited_for_the_end_token_is_no_special_one() -> None:
     """A client leaves out the text of special tokens."""
-    text = tgi.Text(tgi.parse({"inputs": "가", "parameters": {"details": True}}), 3)
+    text = tgi.Text(tgi.parse({"inputs": "가", "parameters": {"details": True}}))
     last = {"text": "끝", "logprobs": step(1, "</s>", special=True), "finish_reason": "stop"}
     assert text.add(last)["token"] == {"id": 1, "text": "끝", "logprob": -0.5, "special": False}
 

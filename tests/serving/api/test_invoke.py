@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from common.errors import OutOfMemory
-from serving.api import stream
+from serving.api import engine_calls
 from serving.errors import Unavailable
 from serving.mms.client import Answer
 from tests.serving.api.gateways import World, answered, model, settle
@@ -281,7 +281,6 @@ async def test_headers_of_a_service_reach_the_client_unless_they_are_dangerous()
 
 ROUTES = [
     ("POST", PATH),
-    ("POST", "/봄/predict"),
     ("POST", "/models/봄/invoke"),
     ("POST", "/invocations?model_name=봄"),
     ("POST", "/v2/models/봄/infer"),
@@ -380,7 +379,7 @@ async def test_a_form_of_too_many_fields_reaches_no_worker() -> None:
 async def test_a_stream_of_a_model_that_the_engine_has_lost_is_503_and_not_404(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream, "RESTORE_S", 0.1)
+    monkeypatch.setattr(engine_calls, "RESTORE_S", 0.1)
     lost = model()
     lost.in_engine = True
     body = json.dumps({"inputs": "가", "stream": True}).encode()

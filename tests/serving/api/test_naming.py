@@ -70,7 +70,6 @@ async def test_an_alias_is_answered_by_its_models_in_turn_and_all_tell_which(
     ("path", "headers"),
     [
         ("/models/시.tar.gz/invoke", {}),
-        ("/시/predict", {}),
         ("/invocations?model_name=시", {}),
         ("/invocations", {"x-amzn-sagemaker-target-model": "시.tar.gz"}),
         ("/invocations", {"x-amzn-sagemaker-adapter-identifier": "시"}),

@@ -8,46 +8,50 @@ import re
 from typing import Any
 
 import pytest
-from starlette.routing import Route
 
 from common.form import KINDS
 from common.parameters import MAX_LOGPROBS, MAX_SEQUENCES, Parameters
-from serving.api import openapi
+from serving.api import routes
 from serving.api.management import LOAD_PARAMETERS
 from serving.api.openai import responses
 from serving.api.openai.parsing import CHAT, COMPLETION, DEFAULT_TOKENS, NOT_DONE
-from tests.serving.api.gateways import World
-
-# The documents themselves, the console, and what only says that it is not there.
-APART = re.compile(
-    r"/(api-description|openapi\.json|docs|console/.*|v1/embeddings|v2/.*trace.*|v[12]/\{rest\})?"
-)
 
 
 def routed(managing: bool) -> set[tuple[str, str]]:
-    """Method and path of every route. OpenAI's take any method, to refuse it in their words."""
-    found, app = set(), World().app
-    for route in (app._management if managing else app._inference).routes:  # type: ignore[attr-defined]
-        assert isinstance(route, Route)
-        path = re.sub(r":\w+}", "}", route.path)
-        any_method = path.startswith("/v1/")
-        for method in {"*"} if any_method else set(route.methods or ()) - {"HEAD"}:
-            found.add((method, path))
-    return found
+    """Method and path of every route of a contract, but what only refuses."""
+    return {
+        (method, re.sub(r":\w+}", "}", route.path))
+        for route in (routes.MANAGEMENT if managing else routes.REQUESTS)
+        for method in route.methods.split()
+        if route.kind.tag
+    }
 
 
 @pytest.mark.parametrize("managing", [False, True])
 def test_every_route_of_a_port_is_described_and_nothing_else(managing: bool) -> None:
     described = {
-        ("*" if path.startswith("/v1/") else method.upper(), path)
-        for path, methods in openapi.document(managing=managing)["paths"].items()
+        (method.upper(), path)
+        for path, methods in routes.document(managing=managing)["paths"].items()
         for method in methods
     }
-    assert described == {(m, path) for m, path in routed(managing) if not APART.fullmatch(path)}
+    assert described == routed(managing)
+    undescribed = {route.path for route in routes.REQUESTS if not route.kind.tag}
+    assert undescribed == {
+        *("/", "/api-description", "/openapi.json", "/docs", "/v1/{rest:path}"),
+        *("/v2/trace/setting", "/v2/models/{name:model}/trace/setting"),
+    }
+
+
+def test_every_operation_has_a_summary_and_names_its_headers() -> None:
+    paths = routes.document()["paths"]
+    assert all(operation["summary"] for methods in paths.values() for operation in methods.values())
+    for path in ("/predictions/{name}", "/v1/chat/completions", "/v2/models/{name}/infer"):
+        names = {parameter["name"] for parameter in paths[path]["post"]["parameters"]}
+        assert "x-session-id" in names
 
 
 def test_every_reference_leads_somewhere() -> None:
-    document = openapi.document()
+    document = routes.document()
     schemas = document["components"]["schemas"]
     named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert named <= set(schemas)
@@ -56,7 +60,7 @@ def test_every_reference_leads_somewhere() -> None:
 
 @pytest.mark.parametrize(("managing", "names"), [(False, {"call", "unload"}), (True, {"unload"})])
 def test_a_load_links_to_routes_of_the_same_document(managing: bool, names: set[str]) -> None:
-    paths = openapi.document(managing=managing)["paths"]
+    paths = routes.document(managing=managing)["paths"]
     links = paths["/models"]["post"]["responses"]["200"]["links"]
     assert set(links) == names
     for link in links.values():
@@ -65,7 +69,7 @@ def test_a_load_links_to_routes_of_the_same_document(managing: bool, names: set[
 
 
 def properties(name: str) -> dict[str, Any]:
-    schema = openapi.document()["components"]["schemas"][name]
+    schema = routes.document()["components"]["schemas"][name]
     assert set(schema.get("required", ())) <= set(schema["properties"])
     found: dict[str, Any] = schema["properties"]
     return found

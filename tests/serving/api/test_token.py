@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from serving.api.shared import Right, check_token
+from serving.api.access import Right, check_token
 from serving.errors import Unauthorized
 from serving.mms.client import Answer
 from serving.tokens import Tokens

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from serving.aliases import Alias
+from serving.api.gateway import Gateway
 from serving.api.metrics import Metrics
-from serving.api.shared import Gateway
 from serving.console.feed import MAX_WATCHERS, SAMPLE_S, STORE_S, Feed
 from serving.errors import Unavailable
 from tests.serving.fakes import Parts
@@ -60,6 +61,22 @@ def feed_of(parts: Parts, engine: CountingEngine) -> Feed:
             journal=parts.journal,
         )
     )
+
+
+async def test_a_row_has_the_aliases_that_its_watcher_may_see(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, names=("봄", "여름"))
+    feed = feed_of(parts, CountingEngine(parts))
+    names = {"고객": {"봄": 3, "여름": 1}, "시": {"봄": 1}}
+    feed._gateway.aliases._take({name: Alias(name, of) for name, of in names.items()})
+    for model in ("봄", "여름"):
+        await parts.on_demand.ensure(model)
+    async for message in feed.watch(lambda name: name != "시"):
+        shown = {name: row.get("aliases") for name, row in message["models"].items()}
+        assert shown == {"봄": ["고객"], "여름": ["고객"]}
+        break
+    async for message in feed.watch():
+        assert message["models"]["봄"]["aliases"] == ["고객", "시"]
+        break
 
 
 async def test_who_watches_gets_everything_first_and_then_what_has_changed(tmp_path: Path) -> None:

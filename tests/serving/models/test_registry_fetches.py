@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from serving.models.registry import DOWNLOADS_AT_ONCE, Registry
+from serving.models.fetches import DOWNLOADS_AT_ONCE
+from serving.models.registry import Registry
 from serving.settings import Settings
 from serving.store import Fetched, StoredModel
 
@@ -48,7 +49,7 @@ class HangingCache:
 async def test_fetches_that_hang_hold_up_nothing_else(tmp_path: Path) -> None:
     cache = HangingCache(tmp_path)
     registry = Registry(Settings(), cast(Any, None), cast(Any, cache))
-    tasks = [asyncio.create_task(registry.manifest_name(STORED)) for _ in range(60)]
+    tasks = [asyncio.create_task(registry.fetches.manifest_name(STORED, 60)) for _ in range(60)]
     for _ in range(DOWNLOADS_AT_ONCE):
         assert await asyncio.to_thread(cache.asked.acquire, True, 30)
     # What unloads and recovery use is free.
@@ -71,9 +72,9 @@ async def test_downloads_that_hang_hold_up_nothing_that_is_here(
     cache.here.add("영랑")
     if not cached:
         here = dataclasses.replace(here, url="/store/영랑", kind="folder")
-    tasks = [asyncio.create_task(registry.manifest_name(STORED)) for _ in range(60)]
+    tasks = [asyncio.create_task(registry.fetches.manifest_name(STORED, 60)) for _ in range(60)]
     for _ in range(DOWNLOADS_AT_ONCE):
         assert await asyncio.to_thread(cache.asked.acquire, True, 30)
-    assert await registry.manifest_name(here) is None
+    assert await registry.fetches.manifest_name(here, 60) is None
     cache.answers.set()
     await asyncio.gather(*tasks)

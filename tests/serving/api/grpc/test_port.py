@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from common.errors import EngineError, Overloaded
+from serving.aliases import Alias
 from serving.api.grpc import health, port
 from serving.api.grpc.health import HEALTH, NOT_SERVING, SERVICE_UNKNOWN, SERVING
 from serving.api.grpc.inference import SERVICE
@@ -210,6 +211,28 @@ async def test_a_model_that_streams_nothing_answers_in_order() -> None:
             [2],
         ]
         assert all(final(r) for r in made)
+
+
+def test_an_alias_may_have_models_of_texts_and_of_tensors() -> None:
+    async def test(client: Client, world: World) -> None:
+        tensors = model("표")
+        world.registry._models["표"] = tensors
+        alias = Alias("섞임", {"표": 1, "봄": 1})
+        world.gateway.aliases._take({"섞임": alias})
+
+        async def answer(number: int) -> Answer:
+            outputs = [{"name": "y", "datatype": "INT64", "shape": [1], "data": [number]}]
+            body = {"model_name": "표", "model_version": "1", "outputs": outputs}
+            return answered(body=json.dumps(body).encode())
+
+        world.mms.answer = answer
+        made = await responses(client, *(asked(name="섞임") for _ in range(4)))
+        assert not any(response.error_message for response in made)
+        names = [response.infer_response.model_name for response in made]
+        assert (names.count("표"), names.count("봄")) == (2, 2 * len(PIECES))
+        assert alias.requests == {"표": 2, "봄": 2}
+
+    run(test)
 
 
 # Single calls

@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from common.errors import EngineError, EngineUnavailable, Overloaded
-from serving.api.openai import answering
+from serving.api import answering
 from serving.api.openai.answers import Answer
 from serving.api.openai.errors import Refused
 from serving.api.openai.parsing import completion

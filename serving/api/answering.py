@@ -1,0 +1,213 @@
+"""Has the engine answer a request of any contract: queue, begin, stream, end or fail.
+
+A contract parses a request to an `EngineRequest`, and has a `Renderer` that writes the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+from anyio import CancelScope
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from common.errors import DeadlineExceeded, EngineError, InvalidRequest
+from common.media_types import JSON
+from serving.api.answer_form import GivenForm, named_by_request
+from serving.api.engine_calls import EngineCall, Item
+from serving.api.gateway import Gateway
+from serving.api.routing import EVENTS
+from serving.models.model import Model
+
+# Log-probabilities of one answer, of all prompts, sequences and tokens: some 30 MB.
+MAX_SCORES = 400_000
+UNREAD_S = 5.0  # how much later than its deadline a stream has to be read
+LATE = DeadlineExceeded("the answer was not ready in time")  # of a stream at its deadline
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """What the engine is to answer.
+
+    prompts: each is a request to the engine
+    parameters: for the engine, `n` sequences of each prompt or more
+    kind: the engine's field for a prompt; see `engine.http.async_client`
+    form: what the answer is held to, if the request names it
+    adapter: the model that answers in place of the route's; "" for none
+    """
+
+    prompts: Sequence[Any]
+    parameters: Mapping[str, Any]
+    kind: str = "inputs"
+    stream: bool = False
+    n: int = 1
+    form: GivenForm | None = None
+    adapter: str = ""
+
+
+def event(value: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+class Choices(Protocol):
+    """The answers to one prompt in a stream."""
+
+    def write(self, item: Item) -> bytes:
+        """The events of a token of the engine's."""
+
+
+class Renderer:
+    """Writes an answer as its contract has it."""
+
+    stream_type = EVENTS
+    whole_type = JSON
+
+    def compact(self, token: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A token with its scores, as small as the whole answer needs it."""
+        return token
+
+    def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
+        """`results` are the engine's answers to the prompts."""
+        raise NotImplementedError
+
+    def begin(self) -> bytes:
+        return b""
+
+    def choices(self, prompt: Any, first: int) -> Choices:
+        """`first` is the index of the prompt's first answer."""
+        return self
+
+    def write(self, item: Item) -> bytes:
+        raise NotImplementedError
+
+    def end(self) -> bytes:
+        return b""
+
+    def broken(self, error: EngineError) -> bytes:
+        """The end of a stream that breaks off."""
+        raise NotImplementedError
+
+
+async def answer(
+    gateway: Gateway,
+    model: Model,
+    request: EngineRequest,
+    renderer: Renderer,
+    end: float,
+    resources: AsyncExitStack,
+) -> Response:
+    """Each prompt has a place of its own in the model's queue. `resources` are a stream's."""
+
+    def call(prompt: Any) -> EngineCall:
+        return EngineCall(gateway, model, prompt, request.parameters, end, request.kind)
+
+    try:
+        if request.stream:
+            await resources.enter_async_context(gateway.admission.place(model.line, end))
+            first = await call(request.prompts[0]).begin(resources)
+            pieces = _pieces(request, renderer, first, call, resources)
+            kind, late = renderer.stream_type, lambda: renderer.broken(LATE)
+            return TokenStream(pieces, kind, end, late, resources.pop_all())
+        body = renderer.whole(await _whole(gateway, model, request, renderer, call, end))
+    except EngineError as error:
+        raise named_by_request(error, request.form) from None
+    return Response(body, media_type=renderer.whole_type)
+
+
+async def _whole(
+    gateway: Gateway,
+    model: Model,
+    request: EngineRequest,
+    renderer: Renderer,
+    call: Callable[[Any], EngineCall],
+    end: float,
+) -> list[dict[str, Any]]:
+    """Returns the engine's answers to all prompts.
+
+    With log-probabilities answers are long: they are read and converted token by token.
+    """
+    scores = 0
+
+    def compact(token: Item) -> Mapping[str, Any]:
+        nonlocal scores
+        scores += 1 + len(token.get("top", ()))
+        if scores > MAX_SCORES:  # the model's context is longer than `parsing.CONTEXT`
+            raise InvalidRequest(
+                f"logprobs asks for more than {MAX_SCORES} log-probabilities", field="logprobs"
+            )
+        return renderer.compact(token)
+
+    scored = not {"logprobs", "decoder_input_details"}.isdisjoint(request.parameters)
+
+    async def one(prompt: Any) -> dict[str, Any]:
+        async with gateway.admission.place(model.line, end):
+            return await (call(prompt).collect(compact) if scored else call(prompt).whole())
+
+    if len(request.prompts) == 1:
+        return [await one(request.prompts[0])]
+    tasks = [asyncio.create_task(one(prompt)) for prompt in request.prompts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _pieces(
+    request: EngineRequest,
+    renderer: Renderer,
+    first: tuple[AsyncIterator[Item], Item],
+    call: Callable[[Any], EngineCall],
+    resources: AsyncExitStack,
+) -> AsyncIterator[bytes]:
+    """Prompts are continued one after the other; the first one is begun already."""
+    try:
+        if sent := renderer.begin():
+            yield sent
+        for i, prompt in enumerate(request.prompts):
+            choices = renderer.choices(prompt, i * request.n)
+            items, item = first if i == 0 else await call(prompt).begin(resources)
+            if sent := choices.write(item):
+                yield sent
+            async for item in items:
+                if sent := choices.write(item):
+                    yield sent
+        if sent := renderer.end():
+            yield sent
+    except EngineError as error:
+        yield renderer.broken(named_by_request(error, request.form))
+
+
+class TokenStream(StreamingResponse):
+    """A response that holds `resources` until its last token is sent or its client is gone.
+
+    At `end` it closes with `late` as the last piece; a client that does not read that is cut off.
+    """
+
+    def __init__(
+        self,
+        content: AsyncIterator[bytes],
+        kind: str,
+        end: float,
+        late: Callable[[], bytes],
+        resources: AsyncExitStack,
+    ) -> None:
+        super().__init__(content, media_type=kind, headers={"cache-control": "no-store"})
+        self._end, self._resources = end, resources
+        self._late = late
+        self.frame: Callable[[bytes], bytes] = bytes  # what the protocol puts around each piece
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._resources:
+            with CancelScope(deadline=self._end) as work:
+                await super().__call__(scope, receive, send)
+            if work.cancelled_caught:
+                with CancelScope(deadline=self._end + UNREAD_S):
+                    last = {"type": "http.response.body", "body": self.frame(self._late())}
+                    await send(last)

@@ -1,0 +1,140 @@
+"""Calls of the engine by the gateway, repeated where the engine is restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from common.errors import EngineUnavailable, ModelNotFound
+from common.worker_protocol import TIMEOUT_HEADER
+from serving.api.gateway import Gateway
+from serving.errors import ServingError, Unavailable
+from serving.models.model import Model
+from serving.tokens import current
+
+RESTORE_S = 15.0
+RETRY_S = 0.2
+
+T = TypeVar("T")
+Item = dict[str, Any]  # a token of the engine's
+
+
+@dataclass(frozen=True)
+class EngineCall:
+    """A prompt for a model of the engine; `kind` as in `engine.http.async_client`.
+
+    Tokens are counted for the token of TOKENS_FILE that the request has.
+    """
+
+    gateway: Gateway
+    model: Model
+    prompt: Any
+    parameters: Mapping[str, Any]
+    end: float
+    kind: str
+
+    async def begin(self, resources: AsyncExitStack) -> tuple[AsyncIterator[Item], Item]:
+        """The first token, and those behind it; `resources` end the call."""
+
+        async def stream() -> tuple[AsyncIterator[Item], Item]:
+            items = await resources.enter_async_context(aclosing(self._stream()))
+            return items, await anext(items)
+
+        return await while_restored(self.gateway, self.model, self.end, stream)
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole answer."""
+
+        async def generate() -> dict[str, Any]:
+            name, left = self.model.engine_name, left_s(self.end)
+            given = name, self.prompt, self.parameters, left, self.kind
+            result = await self.gateway.engine.generate(*given)
+            if (token := current.get()) is not None:
+                made = sum(completion["tokens"] for completion in result["completions"])
+                token.usage.count(result["prompt_tokens"], made)
+            return result
+
+        return await while_restored(self.gateway, self.model, self.end, generate)
+
+    async def collect(self, compact: Callable[[Item], Mapping[str, Any]]) -> dict[str, Any]:
+        """The whole answer from a stream, with the `texts` of its tokens.
+
+        Of a token with its scores only what `compact` returns is in memory.
+        """
+
+        async def collect() -> dict[str, Any]:
+            result: dict[str, Any] = {}
+            completions: dict[int, Item] = {}
+            async with aclosing(self._stream()) as items:
+                async for item in items:
+                    completion = completions.setdefault(item["index"], {"texts": []})
+                    completion["texts"].append(item["text"])
+                    completion["finish_reason"] = item.get("finish_reason")
+                    if "logprobs" in item:
+                        completion.setdefault("logprobs", []).append(compact(item["logprobs"]))
+                    completion |= choice_logprobs(item)
+                    if "prefill" in item:
+                        completion["prefill"] = [compact(token) for token in item["prefill"]]
+                    counts = ("prompt_tokens", "cached_tokens")
+                    result |= {k: v for k, v in item.items() if k in counts}
+            for completion in completions.values():
+                texts = completion["texts"]
+                completion |= {"text": "".join(texts), "tokens": len(texts)}
+            return {**result, "completions": [completions[i] for i in sorted(completions)]}
+
+        return await while_restored(self.gateway, self.model, self.end, collect)
+
+    async def _stream(self) -> AsyncGenerator[Item, None]:
+        token = current.get()
+        name, left = self.model.engine_name, left_s(self.end)
+        given = name, self.prompt, self.parameters, left, self.kind
+        async with aclosing(self.gateway.engine.stream(*given)) as items:
+            async for item in items:
+                if token is not None:
+                    token.usage.count(item.get("prompt_tokens", 0), 1)
+                yield item
+
+
+def choice_logprobs(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The log-probabilities of a choice's texts as a field, or no field where there are none."""
+    return {name: answer[name] for name in ("choice_logprobs",) if name in answer}
+
+
+def left_s(end: float) -> float:
+    return max(end - time.monotonic(), 0.001)
+
+
+async def while_restored(
+    gateway: Gateway, model: Model, end: float, call: Callable[[], Awaitable[T]]
+) -> T:
+    """Returns what `call` returns, and repeats it where the engine is restarted.
+
+    Raises `Unavailable` where the engine has not loaded the model again in time.
+    """
+    restored = min(end, time.monotonic() + RESTORE_S)
+    while True:
+        try:
+            return await call()
+        except (EngineUnavailable, ModelNotFound) as error:
+            if time.monotonic() > restored:
+                if isinstance(error, EngineUnavailable) or (
+                    gateway.registry.find(model.name) is not model
+                ):
+                    raise
+                again = f"Model {model.name} is being loaded again"
+                raise Unavailable(again) from None
+            await asyncio.sleep(RETRY_S)
+            await _have_it_loaded(gateway, model)
+
+
+async def _have_it_loaded(gateway: Gateway, model: Model) -> None:
+    """A call through its worker has the worker load the model again, if the engine has lost it."""
+    body = {"inputs": "가", "parameters": {"max_new_tokens": 1}}
+    headers = {"content-type": "application/json", TIMEOUT_HEADER: f"{RESTORE_S:g}"}
+    with suppress(ServingError):
+        await gateway.mms.invoke(model.id, json.dumps(body).encode(), headers, RESTORE_S)

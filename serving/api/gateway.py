@@ -1,0 +1,97 @@
+"""The gateway's state: everything that the routes of all contracts need."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from anyio import move_on_after
+
+from engine.http.async_client import AsyncEngineClient
+from serving.aliases import Aliases
+from serving.api.metrics import Metrics
+from serving.api.sessions import Sessions
+from serving.console.journal import Journal
+from serving.errors import ModelNotFound, StillLoading, Unavailable
+from serving.mms.client import MMSClient
+from serving.models.admission import Admission
+from serving.models.model import Model
+from serving.models.on_demand import OnDemand
+from serving.models.recovery import Recovery
+from serving.models.registry import Registry
+from serving.settings import Settings
+from serving.store import Lookups
+from serving.tokens import Tokens
+
+
+@dataclass
+class Gateway:
+    """The parts of the gateway, and whether it takes requests."""
+
+    settings: Settings
+    registry: Registry
+    on_demand: OnDemand
+    recovery: Recovery
+    mms: MMSClient
+    engine: AsyncEngineClient
+    lookups: Lookups
+    metrics: Metrics
+    journal: Journal
+    admission: Admission = field(default_factory=Admission)
+    single_model: str | None = None
+    sessions: Sessions | None = None  # where they are enabled
+    tokens: Tokens = field(default_factory=lambda: Tokens(""))
+    aliases: Aliases = field(default_factory=Aliases)
+    healthy: bool = False
+    adopted: bool = False  # knows what the gateway before it had loaded
+    started: bool = False  # what is to be there from the start is loaded
+    start_error: str | None = None  # why the one model of a single-model server is not there
+    draining: bool = False
+    takes_over: bool = False  # from a gateway that has ended, and whose clients wait for this one
+    started_or_stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: int = 0  # being answered
+    body_bytes: int = 0  # of their bodies
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    async def take_over(self, timeout_s: float) -> None:
+        """Waits, if a gateway ran before this one, until this one has its models."""
+        if self.takes_over and not self.started:
+            with move_on_after(timeout_s):
+                await self.started_or_stopping.wait()
+
+    def check_ready(self) -> None:
+        """Raises `Unavailable` while requests are not taken: the same for every route."""
+        if self.draining:
+            raise Unavailable("the server is stopping", retry_after_s=5)
+        if self.start_error is not None:
+            raise Unavailable(f"the model did not load: {self.start_error}")
+        if not self.adopted:
+            raise Unavailable("the server is starting")
+        if not self.started:
+            raise StillLoading("models are being loaded")
+
+    def check_health(self) -> None:
+        """Raises `Unavailable` where a new request would not be answered now.
+
+        A request in flight waits for the process that is restarted.
+        """
+        self.check_ready()
+        if not self.healthy:
+            raise Unavailable("a part of the server is being started again")
+
+    async def find(self, name: str) -> Model | None:
+        """None for one that the store has and a request would load. Raises `ModelNotFound`."""
+        model = self.registry.find(name)
+        if model is None:
+            if self.settings.sagemaker_multi_model:
+                raise ModelNotFound(f"Model not found: {name}")
+            await self.lookups.find(name)
+        return model
+
+    def use(self, name: str) -> AbstractAsyncContextManager[Model]:
+        """A model for one request, loaded first if need be: not where SageMaker decides that."""
+        if self.settings.sagemaker_multi_model:
+            return self.registry.use(name)
+        return self.on_demand.use(name)

@@ -1,0 +1,117 @@
+"""Routes: an endpoint each, and what OpenAPI says of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.convertors import Convertor, register_url_convertor
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import compile_path
+
+from serving.api.access import Right
+from serving.api.gateway import Gateway
+from serving.errors import MethodNotAllowed, ResourceNotFound
+from serving.names import normal_name
+
+EVENTS = "text/event-stream"
+# Statuses of errors: of routes that have a model answer, of those that load one, that look one up.
+CALL = "400 401 403 404 405 406 408 413 415 429 500 503 504 507"
+LOADING = "400 401 403 404 408 409 413 415 429 500 503 504 507"
+FIND = "401 403 404 429 503"
+ANY = "*"  # methods of a route for what no other route of the path takes
+Endpoint = Callable[[Gateway, Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What routes of a contract share.
+
+    tag: their group in OpenAPI; "" leaves them out
+    right: what a token must allow; None where none is needed
+    error: the schemas of errors; sent, answered: those of bodies, by media type
+    """
+
+    tag: str
+    right: Right | None = None
+    error: str | tuple[str, ...] = "Error"
+    sent: Mapping[str, Any] = field(default_factory=dict)
+    answered: Mapping[str, Any] = field(default_factory=dict)
+
+
+UNDESCRIBED = Kind("")
+LIST, LOAD = Kind("management", Right.LIST), Kind("management", Right.LOAD)
+
+
+class ModelName(Convertor[str]):
+    """`{name:model}` in a path: a model's name, which may have slashes, in its normal form."""
+
+    regex = ".*"
+
+    def convert(self, value: str) -> str:
+        return normal_name(value)
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("model", ModelName())
+
+
+@dataclass(frozen=True)
+class Route:
+    """`methods` are separated by spaces; so are `errors`, the statuses of errors.
+
+    query: parameters as `name=type&name=type`. The summary is the endpoint's docstring.
+    """
+
+    methods: str
+    path: str
+    endpoint: Endpoint
+    kind: Kind = UNDESCRIBED
+    errors: str = ""
+    query: str = ""
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """A pattern, the path without types, and the converters of its parameters."""
+        return compile_path(self.path)
+
+    @functools.cached_property
+    def allowed(self) -> frozenset[str]:
+        methods = self.methods.split()
+        return frozenset((*methods, "HEAD") if "GET" in methods else methods)
+
+    @property
+    def summary(self) -> str:
+        return (self.endpoint.__doc__ or "").partition("\n")[0].removesuffix(".")
+
+
+def find_route(routes: Iterable[Route], request: Request) -> Route:
+    """The route of a request, whose path's parameters are set.
+
+    Raises `ResourceNotFound`, `MethodNotAllowed`. Below /v2 the first route of a path decides:
+    `sowol/infer` could be a model's name, too.
+    """
+    path, method = request.scope["path"], request.method
+    same: list[Route] = []
+    for route in routes:
+        pattern, _, convertors = route.compiled
+        match = pattern.match(path)
+        if match is None:
+            continue
+        if method in route.allowed or (route.methods == ANY and not same):
+            given = match.groupdict().items()
+            parameters = {name: convertors[name].convert(value) for name, value in given}
+            request.scope["path_params"] = parameters
+            return route
+        same.append(route)
+        if path.startswith("/v2/"):
+            break
+    if not same:
+        raise ResourceNotFound("Requested resource is not found.")
+    methods = set().union(*(r.allowed for r in routes if r.path == same[0].path))
+    raise MethodNotAllowed(f"{path} takes {', '.join(sorted(methods))}", methods)
