@@ -54,15 +54,16 @@ TARGET static void NAME(store_kv)(int half, const float *k, const float *v, size
   }
   uint16_t *numbers = page;
   for (size_t i = 0; i < size; i += LINE) {
+    const float *from[2] = {k + i, v + i};
     float lines[2][LINE] = {{0}};
     uint16_t halves[2][LINE];
     const size_t length = size - i < LINE ? size - i : LINE;
-    memcpy(lines[0], k + i, length * sizeof *k);
-    memcpy(lines[1], v + i, length * sizeof *v);
+    if (length < LINE)
+      for (int j = 0; j < 2; j++) from[j] = memcpy(lines[j], from[j], length * sizeof *k);
     EACH(j, 2) EACH(p, PARTS) {
-      floats x = NAME(load)(lines[j] + p * LANES);
-      x = NAME(choose)(x < 65504.0f, x, NAME(all)(65504.0f)); /* NaN, too */
-      x = NAME(choose)(x > -65504.0f, x, NAME(all)(-65504.0f));
+      floats x = NAME(load)(from[j] + p * LANES);
+      x = LOWER(x, NAME(all)(65504.0f)); /* NaN, too */
+      x = HIGHER(x, NAME(all)(-65504.0f));
       STORE_HALVES(halves[j] + p * LANES, x);
     }
     for (size_t s = 0; s < length; s++) numbers[(i + s) * PAGE_TOKENS + slot] = halves[0][s];
@@ -78,7 +79,7 @@ TARGET static float NAME(softmax)(float *scores, size_t count, size_t length) {
   for (size_t t = 0; t < length; t += LINE)
     EACH(p, PARTS) {
       const floats x = NAME(load)(scores + t + p * LANES);
-      most[p] = NAME(choose)(x > most[p], x, most[p]);
+      most[p] = HIGHER(x, most[p]);
     }
   const float largest = NAME(largest)(most);
   EACH(p, PARTS) sums[p] = (floats){0};

@@ -10,6 +10,7 @@
                        weights of each of LANES columns
        WEIGHT_OFFSET   what DOT takes a weight for too large by
        LOAD_HALVES, STORE_HALVES  between LANES fp16 in memory and floats
+       LOWER(a, b), HIGHER(a, b)  a < b ? a : b and a > b ? a : b, where there are instructions for it
 
    A kernel computes a token by the same sums in the same order whatever is computed beside it. So the
    library is compiled with -ffp-contract=off, and FMA is the only fused operation. */
@@ -82,6 +83,8 @@ TARGET static inline __m256i dot_avx2(__m256i sums, const uint8_t *packed, __m25
       _mm256_maddubs_epi16(_mm256_abs_epi8(four), _mm256_sign_epi8(weights, four));
   return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
+#define LOWER(a, b) ((floats_avx2)_mm256_min_ps((__m256)(a), (__m256)(b)))
+#define HIGHER(a, b) ((floats_avx2)_mm256_max_ps((__m256)(a), (__m256)(b)))
 #include "vectors.h"
 #include "product.h"
 #include "attention.h"
@@ -100,6 +103,8 @@ TARGET static inline __m256i dot_avx2(__m256i sums, const uint8_t *packed, __m25
 #define STORE_HALVES(halves, x)               \
   _mm256_storeu_si256((__m256i *)(halves),    \
                       _mm512_cvtps_ph((__m512)(x), _MM_FROUND_TO_NEAREST_INT))
+#define LOWER(a, b) ((floats_vnni)_mm512_min_ps((__m512)(a), (__m512)(b)))
+#define HIGHER(a, b) ((floats_vnni)_mm512_max_ps((__m512)(a), (__m512)(b)))
 #include "vectors.h"
 #include "product.h"
 #include "attention.h"

@@ -33,9 +33,9 @@ typedef struct {
 
 typedef struct {
   const char *name;
-  /* One block of at most MAX_BLOCK numbers to `planes` planes of int8. */
-  void (*quantize)(const float *x, size_t count, size_t planes, int8_t *upper, int8_t *lower,
-                   float *scale, int32_t sums[2]);
+  /* One block of at most MAX_BLOCK numbers to `planes` planes of int8, see Quantized. */
+  void (*quantize)(const float *x, size_t block, size_t planes, int32_t *const to[2], float *scale,
+                   int32_t sums[2]);
   /* Products of rows [row, row + the returned number) with a group of columns, plus its bias. */
   size_t (*int8_tile)(const Quantized *x, size_t row, const uint8_t *packed, const float *bias,
                       float out[][LINE]);

@@ -18,6 +18,7 @@ enum {
   GROUPS = 6,      /* of columns that a thread takes at once: 70 KB of a matrix of KoGPT2's */
   HEAD_GROUPS = 24,
   FEW = 8,         /* tokens that are not worth the other threads between two products */
+  AHEAD = 4,       /* tokens whose keys and values are prefetched before they are stored */
   RUN = 48,        /* queries of one row and head that a thread takes at once */
   MAX_RANK = 1 << 16 /* of an adapter */
 };
@@ -139,32 +140,34 @@ static size_t quantized_bytes(size_t count, size_t planes, size_t k, size_t bloc
   return vectors * blocks * (block + sizeof(float) + sizeof(int32_t));
 }
 
-static void quantize_row(const Product *product, size_t row) {
+static void quantize_block(const Product *product, size_t row, size_t b) {
   const Quantized *to = &product->quantized;
-  const size_t planes = to->planes, block = to->block, v = row * planes;
-  const float *x = product->x + row * product->stride;
-  for (size_t b = 0, begin = 0; b < to->blocks; b++, begin += block) {
-    int8_t numbers[2][MAX_BLOCK] = {{0}};
-    float scale;
-    int32_t sums[2];
-    const size_t count = product->k - begin < block ? product->k - begin : block;
-    kernels->quantize(x + begin, count, planes, numbers[0], numbers[1], &scale, sums);
-    for (size_t plane = 0; plane < planes; plane++) {
-      const size_t group = (v + plane) / BESIDE, beside = (v + plane) % BESIDE;
-      const size_t at = (group * to->blocks + b) * BESIDE + beside;
-      int32_t *fours = to->fours + group * to->width + begin + beside; /* begin / 4 * BESIDE */
-      to->scales[at] = scale;
-      to->sums[at] = sums[plane];
-      for (size_t i = 0; i < block / 4; i++) memcpy(fours + i * BESIDE, numbers[plane] + 4 * i, 4);
-    }
+  const size_t planes = to->planes, block = to->block, begin = b * block, v = row * planes;
+  const float *x = product->x + row * product->stride + begin;
+  float line[MAX_BLOCK] = {0}, scale;
+  int32_t *fours[2] = {NULL}, sums[2];
+  size_t at[2];
+  const size_t count = product->k - begin < block ? product->k - begin : block;
+  if (count % LINE || count < block) x = memcpy(line, x, count * sizeof *x);
+  for (size_t plane = 0; plane < planes; plane++) {
+    const size_t group = (v + plane) / BESIDE, beside = (v + plane) % BESIDE;
+    fours[plane] = to->fours + group * to->width + begin + beside; /* begin / 4 * BESIDE */
+    at[plane] = (group * to->blocks + b) * BESIDE + beside;
+  }
+  kernels->quantize(x, block, planes, fours, &scale, sums);
+  for (size_t plane = 0; plane < planes; plane++) {
+    to->scales[at[plane]] = scale;
+    to->sums[at[plane]] = sums[plane];
   }
 }
 
+/* Part: BESIDE rows, block by block, because their numbers share cache lines. */
 static void quantize_part(void *data, size_t part, int thread) {
   const Product *product = data;
   (void)thread;
-  for (size_t row = part * BESIDE; row < product->count && row < (part + 1) * BESIDE; row++)
-    quantize_row(product, row);
+  for (size_t b = 0; b < product->quantized.blocks; b++)
+    for (size_t row = part * BESIDE; row < product->count && row < (part + 1) * BESIDE; row++)
+      quantize_block(product, row, b);
 }
 
 static const float no_bias[LINE];
@@ -323,9 +326,14 @@ static void store_part(void *data, size_t part, int thread) {
   const size_t head = part % m->heads, size = m->units / m->heads, stride = padded(3 * m->units);
   const float *keys = pass.qkv + run->token * stride + m->units + head * size;
   (void)data, (void)thread;
-  for (size_t at = run->position; at < run->position + run->count; at++, keys += stride)
+  for (size_t at = run->position; at < run->position + run->count; at++, keys += stride) {
+    for (size_t i = 0; i < size; i += LINE) { /* strides of this length are not foreseen */
+      __builtin_prefetch(keys + AHEAD * stride + m->units + i);
+      __builtin_prefetch(keys + AHEAD * stride + i);
+    }
     kernels->store_kv(m->block != 0, keys, keys + m->units, size, at % PAGE_TOKENS,
-                   page_of(run->piece, at, head));
+                      page_of(run->piece, at, head));
+  }
 }
 
 static void attend_part(void *data, size_t part, int thread) {

@@ -10,41 +10,55 @@
    Rows of x are quantized in the same blocks, to 8 bits or, in two planes, to 15. Sums within a block
    are exact, and blocks are added one after the other. */
 
-/* x is about scale * (128 * upper + lower). With one plane, upper alone is about x / scale. */
-TARGET static void NAME(quantize)(const float *x, size_t count, size_t planes, int8_t *upper,
-                                  int8_t *lower, float *scale, int32_t sums[2]) {
-  /* Magnitudes compare as their bits do. */
-  uint32_t most = 0;
-  for (size_t i = 0; i < count; i++) {
-    uint32_t bits;
-    memcpy(&bits, x + i, 4);
-    bits &= 0x7fffffff;
-    most = bits > most ? bits : most;
+/* One block of numbers: x is about scale * (128 * upper + lower). With one plane, upper alone is about
+   x / scale. Behind the block's end x is 0 up to a whole line. `to` has the planes' fours, BESIDE from
+   each other; `sums` is what a kernel adds for the 128 that weights are stored with. */
+TARGET INLINE void NAME(quantize_block)(size_t block, int planes, const float *x,
+                                        int32_t *const to[2], float *scale, int32_t sums[2]) {
+  int8_t numbers[2][MAX_BLOCK];
+  int32_t lanes[LANES];
+  ints most = {0}, total[2] = {{0}};
+  for (size_t i = 0; i < padded(block); i += LANES) { /* magnitudes compare as their bits do */
+    const ints bits = (ints)NAME(load)(x + i) & 0x7fffffff, larger = bits > most;
+    most = (bits & larger) | (most & ~larger);
   }
+  int32_t largest_bits = 0;
+  memcpy(lanes, &most, sizeof lanes);
+  for (int i = 0; i < LANES; i++) largest_bits = lanes[i] > largest_bits ? lanes[i] : largest_bits;
   float largest;
-  memcpy(&largest, &most, 4);
+  memcpy(&largest, &largest_bits, sizeof largest);
   const float range = planes == 2 ? 127 * 128 : 127;
   const float times = largest > 0 ? range / largest : 0;
-  int32_t numbers[MAX_BLOCK], uppers = 0, all = 0;
-  for (size_t i = 0; i < count; i++) {
-    const float shifted = x[i] * times + 12582912.0f; /* 1.5 * 2^23: the last bits are the integer */
-    int32_t number;
-    memcpy(&number, &shifted, 4);
-    numbers[i] = number - 0x4b400000;
-  }
-  if (planes == 2)
-    for (size_t i = 0; i < count; i++) {
-      const int8_t high = (int8_t)((numbers[i] + 64) >> 7);
-      upper[i] = high;
-      lower[i] = (int8_t)(numbers[i] - high * 128);
-      uppers += high;
-      all += lower[i];
+  _Pragma("GCC unroll 4") for (size_t i = 0; i < padded(block); i += LANES) {
+    /* 1.5 * 2^23: the last bits are the integer */
+    const ints number = (ints)(NAME(load)(x + i) * times + 12582912.0f) - 0x4b400000;
+    const ints upper = planes == 2 ? (number + 64) >> 7 : number, lower = number - upper * 128;
+    const ints parts[] = {upper, lower};
+    EACH(plane, planes) {
+      const bytes part = __builtin_convertvector(parts[plane], bytes);
+      memcpy(numbers[plane] + i, &part, sizeof part);
+      total[plane] += parts[plane];
     }
-  else
-    for (size_t i = 0; i < count; i++) uppers += upper[i] = (int8_t)numbers[i];
+  }
   *scale = largest / range;
-  sums[0] = -WEIGHT_OFFSET * uppers;
-  sums[1] = -WEIGHT_OFFSET * all;
+  EACH(plane, planes) {
+    int32_t *const fours = to[plane];
+    for (size_t i = 0; i < block / 4; i++) memcpy(fours + i * BESIDE, numbers[plane] + 4 * i, 4);
+    memcpy(lanes, &total[plane], sizeof lanes);
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += lanes[i];
+    sums[plane] = -WEIGHT_OFFSET * sum;
+  }
+}
+
+TARGET static void NAME(quantize)(const float *x, size_t block, size_t planes, int32_t *const to[2],
+                                  float *scale, int32_t sums[2]) {
+  if (planes == 1 && block == MAX_BLOCK)
+    NAME(quantize_block)(MAX_BLOCK, 1, x, to, scale, sums);
+  else if (block == MAX_BLOCK)
+    NAME(quantize_block)(MAX_BLOCK, 2, x, to, scale, sums);
+  else
+    NAME(quantize_block)(block, (int)planes, x, to, scale, sums);
 }
 
 /* R rows of P planes, both constants. */

@@ -9,5 +9,8 @@
 #undef LOAD_HALVES
 #undef STORE_HALVES
 #undef PLAIN_HALVES
+#undef LOWER
+#undef HIGHER
 #undef floats
 #undef ints
+#undef bytes

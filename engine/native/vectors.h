@@ -2,8 +2,10 @@
 
 typedef float NAME(floats) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
+typedef int8_t NAME(bytes) __attribute__((vector_size(LANES)));
 #define floats NAME(floats)
 #define ints NAME(ints)
+#define bytes NAME(bytes)
 #define PARTS (LINE / LANES) /* registers of a line */
 
 TARGET static inline floats NAME(load)(const float *x) {
@@ -21,6 +23,12 @@ TARGET static inline floats NAME(all)(float x) { return x - (floats){0}; }
 TARGET static inline floats NAME(choose)(ints mask, floats a, floats b) {
   return (floats)((mask & (ints)a) | (~mask & (ints)b));
 }
+
+/* The lower and the higher of two numbers; b where one of them is NaN. */
+#ifndef LOWER
+#define LOWER(a, b) NAME(choose)((a) < (b), a, b)
+#define HIGHER(a, b) NAME(choose)((a) > (b), a, b)
+#endif
 
 TARGET static inline float NAME(sum)(const floats x[PARTS]) {
   float lanes[LINE];
@@ -40,8 +48,8 @@ TARGET static inline float NAME(largest)(const floats x[PARTS]) {
 /* e^x, to 2e-7 of it; e^-87 below -87, and e^88 above 88. 2^n is made in the exponent's bits, and
    2^f for f in [-0.5, 0.5] by the polynomial of least relative error. */
 TARGET static inline floats NAME(exponential)(floats x) {
-  x = NAME(choose)(x < -87.0f, NAME(all)(-87.0f), x);
-  x = NAME(choose)(x > 88.0f, NAME(all)(88.0f), x);
+  x = HIGHER(NAME(all)(-87.0f), x);
+  x = LOWER(NAME(all)(88.0f), x);
   const floats shifted = FMA(x, NAME(all)(1.44269504f), NAME(all)(12582912.0f)); /* 1.5 * 2^23 */
   const floats n = shifted - 12582912.0f;
   floats f = FMA(n, NAME(all)(-0.693145752f), x); /* ln 2 in two parts, the first exact */
@@ -60,7 +68,7 @@ TARGET static inline floats NAME(exponential)(floats x) {
 TARGET static inline floats NAME(error_function)(floats x) {
   const ints sign = (ints)x & (int32_t)0x80000000;
   floats a = (floats)((ints)x ^ sign);
-  a = NAME(choose)(a > 4.0f, NAME(all)(4.0f), a);
+  a = LOWER(NAME(all)(4.0f), a);
   const floats u = a * a;
   floats near = NAME(all)(-9.64150947e-06f);
   near = FMA(near, u, NAME(all)(0.000112569456f));
