@@ -75,14 +75,21 @@ class Manifests:
 
     def open(self, path: Path, run: Run = directly) -> Artifact:
         """As `open_artifact`, with weights that are finite. Raises `ArtifactError`."""
-        return self._open(path, run, Artifact)
+        return self._open(path, run, Artifact, read, from_manifest)
 
     def open_adapter(self, path: Path, run: Run = directly) -> Adapter:
         """As `engine.artifacts.adapter.read`, with finite weights. Raises `ArtifactError`."""
-        return self._open(path, run, Adapter)
+        return self._open(path, run, Adapter, read_adapter, adapter_from_manifest)
 
-    def _open(self, path: Path, run: Run, kind: type[Opened]) -> Opened:
-        target, decode = READERS[kind]
+    def _open(
+        self,
+        path: Path,
+        run: Run,
+        kind: type[Opened],
+        target: Callable[[str], dict[str, Any]],
+        decode: Callable[[Path, Any], Opened],
+    ) -> Opened:
+        """Open with `target`, which makes a manifest in a sandbox, and `decode`, its reader."""
         path = path.resolve()
         stamps = stamps_of(path)
         with self._lock:
@@ -275,10 +282,3 @@ def _plain_name(name: Any) -> str:
     if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
         raise ValueError(name)
     return name
-
-
-# The target that makes a manifest in a sandbox, and the function that reads it in the engine.
-READERS: dict[type, tuple[Callable[[str], dict[str, Any]], Callable[[Path, Any], Any]]] = {
-    Artifact: (read, from_manifest),
-    Adapter: (read_adapter, adapter_from_manifest),
-}
