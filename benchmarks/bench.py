@@ -51,7 +51,7 @@ def run(options: Bench) -> int:
 
     One run measures everything in rounds, contender after contender, so that each ratio compares
     what was measured at the same time. It prints tables, and writes JSON and a plot.
-    docs/develop/benchmark.md says what each row means. The first run writes some 8 GB into the
+    docs/develop/benchmark.md says how each row is measured. The first run writes some 8 GB into the
     working folder, which later ones use.
 
     Examples:
@@ -107,8 +107,8 @@ def run(options: Bench) -> int:
         peers.install()
         return 0
     plan = kind.QUICK if options.quick else kind.PLAN
-    asked = {f.name: vars(options).get(f.name) for f in dataclasses.fields(plan)}
-    plan = dataclasses.replace(plan, **{name: value for name, value in asked.items() if value})
+    given = {f.name: vars(options).get(f.name) for f in dataclasses.fields(plan)}
+    plan = dataclasses.replace(plan, **{name: value for name, value in given.items() if value})
     workdir = options.workdir.resolve()
     print(f"working in {workdir}", file=sys.stderr)
     measured = kind(plan, wanted, workdir)

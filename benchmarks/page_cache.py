@@ -23,8 +23,8 @@ def drop(folder: Path) -> float:
                 os.fsync(file.fileno())  # only clean pages can go
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             mapped = np.memmap(path, dtype=np.uint8, mode="r")
-            found = present(mapped.ctypes.data, len(mapped))
-            resident, total = resident + int(found.sum()), total + len(found)
+            results = present(mapped.ctypes.data, len(mapped))
+            resident, total = resident + int(results.sum()), total + len(results)
     return resident / max(total, 1)
 
 

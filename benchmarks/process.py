@@ -1,4 +1,4 @@
-"""Measured programs, seen from outside: started, waited for, asked, ended."""
+"""Measured programs, seen from outside: start, wait, call, end."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class BenchmarkError(Failed):
 
 
 def fetch(url: str, timeout_s: float) -> bytes:
-    """What a program on this machine answers, past any proxy that the environment names. Raises
-    `OSError`."""
+    """Send a request to a program on this machine, past any proxy that the environment names.
+
+    Raises `OSError`.
+    """
     past_proxies = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with past_proxies.open(url, timeout=timeout_s) as answer:
         content: bytes = answer.read()
@@ -149,7 +151,7 @@ class Worker(Program):
         return answer["result"]
 
     def close(self) -> None:
-        """It ends by itself once nobody can ask any more."""
+        """End the program by closing its input."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -49,8 +49,8 @@ def run(options: Profile) -> None:
 
     folder = options.model or random_model.make(WORKDIR / "models", random_model.FULL, 0)
     artifact = open_artifact(folder)
-    found = measured(artifact, options.precision, [*map(int, counts)])
-    print(*lines(found, weight_bytes(artifact, options.precision)), sep="\n")
+    results = measured(artifact, options.precision, [*map(int, counts)])
+    print(*lines(results, weight_bytes(artifact, options.precision)), sep="\n")
 
 
 def weight_bytes(artifact: Artifact, precision: str) -> dict[str, int]:
@@ -89,14 +89,14 @@ def measure(artifact: Artifact, precision: str, rows: int) -> list[Step]:
 
 def measured(artifact: Artifact, precision: str, counts: Sequence[int]) -> dict[str, Step]:
     """By the number of rows, median seconds of each part, and of `ALL` of a step."""
-    found = {}
+    results = {}
     for rows in counts:
         steps = measure(artifact, precision, rows)
-        found[str(rows)] = {part: statistics.median(s[part] for s in steps) for part in steps[0]}
-    return found
+        results[str(rows)] = {part: statistics.median(s[part] for s in steps) for part in steps[0]}
+    return results
 
 
-def lines(found: Mapping[str, Step], read_bytes: Mapping[str, int]) -> Iterator[str]:
+def lines(results: Mapping[str, Step], read_bytes: Mapping[str, int]) -> Iterator[str]:
     """Milliseconds a step, and how fast the weights of products were read."""
     from benchmarks.report.tables import table
 
@@ -104,9 +104,9 @@ def lines(found: Mapping[str, Step], read_bytes: Mapping[str, int]) -> Iterator[
         read = f"{read_bytes[part] / seconds / 1e9:.0f}" if part in read_bytes and seconds else ""
         return [f"{1e3 * seconds:.3f}", read]
 
-    parts = next(iter(found.values()))
+    parts = next(iter(results.values()))
     rows = [
-        [part, *(c for step in found.values() for c in cells(part, step[part]))] for part in parts
+        [part, *(c for step in results.values() for c in cells(part, step[part]))] for part in parts
     ]
-    heads = [(f"{n} row{'s' * (n != '1')}: ms", "GB/s") for n in found]
+    heads = [(f"{n} row{'s' * (n != '1')}: ms", "GB/s") for n in results]
     return table(["part", *(cell for head in heads for cell in head)], rows)

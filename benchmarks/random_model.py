@@ -65,14 +65,15 @@ def _write(
     building.mkdir(parents=True)
     write_params(building / "kogpt2.params", weights, dtype)
     (building / "kogpt2.spiece").write_bytes(spiece(config.vocab_size))
-    said = {"num_heads": config.num_heads, "activation": config.activation}
-    (building / "config.json").write_text(json.dumps(said), encoding="utf-8")
+    described = {"num_heads": config.num_heads, "activation": config.activation}
+    (building / "config.json").write_text(json.dumps(described), encoding="utf-8")
     building.rename(folder)
 
 
 def fine_tunes(workdir: Path, config: GPT2Config, count: int) -> Iterator[Path]:
-    """`count` artifacts in fp16 of which no two share a tensor, from one base; each is written when
-    it is come to, unless it is there.
+    """`count` artifacts in fp16 of which no two share a tensor, from one base.
+
+    Each is written when the iterator reaches it, unless it exists.
 
     Drawing numbers takes most of the time that `make` takes, so the base's are turned round: they
     begin at another place in each model.
@@ -167,9 +168,9 @@ def spiece(size: int, characters: Iterable[tuple[int, int]] = CHARACTERS) -> byt
 def prompts(config: GPT2Config, rows: int, length: int) -> list[list[int]]:
     """`rows` prompts of `length` ids, `<s>` first; always the same."""
     rng = np.random.default_rng(17)
-    found = rng.integers(len(SPECIAL), config.vocab_size, (rows, length))
-    found[:, 0] = BOS
-    ids: list[list[int]] = found.tolist()
+    results = rng.integers(len(SPECIAL), config.vocab_size, (rows, length))
+    results[:, 0] = BOS
+    ids: list[list[int]] = results.tolist()
     return ids
 
 

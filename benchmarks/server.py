@@ -80,8 +80,8 @@ class Server(Program):
     def id_of(self, name: str) -> str:
         """What MMS calls a model."""
         rows = json.loads((self.run_dir / "models.json").read_text(encoding="utf-8"))
-        (found,) = (row["id"] for row in rows if row["name"] == name)
-        return str(found)
+        (results,) = (row["id"] for row in rows if row["name"] == name)
+        return str(results)
 
     def engines_name(self, name: str) -> str:
         """What the engine calls a model, as it stands in a path."""
@@ -108,11 +108,11 @@ def call(
     began = time.perf_counter()
     connection.request(method, path, content, HEADERS)
     answer = connection.getresponse()
-    found = answer.read()
+    results = answer.read()
     seconds = time.perf_counter() - began
     if answer.status != 200:
-        raise BenchmarkError(f"{path} answered {answer.status}: {found[:300]!r}")
-    return seconds, json.loads(found)
+        raise BenchmarkError(f"{path} answered {answer.status}: {results[:300]!r}")
+    return seconds, json.loads(results)
 
 
 def free_port() -> int:

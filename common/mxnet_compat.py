@@ -25,8 +25,8 @@ try:
     import mxnet as _mxnet
 except ModuleNotFoundError:
     raise InvalidRequest(
-        "there is no MXNet in this image: take the one that `scripts/build cpu` makes,"
-        " or ENGINE_BACKEND=native and a model that it can run"
+        "there is no MXNet in this image: take the one that `scripts/build cpu` makes for"
+        " x86-64, or ENGINE_BACKEND=native and a model that it can run"
     ) from None
 
 mx: Any = _mxnet

@@ -4,7 +4,11 @@ set -eu
 
 case $1 in
   build) packages='binutils ca-certificates g++ openjdk-17-jdk-headless' ;;
-  server) packages='libgomp1 libquadmath0' ;; # libmxnet.so is linked with them
+  server)
+    # libmxnet.so is linked with these; there is none for arm64.
+    packages=
+    [ "$(dpkg --print-architecture)" != amd64 ] || packages='libgomp1 libquadmath0'
+    ;;
 esac
 mkdir -p /usr/share/man/man1 # without which openjdk cannot be installed
 apt-get update

@@ -15,7 +15,8 @@ jlink --add-modules "$modules" --strip-debug --no-header-files --no-man-pages --
   --output /opt/java
 mkdir /opt/native
 cd /opt/native
+machine=$(uname -m | sed s/aarch64/aarch_64/) # as Netty calls it
 python -c 'import sys, zipfile
 with zipfile.ZipFile(sys.argv[1]) as jar, open(sys.argv[2].rpartition("/")[2], "wb") as out:
     out.write(jar.read(sys.argv[2]))' \
-  "$jar" META-INF/native/libnetty_transport_native_epoll_x86_64.so
+  "$jar" "META-INF/native/libnetty_transport_native_epoll_$machine.so"

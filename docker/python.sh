@@ -2,7 +2,8 @@
 # Makes /opt/venv while an image is built, from lists of requirements:
 # python.sh LIST... [-- PACKAGE...]
 #
-# The packages behind -- go to /opt/mxnet instead, which may be laid over /opt/venv.
+# Those of the packages behind -- that this processor has go to /opt/mxnet instead, which may be laid
+# over /opt/venv.
 #
 # A CUDA build and the one for CPUs have files of the same names, so the one makes way for the other.
 # What no program needs at run time is left out: tests and their data, and the symbols of the
@@ -41,7 +42,8 @@ import pathlib, sys
 from importlib import metadata, util
 
 venv, apart = pathlib.Path("/opt/venv"), pathlib.Path("/opt/mxnet")
-for name in sys.argv[2:]:
+there = {found.metadata["Name"] for found in metadata.distributions()}
+for name in there.intersection(sys.argv[2:]):
     for file in metadata.files(name):
         path = pathlib.Path(file.locate()).resolve()
         compiled = pathlib.Path(util.cache_from_source(str(path)))

@@ -14,7 +14,7 @@ from scripts.aws.instances import Prices
 from scripts.aws.refusals import refuse, refuse_update
 from scripts.aws.stack import Stack
 from scripts.aws.template import body, option_name, template, with_defaults
-from scripts.push import CPU, GPU, REPOSITORY
+from scripts.push import ARM, CPU, GPU, REPOSITORY
 
 BUCKETS = {"Models", "Model", "AsyncOutput", "DataCapture"}  # parameters that name a place in S3
 
@@ -68,6 +68,7 @@ def run(options: Deploy) -> None:
     kogpt2 deploy poems --models s3://my-bucket/fine-tunes/ --budget 0.50
     kogpt2 deploy poems --models s3://my-bucket/fine-tunes/ --instance-type ml.m5.xlarge \\
         --max-instances 4 --invocations 200 --env ENGINE_BACKEND=native
+    kogpt2 deploy poems --models s3://my-bucket/fine-tunes/ --instance-type ml.c7g.xlarge
     kogpt2 deploy one --model s3://my-bucket/fine-tunes/poems.tar.gz --serverless-memory 4096
     kogpt2 deploy llm --image URI --env HF_MODEL_ID=... --instance-type ml.g5.xlarge
     """
@@ -84,7 +85,9 @@ def run(options: Deploy) -> None:
     given |= {key: str(locations.parse(given[key])) for key in BUCKETS if given.get(key)}
     for key in BUCKETS & given.keys():
         locations.check_bucket(account, locations.parse(given[key]))
-    kind = GPU if instances.has_gpu(given.get("InstanceType", "")) else CPU
+    kind = wanted_kind(given)
+    if kind == ARM and dict(options.env).get("ENGINE_BACKEND") == "mxnet":
+        raise Problem("there is no MXNet for arm64: take x86-64 instances or ENGINE_BACKEND=native")
     given["Image"] = resolve_image(account, given.get("Image"), kind)
     stack, prices = Stack(account, options.name), instances.prices(account)
     if stack.description and not (stack.is_new or is_ours(stack.description)):
@@ -92,7 +95,7 @@ def run(options: Deploy) -> None:
     if given.keys() & {"Models", "Model"}:
         sizes = artifact_sizes(account, given.get("Models") or given["Model"])
         if not given.keys() & {"InstanceType", "ServerlessMemory"}:
-            given["InstanceType"] = pick(options, with_defaults(given), sizes, prices)
+            given["InstanceType"] = pick(options, with_defaults(given), sizes, kind == ARM, prices)
     values = dict(with_defaults(given))
     stack.wait_for_others()
     if stack.values:
@@ -142,7 +145,7 @@ def artifact_sizes(account: Account, place: str) -> list[int]:
     return [artifact.size_bytes for artifact in result]
 
 
-def pick(options: Deploy, values: Any, sizes: list[int], prices: Prices) -> str:
+def pick(options: Deploy, values: Any, sizes: list[int], arm: bool, prices: Prices) -> str:
     wanted = options.models_in_memory or len(sizes)
     if options.memory_per_model:
         one = options.memory_per_model * instances.MIB
@@ -150,14 +153,25 @@ def pick(options: Deploy, values: Any, sizes: list[int], prices: Prices) -> str:
         one = instances.model_bytes(sizes, wanted, dict(options.env))
     most = int(values["MaxInstances"])
     many = most or int(values["Instances"])
-    return instances.choose(one, wanted, many, options.budget, bool(most), prices)
+    return instances.choose(one, wanted, many, options.budget, bool(most), arm, prices)
+
+
+def wanted_kind(given: dict[str, str]) -> str:
+    """Returns the tag prefix of images for the instance type or, without one, the image's own."""
+    instance, image = given.get("InstanceType", ""), given.get("Image", "")
+    if instances.has_gpu(instance):
+        return GPU
+    arm = instances.is_arm(instance) if instance else f":{ARM}" in image
+    return ARM if arm else CPU
 
 
 def resolve_image(account: Account, image: str | None, kind: str) -> str:
     """Returns the image by its digest if it is in this account's ECR.
 
-    The default is the newest image that `kogpt2 push` has tagged with this kind.
+    The default is the newest image that `kogpt2 push` has tagged with this kind. Raises `Problem`
+    if there is none, or if the tags say that the image is for other processors.
     """
+    arm = kind == ARM
     if image is None:
         tagged = {"repositoryName": REPOSITORY, "filter": {"tagStatus": "TAGGED"}}
         result = account.find("ecr", "describe_repositories", repositoryNames=[REPOSITORY])
@@ -167,6 +181,7 @@ def resolve_image(account: Account, image: str | None, kind: str) -> str:
             raise Problem(
                 f"no image with a tag {kind}... in ECR's repository {REPOSITORY}: kogpt2 push"
                 " without --tag puts one there, or give --image"
+                + ("; Graviton runs what scripts/build slim --platform linux/arm64 makes" * arm)
             )
         newest = max(images, key=lambda item: item["imagePushedAt"])
         return f"{result['repositories'][0]['repositoryUri']}@{newest['imageDigest']}"
@@ -185,4 +200,14 @@ def resolve_image(account: Account, image: str | None, kind: str) -> str:
     result = account.find("ecr", "describe_images", repositoryName=name, imageIds=wanted)
     if not result:
         raise Problem(f"ECR has no {image}: kogpt2 push puts it there")
+    tags = result["imageDetails"][0].get("imageTags", ())
+    if arm and any(tag.startswith((CPU, GPU)) for tag in tags):
+        raise Problem(
+            f"{image} is for x86-64, which Graviton instances do not run: push the one that"
+            " scripts/build slim --platform linux/arm64 makes"
+        )
+    if not arm and any(tag.startswith(ARM) for tag in tags):
+        raise Problem(
+            f"{image} is for arm64: give a Graviton --instance-type, such as ml.m6g.large"
+        )
     return f"{image[: len(image) - len(version)]}@{result['imageDetails'][0]['imageDigest']}"

@@ -19,7 +19,7 @@ LIFECYCLE = """{"rules": [{"rulePriority": 1, "action": {"type": "expire"},
     "description": "images without a tag, after 14 days",
     "selection": {"tagStatus": "untagged", "countType": "sinceImagePushed", "countUnit": "days",
                   "countNumber": 14}}]}"""
-CPU, GPU = "cpu-", "gpu-"  # prefixes of default tags
+CPU, ARM, GPU = "cpu-", "arm64-", "gpu-"  # prefixes of default tags
 CAPABILITY = "com.amazonaws.sagemaker.capabilities.multi-models"
 
 
@@ -28,7 +28,7 @@ class Push(Aws):
     image: str = argument("the local image")
     repository: str = option(REPOSITORY, "ECR's repository")
     tag: str | None = option(
-        None, "the tag in ECR (default: cpu- or gpu- and the start of the image's id)"
+        None, "the tag in ECR (default: cpu-, arm64- or gpu- and the start of the image's id)"
     )
 
 
@@ -55,10 +55,10 @@ def inspect(image: str) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(docker("image", "inspect", image))[0]
     except Problem as problem:
         raise Problem(f"no local image {image}: build it first ({problem})") from None
-    if result.get("Architecture") != "amd64":
+    if result.get("Architecture") not in ("amd64", "arm64"):
         raise Problem(
-            f"{image} is built for {result.get('Architecture')}, SageMaker's instances are amd64:"
-            " build it with --platform linux/amd64"
+            f"{image} is built for {result.get('Architecture')}, SageMaker's instances are amd64"
+            " or, Graviton's, arm64: build it with --platform linux/amd64"
         )
     return result
 
@@ -78,7 +78,8 @@ def run(options: Push) -> None:
     image = inspect(options.image)
     account = Account(options)
     configuration = image.get("Config") or {}
-    kind = GPU if "ENGINE_DEVICE=gpu" in (configuration.get("Env") or []) else CPU
+    gpu = "ENGINE_DEVICE=gpu" in (configuration.get("Env") or [])
+    kind = GPU if gpu else ARM if image["Architecture"] == "arm64" else CPU
     tag = options.tag or kind + image["Id"].removeprefix("sha256:")[:12]
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", tag):
         raise Problem(f"{tag} cannot be a tag: letters, digits, . _ - only")

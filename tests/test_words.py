@@ -13,7 +13,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # A folder joins once it is clean.
-FOLDERS = ("command", "common", "compat", "docker", "engine", "handlers", "scripts", "serving")
+FOLDERS = (
+    "benchmarks",
+    "command",
+    "common",
+    "compat",
+    "docker",
+    "engine",
+    "handlers",
+    "scripts",
+    "serving",
+)
 FILES = [
     str(path.relative_to(ROOT))
     for folder in FOLDERS

@@ -51,7 +51,10 @@ UNIFORM = Kind(zipf=0.0, bursts=0, scans=0, moves=False)
 
 @dataclass(frozen=True)
 class Plan:
-    """container_mib: of a control group, or 0: then the budget is `engine_mib`"""
+    """Sizes of a measurement of adapters.
+
+    container_mib: of a control group, or 0: then the budget is `engine_mib`
+    """
 
     config: GPT2Config = random_model.FULL
     models: int = 1000
@@ -151,8 +154,11 @@ class AdaptersRun(Run):
     # In one process
 
     def _steps(self) -> list[Results]:
-        """Decode steps of `ROWS` rows, in turns: without adapters, with as many different ones as
-        `adapters` says of `rank`, and of so many whole models, one row each."""
+        """Decode steps of `ROWS` rows, in turns.
+
+        Without adapters, with `adapters` different ones of `rank`, and of as many whole models, one
+        row each.
+        """
         manifests, cache = Manifests(), self.workdir / "adapter-steps"
         opened: list[NativeModel] = []
 
@@ -200,8 +206,8 @@ class AdaptersRun(Run):
         for one in opened:
             one.close()
         return [
-            {"kind": kind, "rank": rank, "adapters": count, "seconds": found}
-            for (kind, rank, count), found in seconds.items()
+            {"kind": kind, "rank": rank, "adapters": count, "seconds": measured}
+            for (kind, rank, count), measured in seconds.items()
         ]
 
     # By the server
@@ -220,8 +226,8 @@ class AdaptersRun(Run):
 
     def _memory(self) -> Results:
         """What each further adapter takes, of all processes, where no prompt is kept."""
-        names, kept = self.names[: FURTHER + 2], {"ENGINE_PREFIX_CACHE_MIB": "0"}
-        with self._server("memory", **kept) as server, self._client(server) as client:
+        names, settings = self.names[: FURTHER + 2], {"ENGINE_PREFIX_CACHE_MIB": "0"}
+        with self._server("memory", **settings) as server, self._client(server) as client:
             for name in names[:2]:
                 client.must(name)
             before = process_tree.memory(server.pid)
@@ -233,8 +239,10 @@ class AdaptersRun(Run):
         return {"each": each_further(before, after, len(names) - 2), "bytes": 2 * numbers}
 
     def _first(self) -> Results:
-        """Seconds from a call to the first token, of adapters that are not loaded, beside one that
-        is: of those that were never loaded (`ever`), and once they were unloaded (`again`)."""
+        """Seconds from a call to the first token, for adapters that are not loaded and one that is.
+
+        `ever`: adapters that were never loaded; `again`: after they were unloaded.
+        """
         names = self.names[-CALLED:]
         for name in names:
             for file in (self.store / name).iterdir():
@@ -260,9 +268,9 @@ class AdaptersRun(Run):
             if len(set(expected.values())) < plan.models // 2:
                 raise BenchmarkError("the adapters say the same as each other")
             requests = int(60 * plan.minutes * 1000)  # more than can be answered
-            asked = [(self.names[m], 0) for m in trace(plan.seed, kind, plan.models, requests)]
+            turns = [(self.names[m], 0) for m in trace(plan.seed, kind, plan.models, requests)]
             how = (self.prompts, plan.clients, plan.new_tokens, 0.0)
-            answers, seconds = run(server, asked, *how, 60 * plan.minutes, watches=False)
+            answers, seconds = run(server, turns, *how, 60 * plan.minutes, watches=False)
             memory = process_tree.memory(server.pid)
             alone, alone_s = run(
                 server, [(self.names[0], 0)] * len(answers), *how, 30, watches=False

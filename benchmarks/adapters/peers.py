@@ -1,5 +1,7 @@
-"""Measured: one trace to a few adapters of one base, of our server, of llama.cpp's and of PEFT; and
-to as many whole fine-tunes."""
+"""One trace of requests to a few adapters of one base, by this server, llama.cpp's and PEFT.
+
+The same trace goes to as many whole fine-tunes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ FP32 = ("ours, fp32", "PEFT, fp32")  # they make the same tokens
 
 @dataclass(frozen=True)
 class Case:
-    """names: of the adapters, `wholes`: of the fine-tunes; `traces`: numbers of them, by kind"""
+    """What every contender serves.
+
+    names: of the adapters
+    wholes: names of the fine-tunes
+    traces: indices of models, by kind of trace
+    """
 
     base: Path
     store: Path
@@ -46,14 +53,16 @@ class Case:
 
 
 def measure(case: Case, skipping: Callable[[str], Any]) -> list[Results]:
-    """A row for each contender. Raises `BenchmarkError` where one in fp32 makes another text than
-    transformers; what is not installed is skipped."""
-    found: list[Results] = []
+    """Measure each contender that is installed, one row of results each.
+
+    Raises `BenchmarkError` where one in fp32 makes another text than transformers.
+    """
+    results: list[Results] = []
     wanted: list[list[int]] = []
     with skipping("peft"):
         with _peft(case) as worker:
             row = _of_peft(case, worker, wanted)
-        found.append(row)
+        results.append(row)
     sides: dict[str, Callable[[], Any]] = {
         FP32[0]: lambda: _ours(case, case.store, {"ENGINE_PRECISION": "fp32"}),
         "llama.cpp Q8_0": lambda: _llama(case),
@@ -63,13 +72,13 @@ def measure(case: Case, skipping: Callable[[str], Any]) -> list[Results]:
         with skipping(name), start() as server:
             row = {"name": name, **_of_server(case, server, case.names)}
             row |= {"same": _same(row.pop("texts"), wanted, server)}
-            found.append(row)
+            results.append(row)
             if name in FP32 and wanted and row["same"] < 1:
                 raise BenchmarkError(f"{name}: {row['same']:.0%} of the tokens are transformers'")
     with skipping("whole fine-tunes"), _ours(case, case.wholes[0].parent, {}) as server:
         row = _of_server(case, server, [folder.name for folder in case.wholes])
-        found.append({**row, "name": "ours, int8: whole fine-tunes", "texts": None})
-    return found
+        results.append({**row, "name": "ours, int8: whole fine-tunes", "texts": None})
+    return results
 
 
 def _ours(case: Case, store: Path, environment: Mapping[str, str]) -> Ours:
@@ -96,27 +105,27 @@ def _peft(case: Case) -> Iterator[Worker]:
 
 
 def _of_server(case: Case, server: Any, names: Sequence[str]) -> Results:
-    prompts, found = [case.prompt], Results()
+    prompts, results = [case.prompt], Results()
     with contextlib.closing(Client(server, prompts, case.new_tokens, watches=False)) as client:
-        found["texts"] = [client.must(name).text for name in names][:CHECKED]
+        results["texts"] = [client.must(name).text for name in names][:CHECKED]
     for kind, numbers in case.traces.items():
-        asked = [(names[number], 0) for number in numbers]
+        turns = [(names[number], 0) for number in numbers]
         how = (case.clients, case.new_tokens, 0.0, case.seconds)
-        answers, seconds = run(server, asked, prompts, *how, watches=False)
+        answers, seconds = run(server, turns, prompts, *how, watches=False)
         if errors := [answer.error for answer in answers if answer.error]:
             raise BenchmarkError(f"{len(errors)} of {len(answers)} failed: {errors[0]}")
-        found[kind] = {
+        results[kind] = {
             "tokens_per_s": sum(answer.tokens for answer in answers) / seconds,
             "first_token_s": quantiles([answer.first_s for answer in answers]),
         }
-    return {**found, "memory": process_tree.memory(server.pid)["pss"]}
+    return {**results, "memory": process_tree.memory(server.pid)["pss"]}
 
 
 def _of_peft(case: Case, worker: Worker, wanted: list[list[int]]) -> Results:
     """Measures PEFT; adds the token ids of each compared adapter in transformers to `wanted`."""
     how = {"ids": case.prompt, "new_tokens": case.new_tokens}
     wanted += [worker.call("alone", name=name, **how) for name in case.names[:CHECKED]]
-    found = Results()
+    results = Results()
     same: list[float] = []
     for kind, numbers in case.traces.items():
         names = [case.names[number] for number in numbers]
@@ -125,13 +134,18 @@ def _of_peft(case: Case, worker: Worker, wanted: list[list[int]]) -> Results:
         ids = answer["ids"]
         known = [(wanted[n], i) for n, i in zip(numbers, ids, strict=False) if n < len(wanted)]
         same += [_common(a, b) for a, b in known]
-        found[kind] = {
+        results[kind] = {
             "tokens_per_s": sum(map(len, ids)) / answer["seconds"],
             "first_token_s": quantiles(answer["first_s"]),
         }
     if min(same, default=0) < 1:
         raise BenchmarkError("a row's text depends on the others of its batch")
-    return {**found, "name": FP32[1], "same": 1.0, "memory": process_tree.memory(worker.pid)["pss"]}
+    return {
+        **results,
+        "name": FP32[1],
+        "same": 1.0,
+        "memory": process_tree.memory(worker.pid)["pss"],
+    }
 
 
 def _same(texts: Sequence[str], wanted: Sequence[list[int]], server: Any) -> float | None:

@@ -17,8 +17,8 @@ def seconds_of(results: Results, kind: str, rank: int, adapters: int) -> list[fl
     """Of the steps of one kind. Raises `KeyError` where there are none."""
     for one in results["steps"]:
         if (one["kind"], one["rank"], one["adapters"]) == (kind, rank, adapters):
-            found: list[float] = one["seconds"]
-            return found
+            measured: list[float] = one["seconds"]
+            return measured
     raise KeyError(kind)
 
 
@@ -109,21 +109,21 @@ def _peers(results: Results) -> Iterator[Row]:
                "" if same is None else f"{same:.0%}")  # fmt: skip
 
 
-def _ms(found: Results) -> list[str]:
-    return [f"{1000 * found[key]:,.0f}" for key in QUANTILES]
+def _ms(measured: Results) -> list[str]:
+    return [f"{1000 * measured[key]:,.0f}" for key in QUANTILES]
 
 
 def _others(results: Results) -> Iterator[Row]:
-    for which, found in results.get("first", {}).items():
-        firsts = [1000 * s for s in found]
+    for which, measured in results.get("first", {}).items():
+        firsts = [1000 * s for s in measured]
         value = f"{statistics.median(firsts):.0f} ({min(firsts):.0f}-{max(firsts):.0f})"
         what = {"ever": "was never loaded", "again": "is not loaded any more"}[which]
         yield f"a call for an adapter that {what}: first token, ms", value
     if "memory" in results:
-        for kind, found in results["memory"]["each"].items():
+        for kind, measured in results["memory"]["each"].items():
             yield (
                 f"a further adapter, {kind}: anonymous memory, MB",
-                f"{found['anonymous'] / 1e6:.2f}",
+                f"{measured['anonymous'] / 1e6:.2f}",
             )
         yield "its matrices in fp16, MB", f"{results['memory']['bytes'] / 1e6:.2f}"
     for name in ("trace", "uniform"):

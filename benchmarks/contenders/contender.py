@@ -14,8 +14,11 @@ from benchmarks.process import Worker
 
 @dataclass(frozen=True)
 class Contender:
-    """A peer gets the model in its format and the number of threads; ours the artifact and
-    `arguments`."""
+    """An engine that is measured, in a process of its own.
+
+    A peer gets the model in its format and the number of threads; ours the artifact and
+    `arguments`.
+    """
 
     name: str
     label: str

@@ -27,14 +27,14 @@ def main() -> None:
                 clock.step()
             return False
 
-        found = model.generate_batch(
+        results = model.generate_batch(
             [[names[i] for i in prompt] for prompt in prompts],
             min_length=new_tokens,
             max_length=new_tokens,
             include_prompt_in_result=False,
             callback=on_token,
         )
-        return [result.sequences_ids[0] for result in found]
+        return [result.sequences_ids[0] for result in results]
 
     about = {
         "version": f"ctranslate2 {ctranslate2.__version__}",

@@ -136,8 +136,8 @@ def main() -> None:
         return [int(np.argmax(logits(at))) for at in last]
 
     def logits(at: int) -> Any:
-        found = lib.llama_get_logits_ith(context, at)
-        return np.ctypeslib.as_array(ctypes.cast(found, FLOATS), (vocabulary,))
+        results = lib.llama_get_logits_ith(context, at)
+        return np.ctypeslib.as_array(ctypes.cast(results, FLOATS), (vocabulary,))
 
     def generate(prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
         lib.llama_memory_clear(lib.llama_get_memory(context), True)

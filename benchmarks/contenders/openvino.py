@@ -2,9 +2,9 @@
 
 The model is what `optimum-cli export openvino --weight-format int8` makes, which NNCF quantizes:
 uint8, asymmetric, a scale for each row. It computes on bfloat16 where the processor can, and keeps
-keys and values in int8: its defaults. So is the scheduler's, but that prefixes are kept for what
-people send, which is the default of its `LLMPipeline` and of its server; where speeds are compared,
-the same prompts come again, and nobody keeps them.
+keys and values in int8: its defaults. The scheduler's, too, except that its prefix cache is on
+for `uses`, as in its `LLMPipeline` and its server. Where speeds are compared, prompts
+repeat, and no contender caches them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from benchmarks.worker import Channel, Clock, generation
 EOS = 3  # ends nothing
 
 
-class Asked:
+class OpenRequest:
     """A request under way; `poll` after each step."""
 
     def __init__(self, handle: Any, answers: int) -> None:
         self.ids: list[int] = []
         self.tokens, self.first_s, self.all_begun_s = 0, 0.0, 0.0
         self.done = threading.Event()
-        self._handle, self._answers, self._asked = handle, answers, time.perf_counter()
+        self._handle, self._answers, self._requests = handle, answers, time.perf_counter()
 
     def poll(self) -> None:
         """One answer comes as it is made, several together at their end."""
-        now = time.perf_counter() - self._asked
+        now = time.perf_counter() - self._requests
         while self._handle.can_read():
-            found = [out.generated_ids for out in self._handle.read().values()]
-            self.tokens += sum(map(len, found))
-            self.ids += found[0]
+            results = [out.generated_ids for out in self._handle.read().values()]
+            self.tokens += sum(map(len, results))
+            self.ids += results[0]
         if self.tokens:
             self.first_s = self.first_s or now
             self.all_begun_s = self.all_begun_s or now
@@ -57,7 +57,7 @@ class Pipeline:
         how = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", how)
         self._numbers = itertools.count()
-        self._asked: list[Asked] = []
+        self._requests: list[OpenRequest] = []
         self._more = threading.Condition()
 
     def add(self, ids: list[int], new_tokens: int, sampled: bool = False, answers: int = 1) -> Any:
@@ -75,24 +75,26 @@ class Pipeline:
 
     def ask(
         self, ids: list[int], new_tokens: int, sampled: bool = False, answers: int = 1
-    ) -> Asked:
+    ) -> OpenRequest:
         with self._more:
-            asked = Asked(self.add(ids, new_tokens, sampled, answers), answers)
-            self._asked.append(asked)
+            request = OpenRequest(self.add(ids, new_tokens, sampled, answers), answers)
+            self._requests.append(request)
             self._more.notify()
-        asked.done.wait()
-        return asked
+        request.done.wait()
+        return request
 
     def run(self) -> None:
         """Steps while there are requests of `ask`."""
         while True:
             with self._more:
-                self._more.wait_for(lambda: self._asked)
+                self._more.wait_for(lambda: self._requests)
             self.pipeline.step()
             with self._more:
-                for asked in self._asked:
-                    asked.poll()
-                self._asked = [asked for asked in self._asked if not asked.done.is_set()]
+                for request in self._requests:
+                    request.poll()
+                self._requests = [
+                    request for request in self._requests if not request.done.is_set()
+                ]
 
     def generate(self, prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
         handles = [self.add(prompt, new_tokens) for prompt in prompts]

@@ -84,8 +84,8 @@ def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
     if name == "transformers":
         _run(log, sys.executable, "-m", "scripts.cli", "convert", artifact, building, "--to", "hf")
         file = building / "tokenizer_config.json"  # CTranslate2 wants to know the unknown
-        said = {**json.loads(file.read_text("utf-8")), "unk_token": random_model.SPECIAL[0]}
-        file.write_text(json.dumps(said), encoding="utf-8")
+        config = {**json.loads(file.read_text("utf-8")), "unk_token": random_model.SPECIAL[0]}
+        file.write_text(json.dumps(config), encoding="utf-8")
     elif name == "ctranslate2":
         saved = export("transformers", artifact, folder, log)
         converter = ENVIRONMENT / "bin" / "ct2-transformers-converter"

@@ -1,5 +1,7 @@
-"""Contender: transformers with PEFT's adapters in fp32, rows of different ones in one batch
-(`adapter_names`). Runs in the environment of the peers.
+"""Contender: transformers with PEFT's adapters in fp32. Runs in the environment of the peers.
+
+Rows of different adapters share a batch (`adapter_names`).
+
 
 There is no server of it: as many rows as there are clients begin and end together.
 """
@@ -54,8 +56,8 @@ def main() -> None:
     def alone(name: str, ids: list[int], new_tokens: int) -> list[int]:
         """New ids of one adapter without the others."""
         model.set_adapter(name)
-        found: list[int] = generate(ids, 1, new_tokens)[0][0].tolist()
-        return found
+        results: list[int] = generate(ids, 1, new_tokens)[0][0].tolist()
+        return results
 
     def trace(
         names: Sequence[str], ids: list[int], rows: int, new_tokens: int, limit_s: float
@@ -66,9 +68,9 @@ def main() -> None:
             batch, now = [*names[at : at + rows]], time.perf_counter()
             if now - began > limit_s:
                 break
-            found, first = generate(ids, len(batch), new_tokens, adapter_names=batch)
+            results, first = generate(ids, len(batch), new_tokens, adapter_names=batch)
             first_s += [first - now] * len(batch)
-            made += found.tolist()
+            made += results.tolist()
         return {"seconds": time.perf_counter() - began, "first_s": first_s, "ids": made}
 
     about = {"version": f"peft {peft.__version__}, transformers {transformers.__version__}"}

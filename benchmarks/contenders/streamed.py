@@ -19,7 +19,7 @@ class Streamed:
         self.ids: list[int] = []
         self.tokens = 0
         begun: dict[int, float] = {}
-        asked = time.perf_counter()
+        began = time.perf_counter()
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CALL_S)
         connection.request("POST", path, json.dumps(body).encode(), HEADERS)
         answer = connection.getresponse()
@@ -30,7 +30,7 @@ class Streamed:
             # One that ends an answer has it whole, or an empty list.
             ids = [event["token"]] if "token" in event else event.get("tokens")
             if isinstance(ids, list) and ids and not event.get("stop"):
-                begun.setdefault(event["index"], time.perf_counter() - asked)
+                begun.setdefault(event["index"], time.perf_counter() - began)
                 self.tokens += len(ids)
                 self.ids += ids if event["index"] == 0 else []
         connection.close()

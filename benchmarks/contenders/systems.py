@@ -1,4 +1,4 @@
-"""Who is asked what people send: the engine, the server, and peers that batch continuously."""
+"""Systems that `uses` measures: the engine, the server, and peers with continuous batching."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.contenders import peers
 from benchmarks.contenders.contender import PEER
-from benchmarks.engine.uses import KEPT, PARTS
+from benchmarks.engine.uses import PARTS, PREFIX_CACHED
 from benchmarks.process import Worker
 from engine.artifacts.config import GPT2Config
 
@@ -47,7 +47,7 @@ class System:
 
 SYSTEMS = (
     System("engine", "ours, in one process", (*PARTS, "chat_at_once_s")),
-    System("engine-anew", "ours, nothing kept of prompts", KEPT),
+    System("engine-anew", "ours, nothing kept of prompts", PREFIX_CACHED),
     System("openvino-genai", "OpenVINO GenAI, in one process"),
     System("server", "ours, over HTTP"),
     System("llama-server", "llama.cpp's server, over HTTP"),

@@ -32,11 +32,11 @@ def greedy(model: BackendModel, prompt: list[int], new_tokens: int, eos: int | N
 def forced(model: BackendModel, prompt: list[int], ids: list[int]) -> Logits:
     """Logits (T, V) for each of `ids` when those before it are given."""
     row = model.open_row()
-    found = [
+    results = [
         model.run([Piece(row, given)])[0].copy() for given in (prompt, *([i] for i in ids[:-1]))
     ]
     model.close_row(row)
-    return np.stack(found)
+    return np.stack(results)
 
 
 def log_softmax(logits: Logits) -> NDArray[np.float64]:

@@ -38,15 +38,15 @@ def main() -> None:
 
     def measure() -> dict[str, float]:
         """Bytes per second of each kernel, the best of several tries."""
-        found = {}
+        results = {}
         for name, kernel in KERNELS.items():
             seconds = []
             for _ in range(TRIES):
                 began = time.perf_counter()
                 list(pool.map(lambda lane: [kernel(x) for x in lane], lanes))  # noqa: B023
                 seconds.append(time.perf_counter() - began)
-            found[name] = array.nbytes / min(seconds)
-        return found
+            results[name] = array.nbytes / min(seconds)
+        return results
 
     Channel().serve({"threads": cores, "array_bytes": array.nbytes}, {"measure": measure})
 

@@ -119,16 +119,18 @@ class EngineRun(Run):
 
     def _start(self, stack: ExitStack) -> list[tuple[str, Callable[[], None]]]:
         """Who is measured in a round, in this order, and how; all of them are started."""
-        found: list[tuple[str, Callable[[], None]]] = []
+        entries: list[tuple[str, Callable[[], None]]] = []
 
         def start(name: str, how: Callable[[], Callable[[], None]]) -> None:
             if name in self.wanted:
                 with self.skipping(name):
-                    found.append((name, how()))
+                    entries.append((name, how()))
 
         def worker(name: str, *arguments: str | Path) -> Callable[..., Any]:
-            said = {"OPENBLAS_NUM_THREADS": "1"} if name == "bandwidth" else {}
-            started = Worker(sys.executable, f"engine.{name}", arguments, self.log(name), said)
+            parameters = {"OPENBLAS_NUM_THREADS": "1"} if name == "bandwidth" else {}
+            started = Worker(
+                sys.executable, f"engine.{name}", arguments, self.log(name), parameters
+            )
             stack.enter_context(started)
             rounds: list[Any] = []
             self.results[name] = {**started.about, "rounds": rounds}
@@ -153,7 +155,7 @@ class EngineRun(Run):
             stack.enter_context(worker)
             rounds: list[Any] = []
             self.results["uses"][one.name] = {"label": one.label, "rounds": rounds}
-            return lambda: rounds.append(worker.call("measure", parts=one.parts, **asked))
+            return lambda: rounds.append(worker.call("measure", parts=one.parts, **shape_fields))
 
         if "bandwidth" in self.wanted:
             with self.skipping("bandwidth"):
@@ -161,23 +163,23 @@ class EngineRun(Run):
         for one in tqdm(CONTENDERS, desc="starting contenders", disable=None):
             start(one.name, partial(contender, one))
         start("serving", lambda: self._serving(stack))
-        said = {"prompts": self.prompts[:BATCH], "new_tokens": self.plan.new_tokens}
-        start("turns", lambda: partial(worker("turns", *INT8, *self.models), **said))
+        parameters = {"prompts": self.prompts[:BATCH], "new_tokens": self.plan.new_tokens}
+        start("turns", lambda: partial(worker("turns", *INT8, *self.models), **parameters))
         plan, shape = self.plan, self.plan.config
         start("speculation", lambda: self._speculation(worker))
-        asked = {"vocab_size": shape.vocab_size, "max_length": shape.max_length}
-        asked |= {"prompt_tokens": plan.prompt_tokens, "new_tokens": plan.new_tokens}
+        shape_fields = {"vocab_size": shape.vocab_size, "max_length": shape.max_length}
+        shape_fields |= {"prompt_tokens": plan.prompt_tokens, "new_tokens": plan.new_tokens}
         if "uses" in self.wanted:
             self.results["uses"] = {}
             for each in SYSTEMS:
                 self.results["skipped"].pop(each.name, None)
             for each in tqdm(SYSTEMS, desc="starting systems", disable=None):
                 with self.skipping(each.name):
-                    found.append((each.name, system(each)))
-        return found
+                    entries.append((each.name, system(each)))
+        return entries
 
-    def _speed(self, found: Results, worker: Worker) -> None:
-        for rows, measured in found["rows"].items():
+    def _speed(self, entries: Results, worker: Worker) -> None:
+        for rows, measured in entries["rows"].items():
             around = [self._read_rate()] if rows == "1" else []
             answer = worker.call(
                 "generate", prompts=self.prompts[: int(rows)], new_tokens=self.plan.new_tokens
@@ -192,7 +194,7 @@ class EngineRun(Run):
                     "read_bytes_per_s": [rate for rate in around if rate],
                 }
             )
-            found.setdefault("ids", answer["ids"][0])
+            entries.setdefault("ids", answer["ids"][0])
 
     def _profile(self) -> Results:
         artifact = open_artifact(self.models[0])
@@ -202,7 +204,7 @@ class EngineRun(Run):
         }
 
     def _read_rate(self) -> float:
-        """What the cores read now; 0 if nobody wants to know."""
+        """Bytes per second that the cores read now; 0 if it is not among what is measured."""
         if self._bandwidth is None:
             return 0.0
         time.sleep(SETTLE_S)

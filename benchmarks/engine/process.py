@@ -56,8 +56,8 @@ class Engine(Program):
 
     def memory(self) -> dict[str, int]:
         """Resident bytes, and those of them that no file holds."""
-        found = page_cache.rollup(self.pid)
-        return {"rss_bytes": found["Rss"], "anonymous_bytes": found["Anonymous"]}
+        results = page_cache.rollup(self.pid)
+        return {"rss_bytes": results["Rss"], "anonymous_bytes": results["Anonymous"]}
 
 
 def measure_loading(
@@ -68,7 +68,7 @@ def measure_loading(
     And once what the very first load takes, which quantizes and fills the cache, of this model and
     then of another of its shape; and the disk that a prepared model takes.
     """
-    found: dict[str, Any] = {"warm": [], "cold": []}
+    results: dict[str, Any] = {"warm": [], "cold": []}
     with Engine(log) as engine:
         for kind in ("first", *("cold", "warm") * tries):
             resident = page_cache.drop(folder) if kind == "cold" else 1.0
@@ -77,7 +77,7 @@ def measure_loading(
             engine.generate("m", text, 1)
             first = time.perf_counter() - began
             row = {"ready_s": ready, "first_token_s": first, "resident_share": resident}
-            found.setdefault(kind, []).append(row)
+            results.setdefault(kind, []).append(row)
             engine.unload("m")
     with (
         tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cache-") as empty,
@@ -85,10 +85,10 @@ def measure_loading(
     ):
         for key, model in (("without_cache_s", folder), ("another_without_cache_s", another)):
             before = _disk_bytes(Path(empty))
-            found[key] = engine.load("m", model)
+            results[key] = engine.load("m", model)
             engine.unload("m")
-            found["prepared_bytes"] = _disk_bytes(Path(empty)) - before
-    return found
+            results["prepared_bytes"] = _disk_bytes(Path(empty)) - before
+    return results
 
 
 def _disk_bytes(folder: Path) -> int:

@@ -20,14 +20,14 @@ def throughput(
         connections = [stack.enter_context(contextlib.closing(server.connect())) for _ in texts]
 
         def tokens(count: int, new_tokens: int) -> int:
-            asked = clients.map(
+            answers = clients.map(
                 lambda c, text: sum(
                     ask(c, name, text, new_tokens)[1]["tokens"] for _ in range(count)
                 ),
                 connections,
                 texts,
             )
-            return sum(asked)
+            return sum(answers)
 
         tokens(1, 2)
         began = time.perf_counter()
@@ -37,5 +37,5 @@ def throughput(
 def overhead_ms(server: Server, name: str, text: str, count: int) -> float:
     """What a request takes longer than the engine says: the median of `count`, in turn."""
     with contextlib.closing(server.connect()) as connection:
-        asked = [ask(connection, name, text, OVERHEAD_TOKENS) for _ in range(count + 1)][1:]
-    return 1000 * statistics.median(took - float(answer["seconds"]) for took, answer in asked)
+        answers = [ask(connection, name, text, OVERHEAD_TOKENS) for _ in range(count + 1)][1:]
+    return 1000 * statistics.median(took - float(answer["seconds"]) for took, answer in answers)

@@ -23,17 +23,19 @@ RIGHT = (0.0, 0.3, 0.6, 1.0)
 
 
 class Oracle(Guesser):
-    """Guesses from known texts, each token right with the probability `right`; none without
-    texts."""
+    """Guesses from known texts, each token right with the probability `right`.
+
+    Without texts it makes no guesses.
+    """
 
     texts: Sequence[list[int]] = ()
     right = 0.0
     random = random.Random(1)  # noqa: S311
 
-    def guess(self, ids: Sequence[int], room: int) -> list[int]:
+    def guess(self, ids: Sequence[int], limit: int) -> list[int]:
         for text in self.texts:
             if text[: len(ids)] == list(ids):
-                known = text[len(ids) :][: min(FEWEST, room)]
+                known = text[len(ids) :][: min(FEWEST, limit)]
                 return [
                     token if self.random.random() < self.right else max(token - 1, 0)
                     for token in known
@@ -62,18 +64,18 @@ def main() -> None:
 
     def measure(rows: Sequence[int]) -> dict[str, dict[str, float]]:
         """For each number of rows and rate: the time without guesses over that with them."""
-        found: dict[str, dict[str, float]] = {}
+        results: dict[str, dict[str, float]] = {}
         seconds([prompt() for _ in range(max(rows))], ())  # warm-up
         for count in rows:
-            found[str(count)] = {}
+            results[str(count)] = {}
             for Oracle.right in RIGHT:
                 prompts = [prompt() for _ in range(count)]
                 without, answers = seconds(prompts, ())
                 texts = [p + a for p, a in zip(prompts, answers, strict=True)]
                 guessing, again = seconds(prompts, texts)
                 assert again == answers
-                found[str(count)][str(Oracle.right)] = without / guessing
-        return found
+                results[str(count)][str(Oracle.right)] = without / guessing
+        return results
 
     Channel().serve({"guesses": FEWEST}, {"measure": measure})
     server.close()

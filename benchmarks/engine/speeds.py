@@ -32,6 +32,6 @@ def floor_ms(results: Results, name: str) -> list[float]:
     With the higher of the rates that were measured just before and just after: a disturbed
     measurement must not flatter, and the machine's rate goes up and down within a run.
     """
-    found = results["contenders"][name]
-    size: int = found.get("step_bytes", found["weight_bytes"])
+    values = results["contenders"][name]
+    size: int = values.get("step_bytes", values["weight_bytes"])
     return [1000 * size / max(rates) for rates in rounds(results, name, 1, "read_bytes_per_s")]

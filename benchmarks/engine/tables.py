@@ -22,8 +22,8 @@ INT8, FP32, MXNET = "int8", "fp32", "mxnet"
 
 def _uses(results: Results, system: str) -> list[dict[str, Any]]:
     """A system's rounds in what people send."""
-    found: list[dict[str, Any]] = results["uses"][system]["rounds"]
-    return found
+    measured: list[dict[str, Any]] = results["uses"][system]["rounds"]
+    return measured
 
 
 def second_turn_ms(results: Results, system: str, key: str = "chat_s") -> list[float]:
@@ -33,8 +33,8 @@ def second_turn_ms(results: Results, system: str, key: str = "chat_s") -> list[f
 
 def answers(results: Results, system: str) -> list[float]:
     """First tokens of several answers to one prompt against that of one answer."""
-    found = [entry["answers"] for entry in _uses(results, system)]
-    return [each["all_s"] / each["one_s"] for each in found]
+    measured = [entry["answers"] for entry in _uses(results, system)]
+    return [each["all_s"] / each["one_s"] for each in measured]
 
 
 def long_ms(results: Results, system: str, length: str) -> list[float]:
@@ -64,17 +64,17 @@ def lines(results: Results) -> str:
 def speeds(results: Results) -> Iterator[str]:
     head = "|B=1: ms per token|a decode step|its floor|tokens/s|B=8: tokens/s|first token, ms"
     rows = []
-    for name, found in results["contenders"].items():
+    for name, measured in results["contenders"].items():
         if rates := tokens_per_s(results, name, 1):
             cells = [
-                found["label"],
+                measured["label"],
                 shown([1000 / rate for rate in rates], 1),
                 f"{statistics.median(step_ms(results, name)):.1f}",
                 _cell(partial(floor_ms, results, name), 1),
                 f"{statistics.median(rates):.0f}",
-                shown(tokens_per_s(results, name, 8), 0) if "8" in found["rows"] else "",
+                shown(tokens_per_s(results, name, 8), 0) if "8" in measured["rows"] else "",
                 f"{1000 * statistics.median(rounds(results, name, 1, 'first_token_s')):.0f}",
-                f"{found['weight_bytes'] / 1e6:.0f}",
+                f"{measured['weight_bytes'] / 1e6:.0f}",
             ]
             rows.append(cells)
     return table([*head.split("|"), "weights, MB"], rows)
@@ -82,8 +82,8 @@ def speeds(results: Results) -> Iterator[str]:
 
 def uses(results: Results) -> Iterator[str]:
     """A row for each system; first tokens in milliseconds."""
-    found = results.get("uses", {})
-    lengths = [*next(iter(found.values()))["rounds"][0]["long_prompts_s"]] if found else []
+    measured = results.get("uses", {})
+    lengths = [*next(iter(measured.values()))["rounds"][0]["long_prompts_s"]] if measured else []
     columns: dict[str, Callable[[str], list[float]]] = {
         **{f"8 rows, {use}: tokens/s": partial(rate, results, use=use) for use in RATES},
         **{f"{n} tokens: ms": partial(long_ms, results, length=n) for n in lengths},
@@ -92,7 +92,7 @@ def uses(results: Results) -> Iterator[str]:
         "n = 8": partial(answers, results),
     }
     rows = []
-    for name, system in found.items():
+    for name, system in measured.items():
         cells = [system["label"]]
         for head, values in columns.items():
             cells.append(_cell(partial(values, name), 2 if head == "n = 8" else 0))
@@ -109,45 +109,45 @@ def _cell(values: Callable[[], list[float]], digits: int) -> str:
 
 
 def others(results: Results) -> Iterator[Row]:
-    if (found := results.get("bandwidth")) and found["rounds"]:
-        rates = [max(kernels.values()) / 1e9 for kernels in found["rounds"]]
-        each = ", ".join(f"{n} {rate / 1e9:.0f}" for n, rate in medians(found["rounds"]).items())
+    if (measured := results.get("bandwidth")) and measured["rounds"]:
+        rates = [max(kernels.values()) / 1e9 for kernels in measured["rounds"]]
+        each = ", ".join(f"{n} {rate / 1e9:.0f}" for n, rate in medians(measured["rounds"]).items())
         yield f"read bandwidth, GB/s ({each})", shown(rates, 1)
-    if found := results.get("turns"):
+    if measured := results.get("turns"):
         for label, key in (
             ("one model alone, one request", "alone"),
-            (f"{found['models']} models in turns, one request each", "turns"),
+            (f"{measured['models']} models in turns, one request each", "turns"),
             ("one model, 8 requests", "batch"),
         ):
-            rates = [entry[f"{key}_tokens_per_s"] for entry in found["rounds"]]
+            rates = [entry[f"{key}_tokens_per_s"] for entry in measured["rounds"]]
             yield f"the engine, {label}: tokens/s", shown(rates, 0)
-    if found := results.get("speculation"):
-        for rows, rates in found["rounds"][0].items():
+    if measured := results.get("speculation"):
+        for rows, rates in measured["rounds"][0].items():
             for right in rates:
-                values = [entry[rows][right] for entry in found["rounds"]]
-                label = f"{found['guesses']} guesses in a pass, {float(right):.0%} right"
+                values = [entry[rows][right] for entry in measured["rounds"]]
+                label = f"{measured['guesses']} guesses in a pass, {float(right):.0%} right"
                 yield f"{label}, rows: {rows}; speed against none", shown(values, 2)
-    if found := results.get("serving"):
-        rates = [entry["tokens_per_s"] for entry in found["rounds"]]
-        yield f"over HTTP, {found['clients']} clients of one model: tokens/s", shown(rates, 0)
+    if measured := results.get("serving"):
+        rates = [entry["tokens_per_s"] for entry in measured["rounds"]]
+        yield f"over HTTP, {measured['clients']} clients of one model: tokens/s", shown(rates, 0)
         for model in ("full", "tiny"):
             values = _overhead(model)(results)
             yield f"HTTP overhead of a request, {model} model, ms", shown(values, 1)
-    if found := results.get("loading"):
+    if measured := results.get("loading"):
         for kind in ("warm", "cold"):
             for label, key in (("ready", "ready_s"), ("first token", "first_token_s")):
-                values = [entry[key] for entry in found[kind]]
+                values = [entry[key] for entry in measured[kind]]
                 yield f"load to {label}, page cache {kind}, s", shown(values, 3)
         for label, key, unit, digits in (
             ("the very first load, which quantizes, s", "without_cache_s", 1, 1),
             ("the same of another model of its shape, s", "another_without_cache_s", 1, 1),
             ("what a prepared model takes of the disk, MB", "prepared_bytes", 1e6, 0),
         ):
-            if key in found:
-                yield label, f"{found[key] / unit:.{digits}f}"
-    if found := results.get("memory"):
-        yield "RSS of a further model, MB", f"{found['each']['rss_bytes'] / 1e6:.0f}"
-        yield "the anonymous part of it, MB", f"{found['each']['anonymous_bytes'] / 1e6:.1f}"
+            if key in measured:
+                yield label, f"{measured[key] / unit:.{digits}f}"
+    if measured := results.get("memory"):
+        yield "RSS of a further model, MB", f"{measured['each']['rss_bytes'] / 1e6:.0f}"
+        yield "the anonymous part of it, MB", f"{measured['each']['anonymous_bytes'] / 1e6:.1f}"
 
 
 def far(results: Results) -> Iterator[str]:
@@ -156,21 +156,21 @@ def far(results: Results) -> Iterator[str]:
     rows = [
         (
             name,
-            f"{found['same_texts']} of {found['texts']}",
-            f"{found['top1_agreement']:.2%} of {found['tokens']}",
-            f"{found['rms_logit_error']:.3f} ({found['relative_logit_error']:.1%})",
-            f"{found['max_logit_error']:.2f}",
-            f"{found['kl_divergence']:.1e}",
+            f"{measured['same_texts']} of {measured['texts']}",
+            f"{measured['top1_agreement']:.2%} of {measured['tokens']}",
+            f"{measured['rms_logit_error']:.3f} ({measured['relative_logit_error']:.1%})",
+            f"{measured['max_logit_error']:.2f}",
+            f"{measured['kl_divergence']:.1e}",
         )
-        for name, found in results.get("accuracy", {}).items()
+        for name, measured in results.get("accuracy", {}).items()
     ]
     return table(head.split("|"), rows)
 
 
 def operators(results: Results) -> Iterator[str]:
     """What `kogpt2 profile` shows, of the full-size model in int8."""
-    if found := results.get("profile"):
-        yield from profile.lines(found["steps"], found["read_bytes"])
+    if measured := results.get("profile"):
+        yield from profile.lines(measured["steps"], measured["read_bytes"])
 
 
 # Goals

@@ -20,8 +20,8 @@ def main() -> None:
 
     def ask(requests: list[tuple[int, list[int]]], new_tokens: int) -> int:
         """All at once; returns how many tokens came back."""
-        asked = [Request(engine, ids, new_tokens, str(model)) for model, ids in requests]
-        return sum(request.wait().tokens for request in asked)
+        running = [Request(engine, ids, new_tokens, str(model)) for model, ids in requests]
+        return sum(request.wait().tokens for request in running)
 
     def timed(requests: list[tuple[int, list[int]]], new_tokens: int, times: int = 1) -> float:
         """Tokens per second, after a short warm-up."""

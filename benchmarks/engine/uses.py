@@ -1,8 +1,8 @@
-"""What people send: samples, prompts of all lengths that come and go, long ones, chats, several
-answers to one prompt. To whoever can be asked: our engine, our server, and peers.
+"""Requests as users send them: sampled, ragged and long prompts, chats, several answers.
 
-numpy and the standard library only: it also runs in the environments of the peers. Prompts are new
-in each round, so that nothing of them is kept from the one before.
+They go to this engine, this server and peers, so only numpy and the standard library are imported:
+the module also runs in the environments of the peers. Prompts are new in each round, so that no
+prefix cache has them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 ROWS = 8
 TURNS = 8
 ANSWERS = 8
-PAUSE_S = 0.3  # less than anybody takes to read an answer and write the next line
+PAUSE_S = 0.3  # shorter than a person's pause between two turns
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
 RATES = ("greedy", "sampled", "ragged")
 
 
-class Asked(Protocol):
+class Answered(Protocol):
     """A request that is answered."""
 
     @property
@@ -44,7 +44,7 @@ class Asked(Protocol):
 
 
 # ask(prompt, new_tokens, sampled=False, answers=1): waits for the end; from any number of threads
-Ask = Callable[..., Asked]
+Ask = Callable[..., Answered]
 
 
 def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
@@ -62,27 +62,28 @@ def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
             return ids
 
         def tokens_per_s(work: list[tuple[int, int]], sampled: bool = False) -> float:
-            """Of prompts and answers of these lengths, for `ROWS` clients that take them in
-            turn."""
+            """Tokens per second of prompts and answers of these lengths, by `ROWS` clients."""
             prompts = [prompt(length) for length, _ in work]
             began = time.perf_counter()
             with ThreadPoolExecutor(ROWS) as clients:
-                asked = clients.map(
+                reply = clients.map(
                     lambda ids, new: ask(ids, new, sampled), prompts, [new for _, new in work]
                 )
-                tokens = sum(found.tokens for found in asked)
+                tokens = sum(results.tokens for results in reply)
             return tokens / (time.perf_counter() - began)
 
         def chat(pause_s: float) -> list[float]:
-            """Seconds to the first token of each turn; the second has `history` tokens before
-            it."""
-            said, found = prompt(history - answer), []
+            """Seconds to the first token of each of two turns.
+
+            The second turn has `history` tokens before it.
+            """
+            text, results = prompt(history - answer), []
             for _ in range(TURNS):
-                asked = ask(said, answer)
-                found.append(asked.first_s)
-                said = said + asked.ids + prompt(line)
+                reply = ask(text, answer)
+                results.append(reply.first_s)
+                text = text + reply.ids + prompt(line)
                 time.sleep(pause_s)
-            return found
+            return results
 
         def answers() -> dict[str, float]:
             one = ask(prompt(history // 4), 1, True)
@@ -115,4 +116,4 @@ def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
 
 
 PARTS = (*(f"{rate}_tokens_per_s" for rate in RATES), "long_prompts_s", "chat_s", "answers")
-KEPT = ("chat_s", "chat_at_once_s", "answers")  # what depends on what is kept of prompts
+PREFIX_CACHED = ("chat_s", "chat_at_once_s", "answers")  # what depends on what is kept of prompts

@@ -18,8 +18,11 @@ RELOAD_S = 60.0
 
 
 class HAProxy(Program):
-    """In front of servers, HOST:PORT each; `node1` is the first, and the first three are on the
-    ring. `prefix` is a command that becomes it, where it has the address `host`."""
+    """HAProxy in front of servers, HOST:PORT each.
+
+    `node1` is the first, and the first three are on the ring. `prefix`: a command that starts
+    HAProxy where it has the address `host`.
+    """
 
     def __init__(
         self,

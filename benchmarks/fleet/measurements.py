@@ -1,5 +1,7 @@
-"""Measured: one, two and three servers behind HAProxy, each of one core or of what `--cpus` says,
-and what the proxy costs."""
+"""One, two and three servers behind HAProxy, and what the proxy costs.
+
+Each server has one core, or as many as `--cpus`.
+"""
 
 from __future__ import annotations
 
@@ -81,27 +83,27 @@ class FleetRun(Run):
         ):
             ways = {"direct_ms": server.connect(), "through_ms": server.connect()}
             ways["through_ms"].port = proxy.port
-            found: dict[str, list[float]] = {name: [] for name in ways}
+            measured: dict[str, list[float]] = {name: [] for name in ways}
             for call in range(WARM_UP + self.plan.calls):
                 for name, connection in ways.items():
                     seconds, _ = ask(connection, "%EB%AA%A8%EB%8D%B80", self.text, 1)
                     if call >= WARM_UP:
-                        found[name].append(1000 * seconds)
-            return found
+                        measured[name].append(1000 * seconds)
+            return measured
 
     def _proxy_of(self, servers: Sequence[Server]) -> HAProxy:
         return HAProxy(self.logs, [f"127.0.0.1:{server.port}" for server in servers])
 
     def _nodes(self) -> Results:
         cores, each = len(os.sched_getaffinity(0)), self.plan.cpus or 1
-        found: Results = {}
+        measured: Results = {}
         for nodes in NODES:
             if cores < nodes * each:
                 self.results["skipped"][f"{nodes} servers"] = f"here are {cores} cores"
                 continue
-            found[str(nodes)] = self._several(nodes)
-            found[str(nodes)]["alone"] = cores > nodes * each  # on what they have
-        return found
+            measured[str(nodes)] = self._several(nodes)
+            measured[str(nodes)]["alone"] = cores > nodes * each  # on what they have
+        return measured
 
     def _several(self, nodes: int) -> Results:
         plan, cores = self.plan, sorted(os.sched_getaffinity(0))
@@ -150,8 +152,10 @@ def _p99(values: Sequence[float]) -> float:
 
 def lines(results: Results) -> str:
     plan = results["plan"]
-    said = f"{CLIENTS} clients a server, {plan['new_tokens']} tokens, {plan['seconds']:g} s a round"
-    return page(results, said, _proxy_table(results), _nodes_table(results))
+    caption = (
+        f"{CLIENTS} clients a server, {plan['new_tokens']} tokens, {plan['seconds']:g} s a round"
+    )
+    return page(results, caption, _proxy_table(results), _nodes_table(results))
 
 
 def _proxy_table(results: Results) -> Iterator[str]:
@@ -166,11 +170,11 @@ def _proxy_table(results: Results) -> Iterator[str]:
 def _nodes_table(results: Results) -> Iterator[str]:
     rows = [
         (
-            nodes if found["alone"] else f"{nodes}, with the proxy and the clients",
-            shown(found["tokens_per_s"], 0),
-            shown(found["p99_ms"], 0),
+            nodes if measured["alone"] else f"{nodes}, with the proxy and the clients",
+            shown(measured["tokens_per_s"], 0),
+            shown(measured["p99_ms"], 0),
         )
-        for nodes, found in results.get("nodes", {}).items()
+        for nodes, measured in results.get("nodes", {}).items()
     ]
     servers = f"servers of {results['plan'].get('cpus') or 1:g} cores"
     yield from table((servers, "tokens a second", "p99, ms"), rows)

@@ -62,9 +62,9 @@ class Plan:
 
 def _against(results: Results, rows: int) -> list[float]:
     """Of the dearest form's steps over those without a form, round by round."""
-    found = {one["form"]: one["seconds"] for one in results["steps"] if one["rows"] == rows}
-    none = found.pop("none")
-    ratios = [[a / b for a, b in zip(seconds, none, strict=True)] for seconds in found.values()]
+    measured = {one["form"]: one["seconds"] for one in results["steps"] if one["rows"] == rows}
+    none = measured.pop("none")
+    ratios = [[a / b for a, b in zip(seconds, none, strict=True)] for seconds in measured.values()]
     return max(ratios, key=statistics.median)
 
 
@@ -124,8 +124,8 @@ class FormsRun(Run):
         counters = self._engine._find("m").statistics
         steps = counters.steps
         began = time.perf_counter()
-        asked = [Request(self._engine, self._ids(), **parameters) for _ in range(rows)]
-        came = sorted(when - began for request in asked for when in request.wait().came)
+        requests = [Request(self._engine, self._ids(), **parameters) for _ in range(rows)]
+        came = sorted(when - began for request in requests for when in request.wait().came)
         return came, counters.steps - steps
 
     def _steps(self) -> list[Results]:
@@ -135,13 +135,13 @@ class FormsRun(Run):
         }
         given = {"new_tokens": self.plan.new_tokens, "ignore_eos": True}
         for _ in range(self.plan.rounds + 1):
-            for (form, rows), found in seconds.items():
+            for (form, rows), measured in seconds.items():
                 came, steps = self._ask(rows, **given, **STEPS[form])
                 begun = came[2 * rows - 1]  # all have their first two tokens by then
-                found.append((came[-1] - begun) / max(steps - 1, 1))
+                measured.append((came[-1] - begun) / max(steps - 1, 1))
         return [
-            {"form": form, "rows": rows, "seconds": found[1:]}
-            for (form, rows), found in seconds.items()
+            {"form": form, "rows": rows, "seconds": measured[1:]}
+            for (form, rows), measured in seconds.items()
         ]
 
     def _ready(self) -> Results:
@@ -150,7 +150,7 @@ class FormsRun(Run):
         process = psutil.Process()
         before, began = process.memory_info().rss, time.perf_counter()
         vocabulary.constrain(json_schema("", {"type": "boolean"}))
-        found: Results = {
+        measured: Results = {
             "first": time.perf_counter() - began,
             "first_bytes": process.memory_info().rss - before,
             "schema": [],
@@ -161,24 +161,24 @@ class FormsRun(Run):
             for which in ("schema", "again"):
                 began = time.perf_counter()
                 vocabulary.constrain(form)
-                found[which].append(time.perf_counter() - began)
-        return found
+                measured[which].append(time.perf_counter() - began)
+        return measured
 
     def _answers(self) -> list[Results]:
         """Whole answers: tokens, steps and seconds, beside as many tokens without a form."""
-        found: dict[str, Results] = {
+        measured: dict[str, Results] = {
             name: {"answer": name, "seconds": [], "free_s": []} for name in ANSWERS
         }
         for _ in range(self.plan.rounds + 1):
-            for name, one in found.items():
+            for name, one in measured.items():
                 came, steps = self._ask(1, new_tokens=100, **ANSWERS[name])
                 free, _ = self._ask(1, new_tokens=len(came), ignore_eos=True)
                 one |= {"tokens": len(came), "steps": steps}
                 one["seconds"].append(came[-1])
                 one["free_s"].append(free[-1])
-        for one in found.values():
+        for one in measured.values():
             del one["seconds"][0], one["free_s"][0]
-        return [*found.values()]
+        return [*measured.values()]
 
     def lines(self) -> str:
         config = self.plan.config
@@ -213,11 +213,11 @@ class FormsRun(Run):
 
     def _ready_rows(self) -> Iterator[Row]:
         if "ready" in self.results:
-            found = self.results["ready"]
-            size = f"{found['first_bytes'] / 1e6:.0f} MB"
-            yield f"the first of a tokenizer, which takes {size}", _ms([found["first"]])
-            yield f"a schema of {FIELDS} fields", _ms(found["schema"])
-            yield "the same again", _ms(found["again"])
+            measured = self.results["ready"]
+            size = f"{measured['first_bytes'] / 1e6:.0f} MB"
+            yield f"the first of a tokenizer, which takes {size}", _ms([measured["first"]])
+            yield f"a schema of {FIELDS} fields", _ms(measured["schema"])
+            yield "the same again", _ms(measured["again"])
 
     def _stall_rows(self) -> Iterator[Row]:
         for one in self.results.get("stalls", []):

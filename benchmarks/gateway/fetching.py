@@ -1,5 +1,7 @@
-"""Measured: a model's archive from S3 on this machine into its folder: the server's way, and that
-of `aws s3 cp` and `tar`."""
+"""A model's archive from a local S3 server into its folder, by this server and by other tools.
+
+The other way is `aws s3 cp` and `tar`.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +47,16 @@ def pack(folder: Path, archive: Path) -> Path:
 
 def measure(archive: Path, tries: int, workdir: Path, log: Path) -> dict[str, Any]:
     """Seconds of each way, in turns. Needs moto (requirements/test.txt)."""
-    found: dict[str, Any] = {"bytes": archive.stat().st_size, "ours": [], "theirs": []}
-    found["their_way"] = "aws s3 cp" if shutil.which("aws") else "boto3's download_file"
+    measured: dict[str, Any] = {"bytes": archive.stat().st_size, "ours": [], "theirs": []}
+    measured["their_way"] = "aws s3 cp" if shutil.which("aws") else "boto3's download_file"
     with S3(log) as server, mock.patch.dict(os.environ, ACCESS, AWS_ENDPOINT_URL_S3=server.url):
         _client().create_bucket(Bucket=BUCKET)
         _client().upload_file(str(archive), BUCKET, KEY)
         for _ in range(tries):
             for way, fetch in (("ours", _ours), ("theirs", _theirs)):
                 with tempfile.TemporaryDirectory(dir=workdir, prefix=".fetched-") as folder:
-                    found[way].append(fetch(Path(folder)))
-    return found
+                    measured[way].append(fetch(Path(folder)))
+    return measured
 
 
 class S3(Program):
@@ -113,6 +115,6 @@ def _theirs(folder: Path) -> dict[str, float]:
 
 
 def slower(results: Results) -> list[float]:
-    found = results["fetching"]
-    pairs = zip(found["ours"], found["theirs"], strict=True)
+    measured = results["fetching"]
+    pairs = zip(measured["ours"], measured["theirs"], strict=True)
     return [ours["seconds"] / theirs["seconds"] for ours, theirs in pairs]

@@ -93,17 +93,19 @@ class GatewayRun(Run):
 
     def _starts(self) -> Results:
         """Seconds from `serve` to ready, by backend, in turns."""
-        found: Results = {name: [] for name in BACKENDS}
+        measured: Results = {name: [] for name in BACKENDS}
         for _ in range(self.plan.starts):
             for name, backend in BACKENDS.items():
                 with Server(self.store, self.log("starts"), backend=backend) as server:
-                    found[name].append(server.ready_s)
-        return found
+                    measured[name].append(server.ready_s)
+        return measured
 
     def _calls(self) -> Results:
-        """Milliseconds of one and the same small call, to the gateway's port and to MMS's own
-        socket in turns: pairs of neighbours in time. Each has one connection, which stays open."""
-        found: Results = {"gateway_ms": [], "mms_ms": []}
+        """Milliseconds of one small call, to the gateway's port and to MMS's own socket in turns.
+
+        Calls of a pair follow each other. Each side has one connection, which stays open.
+        """
+        measured: Results = {"gateway_ms": [], "mms_ms": []}
         body = {"inputs": self.text, "parameters": {"max_new_tokens": 1}}
         with Server(self.store, self.log("calls"), {"m": self.tiny}) as server:
             ways: dict[str, tuple[http.client.HTTPConnection, str]] = {
@@ -113,10 +115,10 @@ class GatewayRun(Run):
             for _ in range(WARM_UP + self.plan.calls):
                 for name, (connection, model) in ways.items():
                     seconds, _ = call(connection, f"/models/{model}/invoke", body)
-                    found[name].append(1000 * seconds)
+                    measured[name].append(1000 * seconds)
             for connection, _ in ways.values():
                 connection.close()
-        return {name: each[WARM_UP:] for name, each in found.items()}
+        return {name: each[WARM_UP:] for name, each in measured.items()}
 
     def _streams(self) -> Results:
         return streams.measure(
@@ -125,17 +127,17 @@ class GatewayRun(Run):
 
     def _cold(self) -> Results:
         """Seconds of a call, for one token, of a model that is on disk, prepared, not loaded."""
-        found: Results = {}
+        measured: Results = {}
         with Server(self.store, self.log("cold")) as server:
             connection = server.connect()
             for name, folder in self.models.items():
-                found[name] = []
+                measured[name] = []
                 ask(connection, folder.name, self.text, 1)  # the very first load quantizes
                 for _ in range(self.plan.cold_calls):
                     server.unload(folder.name)
-                    found[name].append(ask(connection, folder.name, self.text, 1)[0])
+                    measured[name].append(ask(connection, folder.name, self.text, 1)[0])
             connection.close()
-        return found
+        return measured
 
     def _fetching(self) -> Results:
         config = dataclasses.replace(self.plan.config, num_layers=self.plan.archived_layers)
@@ -152,21 +154,21 @@ def lines(results: Results) -> str:
 
 
 def rows(results: Results) -> Iterator[Row]:
-    if found := results.get("calls"):
+    if measured := results.get("calls"):
         for name, key in (("the gateway", "gateway_ms"), ("MMS's own socket", "mms_ms")):
-            p99 = statistics.quantiles(found[key], n=100)[98]
-            said = f"{statistics.median(found[key]):.2f} (p99 {p99:.2f})"
-            yield f"a small call to {name}, ms", said
+            p99 = statistics.quantiles(measured[key], n=100)[98]
+            cell = f"{statistics.median(measured[key]):.2f} (p99 {p99:.2f})"
+            yield f"a small call to {name}, ms", cell
     yield from streams.rows(results.get("streams", {}))
-    if found := results.get("fetching"):
-        way, size = found["their_way"], f"{found['bytes'] / 1e6:.0f} MB"
-        ours, theirs = ([e["seconds"] for e in found[key]] for key in ("ours", "theirs"))
+    if measured := results.get("fetching"):
+        way, size = measured["their_way"], f"{measured['bytes'] / 1e6:.0f} MB"
+        ours, theirs = ([e["seconds"] for e in measured[key]] for key in ("ours", "theirs"))
         yield f"{size} from S3, unpacked, by the server: s", shown(ours, 2)
         yield f"the same by {way} and tar: s", shown(theirs, 2)
-        parts = medians(found["theirs"])
-        said = f"{parts['download_s']:.2f} and {parts['unpack_s']:.2f}"
-        yield f"of that, {way} and tar: s", said
-    if found := results.get("cycles"):
-        sizes = (f"{found[when]['rss_bytes'] / 1e6:.0f}" for when in ("before", "after"))
-        loads = f"{found['cycles']} loads and unloads, MB"
+        parts = medians(measured["theirs"])
+        cell = f"{parts['download_s']:.2f} and {parts['unpack_s']:.2f}"
+        yield f"of that, {way} and tar: s", cell
+    if measured := results.get("cycles"):
+        sizes = (f"{measured[when]['rss_bytes'] / 1e6:.0f}" for when in ("before", "after"))
+        loads = f"{measured['cycles']} loads and unloads, MB"
         yield f"RSS of the engine before and after {loads}", " and ".join(sizes)

@@ -41,14 +41,14 @@ def measure(store: Path, folders: dict[str, Path], text: str, count: int, log: P
 
 
 def _measure(ways: dict[str, Way], count: int) -> Results:
-    found: Results = {name: {"first_ms": [], "whole_ms": []} for name in ways}
+    measured: Results = {name: {"first_ms": [], "whole_ms": []} for name in ways}
     for i in tqdm(range(WARM_UP + count), leave=False, disable=None):
         for name, ask in ways.items():
             first, whole = ask()
             if i >= WARM_UP:
-                found[name]["first_ms"].append(1000 * first)
-                found[name]["whole_ms"].append(1000 * whole)
-    return found
+                measured[name]["first_ms"].append(1000 * first)
+                measured[name]["whole_ms"].append(1000 * whole)
+    return measured
 
 
 def _ways(server: Server, port: int, name: str, text: str, opened: ExitStack) -> dict[str, Way]:
@@ -113,8 +113,8 @@ def _grpc_way(port: int, name: str, text: str, opened: ExitStack) -> Way:
         first = time.perf_counter() - began
         answers += responses
         whole = time.perf_counter() - began
-        if said := [answer.error_message for answer in answers if answer.error_message]:
-            raise BenchmarkError(f"gRPC answered: {said[0]}")
+        if errors := [answer.error_message for answer in answers if answer.error_message]:
+            raise BenchmarkError(f"gRPC answered: {errors[0]}")
         return first, whole
 
     return ask
@@ -125,8 +125,8 @@ def _grpc_way(port: int, name: str, text: str, opened: ExitStack) -> Way:
 
 def over(results: Results, size: str, way: str, other: str, key: str = "first_ms") -> list[float]:
     """What `way` takes longer than `other`: the median of the differences of neighbours."""
-    found = results["streams"][size]
-    pairs = zip(found[way][key], found[other][key], strict=True)
+    measured = results["streams"][size]
+    pairs = zip(measured[way][key], measured[other][key], strict=True)
     return [statistics.median(a - b for a, b in pairs)]
 
 
@@ -155,9 +155,9 @@ GOALS: tuple[Goal, ...] = (
 )
 
 
-def rows(found: Results) -> Iterator[Row]:
+def rows(measured: Results) -> Iterator[Row]:
     labels = {"engine": "the engine's socket", "own": "/predictions", "openai": "/v1/completions"}
-    for size, ways in found.items():
+    for size, ways in measured.items():
         for way, times in ways.items():
             first, whole = (statistics.median(times[key]) for key in ("first_ms", "whole_ms"))
             what = f"a stream of {TOKENS} tokens, {size} model, {labels.get(way, 'gRPC')}"

@@ -78,7 +78,7 @@ class Checked:
         return self.memory_bytes()
 
     def memory_bytes(self) -> int | None:
-        """In use on the device by everybody; on the CPU by this process. None: nobody says."""
+        """Bytes in use on the device by all processes; on the CPU by this one. None: unknown."""
         if self.device == "cpu":
             lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
             return next(int(s.split()[1]) << 10 for s in lines if s.startswith("RssAnon"))
@@ -104,8 +104,10 @@ class Checked:
         return generate(self.models[0], prompts, new_tokens, clock)
 
     def rows(self, prompts: list[list[int]], steps: int) -> dict[str, float]:
-        """Logits of rows in one batch against the same rows alone: the largest difference, and the
-        logits' standard deviation."""
+        """Compare the logits of rows in one batch with the same rows alone.
+
+        Returns the largest difference and the logits' standard deviation.
+        """
         model = self.models[0]
         tokens = np.random.default_rng(0).integers(4, model.config.vocab_size, steps).tolist()
 
@@ -113,10 +115,10 @@ class Checked:
             rows = [model.open_row() for _ in prompts]
             for row, ids in zip(rows, prompts, strict=True):
                 model.run([Piece(row, ids)])
-            found = [model.run([Piece(row, [t]) for row in rows]).copy() for t in tokens]
+            results = [model.run([Piece(row, [t]) for row in rows]).copy() for t in tokens]
             for row in rows:
                 model.close_row(row)
-            return np.stack(found)  # (steps, rows, V)
+            return np.stack(results)  # (steps, rows, V)
 
         together = steps_of(prompts)
         alone = np.concatenate([steps_of([ids]) for ids in prompts], axis=1)
@@ -138,8 +140,10 @@ class Checked:
         return new_tokens * len(self.models) / seconds
 
     def exhaust(self, folder: str, prompt: list[int], new_tokens: int) -> dict[str, bool]:
-        """Fills the device until nothing fits: another model must be refused as out of memory, and
-        once there is room again the first one must write what it wrote before."""
+        """Fill the device until nothing fits: another model must be refused as out of memory.
+
+        After memory is freed the first model must write what it wrote before.
+        """
         before = self.generate([prompt], new_tokens, Clock())
         ballast, refused = self._fill(), False
         try:

@@ -26,7 +26,7 @@ def run(options: GpuCheck) -> int:
 
     Prints a table for the documentation and fails where a result is not what it must be. The first
     run writes random models of KoGPT2's shape, 4 GB, into the working folder, which later ones use.
-    docs/deploy/gpu.md says what each row means.
+    docs/deploy/gpu.md says what it checks.
 
     Examples:
     kogpt2 gpu-check                        both backends on the GPU, some minutes

@@ -34,15 +34,17 @@ class Plan:
 
 
 def measure(plan: Plan, device: str, wanted: Sequence[str], workdir: Path) -> dict[str, Any]:
-    """Raises `BenchmarkError` where nothing could be measured; a backend that could not is among
-    `skipped`, with the reason."""
+    """Measure each backend; one that could not be measured is among `skipped`, with the reason.
+
+    Raises `BenchmarkError` where nothing could be measured.
+    """
     random = [str(random_model.make(workdir, plan.config, seed)) for seed in range(plan.models)]
     prompts = random_model.prompts(plan.config, plan.rows, plan.prompt_tokens)
     compared: dict[str, tuple[str, Sequence[Any]]] = {
         name: (str(random_model.demo(name, workdir)), lines) for name, lines in DEMO_MODELS.items()
     }
     compared["random"] = (random[0], prompts[:2])
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     for backend in wanted:
         print(f"measuring {backend} on the {device}", file=sys.stderr)
@@ -51,15 +53,15 @@ def measure(plan: Plan, device: str, wanted: Sequence[str], workdir: Path) -> di
         log = workdir / f"gpu_check-{backend}.log"
         try:
             with Worker(sys.executable, "gpu.backend", [backend, device], log) as worker:
-                found[backend] = _measure(plan, worker, random, prompts, compared, exhaust)
+                results[backend] = _measure(plan, worker, random, prompts, compared, exhaust)
         except BenchmarkError as error:
             skipped[backend] = str(error)
             continue
-        found[backend]["precision"] = BACKENDS[backend]
-    if not found:
+        results[backend]["precision"] = BACKENDS[backend]
+    if not results:
         raise BenchmarkError("; ".join(skipped.values()))
     plan_of = dataclasses.asdict(plan)
-    return {"device": device, "plan": plan_of, "backends": found, "skipped": skipped}
+    return {"device": device, "plan": plan_of, "backends": results, "skipped": skipped}
 
 
 def _measure(
@@ -71,7 +73,7 @@ def _measure(
     exhaust: bool,
 ) -> dict[str, Any]:
     tokens = {"new_tokens": plan.new_tokens}
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "accuracy": {
             name: worker.call("compare", folder=folder, prompts=list(texts), **tokens)
             for name, (folder, texts) in compared.items()
@@ -81,13 +83,13 @@ def _measure(
         "rows": worker.call("rows", prompts=prompts, steps=4),
     }
     for rows in (1, plan.rows):
-        found[f"B={rows}"] = [
+        results[f"B={rows}"] = [
             worker.call("generate", prompts=prompts[:rows], **tokens)["steps_s"]
             for _ in range(plan.rounds)
         ]
-    found["turns_tokens_per_s"] = worker.call("turns", prompt=prompts[0], **tokens)
-    found["unloaded_bytes"] = worker.call("unload")
+    results["turns_tokens_per_s"] = worker.call("turns", prompt=prompts[0], **tokens)
+    results["unloaded_bytes"] = worker.call("unload")
     if exhaust:
         worker.call("load", folder=random[0])
-        found["exhausted"] = worker.call("exhaust", folder=random[1], prompt=prompts[0], **tokens)
-    return found
+        results["exhausted"] = worker.call("exhaust", folder=random[1], prompt=prompts[0], **tokens)
+    return results

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.report.tables import table
 
-Found = dict[str, Any]
+Checked = dict[str, Any]
 
 # Of the logits' standard deviation. fp16 rounds by 2^-12 on average, some fifty times on the way;
 # fp32 on a GPU may be TF32 in MXNet's products, with fp16's mantissa.
@@ -20,8 +20,8 @@ MOST_ERROR = {"fp32": 2e-3, "fp16": 5e-3}
 MOST_ROW_DIFFERENCE = {"fp32": 1e-2, "fp16": 5e-2}
 
 
-def lines(results: Found) -> Iterator[str]:
-    plan, found = results["plan"], results["backends"]
+def lines(results: Checked) -> Iterator[str]:
+    plan, measured = results["plan"], results["backends"]
     config = plan["config"]
     yield f"{_device(results['device'])}; {_packages()}"
     yield (
@@ -30,14 +30,14 @@ def lines(results: Found) -> Iterator[str]:
         f" {plan['new_tokens']} new tokens; medians of {plan['rounds']} rounds\n"
     )
     titles = _titles(plan)
-    columns = [_column(f, plan["rows"]) for f in found.values()]
-    head = ("", *(f"{name} {f['precision']}" for name, f in found.items()))
+    columns = [_column(f, plan["rows"]) for f in measured.values()]
+    head = ("", *(f"{name} {f['precision']}" for name, f in measured.items()))
     yield from table(head, [*zip(titles, *columns, strict=True)])
     for name, reason in results["skipped"].items():
         yield f"not measured: {name} ({reason})"
 
 
-def _titles(plan: Found) -> list[str]:
+def _titles(plan: Checked) -> list[str]:
     return [
         "logits against fp32 on the CPU, relative error",
         "greedy texts of the demo models that are the same",
@@ -53,7 +53,7 @@ def _titles(plan: Found) -> list[str]:
     ]
 
 
-def _column(f: Found, rows: int) -> list[str]:
+def _column(f: Checked, rows: int) -> list[str]:
     first, *more = f["loads"]
     return [
         f"{_error(f):.1e}",
@@ -70,7 +70,7 @@ def _column(f: Found, rows: int) -> list[str]:
     ]
 
 
-def failures(results: Found) -> Iterator[str]:
+def failures(results: Checked) -> Iterator[str]:
     for name, f in results["backends"].items():
         precision = f["precision"]
         if _error(f) > MOST_ERROR[precision]:
@@ -86,11 +86,11 @@ def failures(results: Found) -> Iterator[str]:
                 yield f"{name}: when memory ran out, it was not {what}"
 
 
-def _error(f: Found) -> float:
+def _error(f: Checked) -> float:
     return float(max(a["relative_logit_error"] for a in f["accuracy"].values()))
 
 
-def _texts(f: Found) -> str:
+def _texts(f: Checked) -> str:
     demo = [a for name, a in f["accuracy"].items() if name != "random"]
     return f"{sum(a['same_texts'] for a in demo)} of {sum(a['texts'] for a in demo)}"
 
@@ -101,12 +101,12 @@ def _speed(rounds: list[list[float]], rows: int) -> str:
     return f"{tokens_per_s:,.0f} ({step_ms:.2f})"
 
 
-def _further(f: Found) -> str:
+def _further(f: Checked) -> str:
     used = [load["memory_bytes"] for load in f["loads"]]
     return "?" if None in used else _mb((used[-1] - used[0]) / (len(used) - 1))
 
 
-def _exhausted(f: Found) -> str:
+def _exhausted(f: Checked) -> str:
     if "exhausted" not in f:
         return "not tried"
     refused = "refused" if f["exhausted"]["refused"] else "**not refused**"
@@ -132,6 +132,6 @@ def _device(device: str) -> str:
 
 def _packages() -> str:
     """MXNet and onnxruntime have another name where they are built for a GPU."""
-    found = {d.name: d.version for d in metadata.distributions()}
-    ours = [name for name in sorted(found) if name.startswith(("mxnet", "onnxruntime"))]
-    return ", ".join(f"{name} {found[name]}" for name in ours)
+    measured = {d.name: d.version for d in metadata.distributions()}
+    ours = [name for name in sorted(measured) if name.startswith(("mxnet", "onnxruntime"))]
+    return ", ".join(f"{name} {measured[name]}" for name in ours)

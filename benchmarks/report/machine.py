@@ -30,11 +30,11 @@ def describe() -> dict[str, Any]:
 
 def _fields(path: Path) -> dict[str, str]:
     """The first of each key in a file of `key: value` lines."""
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
-        found.setdefault(key.strip(), value.strip())
-    return found
+        results.setdefault(key.strip(), value.strip())
+    return results
 
 
 def lines(machine: dict[str, Any]) -> list[str]:

@@ -31,25 +31,27 @@ PEERS = ("llama.cpp", "openvino", "ctranslate2")
 
 
 def read(engine: Path = ENGINE, gateway_file: Path = GATEWAY) -> Results:
-    """Both files, with their goals as they are now. Raises `Problem` where two trees were
-    measured."""
-    found: Results = json.loads(engine.read_text(encoding="utf-8"))
-    found["gateway"] = json.loads(gateway_file.read_text(encoding="utf-8"))
-    if found["commit"] != found["gateway"]["commit"]:
+    """Read both files and judge them by today's goals.
+
+    Raises `Problem` where they are of different commits.
+    """
+    values: Results = json.loads(engine.read_text(encoding="utf-8"))
+    values["gateway"] = json.loads(gateway_file.read_text(encoding="utf-8"))
+    if values["commit"] != values["gateway"]["commit"]:
         raise Problem(
-            f"{engine.name} is of {found['commit']}, {gateway_file.name} of"
-            f" {found['gateway']['commit']}: measure both on one commit"
+            f"{engine.name} is of {values['commit']}, {gateway_file.name} of"
+            f" {values['gateway']['commit']}: measure both on one commit"
         )
-    found["goals"] = list(goals.goals(found, tables.GOALS))
-    found["gateway"]["goals"] = list(goals.goals(found["gateway"], gateway.GOALS))
-    return found
+    values["goals"] = list(goals.goals(values, tables.GOALS))
+    values["gateway"]["goals"] = list(goals.goals(values["gateway"], gateway.GOALS))
+    return values
 
 
 def written(results: Results) -> Iterator[tuple[Path, str]]:
     """Each page, and its text with these results."""
     for name in PAGES:
         page = ROOT / name
-        yield page, BLOCK.sub(lambda found: _block(results, found), page.read_text("utf-8"))
+        yield page, BLOCK.sub(lambda values: _block(results, values), page.read_text("utf-8"))
 
 
 def write() -> list[Path]:
@@ -60,8 +62,8 @@ def write() -> list[Path]:
     return [page for page, _ in changed]
 
 
-def _block(results: Results, found: re.Match[str]) -> str:
-    begin, name, end = found.groups()
+def _block(results: Results, values: re.Match[str]) -> str:
+    begin, name, end = values.groups()
     return f"{begin}{BLOCKS[name](results).strip()}\n{end}"
 
 
@@ -100,11 +102,11 @@ def _headline(results: Results, text: str, peer: str, missed: str) -> str:
     ]
     cold = statistics.median(results["gateway"]["cold"]["full"])
     every = [*results["goals"], *results["gateway"]["goals"]]
-    said = text.format(
+    headline = text.format(
         **rates(ours), peers=", ".join(peers), guides=against["value"]["median"], cold=cold
     )
     count = sum("met" in goal for goal in every)
-    return f"{said} {missed.format(count=count, missed=len(_missed(results)))}"
+    return f"{headline} {missed.format(count=count, missed=len(_missed(results)))}"
 
 
 def _english(results: Results) -> str:

@@ -48,8 +48,8 @@ def _speeds(results: dict[str, Any]) -> Any:
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(12, 1.6 + 0.45 * len(names)), sharey=True, layout="constrained"
     )
-    found = [results["contenders"][name] for name in names]
-    labels = [one["label"] for one in found]
+    measured = [results["contenders"][name] for name in names]
+    labels = [one["label"] for one in measured]
     _bars(left, labels, [[1000 / r for r in tokens_per_s(results, n, 1)] for n in names], 1)
     left.set_xscale("log")
     left.set_xlabel("ms per token, one request (log scale; less is better)")
@@ -59,7 +59,7 @@ def _speeds(results: dict[str, Any]) -> Any:
             left.plot([floor, floor], [place - 0.4, place + 0.4], color="black", linewidth=1.5)
         left.plot([], [], color="black", linewidth=1.5, label="weight bytes / read bandwidth")
         figure.legend(loc="outside lower left", frameon=False, fontsize=8)
-    rows = [8 if "8" in one["rows"] else 1 for one in found]
+    rows = [8 if "8" in one["rows"] else 1 for one in measured]
     _bars(right, labels, [tokens_per_s(results, *n) for n in zip(names, rows, strict=True)], 0)
     right.set_xlabel("tokens/s, eight requests (the guides' loop: one at a time)")
     left.invert_yaxis()

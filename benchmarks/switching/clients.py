@@ -21,7 +21,7 @@ HEADERS = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class Answered:
     """A request and its answer. `state` is what the model was just before; `hot`, how many were."""
 
     model: str
@@ -54,7 +54,7 @@ class Client:
         self._server, self._prompts, self._new_tokens = server, prompts, new_tokens
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
 
-    def ask(self, model: str, prompt: int = 0, new_tokens: int | None = None) -> Asked:
+    def ask(self, model: str, prompt: int = 0, new_tokens: int | None = None) -> Answered:
         new_tokens = new_tokens or self._new_tokens
         states = self._server.states() if self._watches else {}
         state, hot = states.get(model, "cold"), sum(s == "hot" for s in states.values())
@@ -82,9 +82,9 @@ class Client:
         if not error and len(texts) < new_tokens:
             error = f"lost: {len(texts)} tokens of {new_tokens}"
         text = "".join(texts)
-        return Asked(model, prompt, state, hot, began, first, seconds, len(texts), text, error)
+        return Answered(model, prompt, state, hot, began, first, seconds, len(texts), text, error)
 
-    def must(self, model: str, prompt: int = 0, new_tokens: int | None = None) -> Asked:
+    def must(self, model: str, prompt: int = 0, new_tokens: int | None = None) -> Answered:
         """Raises `BenchmarkError` where the answer is an error."""
         answer = self.ask(model, prompt, new_tokens)
         if answer.error:
@@ -104,13 +104,13 @@ def run(
     pause_s: float,
     limit_s: float | None = None,
     watches: bool = True,
-) -> tuple[list[Asked], float]:
+) -> tuple[list[Answered], float]:
     """The answers in the order of the trace (of as much of it as `limit_s` allows), and seconds.
 
     Each client takes the trace's next request once its own is answered and it has paused.
     """
     numbers = itertools.count()
-    found: dict[int, Asked] = {}
+    answers_by_turn: dict[int, Answered] = {}
     began = time.perf_counter()
 
     def client(number: int) -> None:
@@ -119,18 +119,18 @@ def run(
             while (at := next(numbers)) < len(trace):
                 if limit_s is not None and time.perf_counter() - began > limit_s:
                     return
-                found[at] = asking.ask(*trace[at])
+                answers_by_turn[at] = asking.ask(*trace[at])
                 time.sleep(pause_s)
 
     with ThreadPoolExecutor(clients) as pool:
         list(pool.map(client, range(clients)))
-    return [found[at] for at in sorted(found)], time.perf_counter() - began
+    return [answers_by_turn[at] for at in sorted(answers_by_turn)], time.perf_counter() - began
 
 
 def count_faults(
-    answers: Sequence[Asked], expected: Mapping[tuple[str, int], str]
+    answers: Sequence[Answered], expected: Mapping[tuple[str, int], str]
 ) -> dict[str, Any]:
-    """How many answers are not what the model said when it was asked alone."""
+    """Count the answers that differ from those of the model alone."""
     errors = [a.error for a in answers if a.error]
     wrong = [a for a in answers if not a.error and a.text != expected[a.model, a.prompt]]
     return {

@@ -1,5 +1,5 @@
-"""Processes with less memory, processor time and a slower disk, as in a small container: a control
-group, by root.
+"""A control group: processes with less memory, processor time and a slower disk. By root only.
+
 
 A page is charged to the group that first reads it, so files must be out of the page cache before.
 """
@@ -53,8 +53,8 @@ class ControlGroup:
             limits += [("cpu", "cpu.max", f"{int(PERIOD_US * cpus)} {PERIOD_US}")]
         name = f"{NAME}{os.getpid()}-{next(self._made)}"
         self._limits = {
-            (ROOT / controller if one else ROOT) / name / file: said
-            for controller, file, said in limits
+            (ROOT / controller if one else ROOT) / name / file: setting
+            for controller, file, setting in limits
         }
         self._folders = [*dict.fromkeys(file.parent for file in self._limits)]
 
@@ -62,8 +62,8 @@ class ControlGroup:
         try:
             for folder in self._folders:
                 folder.mkdir()
-            for file, said in self._limits.items():
-                file.write_text(said)
+            for file, setting in self._limits.items():
+                file.write_text(setting)
         except OSError as error:
             self.__exit__()
             raise BenchmarkError(f"no control group: {error}") from None

@@ -49,11 +49,11 @@ SWEEP_S = 90.0  # for the trace in one size
 
 @dataclass(frozen=True)
 class Plan:
-    """`engine_mib` is the engine's budget: of the default models five fit into it, in int8.
+    """Sizes of a measurement of switching.
 
-    container_mib: 0, or a control group's memory, and then the budget is what a container of that
-    size would have
-    minutes: 0, or how long the trace is asked, instead of `requests`
+    engine_mib: the engine's budget; five of the default models fit into it in int8
+    container_mib: 0, or a control group's memory; the budget is then that of such a container
+    minutes: 0, or how long the trace runs, instead of `requests`
     against: a commit that is measured, too
     """
 
@@ -80,15 +80,15 @@ class Plan:
 
     def trace(self, folders: Sequence[Path]) -> list[tuple[str, int]]:
         requests = self.requests
-        if self.minutes:  # more than can be asked in that time
+        if self.minutes:  # more than fit into that time
             requests = int(self.minutes * 60 * self.clients / self.pause_s)
-        asked = trace(self.seed, TRACE, self.models, requests)
-        return [(folders[m].name, i % PROMPTS) for i, m in enumerate(asked)]
+        turns = trace(self.seed, TRACE, self.models, requests)
+        return [(folders[m].name, i % PROMPTS) for i, m in enumerate(turns)]
 
 
 @dataclass
 class Side:
-    """One that is measured, and what its models say when they are asked alone."""
+    """A commit that is measured, with the answers of its models alone."""
 
     name: str
     start: Callable[..., Any]  # (budget in MiB, its log, ...)
@@ -158,19 +158,19 @@ class SwitchingRun(Run):
 
     def _alone(self, server: Any, name: str) -> dict[tuple[str, int], str]:
         """What each model says. Of many, each is made only then: the disk holds no more of them."""
-        found: dict[tuple[str, int], str] = {}
-        said = set()
+        measured: dict[tuple[str, int], str] = {}
+        answers_alone = set()
         models = tqdm(self._models(), f"models alone, {name}", self.plan.models, disable=None)
         for folder in models:
             with self._client(server) as client:  # one that is idle for long is closed
                 texts = [client.must(folder.name, prompt).text for prompt in range(PROMPTS)]
-            found |= {(folder.name, prompt): text for prompt, text in enumerate(texts)}
-            said.add(tuple(texts))
+            measured |= {(folder.name, prompt): text for prompt, text in enumerate(texts)}
+            answers_alone.add(tuple(texts))
             if self.many:
                 random_model.hollow(folder)
-        if len(said) < self.plan.models:  # hollow ones were prepared anew
+        if len(answers_alone) < self.plan.models:  # hollow ones were prepared anew
             raise BenchmarkError(f"{self.store} is damaged: models there say the same as others")
-        return found
+        return measured
 
     def _disk_bytes(self) -> int:
         """Of all models, with what is prepared."""
@@ -180,25 +180,25 @@ class SwitchingRun(Run):
 
     def _traces(self) -> Results:
         """In rounds, side after side."""
-        found: Results = {}
+        measured: Results = {}
         for number in range(self.plan.rounds):
-            for side in itertools.chain(self.sides, self._peer(found)):
+            for side in itertools.chain(self.sides, self._peer(measured)):
                 with self.skipping(side.name):
                     one = self._trace(side, self.plan.budget_mib, f"trace-{number}")
-                    found.setdefault(side.name, []).append(one)
-        return {name: joined(rounds) for name, rounds in found.items()}
+                    measured.setdefault(side.name, []).append(one)
+        return {name: joined(rounds) for name, rounds in measured.items()}
 
-    def _peer(self, found: Results) -> Iterator[Side]:
+    def _peer(self, measured: Results) -> Iterator[Side]:
         """llama.cpp's server, once it is known how many models ours held: it may hold as many."""
         none = self.plan.container_mib or self.many or PEER in self.results["skipped"]
-        if none or "now" not in found:
+        if none or "now" not in measured:
             return
         with self.skipping(PEER):
             peers.python(PEER)
             exports, log = self.workdir / "peers", self.log(f"switching-{PEER}")
             for folder in self.folders:
                 peers.export(PEER, folder, exports, log)
-            at_once = max(one["room"] for one in found["now"])
+            at_once = max(one["at_once"] for one in measured["now"])
 
             def start(mib: int, name: str) -> Router:
                 return Router(exports, at_once, self.plan.clients, log)
@@ -238,11 +238,11 @@ class SwitchingRun(Run):
             limited = group.page_ins() if group else {}
         return {
             "warm_up": warm_up,
-            "asked": [answer.row() for answer in answers],
+            "requests": [answer.row() for answer in answers],
             "seconds": seconds,
             "tokens_per_s": sum(a.tokens for a in answers) / seconds,
             "alone_tokens_per_s": sum(a.tokens for a in alone) / alone_s,
-            "room": max(answer.hot for answer in answers),
+            "at_once": max(answer.hot for answer in answers),
             "faults": count_faults([*answers, *alone], side.expected),
             "memory": memory,
             "usage": {key: after[key] - before[key] for key in after} | limited,
@@ -259,8 +259,10 @@ class SwitchingRun(Run):
         return names
 
     def _sweep(self) -> Results:
-        """By side, the trace with less and less memory, down to one model. Containers of that
-        memory each have a second server, too, which does not know of it and keeps all hot."""
+        """By side, the trace with less and less memory, down to one model.
+
+        Each container size also has a second server, without a limit, that keeps all hot.
+        """
         if self.plan.container_mib:
             side = self.sides[0]
             return {side.name: self._sizes(side), tables.ALL_HOT: self._sizes(side, seen=False)}
@@ -269,15 +271,15 @@ class SwitchingRun(Run):
     def _sizes(self, side: Side, seen: bool = True) -> list[Results]:
         models, whole = self.plan.models, self.plan.container_mib
         each = (whole - SERVER_MIB) / models if whole else self.plan.engine_mib / 5
-        found = []
-        for room in range(models, 0, -max(models // 8, 1)):
-            container = int(SERVER_MIB + each * room) if whole else 0
-            mib = budget_bytes(container << 20) // MIB if whole else max(int(each * room), 1)
-            log = f"sweep-{room}" + ("" if seen else "-hot")
+        measured = []
+        for capacity in range(models, 0, -max(models // 8, 1)):
+            container = int(SERVER_MIB + each * capacity) if whole else 0
+            mib = budget_bytes(container << 20) // MIB if whole else max(int(each * capacity), 1)
+            log = f"sweep-{capacity}" + ("" if seen else "-hot")
             one = self._trace(side, mib if seen else UNLIMITED_MIB, log, container, seen, SWEEP_S)
             sizes = {"mib": mib if seen else None, "container_mib": container}
-            found.append({"share": room / models, **sizes, **joined([one])})
-        return found
+            measured.append({"share": capacity / models, **sizes, **joined([one])})
+        return measured
 
     def _cold(self) -> None:
         for folder in self.folders:
@@ -302,7 +304,7 @@ class SwitchingRun(Run):
                 engine.generate("m", text, 1)
                 engine.unload("m")
         return {
-            "asked": [answer.row() for answer in answers],
+            "requests": [answer.row() for answer in answers],
             "cpu_s": cpu_s,
             "engine_ready_s": opening[2:],
         }
@@ -311,7 +313,7 @@ class SwitchingRun(Run):
         """What each further model takes, of all processes: where all fit, and where two do."""
         models = max(self.plan.models, 1 + FURTHER)
         folders = [*random_model.fine_tunes(self.store, self.plan.config, models)]
-        found = {}
+        measured = {}
         for kind, mib in (("all fit", UNLIMITED_MIB), ("two fit", self.plan.two_mib)):
             steps = []
             with side.start(mib, f"memory-{mib}") as server, self._client(server) as client:
@@ -320,14 +322,14 @@ class SwitchingRun(Run):
                     time.sleep(self.plan.pause_s)
                     states = Counter(server.states().values())
                     steps.append({**process_tree.memory(server.pid), "states": dict(states)})
-            found[kind] = {
+            measured[kind] = {
                 "steps": steps,
                 "each": each_further(steps[-1 - FURTHER], steps[-1], FURTHER),
             }
-        return found
+        return measured
 
     def _registered(self, side: Side) -> Results:
-        """All models in the store and none loaded: each is asked once, and then any of them."""
+        """All models in the store and none loaded: each gets one request, then any of them."""
         with contextlib.ExitStack() as stack:
             more: dict[str, Any] = {}
             if mib := self.plan.container_mib:
@@ -351,22 +353,26 @@ class SwitchingRun(Run):
             }
 
     def _first(self, side: Side) -> list[float]:
-        """Seconds from a call to its first token, of a model that was never loaded, in fp32: each
-        of a server that has just begun, without anything prepared."""
+        """Seconds from a call to the first token of a model that was never loaded, in fp32.
+
+        Each is of a server that has just started, with nothing prepared.
+        """
         folder = random_model.make(self.workdir / "models", self.plan.config, 0)
-        found = []
+        measured = []
         for _ in range(self.plan.tries):
             with tempfile.TemporaryDirectory(dir=self.workdir, prefix=".empty-") as cache:
                 more = {"store": folder.parent, "environment": {"ENGINE_CACHE_DIR": cache}}
                 with side.start(0, "first", **more) as server, self._client(server) as client:
                     time.sleep(BEFORE_FIRST_S)
-                    found.append(client.must(folder.name, new_tokens=1).first_s)
-        return found
+                    measured.append(client.must(folder.name, new_tokens=1).first_s)
+        return measured
 
     def _disk(self, side: Side) -> list[Results]:
-        """The first token of models whose pages are not in memory, by the disk's speed: of the
-        first load, and once more when others have taken the memory."""
-        found = []
+        """The first token of models whose pages are not in memory, by the disk's speed.
+
+        At the first load, and again after others have taken the memory.
+        """
+        measured = []
         for mb_s in DISK_MB_S:
             self._cold()
             with (
@@ -378,8 +384,8 @@ class SwitchingRun(Run):
                     before = process_tree.usage(server.pid)["read_bytes"]
                     answer = client.ask(folder.name, new_tokens=1)
                     read = process_tree.usage(server.pid)["read_bytes"] - before
-                    found.append({"mb_s": mb_s, "read_bytes": read, **answer.row()})
-        return found
+                    measured.append({"mb_s": mb_s, "read_bytes": read, **answer.row()})
+        return measured
 
     def lines(self) -> str:
         return tables.lines(self.results)

@@ -35,12 +35,12 @@ def memory(pid: int) -> dict[str, Any]:
     kinds: dict[str, dict[str, int]] = {}
     for process in processes(pid):
         try:
-            found = rollup(process.pid)
+            results = rollup(process.pid)
             command = " ".join(process.cmdline())
         except (OSError, psutil.Error):  # it has just ended
             continue
         kind = kind_of(command)
-        each = {"rss": found["Rss"], "pss": found["Pss"], "anonymous": found["Pss_Anon"]}
+        each = {"rss": results["Rss"], "pss": results["Pss"], "anonymous": results["Pss_Anon"]}
         counts = kinds.setdefault(kind, dict.fromkeys((*each, "processes"), 0))
         for key, value in {**each, "processes": 1}.items():
             counts[key] += value
@@ -53,14 +53,14 @@ def usage(pid: int) -> Counter[str]:
 
     Of the processes that live; the seconds are those of ended children, too.
     """
-    found: Counter[str] = Counter(major_faults=0, read_bytes=0)
+    results: Counter[str] = Counter(major_faults=0, read_bytes=0)
     for process in processes(pid):
         try:
             # After the name in brackets: field 3 of proc(5) is the first.
             stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8")
-            found["major_faults"] += int(stat.rpartition(")")[2].split()[9])
-            found["read_bytes"] += int(process.io_counters().read_bytes)
-            found["cpu_s"] += sum(process.cpu_times()[:4])
+            results["major_faults"] += int(stat.rpartition(")")[2].split()[9])
+            results["read_bytes"] += int(process.io_counters().read_bytes)
+            results["cpu_s"] += sum(process.cpu_times()[:4])
         except (OSError, psutil.Error):
             continue
-    return found
+    return results

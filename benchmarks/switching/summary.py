@@ -24,12 +24,12 @@ def each_further(before: Results, after: Results, models: int) -> Results:
 
 
 def joined(rounds: list[Results]) -> Results:
-    """The rounds with what is said of all their requests together."""
-    asked = [a for one in rounds for a in one["asked"]]
-    states = {state: [a["first_s"] for a in asked if a["state"] == state] for state in STATES}
-    everything = {"all": [a["first_s"] for a in asked if not a["error"]]}
+    """The rounds, with statistics of all their requests together."""
+    requests = [a for one in rounds for a in one["requests"]]
+    states = {state: [a["first_s"] for a in requests if a["state"] == state] for state in STATES}
+    everything = {"all": [a["first_s"] for a in requests if not a["error"]]}
     against = [one["tokens_per_s"] / (one["alone_tokens_per_s"] or math.inf) for one in rounds]
-    room = max(one["room"] for one in rounds)
+    capacity = max(one["at_once"] for one in rounds)
     return {
         "rounds": rounds,
         "first_token_s": {
@@ -39,8 +39,8 @@ def joined(rounds: list[Results]) -> Results:
         },
         "tokens_per_s": statistics.median(one["tokens_per_s"] for one in rounds),
         "against_alone": statistics.median(against),
-        "room": room,
-        "hits": hits(rounds, room),
+        "at_once": capacity,
+        "hits": hits(rounds, capacity),
         "faults": {
             key: sum(one["faults"][key] for one in rounds)
             for key in ("wrong", "lost", "4xx", "5xx")
@@ -48,17 +48,17 @@ def joined(rounds: list[Results]) -> Results:
     }
 
 
-def hits(rounds: list[Results], room: int) -> dict[str, float]:
+def hits(rounds: list[Results], capacity: int) -> dict[str, float]:
     """The share of requests that found their model hot, and what caches of that room would have."""
-    asked = [a for one in rounds for a in one["asked"]]
-    measured = sum(a["state"] == "hot" for a in asked) / max(len(asked), 1)
-    order = [*rounds[0]["warm_up"], *(a["model"] for a in rounds[0]["asked"])]
+    requests = [a for one in rounds for a in one["requests"]]
+    measured = sum(a["state"] == "hot" for a in requests) / max(len(requests), 1)
+    order = [*rounds[0]["warm_up"], *(a["model"] for a in rounds[0]["requests"])]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(order))}
     trace = [numbers[name] for name in order]
-    counted = len(trace) / max(len(rounds[0]["asked"]), 1)  # none of the warm-up is a hit
+    counted = len(trace) / max(len(rounds[0]["requests"]), 1)  # none of the warm-up is a hit
     models = dict.fromkeys(numbers.values(), Held(1, 1.0))
     return {"measured": measured} | {
-        name: counted * replay(policy, trace, models, max(room, 1))[0]
+        name: counted * replay(policy, trace, models, max(capacity, 1))[0]
         for name, policy in policies(trace, models).items()
     }
 

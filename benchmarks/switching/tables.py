@@ -42,24 +42,24 @@ def lines(results: Results) -> str:
     )
 
 
-def _ms(found: Results, *keys: str) -> list[str]:
-    return [f"{1000 * found[key]:,.0f}" for key in keys]
+def _ms(measured: Results, *keys: str) -> list[str]:
+    return [f"{1000 * measured[key]:,.0f}" for key in keys]
 
 
 def _mb(size: float) -> str:
     return f"{size / 1e6:,.0f}"
 
 
-def _latencies(found: Results) -> Iterator[Row]:
-    for side, one in found.items():
+def _latencies(measured: Results) -> Iterator[Row]:
+    for side, one in measured.items():
         for state, q in one["first_token_s"].items():
             yield f"{side}: {state}", f"{q['count']:,}", *_ms(q, *QUANTILES)
 
 
-def _rates(found: Results) -> Iterator[str]:
+def _rates(measured: Results) -> Iterator[str]:
     head = ("tokens/s", "against one alone", *FAULTS, "CPU of a request, ms", "major faults")
     rows = []
-    for side, one in found.items():
+    for side, one in measured.items():
         cpu_s, faulted, read = (
             sum(r["usage"][key] for r in one["rounds"])
             for key in ("cpu_s", "major_faults", "read_bytes")
@@ -71,28 +71,28 @@ def _rates(found: Results) -> Iterator[str]:
     return table(("", *head, "read, MB"), rows)
 
 
-def _hits(found: Results) -> Iterator[str]:
-    policies = [*next(iter(found.values()))["hits"]] if found else []
+def _hits(measured: Results) -> Iterator[str]:
+    policies = [*next(iter(measured.values()))["hits"]] if measured else []
     rows = [
-        (side, str(one["room"]), *(f"{one['hits'][name]:.1%}" for name in policies))
-        for side, one in found.items()
+        (side, str(one["at_once"]), *(f"{one['hits'][name]:.1%}" for name in policies))
+        for side, one in measured.items()
     ]
     return table(("requests that found their model hot", "room", *policies), rows)
 
 
 def _swaps(results: Results) -> Iterator[Row]:
-    for side, found in results.get("swaps", {}).items():
+    for side, measured in results.get("swaps", {}).items():
         for state in STATES:
-            if values := [1000 * a["first_s"] for a in found["asked"] if a["state"] == state]:
+            if values := [1000 * a["first_s"] for a in measured["requests"] if a["state"] == state]:
                 yield f"{side}: first token of a {state} model, alone, ms", shown(values, 0)
-        yield f"{side}: CPU of such a call, ms", *_ms(found, "cpu_s")
-        opened = [1000 * s for s in found["engine_ready_s"]]
+        yield f"{side}: CPU of such a call, ms", *_ms(measured, "cpu_s")
+        opened = [1000 * s for s in measured["engine_ready_s"]]
         yield f"{side}: the engine, closed to ready, ms", shown(opened, 0)
 
 
 def _each(results: Results) -> Iterator[Row]:
-    for side, found in results.get("memory", {}).items():
-        for one in found.values():
+    for side, measured in results.get("memory", {}).items():
+        for one in measured.values():
             states = one["steps"][-1]["states"]
             now = ", ".join(f"{count} {state}" for state, count in states.items())
             parts = [f"{name} {m['anonymous'] / 1e6:.1f}" for name, m in one["each"].items()]
@@ -110,8 +110,8 @@ def _registered(results: Results) -> Iterator[Row]:
         for key, name in (("first_call", "first call to each"), ("any_call", "a call to any")):
             q = quantiles([row["first_s"] for row in one[key] if not row["error"]])
             lost = sum(bool(row["error"]) for row in one[key])
-            said = f"{', '.join(_ms(q, *QUANTILES))}; {lost} of {len(one[key])} failed"
-            yield f"{side}: {name}, ms ({', '.join(QUANTILES)})", said
+            cells = f"{', '.join(_ms(q, *QUANTILES))}; {lost} of {len(one[key])} failed"
+            yield f"{side}: {name}, ms ({', '.join(QUANTILES)})", cells
         states = ", ".join(f"{count} {state}" for state, count in one["states"].items())
         sizes = " / ".join(_mb(one["memory"][key]) for key in ("rss", "pss", "anonymous"))
         yield f"{side}: RSS / PSS / anonymous ({states}), MB", sizes
@@ -119,7 +119,7 @@ def _registered(results: Results) -> Iterator[Row]:
         yield f"{side}: anonymous memory of a further one, all processes, MB", f"{each / 1e6:.1f}"
 
 
-def _sweep(found: Results) -> Iterator[str]:
+def _sweep(measured: Results) -> Iterator[str]:
     rows = [
         (
             f"{side}: {one['share']:.0%}",
@@ -130,7 +130,7 @@ def _sweep(found: Results) -> Iterator[str]:
             _mb(sum(r["usage"]["read_bytes"] for r in one["rounds"])),
             str(sum(one["faults"].values())),
         )
-        for side, steps in found.items()
+        for side, steps in measured.items()
         for one in steps
     ]
     head = ("container, MiB", "budget, MiB", *QUANTILES[:2], "p99, ms", "found hot")
@@ -138,17 +138,17 @@ def _sweep(found: Results) -> Iterator[str]:
     return table(("room for, of all models", *head, *more), rows)
 
 
-def _disk(found: Results) -> Iterator[str]:
+def _disk(measured: Results) -> Iterator[str]:
     rows = []
-    for side, asked in found.items():
-        for mb_s, state in sorted({(r["mb_s"] or 0, r["state"]) for r in asked}):
-            some = [r for r in asked if (r["mb_s"] or 0, r["state"]) == (mb_s, state)]
+    for side, answers in measured.items():
+        for mb_s, state in sorted({(r["mb_s"] or 0, r["state"]) for r in answers}):
+            some = [r for r in answers if (r["mb_s"] or 0, r["state"]) == (mb_s, state)]
             first = statistics.median(r["first_s"] for r in some)
             read = statistics.median(r["read_bytes"] for r in some) / 1e6
             more = f"{first / (read / mb_s):.2f}x" if mb_s and read else ""
             limit = f"{side}: {mb_s or 'not limited'}"
-            said = (f"{1000 * first:,.0f}", f"{read:,.0f}", more)
-            rows.append((limit, state, str(len(some)), *said))
+            cells = (f"{1000 * first:,.0f}", f"{read:,.0f}", more)
+            rows.append((limit, state, str(len(some)), *cells))
     head = ("model", "requests", "first token, ms", "read, MB", "more than reading takes")
     return table(("disk, MB/s", *head), rows)
 
@@ -170,8 +170,8 @@ def _quantile(key: str) -> Values:
 
 
 def _swap(results: Results) -> list[float]:
-    asked = results["swaps"]["now"]["asked"]
-    return [1000 * a["first_s"] for a in asked if a["state"] != "hot"]
+    answers = results["swaps"]["now"]["requests"]
+    return [1000 * a["first_s"] for a in answers if a["state"] != "hot"]
 
 
 def _opened(results: Results) -> list[float]:

@@ -18,7 +18,7 @@ from benchmarks.report.tables import table
 from common.eviction import Held, Victims
 
 MODELS, REQUESTS, SEEDS = 100, 6000, 3
-ROOM = 0.2  # of what all models take
+MEMORY_SHARE = 0.2  # of what all models take
 SHORT, LONG = 5, 20  # requests of a burst
 SEVERAL = 0.5  # how much of the traffic a burst is while it lasts
 
@@ -44,29 +44,29 @@ KINDS = {
 
 
 def trace(seed: int, kind: Kind, models: int = MODELS, requests: int = REQUESTS) -> list[int]:
-    """Numbers of models, as they are asked for."""
+    """Numbers of models, in the order of their requests."""
     chance = random.Random(seed)  # noqa: S311
     ranked = list(range(models))
     chance.shuffle(ranked)
     popularity = [1 / (rank + 1) ** kind.zipf for rank in range(models)]
-    asked: list[int] = []
+    requested: list[int] = []
     burst: list[int] = []
     scans = [requests * (scan + 1) // (kind.scans + 1) for scan in range(kind.scans)]
     moves = requests // 2 if kind.moves else requests
-    while len(asked) < requests:
-        if scans and len(asked) >= scans[0]:
+    while len(requested) < requests:
+        if scans and len(requested) >= scans[0]:
             del scans[0]
-            asked += range(models)
-        if len(asked) >= moves:
+            requested += range(models)
+        if len(requested) >= moves:
             moves = requests
             chance.shuffle(ranked)
         if chance.random() < kind.bursts:
             burst += [chance.choice(ranked)] * chance.randint(SHORT, LONG)
         if burst and chance.random() < SEVERAL:
-            asked.append(burst.pop(chance.randrange(len(burst))))
+            requested.append(burst.pop(chance.randrange(len(burst))))
         else:
-            asked.append(chance.choices(ranked, popularity)[0])
-    return asked[:requests]
+            requested.append(chance.choices(ranked, popularity)[0])
+    return requested[:requests]
 
 
 def models_of(seed: int, kind: Kind, models: int = MODELS) -> dict[int, Held]:
@@ -107,8 +107,10 @@ class LRU:
 
 
 class GDSF:
-    """Greedy dual, size and frequency: requests since it was loaded times cost by size, and what
-    that was of the last one unloaded."""
+    """Greedy-Dual-Size-Frequency: requests since the load times cost by size.
+
+    The priority of the last model evicted is added, so that old models age.
+    """
 
     def __init__(self, models: dict[int, Held]) -> None:
         self._models = models
@@ -129,15 +131,15 @@ class GDSF:
 
 
 class Belady:
-    """The one that is asked for again last."""
+    """Evicts the model whose next request is the furthest away."""
 
-    def __init__(self, asked: Sequence[int]) -> None:
-        self._next = [math.inf] * len(asked)
+    def __init__(self, requested: Sequence[int]) -> None:
+        self._next = [math.inf] * len(requested)
         self._coming: dict[int, float] = {}
         later: dict[int, int] = {}
-        for when in range(len(asked) - 1, -1, -1):
-            self._next[when] = later.get(asked[when], math.inf)
-            later[asked[when]] = when
+        for when in range(len(requested) - 1, -1, -1):
+            self._next[when] = later.get(requested[when], math.inf)
+            later[requested[when]] = when
 
     def use(self, model: int, when: int) -> None:
         self._coming[model] = self._next[when]
@@ -147,53 +149,58 @@ class Belady:
 
 
 def replay(
-    policy: Policy, asked: Sequence[int], models: dict[int, Held], room: int
+    policy: Policy, requested: Sequence[int], models: dict[int, Held], capacity: int
 ) -> tuple[float, float]:
     """Hits by request, and seconds of loading by request."""
     loaded: dict[int, Held] = {}
     hits, cost_s = 0, 0.0
-    for when, model in enumerate(asked):
+    for when, model in enumerate(requested):
         policy.use(model, when)
         if model in loaded:
             hits += 1
             continue
         cost_s += models[model].cost_s
         while loaded:
-            missing = sum(h.bytes for h in loaded.values()) + models[model].bytes - room
+            missing = sum(h.bytes for h in loaded.values()) + models[model].bytes - capacity
             if missing <= 0:
                 break
             for victim in policy.victims(loaded, missing):
                 del loaded[victim]
         loaded[model] = models[model]
-    return hits / len(asked), cost_s / len(asked)
+    return hits / len(requested), cost_s / len(requested)
 
 
-def policies(asked: Sequence[int], models: dict[int, Held]) -> dict[str, Policy]:
+def policies(requested: Sequence[int], models: dict[int, Held]) -> dict[str, Policy]:
     """By name, for one trace."""
-    return {"LRU": LRU(), "GDSF": GDSF(models), "common.eviction": Ours(), "Belady": Belady(asked)}
+    return {
+        "LRU": LRU(),
+        "GDSF": GDSF(models),
+        "common.eviction": Ours(),
+        "Belady": Belady(requested),
+    }
 
 
 def results(
     kind: Kind, models: int = MODELS, requests: int = REQUESTS
 ) -> dict[str, tuple[float, float]]:
     """By policy, over some traces."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    scores: dict[str, list[tuple[float, float]]] = {}
     for seed in range(SEEDS):
-        asked, all_models = trace(seed, kind, models, requests), models_of(seed, kind, models)
-        room = int(ROOM * sum(h.bytes for h in all_models.values()))
-        for name, policy in policies(asked, all_models).items():
-            found.setdefault(name, []).append(replay(policy, asked, all_models, room))
+        requested, all_models = trace(seed, kind, models, requests), models_of(seed, kind, models)
+        capacity = int(MEMORY_SHARE * sum(h.bytes for h in all_models.values()))
+        for name, policy in policies(requested, all_models).items():
+            scores.setdefault(name, []).append(replay(policy, requested, all_models, capacity))
     return {
         name: (sum(hits for hits, _ in runs) / SEEDS, sum(cost for _, cost in runs) / SEEDS)
-        for name, runs in found.items()
+        for name, runs in scores.items()
     }
 
 
 if __name__ == "__main__":
     simulated = {words: results(kind) for words, kind in KINDS.items()}
     rows = [
-        (words, *(f"{hits:.1%}, {cost:.2f} s" for hits, cost in found.values()))
-        for words, found in simulated.items()
+        (words, *(f"{hits:.1%}, {cost:.2f} s" for hits, cost in scores.values()))
+        for words, scores in simulated.items()
     ]
     head = ("hits, and seconds of loading a request", *next(iter(simulated.values())))
     print(*table(head, rows), sep="\n")

@@ -71,6 +71,11 @@ def has_gpu(type: str) -> bool:
     return bool(re.match(r"ml\.(p\d|g\d|gr\d)", type))
 
 
+def is_arm(type: str) -> bool:
+    """Whether instances of this type have a Graviton processor, which runs arm64 images only."""
+    return bool(re.match(r"ml\.[cmrtx]\d+g", type))
+
+
 def file_source() -> str:
     return f"{data()['region']} prices of {data()['as_of']}; prices change and differ by region"
 
@@ -108,18 +113,24 @@ def model_bytes(sizes: Sequence[int], wanted: int, environment: Mapping[str, str
 
 
 def choose(
-    one_bytes: int, wanted: int, instances: int, budget: float | None, autoscaled: bool, now: Prices
+    one_bytes: int,
+    wanted: int,
+    instances: int,
+    budget: float | None,
+    autoscaled: bool,
+    arm: bool,
+    now: Prices,
 ) -> str:
     """Prints the candidates; returns the cheapest that holds the models within the budget.
 
-    Raises `Problem` if there is none.
+    With `arm` all are Graviton's, without it none is. Raises `Problem` if there is none.
     """
     rows: list[tuple[str, ...]] = []
     chosen: Instance | None = None
     holding: Instance | None = None
     known = (Instance(**row) for row in data()["instances"] if row["type"] in now.usd)
     for instance in sorted(known, key=lambda i: (now.usd[i.type], -i.vcpus)):
-        if instance.gpu_gib:
+        if instance.gpu_gib or is_arm(instance.type) != arm:
             continue
         cost, holds = now.usd[instance.type] * instances, instance.holds(one_bytes)
         why = ""

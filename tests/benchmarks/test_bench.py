@@ -55,9 +55,9 @@ def test_everything_asked_for_is_measured(measured: tuple[dict[str, Any], str]) 
     assert set(results["skipped"]) <= peers.NAMES
     assert set(results["contenders"]) == {"guides", *OURS}
     assert set(PARTS) <= set(results)
-    for name, found in results["contenders"].items():
-        assert set(found["rows"]) == ({"1"} if name == "guides" else {"1", "8"})
-        for rows in found["rows"].values():
+    for name, entries in results["contenders"].items():
+        assert set(entries["rows"]) == ({"1"} if name == "guides" else {"1", "8"})
+        for rows in entries["rows"].values():
             (entry,) = rows["rounds"]
             assert 0 < entry["step_s"] < entry["seconds"]
     assert results["machine"]["cores"] >= 1
@@ -81,8 +81,8 @@ def test_a_ratio_compares_measurements_of_the_same_round(
 
     def seconds(name: str, rows: str) -> float:
         (entry,) = results["contenders"][name]["rows"][rows]["rounds"]
-        found: float = entry["seconds"]
-        return found
+        entries: float = entry["seconds"]
+        return entries
 
     by_name = {goal["name"]: goal for goal in results["goals"]}
     ratio = seconds("guides", "1") / seconds("int8", "1")
@@ -107,37 +107,37 @@ def test_a_goal_is_the_median_over_rounds_and_one_not_measured_has_no_value() ->
             "int8": contender([1.0, 1.0, 3.0]),
         },
     }
-    found = {goal["name"]: goal for goal in goals.goals(results, tables.GOALS)}
-    guides = found["int8, B=1, against the guides' loop"]
+    entries = {goal["name"]: goal for goal in goals.goals(results, tables.GOALS)}
+    guides = entries["int8, B=1, against the guides' loop"]
     assert guides["rounds"] == pytest.approx([10, 40, 31])
     assert guides["value"] == pytest.approx({"min": 10, "median": 31, "max": 40})
     assert guides["met"] is True
-    assert "value" not in found["int8, B=1, against llama.cpp Q8_0"]
+    assert "value" not in entries["int8, B=1, against llama.cpp Q8_0"]
 
 
 def test_the_tables_show_every_goal_and_contender(measured: tuple[dict[str, Any], str]) -> None:
     results, output = measured
     for goal in results["goals"]:
         assert f"| {goal['name']} " in output
-    for found in results["contenders"].values():
-        assert f"| {found['label']} " in output
+    for entries in results["contenders"].values():
+        assert f"| {entries['label']} " in output
     assert tables.lines(results) in output
 
 
 def test_what_people_send_is_asked_of_the_engine_and_of_the_server(
     measured: tuple[dict[str, Any], str],
 ) -> None:
-    found = {name: system["rounds"][0] for name, system in measured[0]["uses"].items()}
-    assert {"engine", "engine-anew", "server"} <= set(found)
+    entries = {name: system["rounds"][0] for name, system in measured[0]["uses"].items()}
+    assert {"engine", "engine-anew", "server"} <= set(entries)
     for name in ("engine", "server"):
-        assert all(found[name][f"{use}_tokens_per_s"] > 0 for use in uses.RATES)
-        assert [*found[name]["long_prompts_s"]] == ["64", "104"]
-    for one in found.values():
+        assert all(entries[name][f"{use}_tokens_per_s"] > 0 for use in uses.RATES)
+        assert [*entries[name]["long_prompts_s"]] == ["64", "104"]
+    for one in entries.values():
         assert len(one["chat_s"]) == uses.TURNS
         assert min(one["chat_s"]) > 0
         assert min(one["answers"].values()) > 0
     goal = next(g for g in measured[0]["goals"] if g["name"].startswith("second turn"))
-    assert goal["rounds"] == [1000 * found["engine"]["chat_s"][1]]
+    assert goal["rounds"] == [1000 * entries["engine"]["chat_s"][1]]
 
 
 def test_the_floor_is_of_the_moments_around_a_contender_and_of_what_its_step_reads(
@@ -262,17 +262,17 @@ def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path
     trace = results["trace"]["now"]
     (one,) = trace["rounds"]
     assert trace["faults"] == {"wrong": 0, "lost": 0, "4xx": 0, "5xx": 0}
-    assert len(one["asked"]) == results["plan"]["requests"]
-    assert {a["model"] for a in one["asked"]} == set(one["warm_up"])
-    for asked in one["asked"]:
-        assert 0 < asked["first_s"] <= asked["seconds"]
-        assert asked["tokens"] == results["plan"]["new_tokens"]
+    assert len(one["requests"]) == results["plan"]["requests"]
+    assert {a["model"] for a in one["requests"]} == set(one["warm_up"])
+    for answered in one["requests"]:
+        assert 0 < answered["first_s"] <= answered["seconds"]
+        assert answered["tokens"] == results["plan"]["new_tokens"]
     states = {state: q["count"] for state, q in trace["first_token_s"].items()}
     assert states.pop("all") == sum(states.values())
     assert set(states) <= set(switching_clients.STATES)
     assert trace["hits"]["LRU"] <= trace["hits"]["Belady"] <= 1
     assert one["memory"]["pss"] <= one["memory"]["rss"]
-    assert len(results["swaps"]["now"]["asked"]) == results["plan"]["models"]
+    assert len(results["swaps"]["now"]["requests"]) == results["plan"]["models"]
     registered = results["registered"]["now"]
     assert [row["state"] for row in registered["first_call"]] == ["cold"] * results["plan"][
         "models"
@@ -317,17 +317,17 @@ def test_a_sweep_through_containers_has_a_server_that_does_not_know_them(tmp_pat
 
 
 def test_an_answer_that_another_model_would_give_is_wrong_and_half_of_one_is_lost() -> None:
-    def asked(text: str, error: str = "") -> switching_clients.Asked:
-        return switching_clients.Asked("봄", 0, "hot", 1, 0, 0.1, 0.2, 2, text, error)
+    def answered(text: str, error: str = "") -> switching_clients.Answered:
+        return switching_clients.Answered("봄", 0, "hot", 1, 0, 0.1, 0.2, 2, text, error)
 
     answers = [
-        asked("가나"),
-        asked("다라"),
-        asked("가", "lost: 1 tokens of 2"),
-        asked("", "503: 😴"),
+        answered("가나"),
+        answered("다라"),
+        answered("가", "lost: 1 tokens of 2"),
+        answered("", "503: 😴"),
     ]
-    found = switching_clients.count_faults(answers, {("봄", 0): "가나"})
-    assert (found["wrong"], found["lost"], found["4xx"], found["5xx"]) == (1, 1, 0, 1)
+    entries = switching_clients.count_faults(answers, {("봄", 0): "가나"})
+    assert (entries["wrong"], entries["lost"], entries["4xx"], entries["5xx"]) == (1, 1, 0, 1)
 
 
 def test_no_two_fine_tunes_share_a_tensor_and_each_is_written_once(tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ def test_both_backends_are_right_on_the_cpu(checked: tuple[dict[str, Any], str])
     results, _ = checked
     assert results["skipped"] == {}
     assert list(gpu_table.failures(results)) == []
-    for backend, found in results["backends"].items():
+    for backend, measured in results["backends"].items():
         for name in ("sowol", "dongju"):
-            assert found["accuracy"][name]["same_texts"] == 3
-        assert len(found["loads"]) == results["plan"]["models"]
-        assert found["turns_tokens_per_s"] > 0
-        error = found["accuracy"]["random"]["relative_logit_error"]
+            assert measured["accuracy"][name]["same_texts"] == 3
+        assert len(measured["loads"]) == results["plan"]["models"]
+        assert measured["turns_tokens_per_s"] > 0
+        error = measured["accuracy"]["random"]["relative_logit_error"]
         assert (1e-5 < error < 5e-3) if backend == "onnxruntime" else error < 1e-5
     assert results["backends"]["onnxruntime"]["exhausted"] == {"refused": True, "same": True}
 
@@ -67,15 +67,15 @@ def test_the_table_is_markdown_that_says_it_was_the_cpu(
 
 def test_what_is_wrong_is_said(checked: tuple[dict[str, Any], str]) -> None:
     results = copy.deepcopy(checked[0])
-    found = results["backends"]["onnxruntime"]
-    found["accuracy"]["dongju"]["relative_logit_error"] = 0.02
-    found["accuracy"]["sowol"]["same_texts"] = 2
-    found["rows"]["max_difference"] = 1.0
-    found["exhausted"]["refused"] = False
-    said = "\n".join(gpu_table.failures(results))
+    measured = results["backends"]["onnxruntime"]
+    measured["accuracy"]["dongju"]["relative_logit_error"] = 0.02
+    measured["accuracy"]["sowol"]["same_texts"] = 2
+    measured["rows"]["max_difference"] = 1.0
+    measured["exhausted"]["refused"] = False
+    text = "\n".join(gpu_table.failures(results))
     for part in ("off by 2.0e-02", "2 of 3 texts of sowol", "depends on its batch", "not refused"):
-        assert part in said
-    assert "mxnet" not in said
+        assert part in text
+    assert "mxnet" not in text
 
 
 @pytest.mark.skipif(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -57,6 +58,7 @@ class Server:
         self.management_port = self.port if one_port else free_port()
         self.run_dir = folder / "run"
         self.log = folder / "server.log"
+        self.grpc_address = f"{host}:{(environment or {}).get('GRPC_PORT')}"
         self.store = store or folder
         self._forgotten = 0
         ports = {"SAGEMAKER_BIND_TO_PORT": str(self.port), "HOST": host}
@@ -123,19 +125,34 @@ class Server:
 
     # Requests
 
+    def request(
+        self, method: str, path: str, *, management: bool = False, **options: Any
+    ) -> requests.Response:
+        url = self.management(path) if management else self.url(path)
+        return requests.request(method, url, **{"timeout": 90, **options})  # noqa: S113
+
+    get = functools.partialmethod(request, "get")
+    head = functools.partialmethod(request, "head")
+    post = functools.partialmethod(request, "post")
+    put = functools.partialmethod(request, "put")
+    delete = functools.partialmethod(request, "delete")
+    options = functools.partialmethod(request, "options")
+
+    def loaded(self) -> list[str]:
+        """The names of the models."""
+        return [model["modelName"] for model in self.get("/models").json()["models"]]
+
     def load(self, name: str, url: str | None = None, **options: Any) -> requests.Response:
         body = {"model_name": name, "url": url or name, **options}
-        return requests.post(self.management("/models"), json=body, timeout=180)
+        return self.post("/models", management=True, json=body, timeout=180)
 
     def unload(self, name: str) -> requests.Response:
-        return requests.delete(self.management(f"/models/{name}"), timeout=180)
+        return self.delete(f"/models/{name}", management=True, timeout=180)
 
     def predict(self, name: str, body: Any, **headers: str) -> requests.Response:
         """`body` is sent as JSON, or as it is when it is bytes."""
-        url = f"http://{self.host}:{self.port}/predictions/{name}"
-        if isinstance(body, bytes):
-            return requests.post(url, data=body, headers=headers, timeout=600)
-        return requests.post(url, json=body, headers=headers, timeout=600)
+        sent = {"data" if isinstance(body, bytes) else "json": body}
+        return self.post(f"/predictions/{name}", headers=headers, timeout=600, **sent)
 
     def url(self, path: str) -> str:
         return f"http://{self.host}:{self.port}{path}"

@@ -23,10 +23,11 @@ from tests.engine.models import make_artifact
 FAST = {"ENGINE_BACKEND": "native", "ENGINE_PRECISION": "fp32"}
 SMALL_BYTES = 1_734_656  # what the engine reserves for one: 2 fit into 4 MiB, 5 into 9
 SHORT = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 16}}
-# Some seconds of work for `slow`.
+# A second and more of work for `slow`. A token costs as much as there are before it: three times as
+# many would take ten times as long.
 LONG = {
     "inputs": "나는 오늘",
-    "parameters": {"max_new_tokens": 3000, "num_return_sequences": 2, "temperature": 0.01},
+    "parameters": {"max_new_tokens": 1000, "num_return_sequences": 2, "temperature": 0.01},
 }
 # More than `endless` does before its client has left or its time is up, however late those are.
 ENDLESS_TOKENS = 8000
@@ -42,7 +43,7 @@ def small(path: Path, seed: int = 0) -> Path:
 
 
 def slow(path: Path) -> Path:
-    """A model that takes some seconds for `LONG`."""
+    """A model that takes a second and more for `LONG`."""
     return make_artifact(path, layers=4, units=256, heads=4, vocab=160, max_length=4096)
 
 
@@ -111,8 +112,8 @@ def _is_well(server: Server) -> bool:
 def _empty(server: Server) -> None:
     for path in server.store.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    for model in requests.get(server.url("/models"), timeout=60).json()["models"]:
-        assert server.unload(quote(model["modelName"])).status_code == 200
+    for name in server.loaded():
+        assert server.unload(quote(name)).status_code == 200
     eventually(lambda: not server.descendants("model_service_worker"))
     eventually(lambda: statistics(server)["models"] == [])  # a killed worker's lease has to end
     server.forget_log()

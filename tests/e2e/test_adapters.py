@@ -53,7 +53,7 @@ def texts(server: Server) -> dict[str, str]:
 
 
 def listed(server: Server) -> dict[str, str | None]:
-    models = requests.get(server.url("/models"), timeout=60).json()["models"]
+    models = server.get("/models").json()["models"]
     return {model["modelName"]: model.get("baseModel") for model in models}
 
 
@@ -91,16 +91,16 @@ def test_openais_routes_and_settings_are_those_of_any_model(
 ) -> None:
     name = ADAPTERS[2]
     body = {"model": name, "prompt": SHORT["inputs"], "max_tokens": 16, "temperature": 0}
-    answer = requests.post(server.url("/v1/completions"), json=body, timeout=60).json()
+    answer = server.post("/v1/completions", json=body).json()
     assert answer["model"] == name
     assert answer["choices"][0]["text"]
-    served = requests.get(server.url("/v1/models"), timeout=60).json()["data"]
+    served = server.get("/v1/models").json()["data"]
     assert set(ADAPTERS) <= {model["id"] for model in served}
-    metadata = requests.get(server.url(f"/v2/models/{name}"), timeout=60).json()
+    metadata = server.get(f"/v2/models/{name}").json()
     assert metadata["name"] == name
-    described = requests.get(server.url(f"/models/{name}"), timeout=60).json()
+    described = server.get(f"/models/{name}").json()
     assert described["baseModel"] == "바탕"
-    with requests.get(server.url("/console/events"), stream=True, timeout=60) as events:
+    with server.get("/console/events", stream=True) as events:
         first = next(line for line in events.iter_lines() if line.startswith(b"data: "))
     assert json.loads(first.removeprefix(b"data: "))["models"][name]["base"] == "바탕"
 
@@ -169,43 +169,3 @@ def test_adapters_come_from_s3_with_their_base(
             for name in ADAPTERS[1::2]:
                 assert text(server.predict(name, SHORT)) == texts[name]
             assert listed(server) == dict.fromkeys(ADAPTERS[1::2], "팀/바탕")
-
-
-def test_adapters_are_registered_beside_the_one_model_as_sagemaker_does(
-    store: Path, texts: dict[str, str], tmp_path: Path
-) -> None:
-    shutil.copytree(store / "바탕", tmp_path / "ml" / "model")
-    for name in ADAPTERS[::2]:
-        shutil.copytree(store / name, tmp_path / "ml" / "models" / name)
-    with serving(tmp_path / "server", None, SAGEMAKER_BASE_DIR=str(tmp_path / "ml")) as server:
-        adapters = server.url("/adapters")
-
-        def register(adapter: str, **fields: object) -> requests.Response:
-            src = str(tmp_path / "ml" / "models" / ADAPTERS[2])
-            body = {"name": adapter, "src": src, **fields}
-            return requests.post(adapters, json=body, timeout=60)
-
-        def invoke(name: str) -> requests.Response:
-            headers = {"X-Amzn-SageMaker-Adapter-Identifier": name}
-            return requests.post(
-                server.url("/invocations"), json=SHORT, headers=headers, timeout=60
-            )
-
-        answer = register("adapter-1", preload=True, pin=False)
-        assert (answer.status_code, answer.text) == (200, "Adapter adapter-1 registered")
-        assert text(invoke("adapter-1")) == texts[ADAPTERS[2]]
-        alone = text(requests.post(server.url("/invocations"), json=SHORT, timeout=60))
-        assert alone not in texts.values()
-        assert register("adapter-1").status_code == 409
-        assert register("adapter-2", preload=False).status_code == 200
-        eventually(lambda: invoke("adapter-2").status_code == 200)
-        for wrong in ({"name": ""}, {"src": 3}, {"pin": "yes"}, {"load": True}):
-            assert error(register("adapter-3", **wrong))[0] == 400
-        answer = requests.delete(f"{adapters}/adapter-1", timeout=60)
-        assert (answer.status_code, answer.text) == (200, "Adapter adapter-1 unregistered")
-        assert invoke("adapter-1").status_code == 404
-        for missing in ("adapter-1", "model"):
-            answer = requests.delete(f"{adapters}/{missing}", timeout=60)
-            assert answer.status_code == 404
-            assert answer.json()["message"] == f"The adapter {missing} was not found"
-        assert text(invoke("adapter-2")) == texts[ADAPTERS[2]]

@@ -24,16 +24,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def port() -> int:
-    return free_port()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Beside an agent, which puts models into its folder."""
     folder = tmp_path_factory.mktemp("agents")
     (folder / "models").mkdir()
-    with serving(folder / "run", folder / "models", GRPC_PORT=str(port)) as server:
+    with serving(folder / "run", folder / "models", GRPC_PORT=str(free_port())) as server:
         yield server
 
 
@@ -46,7 +41,7 @@ def managed(server: Server, name: str, action: str) -> requests.Response:
 
 
 def states(server: Server) -> dict[str, str]:
-    answer = requests.post(server.url("/v2/repository/index"), json={}, timeout=30)
+    answer = server.post("/v2/repository/index", json={})
     return {entry["name"]: entry["state"] for entry in answer.json()}
 
 
@@ -58,17 +53,17 @@ def brought(server: Server, name: str, seed: int) -> None:
 
 def said(server: Server, name: str) -> str:
     body = {"text_input": "나는 오늘", "max_tokens": 16}
-    answer = requests.post(server.url(f"/v2/models/{name}/generate"), json=body, timeout=60)
+    answer = server.post(f"/v2/models/{name}/generate", json=body)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["text_output"])
 
 
 def test_kserves_agent_brings_changes_and_takes_a_model(server: Server) -> None:
-    assert requests.get(server.url("/v2/health/ready"), timeout=30).status_code == 200
+    assert server.get("/v2/health/ready").status_code == 200
     brought(server, "spring", 1)
     assert managed(server, "spring", "load").status_code == 200
     assert states(server)["spring"] == "READY"
-    assert requests.get(server.url("/v2/models/spring/ready"), timeout=30).status_code == 200
+    assert server.get("/v2/models/spring/ready").status_code == 200
     first = said(server, "spring")
 
     # Its spec has changed: it is removed and added, the files always before the call.
@@ -81,7 +76,7 @@ def test_kserves_agent_brings_changes_and_takes_a_model(server: Server) -> None:
     shutil.rmtree(server.store / "spring")
     assert managed(server, "spring", "unload").status_code == 200
     assert "spring" not in states(server)
-    assert requests.get(server.url("/v2/models/spring/ready"), timeout=30).status_code == 404
+    assert server.get("/v2/models/spring/ready").status_code == 404
 
 
 def test_kserves_agent_is_told_what_cannot_be_loaded(server: Server) -> None:
@@ -93,8 +88,8 @@ def test_kserves_agent_is_told_what_cannot_be_loaded(server: Server) -> None:
 
 
 @pytest.fixture
-def agent(server: Server, port: int) -> Iterator[Any]:
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+def agent(server: Server) -> Iterator[Any]:
+    with grpc.insecure_channel(server.grpc_address) as channel:
         yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
 
@@ -124,15 +119,15 @@ def unload(agent: Any, name: str) -> None:
     agent.RepositoryModelUnload(request, timeout=60)
 
 
-def asked(port: int, name: str) -> str:
+def asked(server: Server, name: str) -> str:
     given = triton.InferInput("text", [1], "BYTES")
     given.set_data_from_numpy(np.array([SHORT["inputs"].encode()], object))
-    with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
+    with triton.InferenceServerClient(server.grpc_address) as client:
         answer = client.infer(name, [given], parameters=SHORT["parameters"])
         return str(answer.as_numpy("generated_text")[0].decode())
 
 
-def test_seldons_agent_starts_places_and_evicts(server: Server, port: int, agent: Any) -> None:
+def test_seldons_agent_starts_places_and_evicts(server: Server, agent: Any) -> None:
     # It starts: the server lives, and what an agent before it has left goes.
     assert agent.ServerLive(service_pb2.ServerLiveRequest(), timeout=60).live
     old = placed(server, "old", 3)
@@ -148,7 +143,7 @@ def test_seldons_agent_starts_places_and_evicts(server: Server, port: int, agent
     load(agent, spring)  # after an answer that was lost
     load(agent, autumn)
     assert index(agent) == {spring: "READY", autumn: "READY"}
-    texts = asked(port, spring), asked(port, autumn)
+    texts = asked(server, spring), asked(server, autumn)
     assert texts[0] != texts[1]
     assert texts[0] == text(server.predict(spring, SHORT))
 
@@ -156,7 +151,7 @@ def test_seldons_agent_starts_places_and_evicts(server: Server, port: int, agent
     unload(agent, spring)
     assert index(agent)[spring] == "UNAVAILABLE"
     load(agent, spring)
-    assert asked(port, spring) == texts[0]
+    assert asked(server, spring) == texts[0]
 
     for name in (spring, autumn):
         unload(agent, name)

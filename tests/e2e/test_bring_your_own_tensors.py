@@ -8,25 +8,20 @@ import json
 import re
 import shlex
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 import pytest
-import requests
 
 from common.mxnet_compat import mx
 from tests.e2e.console import session
-from tests.e2e.server import REPOSITORY, Server, eventually
+from tests.e2e.server import REPOSITORY, Server
 from tests.e2e.stores import SHORT, error, packed, small, text
-from tests.handlers.tensors.graphs import TinyGPT2, classifier
+from tests.handlers.tensors.graphs import TinyGPT2
 
 pytestmark = pytest.mark.slow
 
 GPT2 = TinyGPT2(vocab=50_000)
-CLASSIFIERS = 2
 PAGES_IN = REPOSITORY / "docs" / "models"
 PAGES = ("tensors.md", "tensors.ko.md")
 
@@ -42,21 +37,11 @@ def sums(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def direct() -> dict[str, Any]:
-    """What each classifier computes, by a direct bind."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def server(
-    clean: Server, tmp_path_factory: pytest.TempPathFactory, direct: dict[str, Any]
-) -> Server:
+def server(clean: Server, tmp_path_factory: pytest.TempPathFactory) -> Server:
     folder, store = tmp_path_factory.mktemp("tensors"), clean.store
     GPT2.save(folder / "gpt2" / "1" / "model.onnx")
     packed(folder / "gpt2", store / "gpt2.tar.gz")
     packed(sums(folder / "sums"), store / "sums.tar.gz")
-    for seed in range(CLASSIFIERS):
-        direct[f"분류{seed}"] = classifier(store / f"분류{seed}", seed)
     small(store / "text")
     return clean
 
@@ -72,7 +57,7 @@ def here(server: Server, example: str) -> str:
 @pytest.mark.parametrize("name", PAGES)
 def test_the_pages_commands_answer_as_it_shows(server: Server, name: str) -> None:
     commands = session(PAGES_IN / name)
-    assert len(commands) == 8
+    assert len(commands) == 5
     for command, shown in commands:
         line = [*shlex.split(here(server, command)), "--silent"]
         done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
@@ -84,48 +69,14 @@ def test_the_pages_commands_answer_as_it_shows(server: Server, name: str) -> Non
 @pytest.mark.parametrize("name", PAGES)
 def test_the_pages_programs_run(server: Server, name: str) -> None:
     programs = re.findall(r"```python\n(.*?)```", page(name), re.DOTALL)
-    programs = [here(server, program) for program in programs if "requests" in program]
+    programs = [here(server, program) for program in programs if "localhost" in program]
     printed = []
     for program in programs:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(program, name, "exec"), {})  # noqa: S102 -- our own page
         printed.append(json.loads(out.getvalue()))
-    ids = np.array([[5, 6, 7]])
-    for _ in range(8):
-        ids = np.append(ids, GPT2.logits(ids)[:, -1].argmax(-1)[:, None], axis=1)
-    assert printed == [ids.tolist(), [[3.0, -1.0], [7.5, -1.5]]]
-
-
-def test_several_classifiers_answer_many_at_once_each_by_itself(
-    server: Server, direct: dict[str, Any]
-) -> None:
-    rng = np.random.default_rng(0)
-    calls = [
-        (name, rng.standard_normal((1 + i % 3, 3, 16, 16)).astype(np.float32))
-        for i in range(20)
-        for name in direct
-    ]
-    wanted = [direct[name](data=images)[0] for name, images in calls]
-
-    def ask(call: tuple[str, Any]) -> Any:
-        answer = server.predict(call[0], call[1].tolist())
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    with ThreadPoolExecutor(12) as pool:
-        for answer, expected in zip(pool.map(ask, calls), wanted, strict=True):
-            np.testing.assert_allclose(answer, expected, atol=1e-6)
-
-
-def workers(server: Server, *libraries: str) -> list[psutil.Process]:
-    """Those that do a model's work and have one of these mapped."""
-    found = []
-    for process in server.descendants("handlers.worker"):
-        with contextlib.suppress(psutil.Error):
-            maps = " ".join(m.path for m in process.memory_maps())
-            if not process.children() and any(name in maps for name in libraries):
-                found.append(process)
-    return found
+    likeliest = GPT2.logits(np.array([[5, 6, 7]]))[0, -1].argmax()
+    assert printed == [likeliest, [[3.0, -1.0], [7.5, -1.5]]]
 
 
 def test_a_text_model_beside_them_is_as_before(server: Server) -> None:
@@ -135,16 +86,6 @@ def test_a_text_model_beside_them_is_as_before(server: Server) -> None:
     (host,) = server.descendants("handlers.host")
     assert "_multiarray_umath" not in " ".join(m.path for m in host.memory_maps())
     assert host.memory_full_info().uss < 40 << 20
-
-
-def test_a_worker_that_dies_is_started_again(server: Server) -> None:
-    body = [[1, 2]]
-    assert server.predict("sums", body).json() == [[3.0, -1.0]]
-
-    for process in workers(server, "libmxnet.so"):
-        process.kill()
-    eventually(lambda: server.predict("sums", body).status_code == 200)
-    assert server.predict("sums", body).json() == [[3.0, -1.0]]
 
 
 SCRIPTS = {
@@ -196,20 +137,10 @@ def test_a_script_around_a_checkpoint_may_leave_functions_out(
     assert (answer.status_code, answer.text) == (200, wanted)
     if name == "own-predict":
         assert error(server.predict(name, [[1, 2, 3]]))[0] == 400
-        told = requests.get(server.url(f"/v2/models/{name}"), timeout=60).json()
+        told = server.get(f"/v2/models/{name}").json()
         assert told == {
             "name": name, "versions": ["1"], "platform": "", "inputs": [], "outputs": [],
         }  # fmt: skip
-
-
-def test_an_unloaded_model_has_given_its_memory_back(
-    server: Server, direct: dict[str, Any]
-) -> None:
-    for name in direct:
-        server.predict(name, np.zeros((1, 3, 16, 16)).tolist())
-    before = len(workers(server, "libmxnet.so"))
-    assert server.unload("분류0").status_code == 200
-    assert len(workers(server, "libmxnet.so")) == before - 1
 
 
 def test_a_model_that_does_not_fit_is_507_with_the_numbers(server: Server) -> None:

@@ -62,7 +62,7 @@ def test_twelve_models_in_the_room_of_five_answer_as_each_does_alone(tmp_path: P
 
         assert churn(server, expected, CHURN) == {200: CLIENTS * CHURN}
 
-        loaded = requests.get(server.url("/models"), timeout=60).json()["models"]
+        loaded = server.get("/models").json()["models"]
         assert len(loaded) <= ROOM
         eventually(lambda: len(statistics(server)["models"]) == len(loaded))
         eventually(lambda: len(server.descendants("model_service_worker")) == len(loaded))

@@ -153,10 +153,10 @@ def greedy(server: Server, name: str, tokens: int) -> str:
 
 def test_only_who_accepts_html_gets_the_page(server: Server) -> None:
     for accept in ("*/*", "application/json", ""):
-        answer = requests.get(server.url("/"), headers={"Accept": accept}, timeout=60)
+        answer = server.get("/", headers={"Accept": accept})
         assert (answer.status_code, answer.json()["code"]) == (405, 405)
-    assert requests.get(server.management("/"), headers=HTML, timeout=60).status_code == 405
-    page = requests.get(server.url("/"), headers=HTML, timeout=60)
+    assert server.get("/", headers=HTML, management=True).status_code == 405
+    page = server.get("/", headers=HTML)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy
@@ -164,9 +164,9 @@ def test_only_who_accepts_html_gets_the_page(server: Server) -> None:
     assert "<style>" in page.text
     assert "stylesheet" not in page.text
     known = {**HTML, "If-None-Match": page.headers["etag"]}
-    assert requests.get(server.url("/"), headers=known, timeout=60).status_code == 304
+    assert server.get("/", headers=known).status_code == 304
     for name in ("nothing.js", "..%2froutes.py", "%2e%2e/feed.py"):
-        assert requests.get(server.url(f"/console/{name}"), timeout=60).status_code == 404
+        assert server.get(f"/console/{name}").status_code == 404
 
 
 def test_what_it_shows_needs_a_token(server: Server) -> None:
@@ -196,7 +196,7 @@ def test_a_model_is_loaded_pinned_and_unloaded_and_a_reason_is_shown(
     pin = spring.get_by_role("button", name="Pin: 봄")
     pin.click()
     expect(pin).to_have_attribute("aria-pressed", "true")
-    described = requests.get(server.url("/models/봄"), headers=headers(MANAGE), timeout=60)
+    described = server.get("/models/봄", headers=headers(MANAGE))
     assert described.json()["settings"] == {"pinned": True}
     pin.click()
     expect(pin).to_have_attribute("aria-pressed", "false")

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import threading
 import unicodedata
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +30,7 @@ from tests.e2e.stores import (
     SMALL_BYTES,
     error,
     in_flight,
+    packed,
     raw,
     serving,
     slow,
@@ -41,6 +41,7 @@ from tests.e2e.stores import (
 from tests.engine.models import spiece
 from tests.serving.store.s3 import ENVIRONMENT
 
+NFD = unicodedata.normalize("NFD", "소월")
 SHOWN_NAMES = ["봄 날", "v1.2", "team/봄", "a:b", "100%", "물음표?", "#", "a" * 200]
 
 
@@ -54,19 +55,15 @@ def server(clean: Server) -> Server:
     (clean.store / "no-spiece" / "kogpt2.spiece").unlink()
     (clean.store / "garbage" / "kogpt2.params").write_bytes(b"\0" * 5000)
     (clean.store / "wrong-config" / "config.json").write_text('{"num_heads": 7}')
+    packed(clean.store / "a", clean.store / f"{NFD}.tar.gz")
     return clean
 
 
 @pytest.fixture(autouse=True)
 def unloaded(server: Server) -> Iterator[None]:
     yield
-    for model in models(server):
-        server.unload(quote(model["modelName"]))
-
-
-def models(server: Server) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = requests.get(server.url("/models"), timeout=60).json()["models"]
-    return found
+    for name in server.loaded():
+        server.unload(quote(name))
 
 
 def post(url: str, body: Any = None, **options: Any) -> requests.Response:
@@ -94,15 +91,31 @@ def test_both_ports_load_list_describe_and_unload(server: Server, port: str) -> 
 @pytest.mark.parametrize("name", SHOWN_NAMES)
 def test_names_with_anything_printable_work(server: Server, name: str) -> None:
     assert server.load(name, "a").status_code == 200
-    assert models(server)[0]["modelName"] == name
+    assert server.loaded() == [name]
     path = quote(name, safe="")
-    assert requests.get(server.url(f"/models/{path}"), timeout=60).json()["modelName"] == name
+    assert server.get(f"/models/{path}").json()["modelName"] == name
     assert text(server.predict(path, SHORT))
     assert text(post(server.url(f"/models/{path}/invoke"), SHORT))
     header = {"X-Amzn-SageMaker-Target-Model": name.encode()}
     assert text(post(server.url("/invocations"), SHORT, headers=header))
     answer = server.unload(path)
     assert answer.json() == {"status": f'Model "{name}" unregistered'}
+
+
+def test_all_spellings_are_one_model(server: Server) -> None:
+    assert server.load(NFD, "소월.tar.gz").status_code == 200
+    for name in ("소월", "소월.tar.gz", NFD, "소월.mar"):
+        assert server.load(name, "소월").status_code == 409
+        for path in (f"/predictions/{quote(name)}", f"/models/{quote(name)}/invoke"):
+            assert text(post(server.url(path), SHORT))
+        target = {"X-Amzn-SageMaker-Target-Model": name.encode()}
+        assert post(server.url("/invocations"), "나", headers=target).status_code == 200
+        ready = server.get(f"/v2/models/{quote(name)}/ready")
+        assert ready.json() == {"name": "소월", "ready": True}
+        described = server.get(f"/models/{quote(name)}")
+        assert described.json()["modelName"] == "소월"
+    assert server.loaded() == ["소월"]
+    assert server.unload(quote(f"{NFD}.tar.gz")).status_code == 200
 
 
 def test_a_korean_name_works_as_curl_sends_it(server: Server) -> None:
@@ -120,30 +133,25 @@ def test_a_korean_name_works_as_curl_sends_it(server: Server) -> None:
         ({"model_name": "x", "url": ""}, 400, "Parameter url is required."),
         ({"url": 5}, 400, "url"),
         ({"url": "a", "model_name": ["x"]}, 400, "model_name"),
-        ({"url": "a", "model_name": "a\nb"}, 400, "model_name"),
         ({"url": "a", "model_name": "\ud800"}, 400, "half a surrogate pair"),
         ({"url": "\ud800"}, 400, "half a surrogate pair"),
         ({"url": "a", "model_name": "x" * 5000}, 400, "model_name"),
         ({"url": "a", "initial_workers": "many"}, 400, "initial_workers"),
         ({"url": "a", "initial_workers": 0}, 400, "initial_workers"),
-        ({"url": "a", "initial_workers": True}, 400, "initial_workers"),
+        ({"url": "a", "고정": True}, 400, "고정 is not known; known are backend, base, batch_size"),
+        ({"url": "a", "pinned": "예"}, 400, "pinned must be true or false"),
+        ({"url": "a", "backend": "mxnet", "precision": "fp16"}, 400, "one of int8, fp32 for back"),
         ({"url": "a", "response_timeout": "--5"}, 400, "response_timeout"),
-        ({"url": "a", "response_timeout": "9" * 5000}, 400, "response_timeout"),
         ({"url": "a", "synchronous": "maybe"}, 400, "synchronous"),
         ({"url": "a", "batch_size": {}}, 400, "batch_size"),
         ({"url": "a", "handler": "os:system"}, 400, "handler"),
         ({"url": "a", "runtime": "python2"}, 400, "can be python, python3"),
         ({"url": "a", "runtime": 3}, 400, "runtime"),
-        ({"url": "a", "모름": 1}, 400, "모름"),
         ({"url": "a", "\ud800": 1}, 400, "half a surrogate pair"),
         ({"url": "nothing"}, 404, "nothing"),
         ({"url": "x" * 300}, 404, "xxx"),
         ({"url": "../store/a"}, 400, ".."),
         ({"url": "/etc"}, 400, "Allowed"),
-        ({"url": "file:///etc/passwd"}, 400, "Allowed"),
-        ({"url": "http://127.0.0.1/x.tar.gz"}, 400, "Allowed"),
-        ({"url": "s3://bucket/x.tar.gz"}, 400, "Allowed"),
-        ({"url": "ftp://x/y"}, 400, "Allowed"),
         ([], 400, "object"),
     ],
     ids=str,
@@ -154,53 +162,32 @@ def test_a_wrong_load_is_told_what_is_wrong(
     answer = post(server.url("/models"), body)
     assert error(answer)[0] == status, answer.text
     assert said in answer.json()["message"]
-    assert models(server) == []
+    assert server.loaded() == []
 
 
 @pytest.mark.parametrize("body", [b"{", b"nonsense", b"\xff\xfe", b"[" * 100_000, b'{"a":1e}'])
 def test_malformed_json_is_a_bad_request(server: Server, body: bytes) -> None:
     headers = {"Content-Type": "application/json"}
-    answer = requests.post(server.url("/models"), data=body, headers=headers, timeout=60)
+    answer = server.post("/models", data=body, headers=headers)
     assert error(answer) == (400, "BadRequestException")
 
 
-@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
-def test_a_page_of_another_site_loads_no_model(server: Server, kind: str | None) -> None:
-    """A browser sends these without asking first."""
-    headers = {} if kind is None else {"Content-Type": kind}
+def test_a_form_of_another_site_loads_no_model(server: Server) -> None:
+    """A browser sends these without asking first; origins: serving/api/test_sites.py."""
     for url in (server.url("/models"), server.management("/models")):
-        answer = requests.post(url, data=b'{"url": "a"}', headers=headers, timeout=60)
-        assert error(answer) == (415, "UnsupportedMediaTypeException")
-        for origin in ("http://example.com", "http://["):
-            strange = {**headers, "Origin": origin}
-            answer = requests.post(f"{url}?url=a", headers=strange, timeout=60)
-            assert error(answer) == (403, "ForbiddenException")
-        assert models(server) == []
-        own = {"Origin": url.removesuffix("/models")}
-        assert requests.post(f"{url}?url=a", headers=own, timeout=30).status_code == 200
-        server.unload("a")
-
-
-def test_links_that_lead_out_of_the_store_are_refused(server: Server, tmp_path: Path) -> None:
-    store = server.store
-    outside = small(tmp_path / "outside")
-    (store / "link").symlink_to(outside)
-    try:
-        assert server.load("x", "link").status_code in (400, 404)
-        assert server.load("x", str(store / "link")).status_code == 400
-        assert server.load("x", f"{store}/../../{tmp_path.name}/outside").status_code == 400
-        assert server.load("x", str(store / "a")).status_code == 200
-    finally:
-        (store / "link").unlink()
+        for kind in ({}, {"Content-Type": "text/plain"}):
+            answer = requests.post(url, data=b'{"url": "a"}', headers=kind, timeout=60)
+            assert error(answer) == (415, "UnsupportedMediaTypeException")
+        assert server.loaded() == []
 
 
 def test_a_model_can_be_registered_by_the_query_string(server: Server) -> None:
     query = "url=a&model_name=q&initial_workers=2&synchronous=true&response_timeout=9"
     assert post(server.url(f"/models?{query}")).status_code == 200
-    described = requests.get(server.url("/models/q"), timeout=60).json()
+    described = server.get("/models/q").json()
     assert described["minWorkers"] == 2
     assert post(server.url("/models?url=b")).status_code == 200  # the name comes from the url
-    assert [model["modelName"] for model in models(server)] == ["b", "q"]
+    assert server.loaded() == ["b", "q"]
     assert error(post(server.url("/models?url=a&initial_workers=x")))[0] == 400
 
 
@@ -210,7 +197,7 @@ def test_an_asynchronous_load_appears_later(server: Server) -> None:
     for again in ("", "&synchronous=false"):
         answer = post(server.url(f"/models?url=a{again}"))
         assert error(answer) == (409, "ConflictStatusException")
-    eventually(lambda: [m["modelName"] for m in models(server)] == ["a"])
+    eventually(lambda: server.loaded() == ["a"])
     assert post(server.url("/models?url=garbage&synchronous=false")).status_code == 202
     eventually(lambda: "model garbage did not load" in server.text())
     assert error(post(server.url("/models?url=nothing&synchronous=false")))[0] == 404
@@ -227,7 +214,7 @@ def test_different_names_load_side_by_side(server: Server) -> None:
     names = ["x", "y", "z", "봄"]
     with ThreadPoolExecutor(4) as pool:
         assert {a.status_code for a in pool.map(lambda n: server.load(n, "a"), names)} == {200}
-    assert [model["modelName"] for model in models(server)] == names
+    assert server.loaded() == names
 
 
 def test_the_list_comes_in_pages(server: Server) -> None:
@@ -256,9 +243,9 @@ def test_the_list_comes_in_pages(server: Server) -> None:
 
 def test_unknown_routes_and_methods_are_told(server: Server) -> None:
     for path in ("/", "/nothing", "/model", "/predictions"):
-        answer = requests.get(server.url(path), timeout=60)
+        answer = server.get(path)
         assert error(answer)[0] in (404, 405), path
-    nothing = error(requests.get(server.url("/nothing"), timeout=60))
+    nothing = error(server.get("/nothing"))
     assert nothing == (404, "ResourceNotFoundException")
     for method, path, known in (
         ("delete", "/models", "GET, HEAD, POST"),
@@ -266,45 +253,44 @@ def test_unknown_routes_and_methods_are_told(server: Server) -> None:
         ("post", "/ping", "GET, HEAD"),
         ("get", "/v2/repository/index", "POST"),
     ):
-        answer = requests.request(method, server.url(path), timeout=60)
+        answer = server.request(method, path)
         assert answer.status_code == 405
         assert answer.headers["allow"] == known
-    here = requests.post(server.management("/predictions/a"), json=SHORT, timeout=60)
+    here = server.post("/predictions/a", json=SHORT, management=True)
     assert error(here) == (404, "ResourceNotFoundException")
     assert error(post(server.url("/invocations"), SHORT))[0] == 400
-    assert requests.head(server.url("/ping"), timeout=60).status_code == 200
-    assert requests.head(server.url("/models/nothing"), timeout=60).status_code == 404
+    assert server.head("/ping").status_code == 200
+    assert server.head("/models/nothing").status_code == 404
 
 
 def test_the_other_routes_of_multi_model_server_are_there(server: Server) -> None:
     server.load("봄", "a")
     assert text(post(server.url("/봄/predict"), SHORT))
     assert error(post(server.url("/없음/predict"), SHORT)) == (404, "ModelNotFoundException")
-    described = requests.options(server.url("/predictions/봄"), timeout=60).json()
+    described = server.options("/predictions/봄").json()
     assert list(described["paths"]) == [f"/predictions/{quote('봄')}"]
-    answer = requests.options(server.url("/predictions/없음"), timeout=60)
+    answer = server.options("/predictions/없음")
     assert error(answer) == (404, "ModelNotFoundException")
     for method in ("get", "post", "delete"):  # not in the way of others
-        answer = requests.request(method, server.url("/models/predict"), timeout=60)
+        answer = server.request(method, "/models/predict")
         assert error(answer)[0] in (404, 405)
 
 
 def test_a_body_may_be_compressed(server: Server) -> None:
     server.load("a")
-    body, url = json.dumps(SHORT).encode(), server.url("/predictions/a")
-    plain = {"Content-Type": "application/json"}
-    expected = text(requests.post(url, data=body, headers=plain, timeout=60))
-    for encoding, packed in (("gzip", gzip.compress(body)), ("deflate", zlib.compress(body))):
-        headers = {**plain, "Content-Encoding": encoding}
-        assert text(requests.post(url, data=packed, headers=headers, timeout=60)) == expected
-    headers = {**plain, "Content-Encoding": "br"}
-    answer = requests.post(url, data=body, headers=headers, timeout=60)
+    url, kind = server.url("/predictions/a"), {"Content-Type": "application/json"}
+
+    def ask(body: bytes, encoding: str) -> requests.Response:
+        headers = {**kind, "Content-Encoding": encoding}
+        return requests.post(url, data=body, headers=headers, timeout=60)
+
+    packed = gzip.compress(json.dumps(SHORT).encode())
+    assert text(ask(packed, "gzip")) == text(post(url, SHORT))
+    answer = ask(packed, "br")
     assert error(answer) == (415, "UnsupportedMediaTypeException")
     assert answer.headers["accept-encoding"] == "gzip, deflate"
     bomb = gzip.compress(bytes(20_000_000))
-    headers = {**plain, "Content-Encoding": "gzip"}
-    answer = requests.post(url, data=bomb, headers=headers, timeout=60)
-    assert error(answer) == (413, "RequestTooLargeException")
+    assert error(ask(bomb, "gzip")) == (413, "RequestTooLargeException")
 
 
 def test_workers_can_be_scaled(server: Server) -> None:
@@ -316,7 +302,7 @@ def test_workers_can_be_scaled(server: Server) -> None:
     assert text(server.predict("x", SHORT))
     for query in ("min_worker=x", "min_worker=0", "min_worker=3&max_worker=2"):
         assert error(requests.put(f"{url}?{query}", timeout=60))[0] == 400
-    answer = requests.put(server.url("/models/nothing?min_worker=1"), timeout=60)
+    answer = server.put("/models/nothing?min_worker=1")
     assert error(answer) == (404, "ModelNotFoundException")
 
 
@@ -340,7 +326,7 @@ def test_the_interface_describes_itself_without_any_other_host(server: Server) -
 def test_every_answer_has_a_request_id(server: Server, path: str) -> None:
     def answered(given: str | bytes | None) -> str:
         headers = {} if given is None else {"x-request-id": given}
-        return requests.get(server.url(path), headers=headers, timeout=60).headers["x-request-id"]
+        return server.get(path, headers=headers).headers["x-request-id"]
 
     assert answered("my-own.id_7") == "my-own.id_7"
     assert len({answered(None), answered(None)}) == 2
@@ -392,7 +378,7 @@ def test_odd_headers_cannot_hurt_a_worker(server: Server, name: str, value: byte
 
 def test_huge_and_many_headers_are_refused(server: Server) -> None:
     for headers in ({"X-A": "a" * 200_000}, {f"X-{i}": "a" * 30 for i in range(5000)}):
-        answer = requests.get(server.url("/models"), headers=headers, timeout=60)
+        answer = server.get("/models", headers=headers)
         assert error(answer)[0] == 431
 
 
@@ -433,25 +419,13 @@ def test_unloading_waits_for_requests_and_gives_the_memory_back(server: Server) 
         assert [answer.result().status_code for answer in answers] == [200] * 2
     assert before - held["weight_bytes"] > SMALL_BYTES
     assert held["weight_bytes"] == SMALL_BYTES
-    assert error(requests.get(server.url("/models/slow"), timeout=60))[0] == 404
-
-
-@pytest.mark.slow
-def test_a_model_that_drains_takes_no_more_requests(server: Server) -> None:
-    server.load("봄", "slow")  # not a name in the store, so nothing is loaded on demand
-    server.load("x", "slow")
-    with in_flight(server, "x", 1), ThreadPoolExecutor(2) as pool:
-        gone = [pool.submit(server.unload, "x") for _ in range(2)]
-        eventually(lambda: "x" not in [m["modelName"] for m in models(server)])
-        assert error(requests.get(server.url("/models/x"), timeout=60))[0] == 404
-        assert error(server.load("x", "a"))[0] == 409
-    assert sorted(g.result().status_code for g in gone) == [200, 404]
+    assert error(server.get("/models/slow"))[0] == 404
 
 
 def test_a_client_that_goes_away_does_not_break_its_load(server: Server) -> None:
     with pytest.raises(requests.Timeout):
         requests.post(server.url("/models"), json={"url": "slow"}, timeout=(60, 0.005))
-    eventually(lambda: [m["modelName"] for m in models(server)] == ["slow"])
+    eventually(lambda: server.loaded() == ["slow"])
     assert text(server.predict("slow", SHORT))
 
 
@@ -479,7 +453,7 @@ def test_sagemaker_decides_what_is_loaded(tmp_path: Path) -> None:
         assert post(server.url("/models"), body, headers=target).status_code == 200
         assert text(post(invoke, SHORT, headers=target))
         assert "시/봄.tar.gz" in server.text()  # people know the model by this name
-        assert requests.delete(server.url(f"/models/{name}"), timeout=60).status_code == 200
+        assert server.delete(f"/models/{name}").status_code == 200
         assert error(post(invoke, SHORT, headers=target))[0] == 404
         outside = {"model_name": name, "url": str(base / "models" / ".." / ".." / "outside")}
         small(tmp_path / "outside")
@@ -492,17 +466,20 @@ def test_a_single_model_is_loaded_at_the_start_on_the_port_that_sagemaker_names(
 ) -> None:
     small(tmp_path / "ml" / "model", 0)
     small(tmp_path / "store" / "시", 1)
-    (tmp_path / "server").mkdir()
     environment = {
         "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"),
         "MODEL_STORE": str(tmp_path / "store"),
         "SAGEMAKER_MODEL_NAME": unicodedata.normalize("NFD", "봄노래"),
     }
-    server = Server(tmp_path / "server", None, {**FAST, **environment}, options=False)
+    (tmp_path / "server").mkdir(exist_ok=True)
+    server = Server(
+        tmp_path / "server", None, {**FAST, **environment}, options=False, one_port=True
+    )
     try:
         server.wait_until_ready()
+        assert f"port {server.port} serves both requests and management" in server.text()
         before = text(post(server.url("/invocations"), SHORT))
-        assert [model["modelName"] for model in models(server)] == ["봄노래"]
+        assert server.loaded() == ["봄노래"]
         assert text(server.predict("봄노래", SHORT)) == before
         assert text(server.predict("시", SHORT)) != before  # the store is MODEL_STORE's
         server.descendants("serving.gateway")[0].kill()
@@ -522,24 +499,9 @@ def test_a_single_model_that_does_not_load_is_never_healthy(tmp_path: Path) -> N
     server = Server(tmp_path / "server", None, environment)
     try:
         eventually(lambda: "model model did not load" in server.text())
-        eventually(lambda: "did not load" in requests.get(server.url("/ping"), timeout=60).text)
-        loaded = error(requests.get(server.url("/ping"), timeout=60))
+        eventually(lambda: "did not load" in server.get("/ping").text)
+        loaded = error(server.get("/ping"))
         assert loaded == (503, "ServiceUnavailableException")  # so the start is given up in time
-    finally:
-        server.stop()
-
-
-@pytest.mark.slow
-def test_sagemaker_may_name_the_port_that_management_has(tmp_path: Path) -> None:
-    small(tmp_path / "store" / "a")
-    (tmp_path / "server").mkdir()
-    server = Server(tmp_path / "server", tmp_path / "store", FAST, options=False, one_port=True)
-    try:
-        server.wait_until_ready()
-        assert server.port == server.management_port
-        assert server.load("a").status_code == 200
-        assert text(server.predict("a", SHORT))
-        assert f"port {server.port} serves both requests and management" in server.text()
     finally:
         server.stop()
 
@@ -569,7 +531,7 @@ def test_a_server_is_not_ready_while_it_preloads_which_may_fail(tmp_path: Path) 
 
             def ping() -> tuple[int, str]:
                 with contextlib.suppress(requests.ConnectionError):
-                    return error(requests.get(server.url("/ping"), timeout=60))
+                    return error(server.get("/ping"))
                 return 0, ""
 
             eventually(lambda: ping() == (503, "ModelsLoadingException"))

@@ -3,9 +3,11 @@ process that dies.
 
 Tested elsewhere: a load that fails, also for want of memory, is no 200 and leaves the name free
 (test_contract.py); odd headers and Korean errors (test_contract.py, test_models.py); unloading
-under load (test_contract.py, test_on_demand.py); urls that lead elsewhere (test_contract.py) and
-archives that write elsewhere (serving/test_archive.py); taken ports, no Java, stale pid files and
-orphans (test_processes.py).
+under load (test_contract.py); a script that is replaced by the built-in handler
+(test_script_styles.py); headers of many requests at once (test_script_styles.py); a time limit
+(test_admission.py); urls that lead elsewhere (serving/store/test_locate.py) and archives that write
+elsewhere (serving/store/test_archive.py); taken ports, no Java, stale pid files and orphans
+(test_processes.py).
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from tests.e2e.scripts import transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import (
     ENDLESS,
-    ENDLESS_TOKENS,
     SHORT,
     endless,
     error,
@@ -38,9 +39,9 @@ from tests.e2e.stores import (
     slow,
     small,
     statistics,
-    steps,
     text,
 )
+from tests.e2e.test_metrics import metrics
 from tests.processes import has_ended
 
 pytestmark = pytest.mark.slow
@@ -95,50 +96,17 @@ def kill(processes: list[psutil.Process]) -> None:
 # What Multi Model Server and the toolkit do wrong
 
 
-def test_a_script_is_not_silently_replaced_by_the_built_in_handler(shared: Server) -> None:
-    folder = small(shared.store / "script")
-    (folder / "code").mkdir()
-    (folder / "code" / "inference.py").write_text(
-        "def model_fn(model_dir):\n    return 0\n"
-        "def transform_fn(model, body, content_type, accept):\n    return b'own', 'text/plain'\n"
-    )
-    assert shared.load("script").status_code == 200
-    assert shared.predict("script", SHORT).content == b"own"
-    shared.unload("script")
-
-
 def test_ping_is_503_while_a_part_does_not_answer(shared: Server) -> None:
     for words in ("-m engine ", "ModelServer"):
         process = shared.descendants(words)[0]
         process.suspend()
         try:
             eventually(lambda: not shared.is_ready())
-            answer = requests.get(shared.url("/ping"), timeout=60)
+            answer = shared.get("/ping")
             assert error(answer) == (503, "ServiceUnavailableException")
         finally:
             process.resume()
         eventually(shared.is_ready)
-
-
-def test_ping_and_others_answer_while_a_model_is_busy(shared: Server) -> None:
-    with in_flight(shared, "slow", 1) as busy:
-        for _ in range(10):
-            assert requests.get(shared.url("/ping"), timeout=60).status_code == 200
-            assert text(shared.predict("a", SHORT))
-        assert not any(answer.done() for answer in busy)
-        assert {answer.result().status_code for answer in busy} == {200}
-
-
-def test_a_time_limit_ends_the_request_and_not_the_worker(shared: Server) -> None:
-    assert shared.load("limited", "endless", response_timeout=1).status_code == 200
-    before = workers(shared)
-    body = {**ENDLESS, "parameters": {**ENDLESS["parameters"], "num_return_sequences": 16}}
-    assert error(shared.predict("limited", body))[0] == 504
-    eventually(lambda: running(shared) == 0)  # its places in the batch are free
-    assert steps(shared, "limited") < ENDLESS_TOKENS  # it did not end
-    assert text(shared.predict("limited", SHORT))
-    assert workers(shared) == before
-    shared.unload("limited")
 
 
 def test_batching_options_make_nobody_wait(shared: Server) -> None:
@@ -153,18 +121,6 @@ def test_more_requests_than_its_queue_holds_are_all_answered(shared: Server) -> 
         answers = list(pool.map(lambda _: shared.predict("a", SHORT), range(150)))
     assert {answer.status_code for answer in answers} == {200}
     assert len({text(answer) for answer in answers}) == 1
-
-
-def test_each_request_of_many_has_its_own_headers(shared: Server) -> None:
-    def ask(i: int) -> str:
-        accept = ("application/json", "text/plain")[i % 2]
-        answer = shared.predict("a", SHORT, Accept=accept)
-        assert answer.status_code == 200
-        assert answer.headers["content-type"].startswith(accept)
-        return accept
-
-    with ThreadPoolExecutor(16) as pool:
-        assert len(set(pool.map(ask, range(64)))) == 2
 
 
 def test_a_charset_changes_nothing_and_pickles_are_refused(shared: Server) -> None:
@@ -223,7 +179,7 @@ def test_java_keeps_to_the_containers_limits(shared: Server) -> None:
 
 def test_the_log_is_json_and_has_request_ids_and_models(shared: Server) -> None:
     header = {"x-request-id": "find-me-1", "X-Amzn-SageMaker-Target-Model": "team/a.tar.gz"}
-    requests.post(shared.url("/models/a/invoke"), json=SHORT, headers=header, timeout=60)
+    shared.post("/models/a/invoke", json=SHORT, headers=header)
     found = eventually(lambda: [x for x in shared.text().splitlines() if "find-me-1" in x])
     assert len(found) == 1
     entry = json.loads(found[0])
@@ -311,10 +267,9 @@ def own(breakable: Server) -> Server:
         ("serving.mms.launcher", slice(0, 1), "is started again"),
         ("handlers.host", slice(0, 1), "is started again"),
         (WORKER, slice(0, 1), ""),
-        (WORKER, slice(1, 2), ""),
         (WORKER, slice(None), ""),
     ],
-    ids=["engine", "java", "launcher", "host", "watcher", "worker", "all workers"],
+    ids=["engine", "java", "launcher", "host", "worker", "all workers"],
 )
 def test_what_is_killed_under_load_comes_back_and_every_request_is_answered(
     own: Server, words: str, which: slice, said: str
@@ -347,7 +302,7 @@ def test_what_is_in_flight_when_all_workers_are_killed_is_answered_soon(
     with ThreadPoolExecutor(1) as pool, in_flight(own, "slow", 2) as busy:
         unload = pool.submit(own.unload, "slow") if unloaded else None
         if unloaded:
-            eventually(lambda: requests.get(own.url("/models/slow"), timeout=60).status_code == 404)
+            eventually(lambda: own.get("/models/slow").status_code == 404)
         begun = requests_of(own, "slow")
         kill(own.descendants(WORKER))
         # Where the workers are not back within the lease, the engine counts from nothing.
@@ -429,8 +384,7 @@ def test_a_gateway_that_is_killed_during_a_load_leaves_no_worker_of_it(own: Serv
         own.descendants("serving.gateway")[0].kill()
     eventually(lambda: "the gateway was killed by SIGKILL" in own.text())
     eventually(own.is_ready)
-    listed = requests.get(own.url("/models"), timeout=60).json()["models"]
-    names = [model["modelName"] for model in listed]
+    names = own.loaded()
     eventually(lambda: len(own.descendants(WORKER)) == len(names))
     assert len(list(own.run_dir.glob("workers/*"))) == len(names)
     assert text(own.predict("slow", SHORT))
@@ -438,6 +392,8 @@ def test_a_gateway_that_is_killed_during_a_load_leaves_no_worker_of_it(own: Serv
 
 
 def test_idle_models_come_back_after_the_engine_was_killed(own: Server) -> None:
+    restarts = ("kogpt2_process_restarts_total", "engine")
+    before = metrics(own)[restarts]
     own.descendants("-m engine ")[0].kill()
     eventually(lambda: "the engine was killed by SIGKILL" in own.text())
 
@@ -449,6 +405,7 @@ def test_idle_models_come_back_after_the_engine_was_killed(own: Server) -> None:
 
     eventually(lambda: held() == 2)
     assert text(own.predict("a", SHORT)) != text(own.predict("b", SHORT))
+    assert metrics(own)[restarts] == before + 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import socket
 import threading
 import time
@@ -19,7 +20,6 @@ import pytest
 import requests
 
 from tests.e2e.server import Server, free_port
-from tests.e2e.slow_clients import many_files
 from tests.e2e.stores import SHORT, endless, serving, small
 from tests.serving.api.test_forms import NAMED, PARTS, part
 
@@ -33,10 +33,8 @@ HEAD = b"POST /predictions/a HTTP/1.1\r\nHost: localhost\r\nContent-Type: applic
 # What each of its connections sends, which then neither sends nor reads anything.
 STALLS = {
     "no-body": HEAD + b"Content-Length: 1000\r\n\r\n",
-    "no-chunks": HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n[",
     "no-head": HEAD,
     "unread": b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400,
-    "nothing": b"",
 }
 # As many as one answer may have: 16 MB of JSON.
 SCORES = {"model": "느린", "prompt": ["나"] * 16, "n": 16, "logprobs": 20, "max_tokens": 70}
@@ -70,7 +68,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     endless(folder / "store" / "느린")
     settings = {"MAX_CONNECTIONS": str(CONNECTIONS), "GRPC_PORT": str(free_port())}
     with serving(folder / "run", folder / "store", **settings) as running:
-        running.grpc_port = int(settings["GRPC_PORT"])  # type: ignore[attr-defined]
         for name in ("a", "봄", "느린"):
             assert running.load(name).status_code == 200
         yield running
@@ -86,9 +83,9 @@ class Others:
 
     def round(self) -> None:
         server = self._server
-        self._ask(lambda: requests.get(server.url("/ping"), timeout=60))
-        self._ask(lambda: requests.get(server.url("/v2/health/live"), timeout=60))
-        self._ask(lambda: requests.get(server.management("/models"), timeout=60))
+        self._ask(lambda: server.get("/ping"))
+        self._ask(lambda: server.get("/v2/health/live"))
+        self._ask(lambda: server.get("/models", management=True))
         self._ask(lambda: server.predict("봄", SHORT))
 
     def _ask(self, ask: Callable[[], requests.Response]) -> None:
@@ -108,6 +105,17 @@ def check(server: Server, beside: str) -> None:
         others.round()
     print(f"\nbeside {beside}: slowest of {4 * ROUNDS}: {others.slowest_s:.2f} s", end=" ")
     assert others.failed == []
+
+
+@contextlib.contextmanager
+def many_files(count: int) -> Iterator[None]:
+    """Lets this process open so many more files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(count + 1024, before[1]), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @contextlib.contextmanager
@@ -169,7 +177,7 @@ def test_large_bodies_fail_nobody_and_take_no_memory(server: Server, body: str) 
 
     def post() -> None:
         headers = {"Content-Type": kind}
-        answer = requests.post(server.url(path), data=content, headers=headers, timeout=90)
+        answer = server.post(path, data=content, headers=headers)
         statuses.add(answer.status_code)
 
     before, most = memory(server), dict[str, int]()
@@ -195,7 +203,7 @@ def test_large_bodies_fail_nobody_and_take_no_memory(server: Server, body: str) 
 
 
 def test_watches_over_grpc_fail_nobody(server: Server) -> None:
-    address = f"127.0.0.1:{server.grpc_port}"  # type: ignore[attr-defined]
+    address = server.grpc_address
     with contextlib.ExitStack() as opened:
         channel = opened.enter_context(grpc.insecure_channel(address))
         watch = channel.unary_stream("/grpc.health.v1.Health/Watch")

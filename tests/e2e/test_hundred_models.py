@@ -78,6 +78,6 @@ def test_a_hundred_models_in_the_room_of_twenty_answer_as_each_does_alone(tmp_pa
         assert after["weight_bytes"] <= after["budget_bytes"]
         hot = [model for model in after["models"] if model["residency"] == "hot"]
         assert 1 < len(hot) <= ROOM
-        for model in requests.get(server.url("/models"), timeout=60).json()["models"]:
+        for model in server.get("/models").json()["models"]:
             assert server.unload(model["modelName"]).status_code == 200
         assert statistics(server)["weight_bytes"] == 0

@@ -14,12 +14,12 @@ import requests
 from tests.e2e.scripts import transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, text
-from tests.serving.api.test_forms import RIGHT, WRONG
+from tests.serving.api.test_forms import RIGHT
 
 pytestmark = pytest.mark.slow
 
-# What has advisories in the libraries of the jar and no bound of ours, as docs/operate/security.md
-# says: Netty's TLS, HTTP/2, compression, other protocols and requests of its own; Java's JNDI,
+# What has advisories in the jar and no bound of ours (docs/develop/dependencies.md):
+# Netty's TLS, HTTP/2, compression, other protocols and requests of its own; Java's JNDI,
 # Log4j's sockets; Commons IO's reader of XML and its names of files.
 OUT_OF_REACH = re.compile(
     r"io\.netty\.handler\.(ssl\.|codec\.(http2|compression|haproxy|redis|mqtt|smtp|dns|stomp|socks))"
@@ -66,23 +66,10 @@ def test_no_form_ends_the_jvm(server: Server, form: str) -> None:
     kind, body = FORMS[form]
     before = java(server)
     for name in ("봄", "script"):
-        answer = requests.post(
-            server.url(f"/predictions/{name}"),
-            data=body,
-            headers={"Content-Type": kind},
-            timeout=90,
-        )
+        answer = server.post(f"/predictions/{name}", data=body, headers={"Content-Type": kind})
         assert error(answer) == (400, "BadRequestException")
     assert java(server) == before
     assert text(server.predict("봄", SHORT))
-
-
-@pytest.mark.parametrize("form", WRONG)
-def test_what_netty_could_not_take_does_not_reach_it(server: Server, form: str) -> None:
-    kind, body = WRONG[form]
-    url = server.url("/predictions/script")
-    answer = requests.post(url, data=body, headers={"Content-Type": kind}, timeout=90)
-    assert error(answer) == (400, "BadRequestException")
 
 
 @pytest.mark.parametrize("form", RIGHT)
@@ -127,9 +114,7 @@ def test_strings_that_log4j_once_looked_up_are_strings(server: Server) -> None:
 
 def test_a_clients_bytes_reach_none_of_what_has_advisories(server: Server) -> None:
     """After the tests above; Netty's form decoder is reached, which is why forms are bounded."""
-    requests.post(
-        server.url("/predictions/script"), data=b"a=b", headers={"Content-Type": FORM}, timeout=90
-    )
+    server.post("/predictions/script", data=b"a=b", headers={"Content-Type": FORM})
     log = Path(server.store).parent / "classes"
     loaded = set(re.findall(r"(?:io|org|com)\.[\w.$]+", log.read_text()))
     assert any("HttpPostRequestDecoder" in name for name in loaded)

@@ -40,7 +40,7 @@ def server(clean: Server, store: Path) -> Server:
 
 
 def described(server: Server, name: str) -> dict[str, object]:
-    found: dict[str, object] = requests.get(server.url(f"/models/{name}"), timeout=60).json()
+    found: dict[str, object] = server.get(f"/models/{name}").json()
     return found
 
 
@@ -57,24 +57,6 @@ def test_a_models_own_settings_come_from_its_file_and_its_request(server: Server
     assert requests.post(with_query, timeout=60).status_code == 200
     assert statistics(server)["models"][0]["backend"] == "mxnet"
     server.unload("a")
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"고정": True}, "고정 is not known; known are backend, base, batch_size"),
-        ({"pinned": "예"}, "pinned must be true or false"),
-        ({"precision": "int4"}, "precision must be fp32 or fp16 or int8"),
-        ({"backend": "mxnet", "precision": "fp16"}, "must be one of int8, fp32 for backend mxnet"),
-    ],
-)
-def test_a_setting_that_cannot_be_is_400(
-    server: Server, settings: dict[str, object], said: str
-) -> None:
-    answer = server.load("a", **settings)
-    assert error(answer)[0] == 400
-    assert said in answer.json()["message"]
-    assert not server.descendants(WORKER)
 
 
 def test_an_unload_ends_a_load_that_hangs(server: Server) -> None:

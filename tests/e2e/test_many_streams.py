@@ -31,20 +31,15 @@ class Stream:
     prompt: str
 
 
-Read = Callable[[Server, int, Stream], Awaitable[list[str]]]
+Read = Callable[[Server, Stream], Awaitable[list[str]]]
 
 
 @pytest.fixture(scope="module")
-def port() -> int:
-    return free_port()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("many")
     for seed, name in enumerate(NAMES):
         small(folder / "store" / name, seed)
-    with serving(folder / "run", folder / "store", GRPC_PORT=str(port)) as server:
+    with serving(folder / "run", folder / "store", GRPC_PORT=str(free_port())) as server:
         yield server
 
 
@@ -71,7 +66,7 @@ async def lines(server: Server, path: str, body: Any, **headers: str) -> list[An
         return [json.loads(line) for line in told if line not in (b"", b"[DONE]")]
 
 
-async def by_our_route(server: Server, port: int, stream: Stream) -> list[str]:
+async def by_our_route(server: Server, stream: Stream) -> list[str]:
     body = {"inputs": stream.prompt, "parameters": GREEDY, "stream": True}
     path = f"/predictions/{stream.model}"
     *tokens, end = await lines(server, path, body, Accept="application/x-ndjson")
@@ -79,7 +74,7 @@ async def by_our_route(server: Server, port: int, stream: Stream) -> list[str]:
     return [token["text"] for token in tokens]
 
 
-async def by_openais(server: Server, port: int, stream: Stream) -> list[str]:
+async def by_openais(server: Server, stream: Stream) -> list[str]:
     body = {"model": stream.model, "prompt": stream.prompt, "stream": True, "temperature": 0}
     body |= {"max_tokens": TOKENS, "repetition_penalty": GREEDY["repetition_penalty"]}
     chunks = await lines(server, "/v1/completions", body)
@@ -87,10 +82,10 @@ async def by_openais(server: Server, port: int, stream: Stream) -> list[str]:
     return [chunk["choices"][0]["text"] for chunk in chunks]
 
 
-async def by_grpc(server: Server, port: int, stream: Stream) -> list[str]:
+async def by_grpc(server: Server, stream: Stream) -> list[str]:
     """Each in a call of its own."""
     request = asked(stream.prompt, str(stream.number), stream.model, **GREEDY)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with grpc.aio.insecure_channel(server.grpc_address) as channel:
         made = [r async for r in Client(channel)("ModelStreamInfer", iter([request]))]
     assert {r.infer_response.id for r in made} == {str(stream.number)}
     assert [final(r) for r in made] == [False] * (TOKENS - 1) + [True]
@@ -100,12 +95,12 @@ async def by_grpc(server: Server, port: int, stream: Stream) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("read", [by_our_route, by_openais, by_grpc])
 def test_no_token_is_lost_mixed_up_or_out_of_order(
-    server: Server, port: int, expected: dict[tuple[str, str], str], read: Read
+    server: Server, expected: dict[tuple[str, str], str], read: Read
 ) -> None:
     streams = [Stream(i, NAMES[i % 2], PROMPTS[i % len(PROMPTS)]) for i in range(STREAMS)]
 
     async def all_() -> list[list[str]]:
-        return await asyncio.gather(*(read(server, port, stream) for stream in streams))
+        return await asyncio.gather(*(read(server, stream) for stream in streams))
 
     for stream, pieces in zip(streams, asyncio.run(all_()), strict=True):
         assert "".join(pieces) == expected[stream.model, stream.prompt], stream
@@ -114,14 +109,14 @@ def test_no_token_is_lost_mixed_up_or_out_of_order(
 
 @pytest.mark.slow
 def test_two_hundred_texts_of_one_call_are_told_apart(
-    port: int, expected: dict[tuple[str, str], str]
+    server: Server, expected: dict[tuple[str, str], str]
 ) -> None:
     streams = [Stream(i, NAMES[i % 2], PROMPTS[i % len(PROMPTS)]) for i in range(STREAMS)]
     requests = [asked(s.prompt, str(s.number), s.model, **GREEDY) for s in streams]
 
     async def all_() -> dict[str, str]:
         texts = dict.fromkeys(map(str, range(STREAMS)), "")
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with grpc.aio.insecure_channel(server.grpc_address) as channel:
             async for response in Client(channel)("ModelStreamInfer", iter(requests)):
                 texts[response.infer_response.id] += values(response)["generated_text"]
         return texts

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import SHORT, slow, small, text
+from tests.e2e.stores import SHORT, small, text
 
 pytestmark = pytest.mark.slow
 
@@ -69,22 +67,6 @@ def test_requests_are_counted_by_model_and_status(server: Server) -> None:
         server.unload(name)
 
 
-def test_requests_that_wait_in_the_gateway_are_told(server: Server) -> None:
-    """The engine has been given none of them: a cluster adds servers by this number."""
-    slow(server.store / "느린")
-    assert server.load("느린", initial_workers=1).status_code == 200
-    waiting = ("kogpt2_model_waiting", "느린")
-    assert metrics(server)[waiting] == 0
-    body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 600}}
-    with ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(server.predict, "느린", body) for _ in range(3)]
-        eventually(lambda: metrics(server)[waiting] > 0)
-        for answer in asked:
-            assert text(answer.result())
-    assert metrics(server)[waiting] == 0
-    server.unload("느린")
-
-
 def test_loads_by_hand_that_fail_are_counted(server: Server) -> None:
     failures = "kogpt2_load_failures_total"
     before = metrics(server)
@@ -102,15 +84,6 @@ def test_loads_by_hand_that_fail_are_counted(server: Server) -> None:
 
     eventually(lambda: more("400") == 2)
     assert more("404") == 2
-
-
-def test_an_engine_that_is_back_at_once_was_counted(breakable: Server) -> None:
-    restarts = ("kogpt2_process_restarts_total", "engine")
-    before = metrics(breakable)[restarts]
-    engine, *_ = breakable.descendants("-m engine ")
-    engine.kill()
-    eventually(lambda: metrics(breakable)[restarts] == before + 1)
-    assert metrics(breakable)[("kogpt2_process_restarts_total", "gateway")] == 0
 
 
 def test_metrics_come_also_without_the_engine(server: Server) -> None:

@@ -8,7 +8,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import requests
 
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import FAST, SHORT, packed, serving, small, text
@@ -75,7 +74,7 @@ def test_a_signature_is_shown_and_written_nowhere_and_the_model_outlives_its_gat
         assert server.load("시", f"{url}?{SIGNATURE}").status_code == 200
         before = text(server.predict("시", SHORT))
         for path in ("/models", "/models/시"):
-            shown = requests.get(server.url(path), timeout=60).text
+            shown = server.get(path).text
             assert url in shown
             assert "Signature" not in shown
         assert written(server) == []

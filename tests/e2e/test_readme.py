@@ -22,7 +22,6 @@ def test_the_session_answers_as_it_is_shown(server: Server, page: str) -> None:
     commands = session(REPOSITORY / page)
     assert commands
     assert session((REPOSITORY / page).with_suffix(".ko.md")) == commands
-    # The wrong request stands apart in the text, after the model was unloaded.
     unload = [c for c in commands if "DELETE" in c[0]]
     for command, shown in [*(c for c in commands if c not in unload), *unload]:
         line = command.replace("localhost:8080", f"127.0.0.1:{server.port}")

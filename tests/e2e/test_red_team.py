@@ -1,29 +1,42 @@
-"""A client that means harm, at a running server on both of its ports: what it has fetched, written
-and answered for it. Scripts that do: test_script_isolation.py. docs/operate/security.md
-names both."""
+"""Tokens, limits, and a client that means harm at both ports of a running server: what it has
+fetched, written and answered for it. Scripts that do: test_script_isolation.py.
+tests/test_security_page.py names both."""
 
 from __future__ import annotations
 
 import json
 import re
 import socket
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import psutil
 import pytest
 import requests
+from onnx import TensorProto
 
 from serving.api import openapi
 from tests.e2e.server import Server
-from tests.e2e.stores import SHORT, raw, serving, small
+from tests.e2e.stores import SHORT, error, raw, serving, small, text
+from tests.handlers.tensors.graphs import identity
 from tests.serving.api.test_framing import AMBIGUOUS, CLEAR
 from tests.serving.api.test_http_protocol import LAST, read_all
 
-pytestmark = pytest.mark.slow
-
 INFER, MANAGE = "infer-나", "manage-나"
+SECRETS = {
+    "AWS_ACCESS_KEY_ID": "AKIA-SECRET-1",
+    "AWS_SECRET_ACCESS_KEY": "SECRET-2",
+    "AWS_SESSION_TOKEN": "SECRET-3",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "/SECRET-4",
+    "HF_TOKEN": "SECRET-5",
+    "ORDERS_DATABASE": "postgres://me:SECRET-6@db/orders",
+    "비밀번호": "SECRET-7",
+}
+LIMIT = 20_000
 # Health, and what the server says of itself, not of its models.
 OPEN = {
     "/ping",
@@ -50,11 +63,112 @@ def bearer(token: str) -> dict[str, bytes]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("red-team")
     small(folder / "store" / "봄")
+    small(folder / "store" / "b", 1)
+    identity(folder / "store" / "시" / "model.onnx", TensorProto.STRING, ["n"])
     (folder / "비밀.tar.gz").write_text("비밀")
     environment = {"INFERENCE_TOKEN": INFER, "MANAGEMENT_TOKEN": MANAGE}
-    environment["HTTPS_HOSTS"] = "models.invalid"
-    with serving(folder / "run", folder / "store", **environment) as running:
+    environment |= {"HTTPS_HOSTS": "models.invalid", "MAX_REQUEST_BYTES": str(LIMIT)}
+    with serving(
+        folder / "run", folder / "store", **environment, **SECRETS, PRELOAD_MODELS="봄"
+    ) as running:
         yield running
+
+
+def test_each_token_opens_what_is_its_own(server: Server) -> None:
+    """What no token or another one opens: the next test."""
+    for port in PORTS:
+        models = f"http://127.0.0.1:{getattr(server, port)}/models"
+        for method, url in (
+            ("post", f"{models}?url=b"),
+            ("put", f"{models}/b?min_worker=2"),
+            ("delete", f"{models}/b"),
+        ):
+            refused = send(method, url, bearer(INFER))
+            assert error(refused) == (401, "UnauthorizedException")
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert send(method, url, bearer(MANAGE)).status_code == 200
+        for token, status in (
+            (f"Bearer {MANAGE}", 200),
+            (f"bearer  {INFER}", 200),
+            (INFER, 401),
+            (f"Basic {INFER}", 401),
+        ):
+            headers = {"Authorization": token.encode()}
+            for url in (models, f"{models}/봄", f"{models}?available=true"):
+                assert send("get", url, headers).status_code == status, (token, url)
+    tensor = {"name": "x", "shape": [1], "datatype": "BYTES", "data": ["가"]}
+    for path, body in (
+        ("/predictions/봄", SHORT),
+        ("/models/봄/invoke", SHORT),
+        ("/invocations?model_name=봄", SHORT),
+        ("/v2/models/시/infer", {"inputs": [tensor]}),
+    ):
+        assert send("post", server.url(path), bearer(MANAGE), body).status_code == 401
+        assert send("post", server.url(path), bearer(INFER), body).status_code == 200
+
+
+def test_a_body_that_is_too_large_is_413(server: Server) -> None:
+    body = json.dumps({"inputs": "가" * LIMIT}).encode()
+    url = server.url("/predictions/봄")
+    headers = {**bearer(INFER), "Content-Type": b"application/json"}
+    answer = requests.post(url, data=body, headers=headers, timeout=60)
+    assert error(answer) == (413, "RequestTooLargeException")
+    assert str(LIMIT) in answer.json()["message"]
+    pieces = (body[i : i + 1000] for i in range(0, len(body), 1000))
+    chunked = requests.post(url, data=pieces, headers=headers, timeout=60)
+    assert error(chunked) == (413, "RequestTooLargeException")
+    load = server.post("/models", data=body, headers=bearer(MANAGE))
+    assert error(load) == (413, "RequestTooLargeException")
+    fits = json.dumps(SHORT).encode().ljust(LIMIT)
+    assert text(requests.post(url, data=fits, headers=headers, timeout=60))
+
+
+def test_an_announced_length_is_refused_before_the_body_comes(server: Server) -> None:
+    head = f"POST /predictions/x HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {INFER}\r\n"
+    answer = raw(server.port, f"{head}Content-Length: 999999999999\r\n\r\n".encode())
+    assert answer.startswith(b"HTTP/1.1 413")
+
+
+def test_workers_know_no_credentials(server: Server) -> None:
+    words = ("model_service_worker", "handlers.host", "ModelServer")
+    processes = [process for word in words for process in server.descendants(word)]
+    assert len(processes) >= 3
+    for process in processes:
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes().decode()
+        for value in (*SECRETS.values(), INFER, MANAGE):
+            assert value not in environment
+    gateway = server.descendants("serving.gateway")[0]
+    assert SECRETS["AWS_SECRET_ACCESS_KEY"] in gateway.environ().values()
+
+
+def test_only_the_gateway_listens_to_the_network(server: Server) -> None:
+    listening = {
+        process.pid: {c.laddr.port for c in process.net_connections("inet") if c.status == "LISTEN"}
+        for process in server.descendants()
+    }
+    gateway = server.descendants("serving.gateway")[0].pid
+    assert listening.pop(gateway) == {server.port, server.management_port}
+    assert {port for ports in listening.values() for port in ports} == set()
+    java = server.descendants("ModelServer")[0]
+    assert not [c for c in java.net_connections("inet") if c.type == socket.SOCK_DGRAM]
+
+
+def test_other_users_cannot_reach_the_sockets(server: Server) -> None:
+    sockets = [path for path in server.run_dir.iterdir() if stat.S_ISSOCK(path.lstat().st_mode)]
+    assert {"mms.sock", "engine.sock"} <= {path.name for path in sockets}
+    # Connecting needs the right to write.
+    assert not [path for path in sockets if path.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP)]
+
+
+def test_the_secret_of_the_probe_is_not_told(server: Server) -> None:
+    worker = psutil.Process(server.descendants("model_service_worker")[0].pid)
+    secret = worker.environ()["PROBE_SECRET"]
+    headers = {**bearer(INFER), "x-kogpt2-probe": secret.encode()}
+    answer = server.post("/predictions/봄", json=SHORT, headers=headers)
+    assert text(answer)  # a client's copy goes nowhere
+    assert secret not in server.text()
+    for value in (*SECRETS.values(), INFER, MANAGE):
+        assert value not in server.text()
 
 
 @pytest.fixture

@@ -47,17 +47,17 @@ def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield running
 
 
-def register(server: Server, name: str, src: Path | str) -> requests.Response:
-    body = {"name": name, "src": str(src)}
-    return requests.post(server.url("/adapters"), json=body, timeout=60)
+def register(server: Server, name: str, src: Path, **fields: bool) -> requests.Response:
+    body = {"name": name, "src": str(src), **fields}
+    return server.post("/adapters", json=body)
 
 
 def unregister(server: Server, name: str) -> requests.Response:
-    return requests.delete(server.url(f"/adapters/{name}"), timeout=60)
+    return server.delete(f"/adapters/{name}")
 
 
 def invoke(server: Server, body: dict[str, Any], **headers: str) -> requests.Response:
-    return requests.post(server.url("/invocations"), json=body, headers=headers, timeout=60)
+    return server.post("/invocations", json=body, headers=headers)
 
 
 def in_session(server: Server, body: dict[str, Any], id: str) -> requests.Response:
@@ -74,156 +74,101 @@ def open_session(server: Server) -> str:
 
 
 def listed(server: Server) -> set[str]:
-    models = requests.get(server.url("/v1/models"), timeout=60).json()["data"]
+    models = server.get("/v1/models").json()["data"]
     return {model["id"] for model in models}
 
 
 # test_sagemaker_lora_adapters.py
 
 
-def test_an_adapter_is_loaded_and_listed(server: Server, root: Path) -> None:
-    """`test_sagemaker_load_adapter_happy_path`. Its root and parent are in `GET /models`."""
-    src = root / "models" / "어댑터"
-    answer = register(server, "lora", src)
-    assert (answer.status_code, answer.text) == (200, "Adapter lora registered")
-    assert "lora" in listed(server)
-    [model] = [
-        model
-        for model in requests.get(server.url("/models"), timeout=60).json()["models"]
-        if model["modelName"] == "lora"
-    ]
+def test_adapters_are_loaded_listed_answer_and_are_unloaded(server: Server, root: Path) -> None:
+    """`test_sagemaker_load_adapter_happy_path`, `..._unload_adapter_happy_path`,
+    `test_sagemaker_invocations_with_adapter`, `test_sagemaker_multiple_adapters_load_unload`. Root
+    and parent are in `GET /models`."""
+    src, names = root / "models" / "어댑터", {f"lora-{i}" for i in range(3)}
+    for name in names:
+        answer = register(server, name, src, pin=False)
+        assert (answer.status_code, answer.text) == (200, f"Adapter {name} registered")
+    assert register(server, "lora-0", src).status_code == 409
+    assert names <= listed(server)
+    models = server.get("/models").json()["models"]
+    [model] = [model for model in models if model["modelName"] == "lora-0"]
     assert (model["modelUrl"], model["baseModel"]) == (str(src), "model")
-    assert unregister(server, "lora").status_code == 200
-
-
-def test_an_adapter_is_unloaded_and_not_listed(server: Server, root: Path) -> None:
-    """`test_sagemaker_unload_adapter_happy_path`."""
-    assert register(server, "lora-unload", root / "models" / "어댑터").status_code == 200
-    assert "lora-unload" in listed(server)
-    answer = unregister(server, "lora-unload")
-    assert (answer.status_code, answer.text) == (200, "Adapter lora-unload unregistered")
-    assert "lora-unload" not in listed(server)
-
-
-def test_an_adapter_that_is_not_there_is_not_found(server: Server, root: Path) -> None:
-    """`test_sagemaker_load_adapter_not_found`. Outside of the models' folders it is 400 whether
-    there is such a path or not."""
-    assert error(register(server, "lost", root / "models" / "absent"))[0] == 404
-    assert error(register(server, "lost", "/path/does/not/exist"))[0] == 400
-    assert error(register(server, "lost", "/etc"))[0] == 400
-    assert "lost" not in listed(server)
-
-
-def test_an_adapter_that_cannot_be_read_is_refused(server: Server, root: Path) -> None:
-    """`test_sagemaker_load_adapter_invalid_files`."""
-    damaged = root / "models" / "damaged"
-    damaged.mkdir()
-    (damaged / "adapter_config.json").write_text("no JSON")
-    assert error(register(server, "damaged", damaged))[0] == 400
-    assert "damaged" not in listed(server)
-
-
-def test_an_unknown_adapter_is_not_unloaded(server: Server) -> None:
-    """`test_sagemaker_unload_nonexistent_adapter`."""
-    assert error(unregister(server, "never-loaded"))[0] == 404
-
-
-@pytest.mark.parametrize("body", [{"name": "lora"}, {"src": "models/어댑터"}, {}])
-def test_a_field_that_is_missing_is_named(server: Server, body: dict[str, str]) -> None:
-    """`test_load_adapter_missing_required_field`, `test_load_adapter_empty_body`, of AWS's
-    `test_sagemaker_lora_integration.py`."""
-    refused = requests.post(server.url("/adapters"), json=body, timeout=60)
-    assert error(refused)[0] == 400
-    missing = "src" if "name" in body else "name"
-    assert refused.json()["message"] == f"{missing} must be text that is not empty"
-
-
-def test_invocations_are_answered_by_the_adapter_that_they_name(server: Server, root: Path) -> None:
-    """`test_sagemaker_invocations_with_adapter`."""
-    assert register(server, "lora-invoke", root / "models" / "어댑터").status_code == 200
-    [choice] = invoke(server, COMPLETION, **{ADAPTER_ID: "lora-invoke"}).json()["choices"]
+    [choice] = invoke(server, COMPLETION, **{ADAPTER_ID: "lora-0"}).json()["choices"]
     [base] = invoke(server, COMPLETION).json()["choices"]
     assert choice["text"]
     assert choice["text"] != base["text"]
-    assert unregister(server, "lora-invoke").status_code == 200
-    assert invoke(server, COMPLETION, **{ADAPTER_ID: "lora-invoke"}).status_code == 404
-
-
-def test_several_adapters_come_and_go(server: Server, root: Path) -> None:
-    """`test_sagemaker_multiple_adapters_load_unload`."""
-    names = {f"lora-{i}" for i in range(5)}
     for name in names:
-        assert register(server, name, root / "models" / "어댑터").status_code == 200
-    assert names <= listed(server)
-    for name in names:
-        assert unregister(server, name).status_code == 200
+        answer = unregister(server, name)
+        assert (answer.status_code, answer.text) == (200, f"Adapter {name} unregistered")
+        assert invoke(server, COMPLETION, **{ADAPTER_ID: name}).status_code == 404
     assert not names & listed(server)
+    assert register(server, "later", src, preload=False).status_code == 200
+    eventually(lambda: invoke(server, COMPLETION, **{ADAPTER_ID: "later"}).status_code == 200)
+    assert unregister(server, "later").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        # `test_sagemaker_load_adapter_not_found`. Outside of the models' folders it is 400 whether
+        # there is such a path or not.
+        ({"name": "lost", "src": "{root}/models/absent"}, 404, "absent"),
+        ({"name": "lost", "src": "/path/does/not/exist"}, 400, "Allowed"),
+        ({"name": "lost", "src": "/etc"}, 400, "Allowed"),
+        # `test_sagemaker_load_adapter_invalid_files`
+        ({"name": "damaged", "src": "{root}/models/damaged"}, 400, "adapter_config.json"),
+        # `test_load_adapter_missing_required_field`, `test_load_adapter_empty_body`, of AWS's
+        # `test_sagemaker_lora_integration.py`
+        ({"name": "lora"}, 400, "src must be text that is not empty"),
+        ({"src": "models/어댑터"}, 400, "name must be text that is not empty"),
+        ({}, 400, "name must be text that is not empty"),
+        ({"name": "x", "src": "y", "pin": "yes"}, 400, "pin"),
+        ({"name": "x", "src": "y", "load": True}, 400, "load"),
+    ],
+)
+def test_an_adapter_that_cannot_be_loaded_is_refused(
+    server: Server, root: Path, body: dict[str, Any], status: int, said: str
+) -> None:
+    (root / "models" / "damaged").mkdir(exist_ok=True)
+    (root / "models" / "damaged" / "adapter_config.json").write_text("no JSON")
+    sent = {k: v.format(root=root) if isinstance(v, str) else v for k, v in body.items()}
+    refused = server.post("/adapters", json=sent)
+    assert error(refused)[0] == status
+    assert said in refused.json()["message"]
+    assert not {"lost", "damaged", "lora", "x"} & listed(server)
+
+
+@pytest.mark.parametrize("name", ["never-loaded", "model"])
+def test_what_is_no_adapter_is_not_unloaded(server: Server, name: str) -> None:
+    """`test_sagemaker_unload_nonexistent_adapter`."""
+    refused = unregister(server, name)
+    assert error(refused)[0] == 404
+    assert refused.json()["message"] == f"The adapter {name} was not found"
 
 
 # test_sagemaker_stateful_sessions.py
 
 
-def test_a_request_to_open_a_session_has_no_other_field(server: Server) -> None:
-    """`test_create_session_badrequest`."""
-    answer = invoke(server, {**OPEN, "extra-field": "extra-field-data"})
-    assert error(answer)[0] == 400
-    assert NEW_SESSION_ID not in answer.headers
-
-
-@pytest.mark.parametrize(
-    ("id", "more", "message"),
-    [
-        ("nonexistent-session-id", {}, "session not found"),
-        ("", {"extra-field": "extra-field-data"}, "the only field"),
-    ],
-    ids=["nonexistent_session_id", "malformed_close_request"],
-)
-def test_a_close_that_is_refused_closes_nothing(
-    server: Server, id: str, more: dict[str, str], message: str
-) -> None:
-    """`test_close_session_badrequest`."""
-    opened = open_session(server)
-    refused = in_session(server, {**CLOSE, **more}, id or opened)
-    assert error(refused)[0] == 400
-    assert message in refused.json()["message"]
-    assert in_session(server, CLOSE, opened).status_code == 200
-
-
-def test_a_close_without_an_id_is_refused(server: Server) -> None:
-    """`test_close_session_invalidrequest`. There it is 424: here 400, as any header that is
-    missing; AWS's own tests take both."""
-    opened = open_session(server)
-    refused = invoke(server, CLOSE)
-    assert error(refused)[0] == 400
-    assert SESSION_ID in refused.json()["message"]
-    assert in_session(server, CLOSE, opened).status_code == 200
-
-
-def test_a_session_is_used_and_closed(server: Server) -> None:
+def test_a_session_is_used_outlives_the_gateway_and_is_closed(server: Server) -> None:
     """`test_session`; and `test_use_after_close_fails` of AWS's
-    `test_sagemaker_sessions_integration.py`."""
+    `test_sagemaker_sessions_integration.py`. Those of what is refused, where a close without an id
+    is 400 and not vLLM's 424: serving/api/test_sessions.py."""
     id = open_session(server)
     for body in (COMPLETION, CHAT):
         answer = in_session(server, body, id)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"]
-    closed = in_session(server, CLOSE, id)
-    assert closed.status_code == 200
-    assert closed.headers[CLOSED_SESSION_ID] == id
-    for body in (COMPLETION, CLOSE):
-        refused = in_session(server, body, id)
-        assert error(refused)[0] == 400
-        assert "session not found" in refused.json()["message"]
-
-
-def test_a_session_outlives_the_gateway(server: Server) -> None:
-    """No case of vLLM's: its sessions, too, are there again after a restart."""
-    id = open_session(server)
     [gateway] = server.descendants("-m serving.gateway ")
     gateway.kill()
     eventually(lambda: server.is_ready())
     assert in_session(server, COMPLETION, id).status_code == 200
-    assert in_session(server, CLOSE, id).headers[CLOSED_SESSION_ID] == id
+    closed = in_session(server, CLOSE, id)
+    assert (closed.status_code, closed.headers[CLOSED_SESSION_ID]) == (200, id)
+    for body in (COMPLETION, CLOSE):
+        refused = in_session(server, body, id)
+        assert error(refused)[0] == 400
+        assert "session not found" in refused.json()["message"]
 
 
 # test_sagemaker_handler_overrides.py
@@ -231,7 +176,7 @@ def test_a_session_outlives_the_gateway(server: Server) -> None:
 
 def test_without_a_script_the_server_answers_itself(server: Server) -> None:
     """`test_framework_default_handlers`."""
-    assert requests.get(server.url("/ping"), timeout=60).status_code == 200
+    assert server.get("/ping").status_code == 200
     answer = invoke(server, {"model": "any/name", **CHAT})
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"]

@@ -8,7 +8,6 @@ import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -19,7 +18,7 @@ from handlers.user_code.confinement import landlock
 from tests.e2e.scripts import script, transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, text
-from tests.processes import has_ended, zombies_below
+from tests.processes import has_ended
 
 pytestmark = pytest.mark.slow
 
@@ -81,24 +80,10 @@ def message(answer: requests.Response) -> str:
     ("source", "status", "reason"),
     [
         ("raise RuntimeError('가중치가 없습니다')", 500, "raised RuntimeError: 가중치가 없습니다"),
-        ("import nothing_like_it", 500, "ModuleNotFoundError: No module named 'nothing_like_it'"),
-        ("def model_fn(:", 500, "is not Python"),
-        ("import sys; sys.exit(3)", 500, "called sys.exit(3)"),
-        ("import os; os._exit(3)", 500, "ended its process while it was loaded (status 3)"),
         ("import ctypes; ctypes.string_at(0)", 500, "killed by SIGSEGV while it was loaded"),
-        ("import os; os.abort()", 500, "killed by SIGABRT while it was loaded"),
         ("import os; os.kill(os.getpid(), 9)", 507, "most likely for lack of memory"),
-        ("kept = [bytearray(1 << 20) for _ in range(5000)]", 507, "ran out of memory"),
         ("x = 1", 400, "Please provide a model_fn implementation (or load_model and predict"),
-        (
-            "def transform_fn(m, b, c, a): return b\ndef input_fn(b, c): return b\n",
-            400,
-            "Cannot use transform_fn implementation in conjunction with input_fn",
-        ),
-        ("def model_fn(d): return 0", 400, "Please provide a predict_fn implementation"),
         ("def predict_fn(d, m): return d", 400, "Please provide a model_fn implementation"),
-        ("def model_fn(a, b, c): return 0\ndef predict_fn(d, m): 0", 400, "takes 3 arguments"),
-        ("def load_model(d): return 0", 400, "load_model without predict"),
     ],
 )
 def test_a_load_that_fails_says_why_and_leaves_nothing(
@@ -111,10 +96,7 @@ def test_a_load_that_fails_says_why_and_leaves_nothing(
     assert reason in message(answer)
     # A call that may load it says the same, and no other model had to make room.
     assert reason in message(server.predict("bad", SHORT))
-    names = {
-        m["modelName"] for m in requests.get(server.url("/models"), timeout=60).json()["models"]
-    }
-    assert names == {"good", "echo"}
+    assert set(server.loaded()) == {"good", "echo"}
     eventually(lambda: len(server.descendants(CHILD)) == before)
     transform(store / "bad", "return 'well'")
     assert server.load("bad").status_code == 200
@@ -152,12 +134,7 @@ def count(server: Server, name: str) -> int:
     ("code", "status", "reason"),
     [
         ("raise ValueError('값이 틀림')", 500, "raised ValueError: 값이 틀림"),
-        ("raise Exception('첫째 줄\\n둘째 줄')", 500, "raised Exception: 첫째 줄 둘째 줄"),
-        ("sys.exit('그만')", 500, "called sys.exit('그만')"),
-        ("raise KeyboardInterrupt", 500, "raised KeyboardInterrupt"),
         ("x = [bytearray(1 << 20) for _ in range(5000)]", 507, "ran out of memory"),
-        ("x = bytearray(1 << 40)", 507, "ran out of memory"),
-        ("def f(): f()\nf()", 500, "RecursionError"),
     ],
 )
 def test_an_exception_ends_the_request_and_not_the_process(
@@ -174,11 +151,9 @@ def test_an_exception_ends_the_request_and_not_the_process(
     ("code", "status", "reason"),
     [
         ("ctypes.string_at(0)", 500, "killed by SIGSEGV while it answered"),
-        ("os.abort()", 500, "killed by SIGABRT while it answered"),
         ("os.kill(os.getpid(), 9)", 507, "most likely for lack of memory"),
         ("os._exit(0)", 500, "ended its process while it answered (status 0)"),
         ("os.closerange(3, 64); time.sleep(60)", 500, "closed its connection while it answered"),
-        ("time.sleep(1000)", 504, "answer within 5 s"),
         ("while True: pass", 504, "answer within 5 s"),
     ],
 )
@@ -200,12 +175,6 @@ def test_one_that_dies_while_nobody_asks_is_not_noticed(server: Server, wild: st
     assert server.predict(wild, code.encode()).status_code == 200
     eventually(lambda: not before <= {p.pid for p in server.descendants(CHILD)})
     assert count(server, wild) == 1
-
-
-def test_what_it_has_started_goes_with_it(server: Server, wild: str) -> None:
-    code = "import subprocess; subprocess.Popen(['sleep', '987']); time.sleep(1000)"
-    assert error(server.predict(wild, code.encode()))[0] == 504
-    eventually(lambda: not server.descendants("sleep", "987"))
 
 
 # Leaves its session and its parent behind, as a daemon does.
@@ -230,34 +199,18 @@ def test_a_daemon_that_it_has_started_goes_with_it(server: Server, wild: str) ->
     eventually(lambda: not server.descendants("sleep", "9871"))
 
 
-def test_a_daemon_goes_with_a_script_that_ends_while_nobody_asks(server: Server, wild: str) -> None:
-    end = "import threading; threading.Timer(0.1, lambda: os._exit(1)).start()"
-    assert server.predict(wild, (daemon(9872) + end).encode()).status_code == 200
-    eventually(lambda: not server.descendants("sleep", "9872"))
-
-
-def test_orphans_that_have_ended_are_waited_for(server: Server, wild: str) -> None:
-    code = "import subprocess\nfor i in range(20): os.system('sleep 0.1 &')"
-    assert server.predict(wild, code.encode()).status_code == 200
-    eventually(lambda: not server.descendants("sleep", "0.1"))
-    eventually(lambda: not zombies_below(server.process.pid))
-
-
-@pytest.mark.parametrize("how", ["unloaded", "worker killed"])
-def test_a_daemon_goes_with_its_model(server: Server, store: Path, how: str) -> None:
-    script(store / "daemon", daemon(9873) + "\ndef transform_fn(*a): return 'x'\n")
-    with (store / "daemon" / "inference.py").open("a", encoding="utf-8") as file:
-        file.write("def model_fn(model_dir): return 0\n")
+def test_a_daemon_goes_with_the_worker_of_its_model_which_comes_back(
+    server: Server, store: Path
+) -> None:
+    transform(store / "daemon", "return 'x'", top=daemon(9873))
     assert server.load("daemon").status_code == 200
-    assert server.descendants("sleep", "9873")
-    before = {p.pid for p in server.descendants("sleep", "9873")}
-    if how == "worker killed":
-        parent = server.descendants("sleep", "9873")[0].parent()
-        assert parent is not None
-        assert parent.pid != server.process.pid
-        parent.kill()
-        eventually(lambda: not before & {p.pid for p in server.descendants("sleep", "9873")})
-        eventually(lambda: _answered(server, "daemon"))
+    (before,) = server.descendants("sleep", "9873")
+    parent = before.parent()
+    assert parent is not None
+    assert parent.pid != server.process.pid
+    parent.kill()
+    eventually(lambda: not before.is_running())
+    eventually(lambda: server.predict("daemon", SHORT).status_code == 200)
     assert server.unload("daemon").status_code == 200
     eventually(lambda: not server.descendants("sleep", "9873"))
 
@@ -385,33 +338,6 @@ def test_a_locale_is_its_own(server: Server, wild: str) -> None:
     assert server.predict("good", number).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ("None", "returned nothing (None)"),
-        ("object()", "returned a object, must return bytes, text or JSON values"),
-        ("{1, 2}", "returned a set"),
-        ("(b'a', 'b', 'c')", "returned a tuple of 3"),
-        ("(b'a', 7)", "the header content-type is 7, must be printable ASCII"),
-        ("(b'a', 'text/시')", "the header content-type is 'text/시', must be"),
-        ("(b'a', 'text/plain\\nx-y: 1')", "x-y: 1', must be printable ASCII"),
-        ("(b'a', 'a' * 1_000_000)", "at most 6000 can be sent"),
-        ("b'x' * 120_000_000", "the answer has 120000000 bytes, must be at most"),
-    ],
-)
-def test_nonsense_is_refused_with_a_reason(
-    server: Server, store: Path, value: str, reason: str
-) -> None:
-    transform(store / "nonsense", f"return {value}")
-    try:
-        assert server.load("nonsense").status_code == 200
-        answer = server.predict("nonsense", SHORT)
-        assert error(answer)[0] == 500
-        assert reason in message(answer)
-    finally:
-        server.unload("nonsense")
-
-
 def test_a_script_finds_no_credentials(server: Server, wild: str) -> None:
     code = "state['environment'] = dict(os.environ)"
     found = json.dumps(server.predict(wild, code.encode()).json()["environment"])
@@ -487,32 +413,67 @@ return open(body).read() + network
 """
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({}, None),
-        ({"SCRIPT_PATHS": "{folder}", "SCRIPT_NETWORK": "false"}, "봄offline"),
-        ({"SCRIPT_ISOLATION": "false"}, "봄online"),
-    ],
-    ids=["as it is", "widened, without the network", "turned off"],
-)
-def test_isolation_can_be_turned_off_and_widened(
-    server: Server, store: Path, tmp_path: Path, settings: dict[str, str], said: str | None
-) -> None:
-    if said is None and not landlock.abi():
-        pytest.skip("this kernel has no Landlock")
-    (tmp_path / "사전").write_text("봄")
+def read_and_connect(server: Server, store: Path, file: Path) -> requests.Response:
     transform(store / "reader", READS_AND_CONNECTS)
-    own = {name: value.format(folder=tmp_path) for name, value in settings.items()}
-    with serving(tmp_path / "own", store, **own) if own else nullcontext(server) as asked:
-        assert asked.load("reader").status_code == 200
-        answer = asked.predict("reader", str(tmp_path / "사전").encode())
-        assert asked.unload("reader").status_code == 200
-    if said is None:
-        assert error(answer)[0] == 500
-        assert "PermissionError" in message(answer)
-    else:
-        assert answer.text == said
+    assert server.load("reader").status_code == 200
+    answer = server.predict("reader", str(file).encode())
+    assert server.unload("reader").status_code == 200
+    return answer
+
+
+@pytest.fixture
+def dictionary(tmp_path: Path) -> Path:
+    """A file that is no model's."""
+    (tmp_path / "사전").write_text("봄")
+    return tmp_path / "사전"
+
+
+def test_a_script_reads_no_other_file(server: Server, store: Path, dictionary: Path) -> None:
+    if not landlock.abi():
+        pytest.skip("this kernel has no Landlock")
+    answer = read_and_connect(server, store, dictionary)
+    assert error(answer)[0] == 500
+    assert "PermissionError" in message(answer)
+
+
+def test_isolation_can_be_widened_and_scripts_be_without_the_network_which_pip_keeps(
+    store: Path, dictionary: Path, tmp_path: Path
+) -> None:
+    settings = {"SCRIPT_PATHS": str(tmp_path), "SCRIPT_NETWORK": "false"}
+    settings["ALLOW_MODEL_REQUIREMENTS"] = "true"
+    with (
+        serving(tmp_path / "own", store, **settings) as asked,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
+        assert read_and_connect(asked, store, dictionary).text == "봄offline"
+        listener.settimeout(60)
+        asks = f"import socket; socket.create_connection({listener.getsockname()!r})\nraise OSError"
+        hanging_pip(store / "asks", asks)
+        assert error(asked.load("asks"))[0] == 400
+        listener.accept()[0].close()
+
+
+def test_isolation_can_be_turned_off_and_pip_finds_only_what_it_needs(
+    store: Path, dictionary: Path, tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen.json"
+    seen.touch()
+    seen.chmod(0o666)
+    backend = (
+        f"import json, os\njson.dump(dict(os.environ), open({str(seen)!r}, 'w'))\nraise OSError"
+    )
+    hanging_pip(store / "looks", backend)
+    settings = {"ALLOW_MODEL_REQUIREMENTS": "true", "SCRIPT_ISOLATION": "false"}
+    settings |= {"WORKER_VARIABLES": "나의_비밀", "나의_비밀": "SECRET-9", "PIP_TIMEOUT": "7"}
+    with serving(tmp_path / "own", store, **settings, NO_PROXY="127.0.0.1") as asked:
+        assert read_and_connect(asked, store, dictionary).text == "봄online"
+        assert error(asked.load("looks"))[0] == 400
+    found = json.loads(seen.read_text("utf-8"))
+    assert (found["PIP_TIMEOUT"], found["NO_PROXY"]) == ("7", "127.0.0.1")
+    assert found["PATH"]
+    assert found["HOME"] == found["TMPDIR"]
+    others = ("PROBE_SECRET", "RUN_DIR", "나의", "ENGINE_", "MMS_", "MODEL_SERVER_", "SAGEMAKER_")
+    assert [name for name in found if name.startswith(others)] == []
 
 
 def largest_bytes(server: Server) -> int:
@@ -524,59 +485,9 @@ def largest_bytes(server: Server) -> int:
     return max(sizes)
 
 
-def test_pip_keeps_the_network_where_scripts_have_none(store: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(60)
-        asks = f"import socket; socket.create_connection({listener.getsockname()!r})\nraise OSError"
-        hanging_pip(store / "asks", asks)
-        options = {"ALLOW_MODEL_REQUIREMENTS": "true", "SCRIPT_NETWORK": "false"}
-        with serving(tmp_path / "own", store, **options) as asked:
-            assert error(asked.load("asks"))[0] == 400
-        listener.accept()[0].close()
-
-
-def test_pip_finds_only_what_it_needs(store: Path, tmp_path: Path) -> None:
-    seen = tmp_path / "seen.json"
-    seen.touch(mode=0o666)
-    seen.chmod(0o666)
-    hanging_pip(
-        store / "looks",
-        f"import json, os\njson.dump(dict(os.environ), open({str(seen)!r}, 'w'))\nraise OSError",
-    )
-    options = {"ALLOW_MODEL_REQUIREMENTS": "true", "SCRIPT_ISOLATION": "false"}
-    own = {"WORKER_VARIABLES": "나의_비밀", "나의_비밀": "SECRET-9", "PIP_TIMEOUT": "7"}
-    with serving(tmp_path / "own", store, **options, **own, NO_PROXY="127.0.0.1") as server:
-        assert error(server.load("looks"))[0] == 400
-    found = json.loads(seen.read_text("utf-8"))
-    assert (found["PIP_TIMEOUT"], found["NO_PROXY"]) == ("7", "127.0.0.1")
-    assert found["PATH"]
-    assert found["HOME"] == found["TMPDIR"]
-    others = ("PROBE_SECRET", "RUN_DIR", "나의", "ENGINE_", "MMS_", "MODEL_SERVER_", "SAGEMAKER_")
-    assert [name for name in found if name.startswith(others)] == []
-
-
 def test_memory_is_free_again_when_the_unload_answers(server: Server, store: Path) -> None:
     transform(store / "large", "return 'x'", load="return bytearray(b'1') * (400 << 20)")
     assert server.load("large").status_code == 200
     assert largest_bytes(server) > 400 << 20
     assert server.unload("large").status_code == 200
     assert largest_bytes(server) < 400 << 20
-
-
-def test_the_worker_of_a_script_comes_back_when_it_is_killed(server: Server, store: Path) -> None:
-    transform(store / "killed", "return str(os.getpid())", top="import os")
-    assert server.load("killed").status_code == 200
-    before = int(server.predict("killed", SHORT).text)
-    child = next(p for p in server.descendants(CHILD) if p.pid == before)
-    parent = child.parent()
-    assert parent is not None
-    parent.kill()
-    eventually(lambda: not child.is_running())  # not left behind
-    answer = eventually(lambda: _answered(server, "killed"))
-    assert int(answer) != before
-    server.unload("killed")
-
-
-def _answered(server: Server, name: str) -> str | None:
-    answer = server.predict(name, SHORT)
-    return answer.text if answer.status_code == 200 else None

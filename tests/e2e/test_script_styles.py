@@ -19,9 +19,8 @@ import pytest
 import requests
 
 from tests.e2e.scripts import script, transform
-from tests.e2e.server import Server, eventually
+from tests.e2e.server import REPOSITORY, Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, statistics, text
-from tests.handlers.tensors.graphs import classifier
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +48,7 @@ def name(server: Server, request: pytest.FixtureRequest) -> Iterator[str]:
 
 def post(server: Server, name: str, body: bytes, **headers: str) -> requests.Response:
     sent = {key.replace("_", "-"): value for key, value in headers.items()}
-    return requests.post(server.url(f"/predictions/{name}"), data=body, headers=sent, timeout=60)
+    return server.post(f"/predictions/{name}", data=body, headers=sent)
 
 
 # SageMaker's functions
@@ -148,7 +147,7 @@ def test_functions_may_take_the_context_as_one_more(server: Server, store: Path,
     )
     assert server.load(name).status_code == 200
     header = {"X-Amzn-SageMaker-Custom-Attributes": "tag"}
-    answer = requests.post(server.url(f"/predictions/{name}"), json=1, headers=header, timeout=60)
+    answer = server.post(f"/predictions/{name}", json=1, headers=header)
     assert answer.status_code == 201
     assert answer.json() == ["pre", True, "warm", "tag", "*/*"]
     assert answer.headers["x-amzn-sagemaker-custom-attributes"] == "a=1"
@@ -216,26 +215,6 @@ def test_a_script_around_the_built_in_model(server: Server, store: Path, name: s
     assert answer.content.decode() == expected
 
 
-@pytest.mark.parametrize(
-    "own",
-    [
-        "import json\ndef output_fn(p, a): return json.dumps(p.asnumpy().tolist())",
-        "import json, mxnet\ndef input_fn(b, c): return mxnet.nd.array(json.loads(b))",
-        "def predict_fn(data, module): return module.predict(data)",
-    ],
-)
-def test_a_script_around_an_mxnet_module(server: Server, store: Path, name: str, own: str) -> None:
-    script(store / name, own)
-    run = classifier(store / name)
-    images = np.random.default_rng(1).standard_normal((2, 3, 16, 16)).astype(np.float32)
-    loaded = server.load(name)
-    assert loaded.status_code == 200, loaded.text
-    answer = server.predict(name, images.tolist())
-    assert answer.status_code == 200, answer.text
-    expected = run(data=images)[0]
-    np.testing.assert_allclose(np.array(answer.json()).reshape(expected.shape), expected, atol=1e-5)
-
-
 # Where scripts are, and what they import
 
 
@@ -281,6 +260,8 @@ def test_the_environment_may_name_the_program(store: Path, tmp_path: Path) -> No
             url = str(store / own)
             assert server.load(own, url).status_code == 200, own
             assert server.predict(own, 1).text == expected
+        offered = server.get("/models?available=true").json()["models"]
+        assert {"named", "submitted"} <= {model["modelName"] for model in offered}
         children = len(server.descendants("user_code/child.py"))
         assert children == 2 * 3
         assert server.load("handled").status_code == 200
@@ -559,6 +540,74 @@ def test_lists_that_do_not_fit_are_told(
     assert reason in answer.json()["message"]
 
 
+# Archives of Multi Model Server: what they are called, and which handler they have
+
+GUIDE = (REPOSITORY / "docs" / "models" / "handlers.md").read_text("utf-8")
+SERVICE = GUIDE.partition("# service.py\n")[2].partition("```")[0]
+
+
+def mar(path: Path, **manifest: Any) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("service.py", SERVICE)
+        if manifest:
+            archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": manifest}))
+
+
+@pytest.fixture
+def mars(server: Server) -> Iterator[Server]:
+    for name in server.loaded():
+        assert server.unload(name).status_code == 200
+    script(server.store / "counter", SERVICE, "service.py")
+    mar(server.store / "file.mar", modelName="셈", handler="service:handle")
+    mar(server.store / "odd.mar", modelName="../x", handler="service:handle")
+    mar(server.store / "nameless.mar", handler="service:handle")
+    mar(server.store / "bare.mar")
+    yield server
+    for name in server.loaded():
+        assert server.unload(name).status_code == 200
+
+
+def load(server: Server, **body: Any) -> requests.Response:
+    return server.post("/models", json=body)
+
+
+def count(server: Server, name: str) -> Any:
+    return server.predict(name, {"text": "진달래꽃"}).json()
+
+
+def test_an_archive_is_called_what_its_manifest_says(mars: Server) -> None:
+    assert load(mars, url="file.mar").status_code == 200
+    assert mars.loaded() == ["셈"]
+    assert count(mars, "셈") == {"characters": 4}
+    assert load(mars, url="file").status_code == 409
+    assert load(mars, url="file.mar", model_name="other").status_code == 200
+    assert mars.loaded() == ["other", "셈"]
+
+
+def test_a_name_in_a_manifest_that_is_none_is_refused(mars: Server) -> None:
+    answer = load(mars, url="odd.mar")
+    assert error(answer)[0] == 400
+    assert "'../x' is no model name" in answer.json()["message"]
+    assert load(mars, url="odd.mar", model_name="odd").status_code == 200
+
+
+def test_an_archive_without_a_name_is_called_as_its_file(mars: Server) -> None:
+    assert load(mars, url="nameless.mar").status_code == 200
+    assert mars.loaded() == ["nameless"]
+
+
+@pytest.mark.parametrize("url", ["bare.mar", "counter"])
+def test_what_has_no_manifest_loads_with_the_handler_that_is_named(mars: Server, url: str) -> None:
+    name = url.removesuffix(".mar")
+    assert load(mars, url=url).status_code in (400, 404)
+    assert load(mars, url=url, handler="other:handle").status_code in (400, 404)
+    assert mars.loaded() == []
+    answer = load(mars, url=url, handler="service:handle")
+    assert answer.status_code == 200, answer.text
+    assert mars.loaded() == [name]
+    assert count(mars, name) == {"characters": 4}
+
+
 # Batches and processes
 
 
@@ -631,12 +680,12 @@ def test_a_script_has_one_process_unless_more_are_asked_for(
         return {answer.text for answer in answers}
 
     assert len(pids()) == 1
-    scaled = requests.put(
-        server.management(f"/models/{name}"), params={"min_worker": 3, "max_worker": 3}, timeout=30
+    scaled = server.put(
+        f"/models/{name}", params={"min_worker": 3, "max_worker": 3}, management=True
     )
     assert scaled.status_code == 200
     eventually(lambda: len(pids()) == 3)
-    requests.put(server.management(f"/models/{name}"), params={"min_worker": 1}, timeout=30)
+    server.put(f"/models/{name}", params={"min_worker": 1}, management=True)
     eventually(lambda: len(pids()) == 1)
     server.unload(name)
     eventually(lambda: not server.descendants(f"{store / name}"))
@@ -649,7 +698,7 @@ def test_a_load_of_several_processes_waits_for_all_of_them(
 ) -> None:
     transform(store / name, "return 'x'", load="time.sleep(1)", top="import time")
     assert server.load(name, initial_workers=3).status_code == 200
-    workers = requests.get(server.url(f"/models/{name}"), timeout=60).json()["workers"]
+    workers = server.get(f"/models/{name}").json()["workers"]
     assert [worker["status"] for worker in workers] == ["READY"] * 3
     with ThreadPoolExecutor(3) as pool:
         assert {a.text for a in pool.map(lambda i: server.predict(name, i), range(9))} == {"x"}

@@ -31,8 +31,8 @@ OTHERS, ALIAS = "나팀/봄", "가팀/별칭"  # which stands for it
 
 
 class Setup:
-    def __init__(self, server: Server, file: Path, grpc_port: int) -> None:
-        self.server, self.file, self.grpc_port = server, file, grpc_port
+    def __init__(self, server: Server, file: Path) -> None:
+        self.server, self.file = server, file
 
     def write(self, teams: Any) -> None:
         """Replaces the file, and waits until the server has told that it has read it."""
@@ -59,28 +59,22 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     endless(folder / "store" / "느린")
     aliases = json.dumps({ALIAS: OTHERS})
     (folder / "store" / "aliases.json").write_text(aliases, encoding="utf-8")
-    file, grpc_port = folder / "tokens.json", free_port()
+    file = folder / "tokens.json"
     write(file, TEAMS)
-    settings = {"TOKENS_FILE": str(file), "MANAGEMENT_TOKEN": MANAGE, "GRPC_PORT": str(grpc_port)}
+    settings = {"TOKENS_FILE": str(file), "MANAGEMENT_TOKEN": MANAGE, "GRPC_PORT": str(free_port())}
     with serving(folder / "run", folder / "store", **settings) as server:
-        yield Setup(server, file, grpc_port)
+        yield Setup(server, file)
 
 
-def bearer(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}".encode().decode("latin-1")}
+def bearer(token: str) -> dict[str, bytes]:
+    return {"Authorization": f"Bearer {token}".encode()}
 
 
 def ask(
     server: Server, method: str, path: str, token: str, body: Any = None, **headers: str
 ) -> requests.Response:
     sent = {k.replace("_", "-"): v.encode() for k, v in headers.items()}
-    return requests.request(
-        method,
-        server.url(path),
-        json=body,
-        headers={**{k: v.encode("latin-1") for k, v in bearer(token).items()}, **sent},
-        timeout=60,
-    )
+    return server.request(method, path, json=body, headers={**bearer(token), **sent})
 
 
 def loaded(server: Server) -> set[str]:
@@ -116,7 +110,7 @@ def test_no_route_lets_a_team_use_anothers_model(setup: Setup, port: str, name: 
                 method,
                 base + path.replace("{name}", name).replace("{", "").replace("}", ""),
                 json=SHORT if method in ("post", "put") else None,
-                headers={k: v.encode("latin-1") for k, v in bearer(A).items()},
+                headers=bearer(A),
                 timeout=60,
             )
             assert answer.status_code == 403, (method, path, answer.text)
@@ -170,7 +164,7 @@ def test_no_field_or_header_lets_a_team_use_anothers_model(setup: Setup) -> None
 def test_grpc_denies_a_team_anothers_model(setup: Setup) -> None:
     before = loaded(setup.server)
     headers = {"authorization": f"Bearer {A}"}
-    with triton.InferenceServerClient(f"127.0.0.1:{setup.grpc_port}") as client:
+    with triton.InferenceServerClient(setup.server.grpc_address) as client:
         calls = [
             lambda: client.infer(OTHERS, [prompt()], headers=headers),
             lambda: client.is_model_ready(OTHERS, headers=headers),
@@ -221,7 +215,7 @@ def test_lists_show_a_team_its_own_models_only(setup: Setup) -> None:
 
 def watched(server: Server, token: str) -> Any:
     """What the console shows once it has listed the store."""
-    headers = {k: v.encode("latin-1") for k, v in bearer(token).items()}
+    headers = bearer(token)
     url = server.url("/console/events")
     shown: dict[str, Any] = {"models": {}, "journal": []}
     with requests.get(url, headers=headers, stream=True, timeout=60) as answer:
@@ -269,7 +263,7 @@ def test_loading_needs_the_right_and_a_name_that_matches(setup: Setup) -> None:
 def test_a_stream_holds_its_place_until_its_end(setup: Setup) -> None:
     server, body = setup.server, {**ENDLESS, "stream": True}
     body["parameters"] = {**ENDLESS["parameters"], "ignore_eos": True}
-    headers = {k: v.encode("latin-1") for k, v in bearer(STREAMS).items()}
+    headers = bearer(STREAMS)
     url = server.url("/predictions/느린")
     with requests.post(url, json=body, headers=headers, stream=True, timeout=60) as stream:
         assert stream.status_code == 200
@@ -297,7 +291,7 @@ def test_what_a_team_used_is_counted_under_its_name(setup: Setup) -> None:
     server = setup.server
 
     def counted() -> dict[str, float]:
-        shown = requests.get(server.url("/metrics"), timeout=60).text
+        shown = server.get("/metrics").text
         assert "tok-" not in shown
         assert hashlib.sha256(A.encode()).hexdigest() not in shown
         found = re.findall(r'kogpt2_token_(\w+)_total\{token="가팀"\} (\S+)', shown)

@@ -164,8 +164,18 @@ def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
 class EngineProcess:
     """`python -m engine`, or another module, on a unix socket."""
 
-    def __init__(self, folder: Path, module: str = "engine", **environment: str) -> None:
-        self._module = module
+    def __init__(
+        self,
+        folder: Path,
+        module: str = "engine",
+        *,
+        python: str | Path = sys.executable,
+        root: Path = Path(__file__).parents[2],
+        wait_s: float = WAIT_S,
+        **environment: str,
+    ) -> None:
+        self._command = [str(python), "-m", module]
+        self._root, self._wait_s = root, wait_s
         self.socket = folder / "engine.sock"
         assert len(str(self.socket)) < 108, "too long for a unix socket"
         self._log = (folder / "engine.log").open("a")
@@ -176,14 +186,14 @@ class EngineProcess:
 
     def start(self, *, wait: bool = True) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", self._module],
+            self._command,
             env=self._environment,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            cwd=Path(__file__).parents[2],
+            cwd=self._root,
         )
         if wait:
-            until(self._answers)
+            until(self._answers, self._wait_s)
 
     def _answers(self) -> bool:
         assert self.process.poll() is None, "the engine ended"
@@ -214,7 +224,7 @@ class EngineProcess:
 
     def open(self, method: str, url: str, body: Any = None) -> http.client.HTTPResponse:
         """An answer of which nothing has been read but the head. `drop` hangs up."""
-        connection = UnixConnection(self.socket, WAIT_S)
+        connection = UnixConnection(self.socket, self._wait_s)
         payload = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         try:
             connection.request(method, url, payload, {"Content-Type": "application/json"})

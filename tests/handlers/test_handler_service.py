@@ -176,6 +176,17 @@ def test_unusual_answers_reach_the_client(worker: Worker, code: str, expected: s
         ("context.set_response_header(0, 'x', '봄')\nreturn 'x'", 500, "header x is '봄'"),
         ("context.set_response_header(0, 'x', 'a\\r\\ny: 1')\nreturn 'x'", 500, "header x is"),
         ("context.set_response_header(0, 'x', 'a' * 9000)\nreturn 'x'", 500, "at most 6000"),
+        ("raise Exception('첫째 줄\\n둘째 줄')", 500, "raised Exception: 첫째 줄 둘째 줄"),
+        ("raise KeyboardInterrupt", 500, "raised KeyboardInterrupt"),
+        ("def f(): f()\nf()", 500, "RecursionError"),
+        ("return None", 500, "returned nothing (None)"),
+        ("return object()", 500, "returned a object, must return bytes, text or JSON values"),
+        ("return {1, 2}", 500, "returned a set"),
+        ("return b'a', 'b', 'c'", 500, "returned a tuple of 3"),
+        ("return b'a', 7", 500, "the header content-type is 7, must be printable ASCII"),
+        ("return b'a', 'text/plain\\nx-y: 1'", 500, "x-y: 1', must be printable ASCII"),
+        ("return b'a', 'a' * 1_000_000", 500, "at most 6000 can be sent"),
+        ("return b'x' * 120_000_000", 500, "the answer has 120000000 bytes, must be at most"),
         ("context.set_response_status(99, '', 0)\nreturn 'x'", 500, "status is 99"),
         ("context.set_response_status('봄', '', 0)\nreturn 'x'", 500, "status is '봄'"),
     ],
@@ -189,6 +200,30 @@ def test_unusual_errors_reach_the_client(
     assert message in body["message"]
     assert len(reply.body) < 10_000
     assert b"Traceback" not in reply.body
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "reason"),
+    [
+        ("import nothing_like_it", 500, "ModuleNotFoundError: No module named 'nothing_like_it'"),
+        ("def model_fn(:", 500, "is not Python"),
+        ("import sys; sys.exit(3)", 500, "called sys.exit(3)"),
+        ("import os; os._exit(3)", 500, "ended its process while it was loaded (status 3)"),
+        ("import os; os.abort()", 500, "killed by SIGABRT while it was loaded"),
+        (
+            "def transform_fn(m, b, c, a): return b\ndef input_fn(b, c): return b\n",
+            400,
+            "Cannot use transform_fn implementation in conjunction with input_fn",
+        ),
+        ("def model_fn(d): return 0", 400, "Please provide a predict_fn implementation"),
+        ("def model_fn(a, b, c): return 0\ndef predict_fn(d, m): 0", 400, "takes 3 arguments"),
+        ("def load_model(d): return 0", 400, "load_model without predict"),
+    ],
+)
+def test_a_failed_load_has_a_reason(tmp_path: Path, source: str, status: int, reason: str) -> None:
+    outcome = Worker(tmp_path, source).handler._outcome()
+    assert outcome["status"] == status
+    assert reason in outcome["message"]
 
 
 @pytest.mark.parametrize("code", ["'\\ud800'", "'시' * 1_000_000"])

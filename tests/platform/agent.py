@@ -2,7 +2,7 @@
 
 It follows the platform's documented rules. An archive is downloaded when its model is first called,
 unpacked to `/opt/ml/models/<hash>/model` and loaded with `POST /models`; 507 means that another one
-has to go first, the least recently used; what leaves memory stays on the disk until that is full.
+has to go first, the least recently used; what leaves memory stays on the disk.
 Which model goes when all are in use is not documented: here it is the least recently used as well,
 which is what asks most of a container, since it has to drain it.
 """
@@ -80,12 +80,11 @@ class Agent:
         *,
         limits: Limits | None = None,
         cached: bool = True,
-        disk_bytes: int | None = None,
     ) -> None:
-        """`cached=False` is `ModelCacheSetting=Disabled`; `disk_bytes` is the volume's size."""
+        """`cached=False` is `ModelCacheSetting=Disabled`."""
         self.url, self.disk, self.inside = url, disk, inside
         self.limits = limits or Limits()
-        self.cached, self.disk_bytes = cached, disk_bytes
+        self.cached = cached
         self.seen = Seen()
         self._models: dict[str, Held] = {}
         self._changed = threading.Condition()
@@ -228,7 +227,6 @@ class Agent:
         try:
             with self._fetching:
                 if not self.disk.has(held.name):
-                    self._make_disk_room(held)
                     self.disk.fetch(held.target, held.name)
             self._post(held, end)
         except PlatformError as raised:
@@ -301,20 +299,6 @@ class Agent:
             self.seen.counts[outcome] += 1
             held.state = State.ABSENT
             self._changed.notify_all()
-
-    def _make_disk_room(self, wanting: Held) -> None:
-        """Deletes models that are not loaded, the least recently used first, while it is full."""
-        while self.disk_bytes is not None and self.disk.bytes() >= self.disk_bytes:
-            with self._changed:
-                idle = [
-                    m
-                    for m in self._models.values()
-                    if m is not wanting and m.state is State.ABSENT and self.disk.has(m.name)
-                ]
-            if not idle:
-                return
-            self.disk.delete(min(idle, key=lambda m: m.last_used).name)
-            self.seen.counts["deletions"] += 1
 
 
 def _hash(target: str) -> str:

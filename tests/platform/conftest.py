@@ -80,25 +80,12 @@ class Container:
 
     def kill(self) -> None:
         """As when the container's first process dies: all others go with it, at once."""
-        with self.suspended() as everyone:  # nobody answers for those that are gone already
-            for process in everyone:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        self.server.process.wait(10)
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[list[psutil.Process]]:
-        """Its processes, which do nothing meanwhile."""
         everyone = [psutil.Process(self.server.process.pid), *self.server.descendants()]
-        try:
+        for act in (psutil.Process.suspend, psutil.Process.kill):  # none answers for the others
             for process in everyone:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.suspend()
-            yield everyone
-        finally:
-            for process in everyone[::-1]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.resume()
+                    act(process)
+        self.server.process.wait(10)
 
     def stop(self) -> None:
         if self.server.process.poll() is None:

@@ -64,19 +64,6 @@ def test_thirty_fine_tunes_on_two_instances_with_room_for_six_answer_as_each_doe
     assert MODELS <= sum(agent.disk.downloads for agent in agents) <= 2 * MODELS
 
 
-def test_a_popular_model_is_loaded_on_both_instances_and_another_one_is_not(
-    pair: list[Container], texts: dict[str, str]
-) -> None:
-    popular, other = list(texts)[20:22]
-    endpoint = Endpoint("poets", [container.agent for container in pair], spill_at=2)
-    with client_of(endpoint) as client:
-        assert invoke(client, "poets", other) == texts[other]
-        crowd = {popular: texts[popular]}
-        assert invoke_all(client, "poets", crowd, calls=40, clients=8) == {"right": 40}
-    assert sorted(endpoint.homes(popular)) == [0, 1]
-    assert len(endpoint.homes(other)) == 1
-
-
 def test_a_replaced_container_gets_its_models_again(
     pair: list[Container], texts: dict[str, str]
 ) -> None:
@@ -181,24 +168,6 @@ def packed_text(container: Container) -> bytes:
     return packed(folder, folder.with_suffix(".tar.gz")).read_bytes()
 
 
-def test_an_answer_that_takes_longer_than_the_limit_fails_for_its_client_alone(
-    pair: list[Container], texts: dict[str, str]
-) -> None:
-    target = next(iter(texts))
-    agent = pair[0].agent
-    with client_of(Endpoint("poets", [agent])) as client:
-        assert invoke(client, "poets", target) == texts[target]
-        agent.limits = Limits(answer_s=0.1)
-        with (
-            pair[0].suspended(),
-            pytest.raises(client.exceptions.ModelError, match="timed out") as caught,
-        ):
-            invoke(client, "poets", target)
-        assert caught.value.response["OriginalStatusCode"] == 0
-        agent.limits = Limits()
-        assert invoke(client, "poets", target) == texts[target]
-
-
 def test_with_the_cache_disabled_a_model_goes_after_each_call(
     pair: list[Container], texts: dict[str, str]
 ) -> None:
@@ -211,15 +180,6 @@ def test_with_the_cache_disabled_a_model_goes_after_each_call(
         assert agent.seen.counts["unloads"] == agent.disk.downloads == 5
         assert invoke_all(client, "poets", some, calls=8, clients=4) == {"right": 8}
         eventually(lambda: agent.disk.bytes() == 0 and agent.loaded() == [])
-
-
-def test_a_full_disk_loses_what_is_not_loaded(pair: list[Container], texts: dict[str, str]) -> None:
-    some = dict(list(texts.items())[:12])
-    with pair[1].afresh(disk_bytes=16 << 20) as agent:
-        with client_of(Endpoint("poets", [agent])) as client:
-            assert invoke_all(client, "poets", some, calls=26, clients=2) == {"right": 26}
-        assert agent.disk.downloads > len(some)
-        assert agent.seen.counts["deletions"] > 0
 
 
 def test_a_cold_model_gets_in_although_all_others_are_busy(

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import zipfile
 from datetime import datetime
 from importlib import metadata
 from itertools import pairwise
@@ -67,6 +68,40 @@ def test_the_manifest_is_one_that_sagemaker_takes(build: Build, buildkit: bool) 
     words = build("cpu", buildkit=buildkit)
     assert values(words, "--platform") == ["linux/amd64"]
     assert ("--provenance=false" in words) == buildkit
+
+
+def test_the_slim_image_is_built_for_arm64(build: Build) -> None:
+    words = build("slim", "--platform", "linux/arm64", "--sbom", "뜻.json")
+    assert values(words, "--platform") == 2 * ["linux/arm64"]  # the second is the SBOM's
+    assert values(words, "-t")[0] == "kogpt2-serving:slim-arm64"
+    assert values(build("slim"), "-t") == ["kogpt2-serving:slim"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("cpu --platform linux/arm64", "linked with libarmpl_lp64_mp.so, which no package has"),
+        ("gpu --platform linux/arm64", "mxnet-cu117 has no wheel for aarch64"),
+        ("slim --platform arm64", "must be linux/amd64 or linux/arm64"),
+    ],
+)
+def test_platforms_that_an_image_does_not_have(arguments: str, reason: str) -> None:
+    command = [ROOT / "scripts" / "build", *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert reason in done.stderr
+
+
+def test_mms_has_the_library_for_unix_sockets_that_the_image_takes() -> None:
+    """docker/java.sh names it by the processor."""
+    jar = metadata.distribution("multi-model-server").locate_file("mms/frontend/model-server.jar")
+    script = (ROOT / "docker/java.sh").read_text(encoding="utf-8")
+    (name,) = re.findall(r'"(META-INF/native/.*_\$machine\.so)"', script)
+    (line,) = re.findall("^machine=.*$", script, re.MULTILINE)
+    for machine in ("x86_64", "aarch64"):
+        shell = f'uname() {{ echo {machine}; }}; {line}\nprintf %s "{name}"'
+        library = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
+        assert library.stdout in zipfile.ZipFile(str(jar)).namelist()
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])

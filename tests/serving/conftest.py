@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,8 +9,24 @@ from pathlib import Path
 import pytest
 
 from common.trees import remove
+from tests.serving import virtual_time
 
 DEPTH = 1500
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "virtual_time: a coroutine whose clock stands still")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A coroutine marked `virtual_time` runs in the loop of that module."""
+    mark = pyfuncitem.get_closest_marker("virtual_time")
+    if mark is None or False in mark.args or not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    virtual_time.run(functools.partial(pyfuncitem.obj, **given))
+    return True
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ import pytest
 from common.errors import SettingError
 from serving.errors import Forbidden, TooManyRequests
 from serving.tokens import CHECK_S, Token, Tokens, Usage, read
-from tests.serving import virtual_time
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "비밀-하나"  # noqa: S105
@@ -210,69 +209,63 @@ def test_without_limits_there_are_none(tmp_path: Path) -> None:
 # Reloading
 
 
-def test_a_change_is_read_and_what_was_used_stays(tmp_path: Path) -> None:
-    async def test() -> None:
-        clock = Clock()
-        path = written(tmp_path / "tokens.json", entry(requests_per_minute=2))
-        tokens = Tokens(str(path), clock)
-        watching = asyncio.create_task(tokens.watch())
-        await tokens.refresh()
-        before = tokens.find(SECRET.encode())
-        assert before is not None
-        before.begin(clock())
-        before.begin(clock())
+async def test_a_change_is_read_and_what_was_used_stays(tmp_path: Path) -> None:
+    clock = Clock()
+    path = written(tmp_path / "tokens.json", entry(requests_per_minute=2))
+    tokens = Tokens(str(path), clock)
+    watching = asyncio.create_task(tokens.watch())
+    await tokens.refresh()
+    before = tokens.find(SECRET.encode())
+    assert before is not None
+    before.begin(clock())
+    before.begin(clock())
 
-        other = hashlib.sha256("새것".encode()).hexdigest()  # a new token of the same team
-        written(path, entry(sha256=other, models=["나팀/*"], requests_per_minute=2))
-        await asyncio.sleep(CHECK_S * 1.5)
-        assert tokens.find(SECRET.encode()) is None
-        after = tokens.find("새것".encode())
-        assert after is not None
-        assert after.may_call("나팀/봄")
-        assert after.usage.in_flight == 2
-        with pytest.raises(TooManyRequests):
-            after.begin(clock())
-        before.end()
-        assert after.usage.in_flight == 1
-        written(path)
-        await asyncio.sleep(CHECK_S * 1.5)
-        assert tokens.all() == []
-        watching.cancel()
-
-    virtual_time.run(test)
+    other = hashlib.sha256("새것".encode()).hexdigest()  # a new token of the same team
+    written(path, entry(sha256=other, models=["나팀/*"], requests_per_minute=2))
+    await asyncio.sleep(CHECK_S * 1.5)
+    assert tokens.find(SECRET.encode()) is None
+    after = tokens.find("새것".encode())
+    assert after is not None
+    assert after.may_call("나팀/봄")
+    assert after.usage.in_flight == 2
+    with pytest.raises(TooManyRequests):
+        after.begin(clock())
+    before.end()
+    assert after.usage.in_flight == 1
+    written(path)
+    await asyncio.sleep(CHECK_S * 1.5)
+    assert tokens.all() == []
+    watching.cancel()
 
 
 @pytest.mark.parametrize("damage", ["half", "gone", "folder", "duplicate"])
-def test_a_wrong_file_keeps_the_tokens_before_and_is_logged_once(
+async def test_a_wrong_file_keeps_the_tokens_before_and_is_logged_once(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        path = written(tmp_path / "tokens.json", entry())
-        tokens = Tokens(str(path))
-        await tokens.refresh()
-        watching = asyncio.create_task(tokens.watch())
-        if damage == "half":
-            path.write_bytes(path.read_bytes()[:-5])
-        elif damage == "duplicate":
-            written(path, entry(), entry())
-        else:
-            path.unlink()
-            if damage == "folder":
-                path.mkdir()
-        await asyncio.sleep(CHECK_S * 5.5)
-        assert tokens.find(SECRET.encode()) is not None
-        (line,) = [r for r in caplog.records if r.levelno == logging.ERROR]
-        assert "the 1 tokens before stay" in line.getMessage()
-        assert HASH not in caplog.text
+    path = written(tmp_path / "tokens.json", entry())
+    tokens = Tokens(str(path))
+    await tokens.refresh()
+    watching = asyncio.create_task(tokens.watch())
+    if damage == "half":
+        path.write_bytes(path.read_bytes()[:-5])
+    elif damage == "duplicate":
+        written(path, entry(), entry())
+    else:
+        path.unlink()
         if damage == "folder":
-            path.rmdir()
-        written(path, entry(sha256="0" * 64))
-        await asyncio.sleep(CHECK_S * 1.5)
-        assert tokens.find(SECRET.encode()) is None
-        assert not watching.done()
-        watching.cancel()
-
-    virtual_time.run(test)
+            path.mkdir()
+    await asyncio.sleep(CHECK_S * 5.5)
+    assert tokens.find(SECRET.encode()) is not None
+    (line,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "the 1 tokens before stay" in line.getMessage()
+    assert HASH not in caplog.text
+    if damage == "folder":
+        path.rmdir()
+    written(path, entry(sha256="0" * 64))
+    await asyncio.sleep(CHECK_S * 1.5)
+    assert tokens.find(SECRET.encode()) is None
+    assert not watching.done()
+    watching.cancel()
 
 
 async def test_a_file_that_does_not_change_is_read_once(

@@ -209,6 +209,30 @@ def test_the_newest_image_for_the_instances_is_taken(ready: Cloud) -> None:
     assert said.endswith(":v9: kogpt2 push puts it there")
 
 
+def test_graviton_instances_take_images_for_arm64_alone(ready: Cloud) -> None:
+    on_graviton = (*BASIC[:3], "--instance-type", "ml.c7g.xlarge", "--yes")
+    said = ready.run("deploy", *on_graviton, code=2)
+    assert "no image with a tag arm64-... in ECR's repository kogpt2-serving" in said
+    assert said.endswith("Graviton runs what scripts/build slim --platform linux/arm64 makes")
+    arm, x86 = ready.put_image("arm64-v1"), ready.put_image("cpu-v2")
+    ready.run("deploy", *on_graviton)
+    assert ready.endpoint("poems")["model"]["PrimaryContainer"]["Image"] == arm
+    said = ready.run("deploy", *on_graviton, "--image", x86, code=2)
+    assert "is for x86-64, which Graviton instances do not run" in said
+    said = ready.run("deploy", *BASIC, "--image", arm, code=2)
+    assert said.endswith("is for arm64: give a Graviton --instance-type, such as ml.m6g.large")
+    said = ready.run("deploy", *on_graviton, "--env", "ENGINE_BACKEND=mxnet", code=2)
+    assert said == "there is no MXNet for arm64: take x86-64 instances or ENGINE_BACKEND=native"
+
+
+def test_the_cheapest_instance_is_one_that_runs_the_image(ready: Cloud) -> None:
+    tagged = ready.put_image("arm64-v1").partition("@")[0] + ":arm64-v1"
+    out = ready.run("deploy", *BASIC[:3], "--dry-run", "--image", tagged)
+    assert re.search(r"ml\.c7g\.large .*<- chosen", out)
+    assert "ml.m5.large" not in out
+    assert "ml.m6g.large" not in ready.run("deploy", *BASIC[:3], "--dry-run")
+
+
 def test_another_serving_image_with_its_own_model(ready: Cloud) -> None:
     image = "763104351884.dkr.ecr.us-east-1.amazonaws.com/huggingface-pytorch-tgi-inference:2.7"
     ready.run("deploy", "llm", "--image", image, "--env", "HF_MODEL_ID=skt/kogpt2-base-v2",

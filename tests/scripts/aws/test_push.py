@@ -126,6 +126,12 @@ def test_a_tag_says_what_an_image_computes_on(aws: Cloud, docker: Docker) -> Non
     assert ("push", f"{REGISTRY}/kogpt2-serving:gpu-0123456789ab") in docker.calls()
 
 
+def test_a_tag_says_that_an_image_is_for_graviton(aws: Cloud, docker: Docker) -> None:
+    docker.has({"Architecture": "arm64"})
+    push(aws, docker)
+    assert ("push", f"{REGISTRY}/kogpt2-serving:arm64-0123456789ab") in docker.calls()
+
+
 def test_a_push_that_docker_refused_is_done_the_next_time(aws: Cloud, docker: Docker) -> None:
     docker.has(fails="push")
     assert push(aws, docker, code=2) == "docker push failed: the reason is above"
@@ -145,7 +151,7 @@ def test_a_tag_is_never_moved(aws: Cloud, docker: Docker) -> None:
 
 
 def test_images_that_sagemaker_could_not_run(aws: Cloud, docker: Docker) -> None:
-    docker.has({"Architecture": "arm64"})
+    docker.has({"Architecture": "386"})
     assert "build it with --platform linux/amd64" in push(aws, docker, code=2)
     docker.has({"Config": {"Labels": None}})
     assert "single-model endpoints only" in push(aws, docker)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from serving.models.model import Model, State
 from serving.settings import Settings
 from serving.store import Lookups, StoredModel, StoreSettings
 
-TEXT = json.dumps({"generated_text": "가실 때에는"}, ensure_ascii=False).encode()
+SAID = "가실 때에는"
+TEXT = json.dumps({"generated_text": SAID}, ensure_ascii=False).encode()
 
 
 def answered(
@@ -84,6 +85,31 @@ class FakeEngine:
 
     async def statistics(self, timeout_s: float = 1) -> dict[str, Any]:
         raise NotImplementedError
+
+
+class RecordingEngine:
+    """Keeps what each call asks of it; `fails` are raised by the first calls."""
+
+    def __init__(self, *fails: Exception, streamed: Iterable[Any] = ()) -> None:
+        self.fails, self.streamed = list(fails), streamed
+        self.asked: list[tuple[Any, ...]] = []
+
+    async def generate(self, *asked: Any) -> dict[str, Any]:
+        self._ask(asked)
+        completion = {"text": SAID, "tokens": len(SAID), "finish_reason": "length"}
+        return {"completions": [completion], "prompt_tokens": 3, "cached_tokens": 2}
+
+    async def stream(self, *asked: Any) -> AsyncIterator[dict[str, Any]]:
+        self._ask(asked)
+        for item in self.streamed:
+            if isinstance(item, Exception):
+                raise item
+            yield dict(item)
+
+    def _ask(self, asked: tuple[Any, ...]) -> None:
+        self.asked.append(asked)
+        if self.fails:
+            raise self.fails.pop(0)
 
 
 class FakeRegistry:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -12,35 +11,16 @@ import pytest
 from common.errors import EngineError, InvalidRequest
 from serving.api import tgi
 from serving.models.model import Model
-from tests.serving.api.gateways import World, answered, model
+from tests.serving.api.gateways import SAID as TEXT
+from tests.serving.api.gateways import RecordingEngine, World, answered, model
 
-TEXT = "가실 때에는"
 MESSAGES = [{"role": "user", "content": "안녕?"}]
 TARGET = {"X_Amzn_SageMaker_Target_Model": "봄"}
 FIRST = {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 0}
 
 
-class Engine:
-    """`items` are its answers; it keeps what it is asked."""
-
-    def __init__(self, *items: Any) -> None:
-        self.items, self.asked = items, list[tuple[Any, ...]]()
-
-    async def generate(self, *asked: Any) -> dict[str, Any]:
-        self.asked.append(asked)
-        completion = {"text": TEXT, "tokens": 3, "finish_reason": "stop"}
-        return {"completions": [completion], "prompt_tokens": 3, "cached_tokens": 0}
-
-    async def stream(self, *asked: Any) -> AsyncIterator[dict[str, Any]]:
-        self.asked.append(asked)
-        for item in self.items:
-            if isinstance(item, Exception):
-                raise item
-            yield dict(item)
-
-
-def world(*items: Any, **settings: Any) -> tuple[World, Engine]:
-    made, engine = World(model(), **settings), Engine(*items)
+def world(*items: Any, **settings: Any) -> tuple[World, RecordingEngine]:
+    made, engine = World(model(), **settings), RecordingEngine(streamed=items)
     made.model.in_engine = True
     made.gateway.engine = engine  # type: ignore[assignment]
     return made, engine
@@ -235,7 +215,7 @@ def test_what_cannot_be_had_is_refused_in_tgis_words(more: Any, said: str) -> No
     assert engine.asked == []
 
 
-def two_models() -> tuple[World, Engine, Model]:
+def two_models() -> tuple[World, RecordingEngine, Model]:
     """The base of the route, and an adapter."""
     made, engine = world(*items("가", end="length", special=False))
     adapter = model("여름/시")

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -21,309 +21,262 @@ from tests.serving.api.gateways import World, answered, model, settle
 PATH = "/predictions/봄"
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
-
-
 def said(body: bytes) -> tuple[str, str]:
     error = json.loads(body)
     return error["type"], error["message"]
 
 
-def test_every_try_is_told_what_is_left_of_the_requests_time() -> None:
-    async def test() -> None:
-        world = World(model(limit_s=5))
+async def test_every_try_is_told_what_is_left_of_the_requests_time() -> None:
+    world = World(model(limit_s=5))
 
-        async def answer(number: int) -> Answer:
-            await asyncio.sleep(0.05)
-            return answered(500, by_worker=False) if number < 2 else answered()
+    async def answer(number: int) -> Answer:
+        await asyncio.sleep(0.05)
+        return answered(500, by_worker=False) if number < 2 else answered()
 
-        world.mms.answer = answer
-        status, _, _ = await world.call("POST", PATH)
-        assert status == 200
-        first, second, third = world.mms.told_s
-        assert first <= 5
-        assert second <= first - 0.05
-        assert third <= second - 0.05
-
-    run(test())
+    world.mms.answer = answer
+    status, _, _ = await world.call("POST", PATH)
+    assert status == 200
+    first, second, third = world.mms.told_s
+    assert first <= 5
+    assert second <= first - 0.05
+    assert third <= second - 0.05
 
 
-def test_at_the_deadline_the_client_is_answered_and_the_engine_told() -> None:
-    async def test() -> None:
-        world = World(model(limit_s=0.1))
+async def test_at_the_deadline_the_client_is_answered_and_the_engine_told() -> None:
+    world = World(model(limit_s=0.1))
 
-        async def answer(number: int) -> Answer:
-            await world.engine.over.wait()  # as a worker does
-            await release.wait()
-            return answered(499)
+    async def answer(number: int) -> Answer:
+        await world.engine.over.wait()  # as a worker does
+        await release.wait()
+        return answered(499)
 
-        release = asyncio.Event()
-        world.mms.answer = answer
-        began = time.monotonic()
-        status, _, body = await world.call("POST", PATH)
-        assert time.monotonic() - began >= 0.1
-        assert (status, said(body)) == (504, ("TimeoutException", "no answer within 0.1 s"))
-        await settle()
-        assert len(world.engine.called_off) == 1
-        # Its worker has not come back: nobody else gets its place, and the model stays.
-        assert (world.model.line.running, world.model.in_flight) == (1, 1)
-        assert world.gateway.requests == 0
-        release.set()
-        await asyncio.gather(*world.registry.tasks)
-        assert (world.model.line.running, world.model.in_flight) == (0, 0)
-
-    run(test())
+    release = asyncio.Event()
+    world.mms.answer = answer
+    began = time.monotonic()
+    status, _, body = await world.call("POST", PATH)
+    assert time.monotonic() - began >= 0.1
+    assert (status, said(body)) == (504, ("TimeoutException", "no answer within 0.1 s"))
+    await settle()
+    assert len(world.engine.called_off) == 1
+    # Its worker has not come back: nobody else gets its place, and the model stays.
+    assert (world.model.line.running, world.model.in_flight) == (1, 1)
+    assert world.gateway.requests == 0
+    release.set()
+    await asyncio.gather(*world.registry.tasks)
+    assert (world.model.line.running, world.model.in_flight) == (0, 0)
 
 
-def test_a_request_whose_model_still_waits_for_room_at_its_deadline_is_worth_another_try() -> None:
-    async def test() -> None:
-        world = World(request_timeout_s=1)
-        world.model.shortage = OutOfMemory("model 봄 needs 2 MiB, but 17 are taken")
+async def test_a_request_whose_model_waits_for_room_at_its_deadline_may_be_tried_again() -> None:
+    world = World(request_timeout_s=1)
+    world.model.shortage = OutOfMemory("model 봄 needs 2 MiB, but 17 are taken")
 
-        @contextlib.asynccontextmanager
-        async def use(name: str) -> AsyncIterator[Any]:
-            await asyncio.Event().wait()
-            yield
+    @contextlib.asynccontextmanager
+    async def use(name: str) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
 
-        world.registry.use = use  # type: ignore[assignment]
-        status, headers, body = await world.call("POST", PATH)
-        assert (status, headers["retry-after"]) == (503, "1")
-        said = "no memory or disk became free within 1 s: model 봄 needs 2 MiB, but 17 are taken"
-        assert json.loads(body)["message"] == said
-
-    run(test())
+    world.registry.use = use  # type: ignore[assignment]
+    status, headers, body = await world.call("POST", PATH)
+    assert (status, headers["retry-after"]) == (503, "1")
+    said = "no memory or disk became free within 1 s: model 봄 needs 2 MiB, but 17 are taken"
+    assert json.loads(body)["message"] == said
 
 
-def test_an_answer_that_is_read_after_the_deadline_is_not_sent() -> None:
-    async def test() -> None:
-        world = World(model(limit_s=0.1))
+async def test_an_answer_that_is_read_after_the_deadline_is_not_sent() -> None:
+    world = World(model(limit_s=0.1))
 
-        async def answer(number: int) -> Answer:
-            time.sleep(0.2)  # the loop is busy, and the answer is there
-            return answered()
+    async def answer(number: int) -> Answer:
+        time.sleep(0.2)  # the loop is busy, and the answer is there
+        return answered()
 
-        world.mms.answer = answer
-        status, _, body = await world.call("POST", PATH)
-        assert (status, said(body)) == (504, ("TimeoutException", "no answer within 0.1 s"))
-        await asyncio.gather(*world.registry.tasks)
-        assert (world.model.line.running, world.model.in_flight) == (0, 0)
-
-    run(test())
+    world.mms.answer = answer
+    status, _, body = await world.call("POST", PATH)
+    assert (status, said(body)) == (504, ("TimeoutException", "no answer within 0.1 s"))
+    await asyncio.gather(*world.registry.tasks)
+    assert (world.model.line.running, world.model.in_flight) == (0, 0)
 
 
-def test_a_worker_that_does_not_come_back_in_time_is_no_other_error() -> None:
-    async def test() -> None:
-        world = World(model(limit_s=0.1))
+async def test_a_worker_that_does_not_come_back_in_time_is_no_other_error() -> None:
+    world = World(model(limit_s=0.1))
 
-        async def lost(number: int) -> Answer:
-            return answered(500, by_worker=False)
+    async def lost(number: int) -> Answer:
+        return answered(500, by_worker=False)
 
-        async def wait_for(model: Any, timeout_s: float) -> None:
-            time.sleep(timeout_s)  # so that this comes before the deadline's own
-            raise Unavailable("being loaded again", retry_after_s=1)
+    async def wait_for(model: Any, timeout_s: float) -> None:
+        time.sleep(timeout_s)  # so that this comes before the deadline's own
+        raise Unavailable("being loaded again", retry_after_s=1)
 
-        world.mms.answer, world.recovery.wait_for = lost, wait_for  # type: ignore
-        status, _, body = await world.call("POST", PATH)
-        assert (status, said(body)) == (504, ("TimeoutException", "no answer within 0.1 s"))
-
-    run(test())
+    world.mms.answer, world.recovery.wait_for = lost, wait_for  # type: ignore
+    status, _, body = await world.call("POST", PATH)
+    assert (status, said(body)) == (504, ("TimeoutException", "no answer within 0.1 s"))
 
 
 @pytest.mark.parametrize(
     ("in_engine", "held", "expected"), [(True, False, 503), (True, True, 507), (False, False, 507)]
 )
-def test_a_model_whose_memory_others_took_while_the_engine_was_away_is_503(
+async def test_a_model_whose_memory_others_took_while_the_engine_was_away_is_503(
     in_engine: bool, held: bool, expected: int
 ) -> None:
     """Its worker cannot load it again: another server may answer, or this one later. What can never
     fit, and what a worker of its own says, is 507."""
+    world = World(model())
+    world.model.in_engine = in_engine
+    world.model.connections = world.model.line.capacity
+    world.engine.held = [world.model.engine_name] if held else []
 
-    async def test() -> None:
-        world = World(model())
-        world.model.in_engine = in_engine
-        world.model.connections = world.model.line.capacity
-        world.engine.held = [world.model.engine_name] if held else []
+    async def full(number: int) -> Answer:
+        return answered(507, json.dumps({"code": 507}).encode())
 
-        async def full(number: int) -> Answer:
-            return answered(507, json.dumps({"code": 507}).encode())
-
-        world.mms.answer = full
-        status, headers, _ = await world.call("POST", PATH)
-        assert status == expected
-        assert ("retry-after" in headers) is (expected == 503)
-
-    run(test())
+    world.mms.answer = full
+    status, headers, _ = await world.call("POST", PATH)
+    assert status == expected
+    assert ("retry-after" in headers) is (expected == 503)
 
 
-def test_a_load_that_takes_longer_than_the_request_has_is_not_waited_for() -> None:
-    async def test() -> None:
-        world = World(request_timeout_s=1)
+async def test_a_load_that_takes_longer_than_the_request_has_is_not_waited_for() -> None:
+    world = World(request_timeout_s=1)
 
-        @contextlib.asynccontextmanager
-        async def loading(name: str) -> AsyncIterator[None]:
-            await asyncio.Event().wait()
-            yield
+    @contextlib.asynccontextmanager
+    async def loading(name: str) -> AsyncIterator[None]:
+        await asyncio.Event().wait()
+        yield
 
-        world.registry.use = loading  # type: ignore
-        for path in (PATH, "/v2/models/봄/infer"):
-            status, _, body = await world.call("POST", path)
-            assert (status, b"no answer within 1 s" in body) == (504, True)
-
-    run(test())
+    world.registry.use = loading  # type: ignore
+    for path in (PATH, "/v2/models/봄/infer"):
+        status, _, body = await world.call("POST", path)
+        assert (status, b"no answer within 1 s" in body) == (504, True)
 
 
-def test_a_body_has_as_long_to_arrive() -> None:
-    async def test() -> None:
-        world = World(request_timeout_s=1)
-        for path in (PATH, "/models"):
-            status, _, body = await world.call("POST", path, more_body=True)
-            assert (status, said(body)[0]) == (408, "RequestTimeoutException")
-
-    run(test())
+async def test_a_body_has_as_long_to_arrive() -> None:
+    world = World(request_timeout_s=1)
+    for path in (PATH, "/models"):
+        status, _, body = await world.call("POST", path, more_body=True)
+        assert (status, said(body)[0]) == (408, "RequestTimeoutException")
 
 
-def test_a_client_that_goes_while_it_waits_is_never_worked_on() -> None:
-    async def test() -> None:
-        world = World()
-        release = asyncio.Event()
+async def test_a_client_that_goes_while_it_waits_is_never_worked_on() -> None:
+    world = World()
+    release = asyncio.Event()
 
-        async def answer(number: int) -> Answer:
-            await release.wait()
-            return answered()
+    async def answer(number: int) -> Answer:
+        await release.wait()
+        return answered()
 
-        world.mms.answer = answer
-        first = asyncio.create_task(world.call("POST", PATH))
-        await settle()
-        gone = asyncio.Event()
-        second = asyncio.create_task(world.call("POST", PATH, gone=gone))
-        await settle()
-        assert len(world.model.line.waiting) == 1
-        gone.set()
-        await second
-        assert len(world.model.line.waiting) == 0
-        release.set()
-        assert (await first)[0] == 200
-        assert len(world.mms.told_s) == 1
-        assert world.engine.called_off == []
-
-    run(test())
+    world.mms.answer = answer
+    first = asyncio.create_task(world.call("POST", PATH))
+    await settle()
+    gone = asyncio.Event()
+    second = asyncio.create_task(world.call("POST", PATH, gone=gone))
+    await settle()
+    assert len(world.model.line.waiting) == 1
+    gone.set()
+    await second
+    assert len(world.model.line.waiting) == 0
+    release.set()
+    assert (await first)[0] == 200
+    assert len(world.mms.told_s) == 1
+    assert world.engine.called_off == []
 
 
-def test_a_client_that_goes_meanwhile_frees_its_place_in_the_batch() -> None:
-    async def test() -> None:
-        world = World()
+async def test_a_client_that_goes_meanwhile_frees_its_place_in_the_batch() -> None:
+    world = World()
 
-        async def answer(number: int) -> Answer:
-            await world.engine.over.wait()
-            return answered(499)
+    async def answer(number: int) -> Answer:
+        await world.engine.over.wait()
+        return answered(499)
 
-        world.mms.answer = answer
-        gone = asyncio.Event()
-        call = asyncio.create_task(world.call("POST", PATH, gone=gone))
-        await settle()
-        gone.set()
-        await call
-        await asyncio.gather(*world.registry.tasks)
-        assert len(world.engine.called_off) == 1
-        assert (world.model.line.running, world.model.in_flight) == (0, 0)
-
-    run(test())
+    world.mms.answer = answer
+    gone = asyncio.Event()
+    call = asyncio.create_task(world.call("POST", PATH, gone=gone))
+    await settle()
+    gone.set()
+    await call
+    await asyncio.gather(*world.registry.tasks)
+    assert len(world.engine.called_off) == 1
+    assert (world.model.line.running, world.model.in_flight) == (0, 0)
 
 
-def test_where_multi_model_server_has_no_worker_it_is_asked_again_after_a_while() -> None:
-    async def test() -> None:
-        world = World()
-        times: list[float] = []
+async def test_where_multi_model_server_has_no_worker_it_is_asked_again_after_a_while() -> None:
+    world = World()
+    times: list[float] = []
 
-        async def answer(number: int) -> Answer:
-            times.append(time.monotonic())
-            return answered(503, by_worker=False)
+    async def answer(number: int) -> Answer:
+        times.append(time.monotonic())
+        return answered(503, by_worker=False)
 
-        world.mms.answer = answer
-        status, headers, body = await world.call("POST", PATH)
-        assert (status, headers["retry-after"]) == (503, "1")
-        assert "no worker" in said(body)[1]
-        assert len(times) == 3
-        assert all(late - early >= 0.1 for early, late in itertools.pairwise(times))
-        assert world.mms.listings == 0
-
-    run(test())
+    world.mms.answer = answer
+    status, headers, body = await world.call("POST", PATH)
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert "no worker" in said(body)[1]
+    assert len(times) == 3
+    assert all(late - early >= 0.1 for early, late in itertools.pairwise(times))
+    assert world.mms.listings == 0
 
 
-def test_a_full_line_is_429_with_the_time_to_come_back() -> None:
-    async def test() -> None:
-        world = World()
-        world.model.line.max_waiting = 1
-        release = asyncio.Event()
+async def test_a_full_line_is_429_with_the_time_to_come_back() -> None:
+    world = World()
+    world.model.line.max_waiting = 1
+    release = asyncio.Event()
 
-        async def answer(number: int) -> Answer:
-            await release.wait()
-            return answered()
+    async def answer(number: int) -> Answer:
+        await release.wait()
+        return answered()
 
-        world.mms.answer = answer
-        calls = [asyncio.create_task(world.call("POST", PATH)) for _ in range(2)]
-        await settle()
-        status, headers, body = await world.call("POST", PATH)
-        assert (status, headers["retry-after"]) == (429, "1")
-        assert said(body)[0] == "TooManyRequestsException"
-        release.set()
-        assert [(await call)[0] for call in calls] == [200, 200]
-
-    run(test())
+    world.mms.answer = answer
+    calls = [asyncio.create_task(world.call("POST", PATH)) for _ in range(2)]
+    await settle()
+    status, headers, body = await world.call("POST", PATH)
+    assert (status, headers["retry-after"]) == (429, "1")
+    assert said(body)[0] == "TooManyRequestsException"
+    release.set()
+    assert [(await call)[0] for call in calls] == [200, 200]
 
 
-def test_all_bodies_together_are_bounded() -> None:
-    async def test() -> None:
-        world = World(max_request_bytes=100)
-        release = asyncio.Event()
+async def test_all_bodies_together_are_bounded() -> None:
+    world = World(max_request_bytes=100)
+    release = asyncio.Event()
 
-        async def answer(number: int) -> Answer:
-            await release.wait()
-            return answered()
+    async def answer(number: int) -> Answer:
+        await release.wait()
+        return answered()
 
-        world.mms.answer = answer
-        body = b'"text"'.ljust(100)
-        calls = [asyncio.create_task(world.call("POST", PATH, body)) for _ in range(32)]
-        await settle()
-        status, headers, said_ = await world.call("POST", PATH, body)
-        assert (status, headers["retry-after"]) == (503, "1")
-        assert "large bodies" in said(said_)[1]
-        release.set()
-        assert {(await call)[0] for call in calls} == {200}
-        assert (await world.call("POST", PATH, body))[0] == 200
-        assert world.gateway.body_bytes == 0
-
-    run(test())
+    world.mms.answer = answer
+    body = b'"text"'.ljust(100)
+    calls = [asyncio.create_task(world.call("POST", PATH, body)) for _ in range(32)]
+    await settle()
+    status, headers, said_ = await world.call("POST", PATH, body)
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert "large bodies" in said(said_)[1]
+    release.set()
+    assert {(await call)[0] for call in calls} == {200}
+    assert (await world.call("POST", PATH, body))[0] == 200
+    assert world.gateway.body_bytes == 0
 
 
-def test_headers_of_a_service_reach_the_client_unless_they_are_dangerous() -> None:
-    async def test() -> None:
-        world = World()
+async def test_headers_of_a_service_reach_the_client_unless_they_are_dangerous() -> None:
+    world = World()
 
-        async def answer(number: int) -> Answer:
-            return answered(
-                **{
-                    "X-Own": "1", "ETag": '"a"', "Content-Encoding": "gzip", "Retry-After": "7",
-                    "Connection": "close", "Transfer-Encoding": "chunked", "Set-Cookie": "a=b",
-                    "Content-Length": "7", "X-Request-Id": "theirs", "Odd": "가", "Date": "now",
-                    "Strict-Transport-Security": "max-age=1",
-                }
-            )  # fmt: skip
+    async def answer(number: int) -> Answer:
+        return answered(
+            **{
+                "X-Own": "1", "ETag": '"a"', "Content-Encoding": "gzip", "Retry-After": "7",
+                "Connection": "close", "Transfer-Encoding": "chunked", "Set-Cookie": "a=b",
+                "Content-Length": "7", "X-Request-Id": "theirs", "Odd": "가", "Date": "now",
+                "Strict-Transport-Security": "max-age=1",
+            }
+        )  # fmt: skip
 
-        world.mms.answer = answer
-        _, headers, body = await world.call("POST", PATH, x_request_id="ours")
-        assert headers == {
-            "x-own": "1",
-            "etag": '"a"',
-            "content-encoding": "gzip",
-            "retry-after": "7",
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "x-request-id": "ours",
-        }
-
-    run(test())
+    world.mms.answer = answer
+    _, headers, body = await world.call("POST", PATH, x_request_id="ours")
+    assert headers == {
+        "x-own": "1",
+        "etag": '"a"',
+        "content-encoding": "gzip",
+        "retry-after": "7",
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "x-request-id": "ours",
+    }
 
 
 ROUTES = [
@@ -354,104 +307,84 @@ ROUTES = [
     ],
     ids=["before-the-start", "preloading", "failing", "failed", "draining"],
 )
-def test_all_routes_agree_on_whether_the_server_is_ready(state: dict[str, Any], why: str) -> None:
-    async def test() -> None:
-        world = World()
-        for name, value in state.items():
-            setattr(world.gateway, name, value)
-        for method, path in ROUTES:
-            status, _, body = await world.call(method, path)
-            error = json.loads(body)
-            assert (status, error.get("message", error.get("error"))) == (503, why), path
-        assert world.mms.told_s == []
-
-    run(test())
-
-
-def test_clients_of_a_gateway_that_was_lost_wait_for_the_next_one() -> None:
-    async def test() -> None:
-        world = World()
-        gateway = world.gateway
-        gateway.takes_over, gateway.adopted, gateway.started = True, False, False
-        waiting = [asyncio.create_task(world.call(*route)) for route in ROUTES[:5]]
-        await settle()
-        assert not any(task.done() for task in waiting)
-        for path, status in (("/ping", 503), ("/v2/health/ready", 503), ("/v2/health/live", 200)):
-            assert (await world.call("GET", path))[0] == status
-        gateway.adopted = gateway.started = True
-        gateway.started_or_stopping.set()
-        assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 5
-
-    run(test())
+async def test_all_routes_agree_on_whether_the_server_is_ready(
+    state: dict[str, Any], why: str
+) -> None:
+    world = World()
+    for name, value in state.items():
+        setattr(world.gateway, name, value)
+    for method, path in ROUTES:
+        status, _, body = await world.call(method, path)
+        error = json.loads(body)
+        assert (status, error.get("message", error.get("error"))) == (503, why), path
+    assert world.mms.told_s == []
 
 
-def test_clients_that_wait_for_a_gateway_that_stops_are_told_so() -> None:
-    async def test() -> None:
-        world = World()
-        world.gateway.takes_over, world.gateway.started = True, False
-        waiting = asyncio.create_task(world.call("POST", "/predictions/봄"))
-        await settle()
-        assert not waiting.done()
-        world.gateway.draining = True
-        world.gateway.started_or_stopping.set()
-        status, _, body = await waiting
-        assert (status, json.loads(body)["message"]) == (503, "the server is stopping")
-
-    run(test())
-
-
-def test_a_version_is_that_of_the_model() -> None:
-    async def test() -> None:
-        world = World()
-        world.model.metadata = {"versions": ["3"], "inputs": [{"name": "x"}]}
-        status, _, body = await world.call("GET", "/v2/models/봄/versions/3")
-        assert (status, json.loads(body)["inputs"]) == (200, [{"name": "x"}])
-        assert (await world.call("POST", "/v2/models/봄/versions/3/infer"))[0] == 200
-        for method, path in (("GET", ""), ("GET", "/ready"), ("POST", "/infer")):
-            status, _, body = await world.call(method, f"/v2/models/봄/versions/4{path}")
-            assert (status, json.loads(body)) == (404, {"error": "Model 봄 has version 3, not 4"})
-        assert len(world.mms.told_s) == 1
-        assert (world.model.line.running, world.model.in_flight) == (0, 0)
-
-    run(test())
+async def test_clients_of_a_gateway_that_was_lost_wait_for_the_next_one() -> None:
+    world = World()
+    gateway = world.gateway
+    gateway.takes_over, gateway.adopted, gateway.started = True, False, False
+    waiting = [asyncio.create_task(world.call(*route)) for route in ROUTES[:5]]
+    await settle()
+    assert not any(task.done() for task in waiting)
+    for path, status in (("/ping", 503), ("/v2/health/ready", 503), ("/v2/health/live", 200)):
+        assert (await world.call("GET", path))[0] == status
+    gateway.adopted = gateway.started = True
+    gateway.started_or_stopping.set()
+    assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 5
 
 
-def test_a_form_of_too_many_fields_reaches_no_worker() -> None:
+async def test_clients_that_wait_for_a_gateway_that_stops_are_told_so() -> None:
+    world = World()
+    world.gateway.takes_over, world.gateway.started = True, False
+    waiting = asyncio.create_task(world.call("POST", "/predictions/봄"))
+    await settle()
+    assert not waiting.done()
+    world.gateway.draining = True
+    world.gateway.started_or_stopping.set()
+    status, _, body = await waiting
+    assert (status, json.loads(body)["message"]) == (503, "the server is stopping")
+
+
+async def test_a_version_is_that_of_the_model() -> None:
+    world = World()
+    world.model.metadata = {"versions": ["3"], "inputs": [{"name": "x"}]}
+    status, _, body = await world.call("GET", "/v2/models/봄/versions/3")
+    assert (status, json.loads(body)["inputs"]) == (200, [{"name": "x"}])
+    assert (await world.call("POST", "/v2/models/봄/versions/3/infer"))[0] == 200
+    for method, path in (("GET", ""), ("GET", "/ready"), ("POST", "/infer")):
+        status, _, body = await world.call(method, f"/v2/models/봄/versions/4{path}")
+        assert (status, json.loads(body)) == (404, {"error": "Model 봄 has version 3, not 4"})
+    assert len(world.mms.told_s) == 1
+    assert (world.model.line.running, world.model.in_flight) == (0, 0)
+
+
+async def test_a_form_of_too_many_fields_reaches_no_worker() -> None:
     part = b'--x\r\ncontent-DISPOSITION: form-data; name="%d"\r\n\r\n\r\n'
     several = b"".join(part % i for i in range(1001))
-
-    async def test() -> None:
-        world = World()
-        for kind, body, status in (
-            ("application/x-www-form-urlencoded", b"a&" * 1000, 400),
-            ("Application/X-WWW-Form-Urlencoded ; charset=utf-8", b"a&" * 1000, 400),
-            ("application/x-www-form-urlencoded", b"%zz=1", 400),
-            ("application/x-www-form-urlencoded", "시=%EA%B0%80&b".encode(), 200),
-            ("multipart/form-data; boundary=x", several, 400),
-            ("multipart/form-data; boundary=x", part % 1 + b"--x--", 200),
-            ("text/plain", b"a&%zz" * 1000, 200),
-        ):
-            found, _, said = await world.call(
-                "POST", "/predictions/봄", body, **{"content-type": kind}
-            )
-            assert found == status, said
-        assert len(world.mms.told_s) == 3
-
-    asyncio.run(test())
+    world = World()
+    for kind, body, status in (
+        ("application/x-www-form-urlencoded", b"a&" * 1000, 400),
+        ("Application/X-WWW-Form-Urlencoded ; charset=utf-8", b"a&" * 1000, 400),
+        ("application/x-www-form-urlencoded", b"%zz=1", 400),
+        ("application/x-www-form-urlencoded", "시=%EA%B0%80&b".encode(), 200),
+        ("multipart/form-data; boundary=x", several, 400),
+        ("multipart/form-data; boundary=x", part % 1 + b"--x--", 200),
+        ("text/plain", b"a&%zz" * 1000, 200),
+    ):
+        found, _, said = await world.call("POST", "/predictions/봄", body, **{"content-type": kind})
+        assert found == status, said
+    assert len(world.mms.told_s) == 3
 
 
-def test_a_stream_of_a_model_that_the_engine_has_lost_is_503_and_not_404(
+async def test_a_stream_of_a_model_that_the_engine_has_lost_is_503_and_not_404(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream, "RESTORE_S", 0.1)
-
-    async def test() -> None:
-        lost = model()
-        lost.in_engine = True
-        body = json.dumps({"inputs": "가", "stream": True}).encode()
-        status, headers, answer = await World(lost).call("POST", PATH, body)
-        assert status == 503
-        assert headers["retry-after"] == "1"
-        assert said(answer) == ("ServiceUnavailableException", "Model 봄 is being loaded again")
-
-    run(test())
+    lost = model()
+    lost.in_engine = True
+    body = json.dumps({"inputs": "가", "stream": True}).encode()
+    status, headers, answer = await World(lost).call("POST", PATH, body)
+    assert status == 503
+    assert headers["retry-after"] == "1"
+    assert said(answer) == ("ServiceUnavailableException", "Model 봄 is being loaded again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from collections import Counter
@@ -43,31 +42,28 @@ async def served(world: World, name: str = "고객", **headers: str) -> str:
     return unquote(answered["x-served-model"])
 
 
-def test_an_alias_is_answered_by_its_models_in_turn_and_all_tell_which(
+async def test_an_alias_is_answered_by_its_models_in_turn_and_all_tell_which(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def test() -> None:
-        caplog.set_level("INFO")
-        world = world_of()
-        answers = [await served(world) for _ in range(10)]
-        assert Counter(answers) == {"봄": 9, "여름": 1}
-        status, headers, _ = await world.call("POST", "/predictions/봄")
-        assert status == 200
-        assert "x-served-model" not in headers
-        told = [r.fields for r in caplog.records if r.getMessage() == "request"]  # type: ignore[attr-defined]
-        assert [fields["model"] for fields in told] == [*answers, "봄"]
-        assert [fields.get("alias") for fields in told] == ["고객"] * 10 + [None]
-        shown = world.gateway.metrics.text(None, {}, {}, (), world.gateway.aliases).decode()
-        for line in (
-            "kogpt2_aliases 2.0",
-            "kogpt2_aliases_wrong 0.0",
-            'kogpt2_alias_requests_total{alias="고객",model="봄"} 9.0',
-            'kogpt2_alias_requests_total{alias="고객",model="여름"} 1.0',
-            'kogpt2_requests_total{model="봄",status="200"} 10.0',
-        ):
-            assert line in shown
-
-    asyncio.run(test())
+    caplog.set_level("INFO")
+    world = world_of()
+    answers = [await served(world) for _ in range(10)]
+    assert Counter(answers) == {"봄": 9, "여름": 1}
+    status, headers, _ = await world.call("POST", "/predictions/봄")
+    assert status == 200
+    assert "x-served-model" not in headers
+    told = [r.fields for r in caplog.records if r.getMessage() == "request"]  # type: ignore[attr-defined]
+    assert [fields["model"] for fields in told] == [*answers, "봄"]
+    assert [fields.get("alias") for fields in told] == ["고객"] * 10 + [None]
+    shown = world.gateway.metrics.text(None, {}, {}, (), world.gateway.aliases).decode()
+    for line in (
+        "kogpt2_aliases 2.0",
+        "kogpt2_aliases_wrong 0.0",
+        'kogpt2_alias_requests_total{alias="고객",model="봄"} 9.0',
+        'kogpt2_alias_requests_total{alias="고객",model="여름"} 1.0',
+        'kogpt2_requests_total{model="봄",status="200"} 10.0',
+    ):
+        assert line in shown
 
 
 @pytest.mark.parametrize(
@@ -83,85 +79,73 @@ def test_an_alias_is_answered_by_its_models_in_turn_and_all_tell_which(
         ("/v2/models/시/infer", {}),
     ],
 )
-def test_every_way_to_name_a_model_takes_an_alias(path: str, headers: dict[str, str]) -> None:
-    async def test() -> None:
-        path_, _, query = path.partition("?")
-        if query:
-            query = "?model_name=%EC%8B%9C"
-        status, answered, body = await world_of().call("POST", path_ + query, **headers)
-        assert (status, unquote(answered["x-served-model"])) == (200, "봄"), body
-
-    asyncio.run(test())
+async def test_every_way_to_name_a_model_takes_an_alias(path: str, headers: dict[str, str]) -> None:
+    path_, _, query = path.partition("?")
+    if query:
+        query = "?model_name=%EC%8B%9C"
+    status, answered, body = await world_of().call("POST", path_ + query, **headers)
+    assert (status, unquote(answered["x-served-model"])) == (200, "봄"), body
 
 
-def test_a_session_or_user_stays_with_one_model() -> None:
-    async def test() -> None:
-        world = world_of({"고객": {"봄": 1, "여름": 1}})
-        sides = {}
-        for i in range(16):
-            answers = {await served(world, x_session_id=f"손님-{i}") for _ in range(3)}
-            (sides[i],) = answers
-        assert set(sides.values()) == {"봄", "여름"}
-        other = world_of({"고객": {"봄": 1, "여름": 1}})  # another server of the fleet
-        for i, side in sides.items():
-            assert await served(other, x_session_id=f"손님-{i}") == side
-
-    asyncio.run(test())
+async def test_a_session_or_user_stays_with_one_model() -> None:
+    world = world_of({"고객": {"봄": 1, "여름": 1}})
+    sides = {}
+    for i in range(16):
+        answers = {await served(world, x_session_id=f"손님-{i}") for _ in range(3)}
+        (sides[i],) = answers
+    assert set(sides.values()) == {"봄", "여름"}
+    other = world_of({"고객": {"봄": 1, "여름": 1}})  # another server of the fleet
+    for i, side in sides.items():
+        assert await served(other, x_session_id=f"손님-{i}") == side
 
 
-def test_an_open_session_of_sagemakers_stays_when_the_weights_change(tmp_path: Path) -> None:
-    async def test() -> None:
-        world = world_of({"고객": {"봄": 1, "여름": 1}})
-        world.gateway.sessions = Sessions(tmp_path / "sessions", 60)
-        began = {}
-        for _ in range(12):
-            body = json.dumps({"requestType": NEW}).encode()
-            _, answered, _ = await world.call("POST", "/invocations?model_name=x", body)
-            id = answered[NEW_SESSION_ID.lower()].partition(";")[0]
-            began[id] = await served(world, **{SESSION_ID.lower(): id})
-        assert set(began.values()) == {"봄", "여름"}
-        world.gateway.aliases = aliases_of({"고객": {"봄": 1, "여름": 100_000}})
-        world.gateway.sessions = Sessions(tmp_path / "sessions", 60)  # of the next gateway
-        for id, side in began.items():
-            assert await served(world, **{SESSION_ID.lower(): id}) == side
-        assert await served(world, **{SESSION_ID.lower(): "not-open"}) == "여름"
-        world.gateway.aliases = aliases_of({"고객": "여름"})  # 봄 is no model of it any more
-        assert {await served(world, **{SESSION_ID.lower(): id}) for id in began} == {"여름"}
-        for id in began:
-            await world.gateway.sessions.close(id)
-        assert not world.gateway.sessions._models
-
-    asyncio.run(test())
+async def test_an_open_session_of_sagemakers_stays_when_the_weights_change(tmp_path: Path) -> None:
+    world = world_of({"고객": {"봄": 1, "여름": 1}})
+    world.gateway.sessions = Sessions(tmp_path / "sessions", 60)
+    began = {}
+    for _ in range(12):
+        body = json.dumps({"requestType": NEW}).encode()
+        _, answered, _ = await world.call("POST", "/invocations?model_name=x", body)
+        id = answered[NEW_SESSION_ID.lower()].partition(";")[0]
+        began[id] = await served(world, **{SESSION_ID.lower(): id})
+    assert set(began.values()) == {"봄", "여름"}
+    world.gateway.aliases = aliases_of({"고객": {"봄": 1, "여름": 100_000}})
+    world.gateway.sessions = Sessions(tmp_path / "sessions", 60)  # of the next gateway
+    for id, side in began.items():
+        assert await served(world, **{SESSION_ID.lower(): id}) == side
+    assert await served(world, **{SESSION_ID.lower(): "not-open"}) == "여름"
+    world.gateway.aliases = aliases_of({"고객": "여름"})  # 봄 is no model of it any more
+    assert {await served(world, **{SESSION_ID.lower(): id}) for id in began} == {"여름"}
+    for id in began:
+        await world.gateway.sessions.close(id)
+    assert not world.gateway.sessions._models
 
 
-def test_lists_and_descriptions_say_what_an_alias_stands_for() -> None:
-    async def test() -> None:
-        world = world_of(sagemaker_multi_model=True)  # lists ask no store then
+async def test_lists_and_descriptions_say_what_an_alias_stands_for() -> None:
+    world = world_of(sagemaker_multi_model=True)  # lists ask no store then
 
-        async def told(method: str, path: str, body: bytes = b"") -> Any:
-            status, _, answer = await world.call(method, path, body)
-            assert status == 200, answer
-            return json.loads(answer)
+    async def told(method: str, path: str, body: bytes = b"") -> Any:
+        status, _, answer = await world.call(method, path, body)
+        assert status == 200, answer
+        return json.loads(answer)
 
-        wanted = {"고객": {"봄": 9, "여름": 1}, "시": {"봄": 1}}
-        listed = await told("GET", "/models")
-        assert [m["modelName"] for m in listed["models"]] == ["봄", "여름"]
-        assert listed["aliases"] == wanted
-        assert "aliases" not in await told("GET", "/models?next_page_token=1")
-        data = {m["id"]: m for m in (await told("GET", "/v1/models"))["data"]}
-        assert {name: m.get("alias_of") for name, m in data.items()} == {
-            **wanted, "봄": None, "여름": None,
-        }  # fmt: skip
-        assert await told("GET", "/v1/models/고객") == data["고객"]
-        assert await told("GET", "/models/고객") == {"modelName": "고객", "aliasOf": wanted["고객"]}
-        assert (await told("GET", "/v2/models/고객"))["name"] == "봄"
-        assert (await told("GET", "/v2/models/고객/config"))["name"] == "봄"
-        assert (await told("GET", "/v2/models/고객/ready"))["ready"]
-        world.registry._models.pop("여름")
-        status, _, _ = await world.call("GET", "/v2/models/고객/ready")
-        assert status == 404
-
-    asyncio.run(test())
+    wanted = {"고객": {"봄": 9, "여름": 1}, "시": {"봄": 1}}
+    listed = await told("GET", "/models")
+    assert [m["modelName"] for m in listed["models"]] == ["봄", "여름"]
+    assert listed["aliases"] == wanted
+    assert "aliases" not in await told("GET", "/models?next_page_token=1")
+    data = {m["id"]: m for m in (await told("GET", "/v1/models"))["data"]}
+    assert {name: m.get("alias_of") for name, m in data.items()} == {
+        **wanted, "봄": None, "여름": None,
+    }  # fmt: skip
+    assert await told("GET", "/v1/models/고객") == data["고객"]
+    assert await told("GET", "/models/고객") == {"modelName": "고객", "aliasOf": wanted["고객"]}
+    assert (await told("GET", "/v2/models/고객"))["name"] == "봄"
+    assert (await told("GET", "/v2/models/고객/config"))["name"] == "봄"
+    assert (await told("GET", "/v2/models/고객/ready"))["ready"]
+    world.registry._models.pop("여름")
+    status, _, _ = await world.call("GET", "/v2/models/고객/ready")
+    assert status == 404
 
 
 @pytest.mark.parametrize(
@@ -177,36 +161,30 @@ def test_lists_and_descriptions_say_what_an_alias_stands_for() -> None:
         ("POST", "/v2/repository/models/고객/unload", {}),
     ],
 )
-def test_nothing_is_loaded_pinned_or_unloaded_by_an_aliass_name(
+async def test_nothing_is_loaded_pinned_or_unloaded_by_an_aliass_name(
     method: str, path: str, body: dict[str, Any], tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        world = world_of()
-        if body.get("model_name"):
+    world = world_of()
+    if body.get("model_name"):
 
-            async def locate(url: str, handler: str | None = None) -> Any:
-                return world.model.stored
+        async def locate(url: str, handler: str | None = None) -> Any:
+            return world.model.stored
 
-            world.gateway.lookups.locate = locate  # type: ignore[method-assign]
-        status, _, said = await world.call(method, path, json.dumps(body).encode())
-        assert (status, json.loads(said).get("type", "ConflictStatusException")) == (
-            409, "ConflictStatusException",
-        ), said  # fmt: skip
-        assert "고객 is an alias in aliases.json: name the model, 봄 or 여름" in said.decode()
-
-    asyncio.run(test())
+        world.gateway.lookups.locate = locate  # type: ignore[method-assign]
+    status, _, said = await world.call(method, path, json.dumps(body).encode())
+    assert (status, json.loads(said).get("type", "ConflictStatusException")) == (
+        409, "ConflictStatusException",
+    ), said  # fmt: skip
+    assert "고객 is an alias in aliases.json: name the model, 봄 or 여름" in said.decode()
 
 
-def test_an_alias_may_have_the_name_of_one_of_its_models() -> None:
-    async def test() -> None:
-        world = world_of({"봄": {"봄": 9, "여름": 1}})
-        assert Counter([await served(world, "봄") for _ in range(10)]) == {"봄": 9, "여름": 1}
-        status, _, said = await world.call("PUT", "/models/봄?pinned=nonsense")
-        assert (status, json.loads(said)["type"]) == (400, "BadRequestException")  # it is the model
-        _, _, told = await world.call("GET", "/models/봄")
-        assert json.loads(told)["aliasOf"] == {"봄": 9, "여름": 1}
-
-    asyncio.run(test())
+async def test_an_alias_may_have_the_name_of_one_of_its_models() -> None:
+    world = world_of({"봄": {"봄": 9, "여름": 1}})
+    assert Counter([await served(world, "봄") for _ in range(10)]) == {"봄": 9, "여름": 1}
+    status, _, said = await world.call("PUT", "/models/봄?pinned=nonsense")
+    assert (status, json.loads(said)["type"]) == (400, "BadRequestException")  # it is the model
+    _, _, told = await world.call("GET", "/models/봄")
+    assert json.loads(told)["aliasOf"] == {"봄": 9, "여름": 1}
 
 
 @pytest.mark.parametrize(
@@ -214,39 +192,33 @@ def test_an_alias_may_have_the_name_of_one_of_its_models() -> None:
     [(["고객", "봄", "여름"], True), (["*"], True), (["고객"], False), (["고객", "봄"], False),
      (["봄", "여름"], False)],
 )  # fmt: skip
-def test_a_team_needs_an_aliass_name_and_all_of_its_models(
+async def test_a_team_needs_an_aliass_name_and_all_of_its_models(
     patterns: list[str], allowed: bool, tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        world = world_of(sagemaker_multi_model=True)
-        digest = hashlib.sha256(SECRET.encode()).hexdigest()
-        file = tmp_path / "tokens.json"
-        entry = {"name": "가팀", "sha256": digest, "models": patterns}
-        file.write_text(json.dumps({"tokens": [entry]}), encoding="utf-8")
-        world.gateway.tokens = Tokens(str(file))
-        await world.gateway.tokens.refresh()
-        given = {"authorization": f"Bearer {SECRET}"}
-        for _ in range(3):  # by whatever model it would be answered
-            status, _, said = await world.call("POST", "/predictions/고객", **given)
-            assert (status == 200) == allowed, said
-        _, _, listed = await world.call("GET", "/v1/models", **given)
-        assert ("고객" in [m["id"] for m in json.loads(listed)["data"]]) == allowed
-        _, _, told = await world.call("GET", "/models", **given)
-        assert ("고객" in json.loads(told).get("aliases", {})) == allowed
-
-    asyncio.run(test())
+    world = world_of(sagemaker_multi_model=True)
+    digest = hashlib.sha256(SECRET.encode()).hexdigest()
+    file = tmp_path / "tokens.json"
+    entry = {"name": "가팀", "sha256": digest, "models": patterns}
+    file.write_text(json.dumps({"tokens": [entry]}), encoding="utf-8")
+    world.gateway.tokens = Tokens(str(file))
+    await world.gateway.tokens.refresh()
+    given = {"authorization": f"Bearer {SECRET}"}
+    for _ in range(3):  # by whatever model it would be answered
+        status, _, said = await world.call("POST", "/predictions/고객", **given)
+        assert (status == 200) == allowed, said
+    _, _, listed = await world.call("GET", "/v1/models", **given)
+    assert ("고객" in [m["id"] for m in json.loads(listed)["data"]]) == allowed
+    _, _, told = await world.call("GET", "/models", **given)
+    assert ("고객" in json.loads(told).get("aliases", {})) == allowed
 
 
-def test_a_script_does_not_say_which_model_it_was() -> None:
-    async def test() -> None:
-        world = world_of()
+async def test_a_script_does_not_say_which_model_it_was() -> None:
+    world = world_of()
 
-        async def answer(number: int) -> Any:
-            return answered(**{"x-served-model": "forged"})
+    async def answer(number: int) -> Any:
+        return answered(**{"x-served-model": "forged"})
 
-        world.mms.answer = answer
-        _, headers, _ = await world.call("POST", "/predictions/봄")
-        assert "x-served-model" not in headers
-        assert await served(world, "시") == "봄"
-
-    asyncio.run(test())
+    world.mms.answer = answer
+    _, headers, _ = await world.call("POST", "/predictions/봄")
+    assert "x-served-model" not in headers
+    assert await served(world, "시") == "봄"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import stat
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -55,18 +53,9 @@ class Endpoint:
         return sorted(path.name for path in self.folder.iterdir())
 
 
-Test = Callable[[Endpoint], Awaitable[None]]
-
-
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[[Test], None]:
-    async def with_endpoint(test: Test) -> None:
-        await test(Endpoint(tmp_path))
-
-    return lambda test: asyncio.run(with_endpoint(test))  # type: ignore[arg-type]
-
-
-Run = Callable[[Test], None]
+def endpoint(tmp_path: Path) -> Endpoint:
+    return Endpoint(tmp_path)
 
 
 def refusal(answer: Answer) -> str:
@@ -78,115 +67,93 @@ def refusal(answer: Answer) -> str:
     return message
 
 
-def test_a_session_is_opened_used_and_closed(run: Run) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        status, headers, body = await endpoint.invoke(OPEN)
-        id, _, expires = headers["x-amzn-sagemaker-new-session-id"].partition("; ")
-        assert sessions.UUID.fullmatch(id)
-        assert expires == "Expires=2027-01-15T08:20:00Z"
-        assert (status, body) == (200, f"Session {id} created".encode())
+async def test_a_session_is_opened_used_and_closed(endpoint: Endpoint) -> None:
+    status, headers, body = await endpoint.invoke(OPEN)
+    id, _, expires = headers["x-amzn-sagemaker-new-session-id"].partition("; ")
+    assert sessions.UUID.fullmatch(id)
+    assert expires == "Expires=2027-01-15T08:20:00Z"
+    assert (status, body) == (200, f"Session {id} created".encode())
+    assert (await endpoint.invoke(id=id))[0] == 200
+    status, headers, body = await endpoint.invoke(CLOSE, id)
+    assert (status, body) == (200, f"Session {id} closed".encode())
+    assert headers["x-amzn-sagemaker-closed-session-id"] == id
+    assert refusal(await endpoint.invoke(id=id)).startswith(f"session not found: {id}")
+    assert "session not found" in refusal(await endpoint.invoke(CLOSE, id))
+    assert endpoint.files() == []
+
+
+async def test_no_model_is_asked_to_open_or_close_one(endpoint: Endpoint) -> None:
+    endpoint.world.gateway.single_model = None
+    await endpoint.invoke(CLOSE, await endpoint.open())
+    assert endpoint.world.mms.told_s == []
+    assert endpoint.world.gateway.requests == 0
+
+
+async def test_a_session_ends_by_itself(endpoint: Endpoint) -> None:
+    id = await endpoint.open()
+    endpoint.clock.now += LIFE_S - 1
+    assert (await endpoint.invoke(id=id))[0] == 200
+    endpoint.clock.now += 1
+    for body in (b'"text"', CLOSE):
+        assert "session not found" in refusal(await endpoint.invoke(body, id))
+    later = await endpoint.open()
+    assert endpoint.files() == [later]
+
+
+async def test_sessions_outlive_the_gateway(endpoint: Endpoint) -> None:
+    closed, early = await endpoint.open(), await endpoint.open()
+    await endpoint.invoke(CLOSE, closed)
+    endpoint.clock.now += 600
+    late = await endpoint.open()
+    endpoint.restart()
+    for id in (early, late):
         assert (await endpoint.invoke(id=id))[0] == 200
-        status, headers, body = await endpoint.invoke(CLOSE, id)
-        assert (status, body) == (200, f"Session {id} closed".encode())
-        assert headers["x-amzn-sagemaker-closed-session-id"] == id
-        assert refusal(await endpoint.invoke(id=id)).startswith(f"session not found: {id}")
-        assert "session not found" in refusal(await endpoint.invoke(CLOSE, id))
-        assert endpoint.files() == []
-
-    run(test)
-
-
-def test_no_model_is_asked_to_open_or_close_one(run: Run) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        endpoint.world.gateway.single_model = None
-        await endpoint.invoke(CLOSE, await endpoint.open())
-        assert endpoint.world.mms.told_s == []
-        assert endpoint.world.gateway.requests == 0
-
-    run(test)
+    refusal(await endpoint.invoke(id=closed))
+    endpoint.clock.now += 600
+    endpoint.restart()
+    refusal(await endpoint.invoke(id=early))
+    assert (await endpoint.invoke(CLOSE, late))[0] == 200
+    last = await endpoint.open()
+    assert endpoint.files() == [last]
+    assert stat.S_IMODE(endpoint.folder.stat().st_mode) == 0o700
 
 
-def test_a_session_ends_by_itself(run: Run) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        id = await endpoint.open()
-        endpoint.clock.now += LIFE_S - 1
-        assert (await endpoint.invoke(id=id))[0] == 200
-        endpoint.clock.now += 1
-        for body in (b'"text"', CLOSE):
-            assert "session not found" in refusal(await endpoint.invoke(body, id))
-        later = await endpoint.open()
-        assert endpoint.files() == [later]
-
-    run(test)
-
-
-def test_sessions_outlive_the_gateway(run: Run) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        closed, early = await endpoint.open(), await endpoint.open()
-        await endpoint.invoke(CLOSE, closed)
-        endpoint.clock.now += 600
-        late = await endpoint.open()
-        endpoint.restart()
-        for id in (early, late):
-            assert (await endpoint.invoke(id=id))[0] == 200
-        refusal(await endpoint.invoke(id=closed))
-        endpoint.clock.now += 600
-        endpoint.restart()
-        refusal(await endpoint.invoke(id=early))
-        assert (await endpoint.invoke(CLOSE, late))[0] == 200
-        last = await endpoint.open()
-        assert endpoint.files() == [last]
-        assert stat.S_IMODE(endpoint.folder.stat().st_mode) == 0o700
-
-    run(test)
+async def test_files_that_are_no_sessions_are_left_alone(endpoint: Endpoint) -> None:
+    other = endpoint.folder / "메모"
+    other.touch()
+    os.utime(other, (NOON + LIFE_S, NOON + LIFE_S))
+    half = endpoint.folder / NEVER_OPENED  # made, and the gateway ended before it had its end
+    half.touch()
+    os.utime(half, (NOON, NOON))
+    endpoint.restart()
+    refusal(await endpoint.invoke(id=half.name))
+    id = await endpoint.open()
+    assert endpoint.files() == sorted([id, other.name])
 
 
-def test_files_that_are_no_sessions_are_left_alone(run: Run) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        other = endpoint.folder / "메모"
-        other.touch()
-        os.utime(other, (NOON + LIFE_S, NOON + LIFE_S))
-        half = endpoint.folder / NEVER_OPENED  # made, and the gateway ended before it had its end
-        half.touch()
-        os.utime(half, (NOON, NOON))
-        endpoint.restart()
-        refusal(await endpoint.invoke(id=half.name))
-        id = await endpoint.open()
-        assert endpoint.files() == sorted([id, other.name])
-
-    run(test)
-
-
-def test_more_sessions_than_may_be_open_are_told_when_one_ends(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+async def test_more_sessions_than_may_be_open_are_told_when_one_ends(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
-
-    async def test(endpoint: Endpoint) -> None:
-        first = await endpoint.open()
-        endpoint.clock.now += 200
-        second = await endpoint.open()
-        status, headers, body = await endpoint.invoke(OPEN)
-        assert (status, headers["retry-after"]) == (429, str(LIFE_S - 200)), body
-        await endpoint.invoke(CLOSE, second)
-        third = await endpoint.open()
-        endpoint.clock.now += LIFE_S - 200
-        assert sorted([third, await endpoint.open()]) == endpoint.files()
-        refusal(await endpoint.invoke(id=first))
-
-    run(test)
+    first = await endpoint.open()
+    endpoint.clock.now += 200
+    second = await endpoint.open()
+    status, headers, body = await endpoint.invoke(OPEN)
+    assert (status, headers["retry-after"]) == (429, str(LIFE_S - 200)), body
+    await endpoint.invoke(CLOSE, second)
+    third = await endpoint.open()
+    endpoint.clock.now += LIFE_S - 200
+    assert sorted([third, await endpoint.open()]) == endpoint.files()
+    refusal(await endpoint.invoke(id=first))
 
 
-def test_a_session_that_cannot_be_kept_is_not_opened(run: Run) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        endpoint.folder.rmdir()
-        status, headers, body = await endpoint.invoke(OPEN)
-        assert (status, headers["retry-after"]) == (503, "1"), body
-        endpoint.folder.mkdir()
-        id = await endpoint.open()
-        assert (await endpoint.invoke(id=id))[0] == 200
-
-    run(test)
+async def test_a_session_that_cannot_be_kept_is_not_opened(endpoint: Endpoint) -> None:
+    endpoint.folder.rmdir()
+    status, headers, body = await endpoint.invoke(OPEN)
+    assert (status, headers["retry-after"]) == (503, "1"), body
+    endpoint.folder.mkdir()
+    id = await endpoint.open()
+    assert (await endpoint.invoke(id=id))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -202,14 +169,11 @@ def test_a_session_that_cannot_be_kept_is_not_opened(run: Run) -> None:
     ],
 )
 @pytest.mark.parametrize("body", [b'"text"', CLOSE])
-def test_an_unknown_id_is_refused(run: Run, body: bytes, id: str) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        (endpoint.folder.parent / "lock").touch()
-        assert "session not found" in refusal(await endpoint.invoke(body, id))
-        assert (endpoint.folder.parent / "lock").exists()
-        assert endpoint.world.mms.told_s == []
-
-    run(test)
+async def test_an_unknown_id_is_refused(endpoint: Endpoint, body: bytes, id: str) -> None:
+    (endpoint.folder.parent / "lock").touch()
+    assert "session not found" in refusal(await endpoint.invoke(body, id))
+    assert (endpoint.folder.parent / "lock").exists()
+    assert endpoint.world.mms.told_s == []
 
 
 @pytest.mark.parametrize(
@@ -224,36 +188,29 @@ def test_an_unknown_id_is_refused(run: Run, body: bytes, id: str) -> None:
         {"requestType": {}},
     ],
 )
-def test_a_request_that_is_malformed_changes_nothing(run: Run, body: object) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        id = await endpoint.open()
-        message = refusal(await endpoint.invoke(json.dumps(body).encode(), id))
-        assert message == "requestType must be NEW_SESSION or CLOSE, and the only field"
-        assert endpoint.files() == [id]
-        assert (await endpoint.invoke(id=id))[0] == 200
-
-    run(test)
-
-
-def test_close_names_its_session(run: Run) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        id = await endpoint.open()
-        needed = "CLOSE needs the header X-Amzn-SageMaker-Session-Id"
-        assert refusal(await endpoint.invoke(CLOSE)) == needed
-        assert endpoint.files() == [id]
-
-    run(test)
+async def test_a_request_that_is_malformed_changes_nothing(
+    endpoint: Endpoint, body: object
+) -> None:
+    id = await endpoint.open()
+    message = refusal(await endpoint.invoke(json.dumps(body).encode(), id))
+    assert message == "requestType must be NEW_SESSION or CLOSE, and the only field"
+    assert endpoint.files() == [id]
+    assert (await endpoint.invoke(id=id))[0] == 200
 
 
-def test_the_id_of_boto3_for_a_new_session_is_no_session(run: Run) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        status, headers, _ = await endpoint.invoke(OPEN, "NEW_SESSION")
-        assert status == 200
-        assert headers["x-amzn-sagemaker-new-session-id"]
-        assert (await endpoint.invoke(id="NEW_SESSION"))[0] == 200
-        assert "session not found" in refusal(await endpoint.invoke(CLOSE, "NEW_SESSION"))
+async def test_close_names_its_session(endpoint: Endpoint) -> None:
+    id = await endpoint.open()
+    needed = "CLOSE needs the header X-Amzn-SageMaker-Session-Id"
+    assert refusal(await endpoint.invoke(CLOSE)) == needed
+    assert endpoint.files() == [id]
 
-    run(test)
+
+async def test_the_id_of_boto3_for_a_new_session_is_no_session(endpoint: Endpoint) -> None:
+    status, headers, _ = await endpoint.invoke(OPEN, "NEW_SESSION")
+    assert status == 200
+    assert headers["x-amzn-sagemaker-new-session-id"]
+    assert (await endpoint.invoke(id="NEW_SESSION"))[0] == 200
+    assert "session not found" in refusal(await endpoint.invoke(CLOSE, "NEW_SESSION"))
 
 
 @pytest.mark.parametrize(
@@ -267,52 +224,43 @@ def test_the_id_of_boto3_for_a_new_session_is_no_session(run: Run) -> None:
         (OPEN, "text/plain"),
     ],
 )
-def test_any_other_body_is_the_models(run: Run, body: bytes, content_type: str) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        status, headers, _ = await endpoint.invoke(body, **{"content-type": content_type})
-        assert status == 200
-        assert "x-amzn-sagemaker-new-session-id" not in headers
-        assert len(endpoint.world.mms.told_s) == 1
-
-    run(test)
-
-
-def test_a_body_without_a_content_type_is_json(run: Run) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        _, headers, _ = await endpoint.invoke(OPEN, **{"content-type": ""})
-        assert "x-amzn-sagemaker-new-session-id" in headers
-
-    run(test)
+async def test_any_other_body_is_the_models(
+    endpoint: Endpoint, body: bytes, content_type: str
+) -> None:
+    status, headers, _ = await endpoint.invoke(body, **{"content-type": content_type})
+    assert status == 200
+    assert "x-amzn-sagemaker-new-session-id" not in headers
+    assert len(endpoint.world.mms.told_s) == 1
 
 
-def test_where_they_are_not_enabled_sessions_are_refused_and_nothing_else(run: Run) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        endpoint.world.gateway.sessions = None
-        for body, id in ((OPEN, ""), (OPEN, "NEW_SESSION"), (CLOSE, NEVER_OPENED), (b'"a"', "x")):
-            assert "sessions are not enabled" in refusal(await endpoint.invoke(body, id))
-        assert endpoint.world.mms.told_s == []
-        for body in (b'"text"', b'{"requestType": "of a script"}'):
-            assert (await endpoint.invoke(body))[0] == 200
-
-    run(test)
+async def test_a_body_without_a_content_type_is_json(endpoint: Endpoint) -> None:
+    _, headers, _ = await endpoint.invoke(OPEN, **{"content-type": ""})
+    assert "x-amzn-sagemaker-new-session-id" in headers
 
 
-def test_a_session_needs_the_token_for_calls_and_a_server_that_is_ready(run: Run) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        endpoint.world.gateway.draining = True
-        assert (await endpoint.invoke(OPEN))[0] == 503
-        world = World(inference_token="비밀")  # noqa: S106
-        world.gateway.sessions = endpoint.world.gateway.sessions
-        assert (await world.call("POST", "/invocations", OPEN))[0] == 401
-        assert endpoint.files() == []
+async def test_where_they_are_not_enabled_sessions_are_refused_and_nothing_else(
+    endpoint: Endpoint,
+) -> None:
+    endpoint.world.gateway.sessions = None
+    for body, id in ((OPEN, ""), (OPEN, "NEW_SESSION"), (CLOSE, NEVER_OPENED), (b'"a"', "x")):
+        assert "sessions are not enabled" in refusal(await endpoint.invoke(body, id))
+    assert endpoint.world.mms.told_s == []
+    for body in (b'"text"', b'{"requestType": "of a script"}'):
+        assert (await endpoint.invoke(body))[0] == 200
 
-    run(test)
+
+async def test_a_session_needs_the_token_for_calls_and_a_server_that_is_ready(
+    endpoint: Endpoint,
+) -> None:
+    endpoint.world.gateway.draining = True
+    assert (await endpoint.invoke(OPEN))[0] == 503
+    world = World(inference_token="비밀")  # noqa: S106
+    world.gateway.sessions = endpoint.world.gateway.sessions
+    assert (await world.call("POST", "/invocations", OPEN))[0] == 401
+    assert endpoint.files() == []
 
 
-def test_other_routes_know_no_sessions(run: Run) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        status, headers, _ = await endpoint.world.call("POST", "/predictions/봄", OPEN)
-        assert status == 200  # of the model
-        assert "x-amzn-sagemaker-new-session-id" not in headers
-
-    run(test)
+async def test_other_routes_know_no_sessions(endpoint: Endpoint) -> None:
+    status, headers, _ = await endpoint.world.call("POST", "/predictions/봄", OPEN)
+    assert status == 200  # of the model
+    assert "x-amzn-sagemaker-new-session-id" not in headers

@@ -59,104 +59,92 @@ def test_a_token_is_compared_whole_whatever_was_sent(
     assert compared == [(sent.encode(), token.encode()) for token in tried]
 
 
-def test_a_file_alone_closes_calls_lists_and_loading(tmp_path: Path) -> None:
-    async def test() -> None:
-        world = await world_of(tmp_path)
-        for method, path in (("POST", "/predictions/봄"), ("GET", "/models"), ("POST", "/models")):
-            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": SECRET}):
-                status, _, _ = await world.call(method, path, **headers)
-                assert status == 401, (path, headers)
-        status, _, _ = await world.call("POST", "/predictions/봄", authorization=BEARER)
-        assert status == 200
-        status, _, said = await world.call("POST", "/models", b"{}", authorization=BEARER)
-        assert (status, json.loads(said)["type"]) == (403, "ForbiddenException")
-
-    asyncio.run(test())
+async def test_a_file_alone_closes_calls_lists_and_loading(tmp_path: Path) -> None:
+    world = await world_of(tmp_path)
+    for method, path in (("POST", "/predictions/봄"), ("GET", "/models"), ("POST", "/models")):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": SECRET}):
+            status, _, _ = await world.call(method, path, **headers)
+            assert status == 401, (path, headers)
+    status, _, _ = await world.call("POST", "/predictions/봄", authorization=BEARER)
+    assert status == 200
+    status, _, said = await world.call("POST", "/models", b"{}", authorization=BEARER)
+    assert (status, json.loads(said)["type"]) == (403, "ForbiddenException")
 
 
-def test_the_one_token_stays_the_simple_way_beside_a_file(tmp_path: Path) -> None:
-    async def test() -> None:
-        simple = {"inference_token": "infer-me", "management_token": "manage-me"}
-        world = await world_of(tmp_path, simple, models=[])
-        status, _, _ = await world.call("POST", "/predictions/봄", authorization="Bearer infer-me")
-        assert status == 200
-        status, _, _ = await world.call("GET", "/models/봄", authorization="Bearer manage-me")
-        assert status == 200
-        status, _, _ = await world.call("POST", "/predictions/봄", authorization=BEARER)
-        assert status == 403
-
-    asyncio.run(test())
+async def test_the_one_token_stays_the_simple_way_beside_a_file(tmp_path: Path) -> None:
+    simple = {"inference_token": "infer-me", "management_token": "manage-me"}
+    world = await world_of(tmp_path, simple, models=[])
+    status, _, _ = await world.call("POST", "/predictions/봄", authorization="Bearer infer-me")
+    assert status == 200
+    status, _, _ = await world.call("GET", "/models/봄", authorization="Bearer manage-me")
+    assert status == 200
+    status, _, _ = await world.call("POST", "/predictions/봄", authorization=BEARER)
+    assert status == 403
 
 
-def test_a_refusal_says_when_to_come_back_and_is_counted_by_name(
+async def test_a_refusal_says_when_to_come_back_and_is_counted_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        caplog.set_level("INFO")
-        world = await world_of(tmp_path, requests_per_minute=2)
-        now_s = 5.0
-        world.gateway.tokens.now = lambda: now_s
-        statuses = []
-        for _ in range(3):
-            status, headers, _ = await world.call("POST", "/predictions/봄", authorization=BEARER)
-            statuses.append(status)
-        assert statuses == [200, 200, 429]
-        assert headers["retry-after"] == "30"
-        now_s += 30
-        status, _, _ = await world.call("POST", "/predictions/여름", authorization=BEARER)
-        assert status == 403
-        shown = world.gateway.metrics.text(None, {}, {}, world.gateway.tokens.all()).decode()
-        for line in (
-            'kogpt2_token_requests_total{token="가팀"} 4.0',
-            'kogpt2_token_refusals_total{reason="rate",token="가팀"} 1.0',
-            'kogpt2_token_refusals_total{reason="model",token="가팀"} 1.0',
-        ):
-            assert line in shown
-        told = [r.fields for r in caplog.records if r.getMessage() == "request"]  # type: ignore[attr-defined]
-        assert [fields["token"] for fields in told] == ["가팀"] * 4
-        digest = hashlib.sha256(SECRET.encode()).hexdigest()
-        for text in (shown, caplog.text, str(told)):
-            assert SECRET not in text
-            assert digest not in text
-
-    asyncio.run(test())
+    caplog.set_level("INFO")
+    world = await world_of(tmp_path, requests_per_minute=2)
+    now_s = 5.0
+    world.gateway.tokens.now = lambda: now_s
+    statuses = []
+    for _ in range(3):
+        status, headers, _ = await world.call("POST", "/predictions/봄", authorization=BEARER)
+        statuses.append(status)
+    assert statuses == [200, 200, 429]
+    assert headers["retry-after"] == "30"
+    now_s += 30
+    status, _, _ = await world.call("POST", "/predictions/여름", authorization=BEARER)
+    assert status == 403
+    shown = world.gateway.metrics.text(None, {}, {}, world.gateway.tokens.all()).decode()
+    for line in (
+        'kogpt2_token_requests_total{token="가팀"} 4.0',
+        'kogpt2_token_refusals_total{reason="rate",token="가팀"} 1.0',
+        'kogpt2_token_refusals_total{reason="model",token="가팀"} 1.0',
+    ):
+        assert line in shown
+    told = [r.fields for r in caplog.records if r.getMessage() == "request"]  # type: ignore[attr-defined]
+    assert [fields["token"] for fields in told] == ["가팀"] * 4
+    digest = hashlib.sha256(SECRET.encode()).hexdigest()
+    for text in (shown, caplog.text, str(told)):
+        assert SECRET not in text
+        assert digest not in text
 
 
 @pytest.mark.parametrize("end", ["answer", "error", "gone", "cancelled", "refused"])
-def test_a_place_is_given_back_however_a_request_ends(tmp_path: Path, end: str) -> None:
-    async def test() -> None:
-        world = await world_of(tmp_path, concurrency=1)
-        begun, go, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+async def test_a_place_is_given_back_however_a_request_ends(tmp_path: Path, end: str) -> None:
+    world = await world_of(tmp_path, concurrency=1)
+    begun, go, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-        async def answer(number: int) -> Answer:
-            begun.set()
-            await go.wait()
-            if end == "error":
-                raise RuntimeError("broken")
-            return answered()
+    async def answer(number: int) -> Answer:
+        begun.set()
+        await go.wait()
+        if end == "error":
+            raise RuntimeError("broken")
+        return answered()
 
-        world.mms.answer = answer
-        (usage,) = (token.usage for token in world.gateway.tokens.all())
-        if end == "refused":
-            status, _, _ = await world.call("POST", "/predictions/여름", authorization=BEARER)
-            assert (status, usage.in_flight) == (403, 0)
-            return
-        call = world.call("POST", "/predictions/봄", gone=gone, authorization=BEARER)
-        first = asyncio.create_task(call)
-        await begun.wait()
-        assert usage.in_flight == 1
-        status, headers, _ = await world.call("POST", "/predictions/봄", authorization=BEARER)
-        assert (status, headers["retry-after"]) == (429, "1")
-        if end == "gone":
-            gone.set()
-        elif end == "cancelled":
-            first.cancel()
-        else:
-            go.set()
-        with contextlib.suppress(asyncio.CancelledError, RuntimeError):
-            await first
-        assert usage.in_flight == 0
+    world.mms.answer = answer
+    (usage,) = (token.usage for token in world.gateway.tokens.all())
+    if end == "refused":
+        status, _, _ = await world.call("POST", "/predictions/여름", authorization=BEARER)
+        assert (status, usage.in_flight) == (403, 0)
+        return
+    call = world.call("POST", "/predictions/봄", gone=gone, authorization=BEARER)
+    first = asyncio.create_task(call)
+    await begun.wait()
+    assert usage.in_flight == 1
+    status, headers, _ = await world.call("POST", "/predictions/봄", authorization=BEARER)
+    assert (status, headers["retry-after"]) == (429, "1")
+    if end == "gone":
+        gone.set()
+    elif end == "cancelled":
+        first.cancel()
+    else:
         go.set()
-        await settle()
-
-    asyncio.run(test())
+    with contextlib.suppress(asyncio.CancelledError, RuntimeError):
+        await first
+    assert usage.in_flight == 0
+    go.set()
+    await settle()

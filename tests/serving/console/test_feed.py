@@ -13,7 +13,8 @@ from serving.api.shared import Gateway
 from serving.console.feed import MAX_WATCHERS, SAMPLE_S, STORE_S, Feed
 from serving.errors import Unavailable
 from tests.serving.fakes import Parts
-from tests.serving.virtual_time import run
+
+pytestmark = pytest.mark.virtual_time
 
 
 class CountingEngine:
@@ -61,59 +62,53 @@ def feed_of(parts: Parts, engine: CountingEngine) -> Feed:
     )
 
 
-def test_who_watches_gets_everything_first_and_then_what_has_changed(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path, names=("봄", "여름"))
-        engine = CountingEngine(parts)
-        feed = feed_of(parts, engine)
-        kept: list[list[dict[str, Any]]] = [[], []]
+async def test_who_watches_gets_everything_first_and_then_what_has_changed(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, names=("봄", "여름"))
+    engine = CountingEngine(parts)
+    feed = feed_of(parts, engine)
+    kept: list[list[dict[str, Any]]] = [[], []]
 
-        async def watch(messages: list[dict[str, Any]]) -> None:
-            async for message in feed.watch():
-                messages.append(message)
+    async def watch(messages: list[dict[str, Any]]) -> None:
+        async for message in feed.watch():
+            messages.append(message)
 
-        watching = [asyncio.create_task(watch(messages)) for messages in kept]
-        await asyncio.sleep(3)
-        await parts.load("봄")
-        await asyncio.sleep(3)
-        await parts.registry.unload("봄")
-        parts.lookups.names.remove("여름")
-        await asyncio.sleep(STORE_S + 1)
-        for task in watching:
-            task.cancel()
-        assert kept[0] == kept[1]
-        assert engine.asked <= asyncio.get_running_loop().time() / SAMPLE_S + 1  # once for both
-        first, *later = kept[0]
-        assert first["whole"] is True
-        assert not any("whole" in message for message in later)
-        changes = [(n, row) for m in kept[0] for n, row in m["models"].items()]
-        states = [row and row["state"] for name, row in changes if name == "봄"]
-        assert [s for i, s in enumerate(states) if i == 0 or states[i - 1] != s] == [
-            "stored", "fetching", "loading", "ready", "draining", "stored",
-        ]  # fmt: skip
-        ready = [row for name, row in changes if name == "봄" and row["state"] == "ready"][-1]
-        assert (ready["residency"], ready["tokens_s"], ready["first_token_s"]) == (
-            "parked",
-            30,
-            0.25,
-        )
-        assert changes[-1] == ("여름", None)  # no longer in the store
-        told = [(e["event"], e["model"]) for m in kept[0] for e in m["journal"]]
-        assert told == [("loaded", "봄"), ("unloaded", "봄")]
-        assert max(rate for m in kept[0] for _, rate in m.get("pace", [])) == 30
-
-    run(test)
+    watching = [asyncio.create_task(watch(messages)) for messages in kept]
+    await asyncio.sleep(3)
+    await parts.load("봄")
+    await asyncio.sleep(3)
+    await parts.registry.unload("봄")
+    parts.lookups.names.remove("여름")
+    await asyncio.sleep(STORE_S + 1)
+    for task in watching:
+        task.cancel()
+    assert kept[0] == kept[1]
+    assert engine.asked <= asyncio.get_running_loop().time() / SAMPLE_S + 1  # once for both
+    first, *later = kept[0]
+    assert first["whole"] is True
+    assert not any("whole" in message for message in later)
+    changes = [(n, row) for m in kept[0] for n, row in m["models"].items()]
+    states = [row and row["state"] for name, row in changes if name == "봄"]
+    assert [s for i, s in enumerate(states) if i == 0 or states[i - 1] != s] == [
+        "stored", "fetching", "loading", "ready", "draining", "stored",
+    ]  # fmt: skip
+    ready = [row for name, row in changes if name == "봄" and row["state"] == "ready"][-1]
+    assert (ready["residency"], ready["tokens_s"], ready["first_token_s"]) == (
+        "parked",
+        30,
+        0.25,
+    )
+    assert changes[-1] == ("여름", None)  # no longer in the store
+    told = [(e["event"], e["model"]) for m in kept[0] for e in m["journal"]]
+    assert told == [("loaded", "봄"), ("unloaded", "봄")]
+    assert max(rate for m in kept[0] for _, rate in m.get("pace", [])) == 30
 
 
-def test_only_so_many_may_watch(tmp_path: Path) -> None:
-    async def test() -> None:
-        feed = feed_of(parts := Parts(tmp_path), CountingEngine(parts))
-        watching = [feed.watch() for _ in range(MAX_WATCHERS)]
-        for messages in watching:
-            await anext(messages)
-        with pytest.raises(Unavailable, match="32 console pages are open"):
-            feed.check_watchers()
-        await watching[0].aclose()
+async def test_only_so_many_may_watch(tmp_path: Path) -> None:
+    feed = feed_of(parts := Parts(tmp_path), CountingEngine(parts))
+    watching = [feed.watch() for _ in range(MAX_WATCHERS)]
+    for messages in watching:
+        await anext(messages)
+    with pytest.raises(Unavailable, match="32 console pages are open"):
         feed.check_watchers()
-
-    run(test)
+    await watching[0].aclose()
+    feed.check_watchers()

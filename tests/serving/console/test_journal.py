@@ -10,79 +10,68 @@ import pytest
 from common.errors import ArtifactError
 from serving.console.journal import MAX_ENTRIES
 from tests.serving.fakes import Parts
-from tests.serving.virtual_time import run
+
+pytestmark = pytest.mark.virtual_time
 
 
 def told(parts: Parts) -> list[tuple[str, str]]:
     return [(entry.event, entry.model) for entry in parts.journal.entries]
 
 
-def test_the_journal_has_what_happened_to_models_and_why_one_failed(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path, budget=200, names=("봄", "여름", "가을"))
-        parts.workers.errors["봄"] = [ArtifactError("가중치가 없습니다")]
-        with pytest.raises(ArtifactError):
-            await parts.load("봄")
-        assert told(parts) == [("failed", "봄")]
-        assert parts.journal.failed == {"봄": "가중치가 없습니다"}
-        for name in ("봄", "여름", "가을"):
-            async with parts.on_demand.use(name):
-                pass
-            await asyncio.sleep(1)
-        assert parts.journal.failed == {}  # it was loaded since
-        events = told(parts)[1:]
-        assert events[:2] == [("loaded", "봄"), ("loaded", "여름")]
-        assert events[2:] == [("evicted", "봄"), ("unloaded", "봄"), ("loaded", "가을")]
-        evicted = next(e for e in parts.journal.entries if e.event == "evicted")
-        assert evicted.seconds is not None
-        assert evicted.seconds >= 1  # how long it had been idle
-
-    run(test)
-
-
-def test_each_change_of_a_state_is_news(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        seen: list[str] = []
-
-        async def look() -> None:
-            while True:
-                news = parts.journal.news
-                seen.append(" ".join(m.state.value for m in parts.registry.all()))
-                await news.wait()
-
-        looking = asyncio.create_task(look())
+async def test_the_journal_has_what_happened_to_models_and_why_one_failed(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, budget=200, names=("봄", "여름", "가을"))
+    parts.workers.errors["봄"] = [ArtifactError("가중치가 없습니다")]
+    with pytest.raises(ArtifactError):
+        await parts.load("봄")
+    assert told(parts) == [("failed", "봄")]
+    assert parts.journal.failed == {"봄": "가중치가 없습니다"}
+    for name in ("봄", "여름", "가을"):
+        async with parts.on_demand.use(name):
+            pass
         await asyncio.sleep(1)
+    assert parts.journal.failed == {}  # it was loaded since
+    events = told(parts)[1:]
+    assert events[:2] == [("loaded", "봄"), ("loaded", "여름")]
+    assert events[2:] == [("evicted", "봄"), ("unloaded", "봄"), ("loaded", "가을")]
+    evicted = next(e for e in parts.journal.entries if e.event == "evicted")
+    assert evicted.seconds is not None
+    assert evicted.seconds >= 1  # how long it had been idle
+
+
+async def test_each_change_of_a_state_is_news(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    seen: list[str] = []
+
+    async def look() -> None:
+        while True:
+            news = parts.journal.news
+            seen.append(" ".join(m.state.value for m in parts.registry.all()))
+            await news.wait()
+
+    looking = asyncio.create_task(look())
+    await asyncio.sleep(1)
+    await parts.load("a")
+    await parts.registry.unload("a")
+    await asyncio.sleep(1)
+    looking.cancel()
+    order = [state for i, state in enumerate(seen) if i == 0 or seen[i - 1] != state]
+    assert order == ["", "fetching", "loading", "ready", "draining", ""]
+
+
+async def test_a_load_that_was_called_off_has_not_failed(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    parts.workers.hung.add("a")
+    load = asyncio.create_task(parts.load("a"))
+    await asyncio.sleep(5)
+    await parts.registry.unload("a")
+    await asyncio.gather(load, return_exceptions=True)
+    assert parts.journal.failed == {}
+    assert told(parts) == []
+
+
+async def test_the_journal_forgets_what_is_old(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    for _ in range(MAX_ENTRIES):
         await parts.load("a")
         await parts.registry.unload("a")
-        await asyncio.sleep(1)
-        looking.cancel()
-        order = [state for i, state in enumerate(seen) if i == 0 or seen[i - 1] != state]
-        assert order == ["", "fetching", "loading", "ready", "draining", ""]
-
-    run(test)
-
-
-def test_a_load_that_was_called_off_has_not_failed(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        parts.workers.hung.add("a")
-        load = asyncio.create_task(parts.load("a"))
-        await asyncio.sleep(5)
-        await parts.registry.unload("a")
-        await asyncio.gather(load, return_exceptions=True)
-        assert parts.journal.failed == {}
-        assert told(parts) == []
-
-    run(test)
-
-
-def test_the_journal_forgets_what_is_old(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        for _ in range(MAX_ENTRIES):
-            await parts.load("a")
-            await parts.registry.unload("a")
-        assert len(parts.journal.entries) == MAX_ENTRIES
-
-    run(test)
+    assert len(parts.journal.entries) == MAX_ENTRIES

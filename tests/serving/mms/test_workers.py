@@ -10,16 +10,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from psutil import _pslinux
 
 from common.errors import OutOfMemory
 from serving.errors import BadRequest, DiskFull, Unavailable, WorkerLost
-from serving.mms import workers
 from serving.mms.client import Answer, MMSClient
 from serving.mms.worker_processes import private_bytes
 from serving.mms.workers import Workers
@@ -29,7 +26,8 @@ from serving.settings import Settings
 from serving.store import Fetched
 from tests.processes import has_ended
 from tests.serving.fakes import stored
-from tests.serving.virtual_time import run
+
+pytestmark = pytest.mark.virtual_time
 
 
 class FakeMMS:
@@ -91,201 +89,170 @@ class Parts:
         self.model.fetched = Fetched(folder / "a", hit=True)
 
 
-def test_a_worker_is_told_what_the_engine_is_to_do(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path, backend="mxnet", max_rows=3, queue=4)
-        await parts.workers.start(parts.model)
-        told = json.loads((parts.mms.folders["1"] / "model.json").read_text())
-        assert told["engine"] == {"backend": "mxnet", "max_rows": 3}
-        with pytest.raises(OutOfMemory):
-            await parts.workers.check(parts.model)
-        ((*_, backend, precision, _, base),) = parts.engine.checked
-        assert (backend, precision, base) == ("mxnet", None, None)
-
-    run(test)
+async def test_a_worker_is_told_what_the_engine_is_to_do(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, backend="mxnet", max_rows=3, queue=4)
+    await parts.workers.start(parts.model)
+    told = json.loads((parts.mms.folders["1"] / "model.json").read_text())
+    assert told["engine"] == {"backend": "mxnet", "max_rows": 3}
+    with pytest.raises(OutOfMemory):
+        await parts.workers.check(parts.model)
+    ((*_, backend, precision, _, base),) = parts.engine.checked
+    assert (backend, precision, base) == ("mxnet", None, None)
 
 
-def test_a_worker_of_an_adapter_is_told_its_base(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        parts.model.base = Fetched(tmp_path / "바탕", hit=True)
-        await parts.workers.start(parts.model)
-        told = json.loads((parts.mms.folders["1"] / "model.json").read_text())
-        assert told["engine"] == {"base": str(tmp_path / "바탕")}
-        with pytest.raises(OutOfMemory):
-            await parts.workers.check(parts.model)
-        assert parts.engine.checked[0][-1] == str(tmp_path / "바탕")
-
-    run(test)
+async def test_a_worker_of_an_adapter_is_told_its_base(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    parts.model.base = Fetched(tmp_path / "바탕", hit=True)
+    await parts.workers.start(parts.model)
+    told = json.loads((parts.mms.folders["1"] / "model.json").read_text())
+    assert told["engine"] == {"base": str(tmp_path / "바탕")}
+    with pytest.raises(OutOfMemory):
+        await parts.workers.check(parts.model)
+    assert parts.engine.checked[0][-1] == str(tmp_path / "바탕")
 
 
-def test_of_two_that_ask_for_room_at_the_same_time_one_counts_the_other(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        parts.engine.fits = True
-        parts.engine.together = asyncio.Event()
-        other = dataclasses.replace(parts.model, name="봄", id="2")
-        checks = [asyncio.create_task(parts.workers.check(model)) for model in (parts.model, other)]
-        await asyncio.sleep(1)
-        parts.engine.together.set()
-        await asyncio.gather(*checks)
-        assert [asked[-2] for asked in parts.engine.checked] == [{}, {}, {"a#1": 100}]
-
-    run(test)
-
-
-def test_room_is_promised_in_the_order_in_which_it_was_asked_for(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        first = parts.model
-        later = dataclasses.replace(first, name="봄", id="2")
-
-        async def promised(model: Model) -> dict[str, int]:
-            with contextlib.suppress(OutOfMemory):
-                await parts.workers.check(model)
-            found: dict[str, int] = parts.engine.checked[-1][-2]
-            return found
-
-        assert await promised(first) == {}
-        assert await promised(later) == {"a#1": 100}
-        assert await promised(first) == {}
-        parts.engine.fits = True
-        assert await promised(first) == {}
-        assert await promised(later) == {"a#1": 100}  # which has yet to be loaded
-        await parts.workers.start(first)
-        assert await promised(later) == {}
-        assert parts.workers.promised_bytes(later) == 100
-        await parts.workers.end(later)
-        assert await promised(first) == {}
-
-    run(test)
-
-
-def test_a_worker_begins_with_one_connection_unless_requests_wait_for_it(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        await parts.workers.start(parts.model)
-        assert parts.model.line.capacity == 16
-        parts.model.in_flight = 2
-        await parts.workers.start(parts.model)
-        assert parts.mms.connections == [1, 16]
-
-    run(test)
-
-
-def test_what_is_the_engines_cannot_be_set_for_a_model_that_it_does_not_hold(
+async def test_of_two_that_ask_for_room_at_the_same_time_one_counts_the_other(
     tmp_path: Path,
 ) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path, precision="int8")
-        (tmp_path / "a" / "inference.py").write_text("def model_fn(model_dir): ...")
-        with pytest.raises(BadRequest, match="precision cannot be set for model a"):
-            await parts.workers.check(parts.model)
-
-    run(test)
-
-
-def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        parts.mms.hangs = True
-        parts.model.id = f"봄-{os.getpid()}-1"
-        with pytest.raises(WorkerLost):
-            await parts.workers.start(parts.model)
-        assert asyncio.get_running_loop().time() < 20
-        await parts.workers.forget(parts.model)
-        assert not list((tmp_path / "workers").iterdir())
-
-        parts.model.id = f"봄-{os.getpid()}-2"
-        command = [sys.executable, "-c", "input()", "--model-name", parts.model.id]
-        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-            starting = asyncio.create_task(parts.workers.start(parts.model))
-            await asyncio.sleep(20)  # it has as long as it needs
-            assert not starting.done()
-            process.kill()
-        with pytest.raises(WorkerLost):
-            await starting
-
-    run(test)
+    parts = Parts(tmp_path)
+    parts.engine.fits = True
+    parts.engine.together = asyncio.Event()
+    other = dataclasses.replace(parts.model, name="봄", id="2")
+    checks = [asyncio.create_task(parts.workers.check(model)) for model in (parts.model, other)]
+    await asyncio.sleep(1)
+    parts.engine.together.set()
+    await asyncio.gather(*checks)
+    assert [asked[-2] for asked in parts.engine.checked] == [{}, {}, {"a#1": 100}]
 
 
-def test_a_worker_has_ended_with_what_it_started_when_its_model_is_unloaded(
+async def test_room_is_promised_in_the_order_in_which_it_was_asked_for(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    first = parts.model
+    later = dataclasses.replace(first, name="봄", id="2")
+
+    async def promised(model: Model) -> dict[str, int]:
+        with contextlib.suppress(OutOfMemory):
+            await parts.workers.check(model)
+        found: dict[str, int] = parts.engine.checked[-1][-2]
+        return found
+
+    assert await promised(first) == {}
+    assert await promised(later) == {"a#1": 100}
+    assert await promised(first) == {}
+    parts.engine.fits = True
+    assert await promised(first) == {}
+    assert await promised(later) == {"a#1": 100}  # which has yet to be loaded
+    await parts.workers.start(first)
+    assert await promised(later) == {}
+    assert parts.workers.promised_bytes(later) == 100
+    await parts.workers.end(later)
+    assert await promised(first) == {}
+
+
+async def test_a_worker_begins_with_one_connection_unless_requests_wait_for_it(
+    tmp_path: Path,
+) -> None:
+    parts = Parts(tmp_path)
+    await parts.workers.start(parts.model)
+    assert parts.model.line.capacity == 16
+    parts.model.in_flight = 2
+    await parts.workers.start(parts.model)
+    assert parts.mms.connections == [1, 16]
+
+
+async def test_what_is_the_engines_cannot_be_set_for_a_model_that_it_does_not_hold(
+    tmp_path: Path,
+) -> None:
+    parts = Parts(tmp_path, precision="int8")
+    (tmp_path / "a" / "inference.py").write_text("def model_fn(model_dir): ...")
+    with pytest.raises(BadRequest, match="precision cannot be set for model a"):
+        await parts.workers.check(parts.model)
+
+
+async def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    parts.mms.hangs = True
+    parts.model.id = f"봄-{os.getpid()}-1"
+    with pytest.raises(WorkerLost):
+        await parts.workers.start(parts.model)
+    assert asyncio.get_running_loop().time() < 20
+    await parts.workers.forget(parts.model)
+    assert not list((tmp_path / "workers").iterdir())
+
+    parts.model.id = f"봄-{os.getpid()}-2"
+    command = [sys.executable, "-c", "input()", "--model-name", parts.model.id]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        starting = asyncio.create_task(parts.workers.start(parts.model))
+        await asyncio.sleep(20)  # it has as long as it needs
+        assert not starting.done()
+        process.kill()
+    with pytest.raises(WorkerLost):
+        await starting
+
+
+@pytest.mark.virtual_time(False)
+async def test_a_worker_has_ended_with_what_it_started_when_its_model_is_unloaded(
     tmp_path: Path,
 ) -> None:
     below = "import subprocess as s, sys; print(s.Popen(['cat']).pid, flush=True); input()"
-
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        parts.model.id = f"봄-{os.getpid()}-3"
-        command = [sys.executable, "-c", below, "--model-name", parts.model.id]
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-        with subprocess.Popen(command, **pipes) as worker:
-            assert worker.stdout is not None
-            child = int(worker.stdout.readline())
-            (tmp_path / "workers" / parts.model.id).mkdir()  # as `start` leaves it
-            ending = asyncio.create_task(parts.workers.end(parts.model))
-            await parts.mms.unregistered.wait()
-            for pid in worker.pid, child:
-                await asyncio.sleep(0.05)  # however long: it waits
-                assert not ending.done()
-                os.kill(pid, signal.SIGKILL)
-            await ending
-            assert all(map(has_ended, (worker.pid, child)))
-
-    asyncio.run(test())
+    parts = Parts(tmp_path)
+    parts.model.id = f"봄-{os.getpid()}-3"
+    command = [sys.executable, "-c", below, "--model-name", parts.model.id]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes) as worker:
+        assert worker.stdout is not None
+        child = int(worker.stdout.readline())
+        (tmp_path / "workers" / parts.model.id).mkdir()  # as `start` leaves it
+        ending = asyncio.create_task(parts.workers.end(parts.model))
+        await parts.mms.unregistered.wait()
+        for pid in worker.pid, child:
+            await asyncio.sleep(0.05)  # however long: it waits
+            assert not ending.done()
+            os.kill(pid, signal.SIGKILL)
+        await ending
+        assert all(map(has_ended, (worker.pid, child)))
 
 
-def test_a_worker_comes_back_on_a_full_disk(
+async def test_a_worker_comes_back_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> int:
         raise OSError(28, os.strerror(28))
 
-    async def test() -> None:
-        parts = Parts(tmp_path)
+    parts = Parts(tmp_path)
+    await parts.workers.start(parts.model)
+    monkeypatch.setattr(Path, "write_text", full)
+    await parts.workers.start(parts.model)
+    parts.model.id = "2"  # another one cannot be started, and says why
+    with pytest.raises(DiskFull, match="RUN_DIR"):
         await parts.workers.start(parts.model)
-        monkeypatch.setattr(Path, "write_text", full)
-        await parts.workers.start(parts.model)
-        parts.model.id = "2"  # another one cannot be started, and says why
-        with pytest.raises(DiskFull, match="RUN_DIR"):
-            await parts.workers.start(parts.model)
-
-    run(test)
 
 
-def test_what_a_model_holds_is_its_weights_and_caches_and_its_processes(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        assert await parts.workers.held_bytes([parts.model], True) == {"1": 75}
-        sleeper = await asyncio.create_subprocess_exec(
-            "python3", "-c", "print(flush=True); input()", str(tmp_path / ".mms.sock.9000"),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        try:
-            assert sleeper.stdout is not None
-            await sleeper.stdout.readline()
-            parts.model.socket = str(tmp_path / ".mms.sock.9000")
-            held = await parts.workers.held_bytes([parts.model], False)
-            assert held["1"] > 1 << 20
-        finally:
-            await sleeper.communicate(b"\n")
-
-    asyncio.run(test())
+@pytest.mark.virtual_time(False)
+async def test_what_a_model_holds_is_its_weights_and_caches_and_its_processes(
+    tmp_path: Path,
+) -> None:
+    parts = Parts(tmp_path)
+    assert await parts.workers.held_bytes([parts.model], True) == {"1": 75}
+    sleeper = await asyncio.create_subprocess_exec(
+        "python3", "-c", "print(flush=True); input()", str(tmp_path / ".mms.sock.9000"),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert sleeper.stdout is not None
+        await sleeper.stdout.readline()
+        parts.model.socket = str(tmp_path / ".mms.sock.9000")
+        held = await parts.workers.held_bytes([parts.model], False)
+        assert held["1"] > 1 << 20
+    finally:
+        await sleeper.communicate(b"\n")
 
 
 BEHIND = "import subprocess as s, sys; s.run([sys.executable, '-c', sys.argv[2]])"
 FILLS = "x = b'x' * (20 << 20); print(flush=True); input()"
 
 
-def test_what_many_workers_and_their_children_take_is_found_in_one_look_at_the_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks, real = [], _pslinux.pids
-
-    def pids() -> list[int]:
-        looks.append(1)
-        return real()
-
+def test_what_workers_take_with_their_children_is_found(tmp_path: Path) -> None:
     sockets = {str(tmp_path / f".mms.sock.{number}") for number in range(3)}
     pipe = subprocess.PIPE
     with contextlib.ExitStack() as stack:
@@ -294,15 +261,13 @@ def test_what_many_workers_and_their_children_take_is_found_in_one_look_at_the_p
             worker = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe))
             assert worker.stdout is not None
             worker.stdout.readline()
-        monkeypatch.setattr(_pslinux, "pids", pids)
         found = private_bytes(sockets | {"another"})
         assert found.keys() == sockets
         assert all(20 << 20 < size < 200 << 20 for size in found.values()), found
-        assert len(looks) == 1
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"models": 3}', b'{"models": [{}]}'])
-def test_a_list_that_is_none_is_no_answer(body: bytes) -> None:
+async def test_a_list_that_is_none_is_no_answer(body: bytes) -> None:
     class Client(MMSClient):
         def __init__(self) -> None:
             pass
@@ -311,38 +276,17 @@ def test_a_list_that_is_none_is_no_answer(body: bytes) -> None:
             headers: Any = {}
             return Answer(200, headers, body)
 
-    async def test() -> None:
-        with pytest.raises(Unavailable):
-            await Client().names()
-        assert await Client().describe("a") in ({}, {"models": 3}, {"models": [{}]})
-
-    run(test)
+    with pytest.raises(Unavailable):
+        await Client().names()
+    assert await Client().describe("a") in ({}, {"models": 3}, {"models": [{}]})
 
 
-def test_folders_of_workers_that_no_model_has_are_removed(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        await parts.workers.start(parts.model)
-        folder = parts.mms.folders[parts.model.id]
-        other = folder.parent / "0a0a-1"
-        other.mkdir()
-        (other / "model.json").write_text("{}", "utf-8")
-        parts.workers.remove_other_folders({parts.model.id})
-        assert list(folder.parent.iterdir()) == [folder]
-
-    run(test)
-
-
-def test_the_kernels_list_of_sockets_is_not_read_on_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    readers: list[int] = []
-
-    def sockets() -> list[tuple[str, bool]]:
-        readers.append(threading.get_ident())
-        return [("/run/봄", True), ("/run/connected", False)]
-
-    monkeypatch.setattr(workers, "unix_sockets", sockets)
-    assert asyncio.run(Workers.listening()) == {"/run/봄"}
-    assert readers
-    assert threading.get_ident() not in readers
+async def test_folders_of_workers_that_no_model_has_are_removed(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    await parts.workers.start(parts.model)
+    folder = parts.mms.folders[parts.model.id]
+    other = folder.parent / "0a0a-1"
+    other.mkdir()
+    (other / "model.json").write_text("{}", "utf-8")
+    parts.workers.remove_other_folders({parts.model.id})
+    assert list(folder.parent.iterdir()) == [folder]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -46,171 +45,137 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
+async def test_as_many_as_there_are_places_work_at_once_and_the_rest_by_arrival() -> None:
+    world, line = World(), Line(capacity=2)
+    tasks = [await world.ask(line, number) for number in range(5)]
+    assert world.begun == [0, 1]
+    await world.answer(1)
+    assert world.begun == [0, 1, 2]
+    await world.answer(0, 2)
+    assert world.begun == [0, 1, 2, 3, 4]
+    await world.answer(3, 4)
+    assert all(task.done() for task in tasks)
+    assert (line.running, len(line.waiting)) == (0, 0)
 
 
-def test_as_many_as_there_are_places_work_at_once_and_the_rest_by_arrival() -> None:
-    async def test() -> None:
-        world, line = World(), Line(capacity=2)
-        tasks = [await world.ask(line, number) for number in range(5)]
-        assert world.begun == [0, 1]
-        await world.answer(1)
-        assert world.begun == [0, 1, 2]
-        await world.answer(0, 2)
-        assert world.begun == [0, 1, 2, 3, 4]
-        await world.answer(3, 4)
-        assert all(task.done() for task in tasks)
-        assert (line.running, len(line.waiting)) == (0, 0)
-
-    run(test())
+async def test_who_leaves_the_line_takes_no_place() -> None:
+    world, line = World(), Line()
+    tasks = [await world.ask(line, number) for number in range(3)]
+    tasks[1].cancel()
+    await settle()
+    await world.answer(0)
+    assert world.begun == [0, 2]
+    await world.answer(2)
+    assert line.running == 0
 
 
-def test_who_leaves_the_line_takes_no_place() -> None:
-    async def test() -> None:
-        world, line = World(), Line()
-        tasks = [await world.ask(line, number) for number in range(3)]
-        tasks[1].cancel()
-        await settle()
-        await world.answer(0)
-        assert world.begun == [0, 2]
-        await world.answer(2)
-        assert line.running == 0
-
-    run(test())
-
-
-def test_who_leaves_as_its_turn_comes_passes_it_on() -> None:
-    async def test() -> None:
-        world, line = World(), Line()
-        tasks = [await world.ask(line, number) for number in range(3)]
-        world._go_on[0].set()
-        while not line.waiting or len(line.waiting) == 2:  # until the first has left its place
-            await asyncio.sleep(0)
-        tasks[1].cancel()
-        await settle()
-        assert world.begun == [0, 2]
-        await world.answer(2)
-        assert line.running == 0
-
-    run(test())
+async def test_who_leaves_as_its_turn_comes_passes_it_on() -> None:
+    world, line = World(), Line()
+    tasks = [await world.ask(line, number) for number in range(3)]
+    world._go_on[0].set()
+    while not line.waiting or len(line.waiting) == 2:  # until the first has left its place
+        await asyncio.sleep(0)
+    tasks[1].cancel()
+    await settle()
+    assert world.begun == [0, 2]
+    await world.answer(2)
+    assert line.running == 0
 
 
-def test_one_that_fails_gives_its_place_back() -> None:
-    async def test() -> None:
-        world, line = World(), Line()
-        with pytest.raises(ValueError, match="odd"):
-            async with world.admission.place(line, NEVER):
-                raise ValueError("odd")
-        await world.ask(line, "next")
-        assert world.begun == ["next"]
-        await world.answer("next")
-
-    run(test())
+async def test_one_that_fails_gives_its_place_back() -> None:
+    world, line = World(), Line()
+    with pytest.raises(ValueError, match="odd"):
+        async with world.admission.place(line, NEVER):
+            raise ValueError("odd")
+    await world.ask(line, "next")
+    assert world.begun == ["next"]
+    await world.answer("next")
 
 
-def test_what_is_past_its_end_never_begins() -> None:
-    async def test() -> None:
-        world, line = World(), Line()
-        await world.ask(line, "long")
-        late, early = await world.ask(line, "late", end=5), await world.ask(line, "early", end=50)
-        world.now = 6
-        await world.answer("long")
-        assert world.begun == ["long", "early"]
-        assert isinstance(late.exception(), Timeout)
-        await world.answer("early")
-        assert early.exception() is None
-
-    run(test())
+async def test_what_is_past_its_end_never_begins() -> None:
+    world, line = World(), Line()
+    await world.ask(line, "long")
+    late, early = await world.ask(line, "late", end=5), await world.ask(line, "early", end=50)
+    world.now = 6
+    await world.answer("long")
+    assert world.begun == ["long", "early"]
+    assert isinstance(late.exception(), Timeout)
+    await world.answer("early")
+    assert early.exception() is None
 
 
-def test_a_full_line_says_when_to_come_back_by_the_measured_pace() -> None:
-    async def test() -> None:
-        world, line = World(), Line(capacity=2, max_waiting=3)
-        for number in range(4):  # four that take 10 s each, two at a time
-            await world.ask(line, number)
-        world.now = 10
-        await world.answer(0, 1)
-        world.now = 20
-        await world.answer(2, 3)
-        for number in range(4, 9):
-            await world.ask(line, number)
-        refused = await world.ask(line, "one more")
-        error = refused.exception()
-        assert isinstance(error, TooManyRequests)
-        assert error.status == 429
-        assert error.retry_after_s == 20  # four before it begins to work, two each 10 s
-        await world.answer(4, 5)
-        await world.answer(*range(6, 9))
-
-    run(test())
+async def test_a_full_line_says_when_to_come_back_by_the_measured_pace() -> None:
+    world, line = World(), Line(capacity=2, max_waiting=3)
+    for number in range(4):  # four that take 10 s each, two at a time
+        await world.ask(line, number)
+    world.now = 10
+    await world.answer(0, 1)
+    world.now = 20
+    await world.answer(2, 3)
+    for number in range(4, 9):
+        await world.ask(line, number)
+    refused = await world.ask(line, "one more")
+    error = refused.exception()
+    assert isinstance(error, TooManyRequests)
+    assert error.status == 429
+    assert error.retry_after_s == 20  # four before it begins to work, two each 10 s
+    await world.answer(4, 5)
+    await world.answer(*range(6, 9))
 
 
-def test_one_that_cannot_begin_in_time_is_told_at_once() -> None:
-    async def test() -> None:
-        world, line = World(), Line(capacity=2)
-        for number in range(2):
-            await world.ask(line, number)
-        world.now = 10
-        await world.answer(0, 1)  # ten seconds each
-        for number in range(2, 6):
-            await world.ask(line, number)
-        assert len(line.waiting) == 2  # the next begins after two rounds, one of which may be over
-        refused = await world.ask(line, "short", end=world.now + 9)
-        assert isinstance(refused.exception(), TooManyRequests)
-        waits = await world.ask(line, "patient", end=world.now + 11)
-        assert not waits.done()
-        await world.answer(2, 3)
-        await world.answer(4, 5)
-        await world.answer("patient")
-
-    run(test())
+async def test_one_that_cannot_begin_in_time_is_told_at_once() -> None:
+    world, line = World(), Line(capacity=2)
+    for number in range(2):
+        await world.ask(line, number)
+    world.now = 10
+    await world.answer(0, 1)  # ten seconds each
+    for number in range(2, 6):
+        await world.ask(line, number)
+    assert len(line.waiting) == 2  # the next begins after two rounds, one of which may be over
+    refused = await world.ask(line, "short", end=world.now + 9)
+    assert isinstance(refused.exception(), TooManyRequests)
+    waits = await world.ask(line, "patient", end=world.now + 11)
+    assert not waits.done()
+    await world.answer(2, 3)
+    await world.answer(4, 5)
+    await world.answer("patient")
 
 
-def test_where_nothing_was_measured_nobody_is_refused_early() -> None:
-    async def test() -> None:
-        world, line = World(), Line()
-        tasks = [await world.ask(line, number, end=1) for number in range(20)]
-        assert not any(task.done() for task in tasks)
-        for number in range(20):
-            await world.answer(number)
-        assert world.begun == list(range(20))
-
-    run(test())
+async def test_where_nothing_was_measured_nobody_is_refused_early() -> None:
+    world, line = World(), Line()
+    tasks = [await world.ask(line, number, end=1) for number in range(20)]
+    assert not any(task.done() for task in tasks)
+    for number in range(20):
+        await world.answer(number)
+    assert world.begun == list(range(20))
 
 
-def test_no_model_takes_the_places_of_another() -> None:
-    async def test() -> None:
-        world = World(max_waiting=4)
-        busy, other = Line(), Line()
-        crowd = [await world.ask(busy, ("busy", number)) for number in range(5)]
-        assert isinstance((await world.ask(busy, "one more")).exception(), Unavailable)
-        await world.ask(other, "works")
-        waits = await world.ask(other, "waits")
-        assert not waits.done()
-        assert isinstance(crowd[4].exception(), Unavailable)  # the last of the longest line
-        second = await world.ask(other, "waits, too")
-        assert not second.done()
-        assert isinstance((await world.ask(other, "one more")).exception(), Unavailable)
-        assert [len(busy.waiting), len(other.waiting)] == [2, 2]
-        await world.answer("works")
-        await world.answer("waits")
-        await world.answer("waits, too")
-        for number in range(3):
-            await world.answer(("busy", number))
-        assert (busy.running, other.running) == (0, 0)
-
-    run(test())
+async def test_no_model_takes_the_places_of_another() -> None:
+    world = World(max_waiting=4)
+    busy, other = Line(), Line()
+    crowd = [await world.ask(busy, ("busy", number)) for number in range(5)]
+    assert isinstance((await world.ask(busy, "one more")).exception(), Unavailable)
+    await world.ask(other, "works")
+    waits = await world.ask(other, "waits")
+    assert not waits.done()
+    assert isinstance(crowd[4].exception(), Unavailable)  # the last of the longest line
+    second = await world.ask(other, "waits, too")
+    assert not second.done()
+    assert isinstance((await world.ask(other, "one more")).exception(), Unavailable)
+    assert [len(busy.waiting), len(other.waiting)] == [2, 2]
+    await world.answer("works")
+    await world.answer("waits")
+    await world.answer("waits, too")
+    for number in range(3):
+        await world.answer(("busy", number))
+    assert (busy.running, other.running) == (0, 0)
 
 
-def test_more_places_are_taken_when_there_are_more() -> None:
-    async def test() -> None:
-        world, line = World(), Line()
-        for number in range(4):
-            await world.ask(line, number)
-        line.capacity = 3
-        await world.answer(0)
-        assert world.begun == [0, 1, 2, 3]
-        await world.answer(1, 2, 3)
-
-    run(test())
+async def test_more_places_are_taken_when_there_are_more() -> None:
+    world, line = World(), Line()
+    for number in range(4):
+        await world.ask(line, number)
+    line.capacity = 3
+    await world.answer(0)
+    assert world.begun == [0, 1, 2, 3]
+    await world.answer(1, 2, 3)

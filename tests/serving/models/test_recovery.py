@@ -16,7 +16,8 @@ from serving.errors import Unavailable, WorkerFailed
 from serving.models.model import Model
 from serving.models.model_settings import ModelSettings
 from tests.serving.fakes import START_S, Parts
-from tests.serving.virtual_time import run
+
+pytestmark = pytest.mark.virtual_time
 
 
 @contextlib.asynccontextmanager
@@ -34,323 +35,272 @@ async def until_restoring(model: Model) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_lost_worker_comes_back(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        model = await parts.load("a")
-        async with watched(parts):
-            parts.workers.kill(model)
-            await asyncio.sleep(3)
-            assert parts.workers.works(model)
-            assert parts.workers.starts["a"] == 2
-
-    run(test)
+async def test_a_lost_worker_comes_back(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    model = await parts.load("a")
+    async with watched(parts):
+        parts.workers.kill(model)
+        await asyncio.sleep(3)
+        assert parts.workers.works(model)
+        assert parts.workers.starts["a"] == 2
 
 
-def test_a_lost_worker_for_which_requests_wait_comes_back_sooner(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        model = await parts.load("봄")
-        async with watched(parts):
-            for lost in range(3):
-                await asyncio.sleep(100)
-                async with parts.registry.use("봄"):
-                    parts.workers.kill(model)
-                    await asyncio.sleep(START_S + 0.2)
-                    assert parts.workers.works(model)
-                    assert model.starts == lost + 2
-
-    run(test)
+async def test_a_lost_worker_for_which_requests_wait_comes_back_sooner(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    model = await parts.load("봄")
+    async with watched(parts):
+        for lost in range(3):
+            await asyncio.sleep(100)
+            async with parts.registry.use("봄"):
+                parts.workers.kill(model)
+                await asyncio.sleep(START_S + 0.2)
+                assert parts.workers.works(model)
+                assert model.starts == lost + 2
 
 
-def test_a_model_that_the_engine_lost_comes_back(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        await parts.load("a")
-        async with watched(parts):
-            parts.workers.in_engine.clear()
-            await asyncio.sleep(6)
-            assert len(parts.workers.in_engine) == 1
-
-    run(test)
+async def test_a_model_that_the_engine_lost_comes_back(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    await parts.load("a")
+    async with watched(parts):
+        parts.workers.in_engine.clear()
+        await asyncio.sleep(6)
+        assert len(parts.workers.in_engine) == 1
 
 
-def test_where_the_engine_has_a_models_weights_is_known(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        model = await parts.load("봄")
-        async with watched(parts):
-            parts.workers.residency = "parked"
-            await asyncio.sleep(2)
-            assert model.residency == "parked"
-            parts.workers.in_engine.clear()
-            await asyncio.sleep(2)
-            assert model.residency == ""
-
-    run(test)
+async def test_where_the_engine_has_a_models_weights_is_known(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    model = await parts.load("봄")
+    async with watched(parts):
+        parts.workers.residency = "parked"
+        await asyncio.sleep(2)
+        assert model.residency == "parked"
+        parts.workers.in_engine.clear()
+        await asyncio.sleep(2)
+        assert model.residency == ""
 
 
-def test_an_answer_that_makes_no_sense_ends_nothing(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        model = await parts.load("a")
-        async with watched(parts):
-            parts.workers.listing = Unavailable("Multi Model Server listed its models with ?")
-            await asyncio.sleep(3)
-            parts.workers.kill(model)
-            parts.workers.listing = None
-            await asyncio.sleep(3)
-            assert parts.workers.works(model)
-
-    run(test)
+async def test_an_answer_that_makes_no_sense_ends_nothing(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    model = await parts.load("a")
+    async with watched(parts):
+        parts.workers.listing = Unavailable("Multi Model Server listed its models with ?")
+        await asyncio.sleep(3)
+        parts.workers.kill(model)
+        parts.workers.listing = None
+        await asyncio.sleep(3)
+        assert parts.workers.works(model)
 
 
 @pytest.mark.parametrize(
     "error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread")]
 )
-def test_a_machine_that_is_short_of_files_or_threads_ends_nothing(
+async def test_a_machine_that_is_short_of_files_or_threads_ends_nothing(
     tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        model = await parts.load("봄")
-        listening = parts.workers.listening
+    parts = Parts(tmp_path)
+    model = await parts.load("봄")
+    listening = parts.workers.listening
 
-        async def fails() -> set[str]:
-            raise error
+    async def fails() -> set[str]:
+        raise error
 
-        async with watched(parts), parts.registry.use("봄"):  # which makes it look sooner
-            monkeypatch.setattr(parts.workers, "listening", fails)
-            await asyncio.sleep(3)
-            parts.workers.kill(model)
-            monkeypatch.setattr(parts.workers, "listening", listening)
-            await asyncio.sleep(3)
-            assert parts.workers.works(model)
-
-    run(test)
+    async with watched(parts), parts.registry.use("봄"):  # which makes it look sooner
+        monkeypatch.setattr(parts.workers, "listening", fails)
+        await asyncio.sleep(3)
+        parts.workers.kill(model)
+        monkeypatch.setattr(parts.workers, "listening", listening)
+        await asyncio.sleep(3)
+        assert parts.workers.works(model)
 
 
-def test_an_unexpected_error_is_not_swallowed(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        parts.workers.listing = KeyError("models")
-        with pytest.raises(KeyError):
-            await parts.recovery.watch()
-
-    run(test)
+async def test_an_unexpected_error_is_not_swallowed(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    parts.workers.listing = KeyError("models")
+    with pytest.raises(KeyError):
+        await parts.recovery.watch()
 
 
-def test_a_model_that_cannot_come_back_backs_off_and_says_so(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        model = await parts.load("a")
-        parts.workers.errors["a"] = [WorkerFailed("the script fails") for _ in range(100)]
-        times = []
-        async with watched(parts):
-            parts.workers.kill(model)
-            for _ in range(10):
-                await until_restoring(model)
-                times.append(asyncio.get_running_loop().time())
-                await model.change()
-            waits = [b - a - START_S for a, b in itertools.pairwise(times)]
-            for wait_s, least_s in zip(waits, (1, 2, 4, 8, 16, 32, 60, 60, 60), strict=True):
-                assert least_s - 0.02 <= wait_s <= least_s + 2  # it looks once a second
-            assert model.restarts.reason == "the script fails"
-            assert not parts.workers.turn.locked()
-            # Others are loaded and restarted meanwhile.
-            other = await parts.load("b")
-            parts.workers.kill(other)
-            await asyncio.sleep(3)
-            assert parts.workers.works(other)
-            with pytest.raises(Unavailable) as refused:  # at once, and truly
-                await parts.recovery.wait_for(model, 60)
-            assert 2 < (refused.value.retry_after_s or 0) <= 60
-            parts.workers.errors.clear()
-            await asyncio.sleep(65)
-            assert parts.workers.works(model)
-            assert not model.restarts.reason
-
-    run(test)
+async def test_a_model_that_cannot_come_back_backs_off_and_says_so(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    model = await parts.load("a")
+    parts.workers.errors["a"] = [WorkerFailed("the script fails") for _ in range(100)]
+    times = []
+    async with watched(parts):
+        parts.workers.kill(model)
+        for _ in range(10):
+            await until_restoring(model)
+            times.append(asyncio.get_running_loop().time())
+            await model.change()
+        waits = [b - a - START_S for a, b in itertools.pairwise(times)]
+        for wait_s, least_s in zip(waits, (1, 2, 4, 8, 16, 32, 60, 60, 60), strict=True):
+            assert least_s - 0.02 <= wait_s <= least_s + 2  # it looks once a second
+        assert model.restarts.reason == "the script fails"
+        assert not parts.workers.turn.locked()
+        # Others are loaded and restarted meanwhile.
+        other = await parts.load("b")
+        parts.workers.kill(other)
+        await asyncio.sleep(3)
+        assert parts.workers.works(other)
+        with pytest.raises(Unavailable) as refused:  # at once, and truly
+            await parts.recovery.wait_for(model, 60)
+        assert 2 < (refused.value.retry_after_s or 0) <= 60
+        parts.workers.errors.clear()
+        await asyncio.sleep(65)
+        assert parts.workers.works(model)
+        assert not model.restarts.reason
 
 
-def test_a_worker_that_dies_again_and_again_backs_off_too(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        model = await parts.load("a")
-        async with watched(parts):
-            for _ in range(300):
-                if parts.workers.works(model) and not model.restoring:
-                    parts.workers.kill(model)
-                await asyncio.sleep(1)
-            assert parts.workers.starts["a"] < 12
-            await asyncio.sleep(200)  # and is forgiven when it stays
-            starts = parts.workers.starts["a"]
-            parts.workers.kill(model)
-            await asyncio.sleep(3)
-            assert parts.workers.starts["a"] == starts + 1
-
-    run(test)
-
-
-def test_what_dies_with_mms_or_the_engine_comes_back_at_once_however_often(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        models = [await parts.load(name) for name in ("봄", "여름")]
-        async with watched(parts):
-            for _ in range(6):
-                parts.workers.restart_mms()
-                await asyncio.sleep(3)
-                assert all(map(parts.workers.works, models))
-                parts.workers.in_engine.clear()
-                await asyncio.sleep(6)
-                assert len(parts.workers.in_engine) == 2
-            parts.workers.kill(models[0])  # and its own death is not its second
-            await asyncio.sleep(3)
-            assert parts.workers.works(models[0])
-
-    run(test)
-
-
-def test_a_restart_while_mms_is_away_is_not_the_models_fault(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        model = await parts.load("a")
-        parts.workers.errors["a"] = [Unavailable("being started") for _ in range(5)]
-        async with watched(parts):
-            parts.workers.kill(model)
+async def test_a_worker_that_dies_again_and_again_backs_off_too(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    model = await parts.load("a")
+    async with watched(parts):
+        for _ in range(300):
+            if parts.workers.works(model) and not model.restoring:
+                parts.workers.kill(model)
             await asyncio.sleep(1)
-            await parts.recovery.wait_for(model, 60)  # a request is answered after all
-            assert parts.workers.works(model)
-
-    run(test)
-
-
-def test_what_was_seen_before_a_worker_was_started_again_does_not_end_it(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        first = await parts.load("a")
-        async with watched(parts):
-            del parts.workers.running[first.id]
-            parts.workers.slow = asyncio.Event()  # a listing that lacks it, and takes its time
-            await asyncio.sleep(2)
-            loaded = await parts.load("b")
-            parts.workers.running[first.id] = first
-            first.starts += 1  # back, in another way
-            parts.workers.slow.set()
-            await asyncio.sleep(0.5)
-            assert not first.restoring
-            assert not loaded.restoring
-            await asyncio.sleep(5)
-        assert (parts.workers.starts["a"], parts.workers.starts["b"]) == (1, 1)
-
-    run(test)
+        assert parts.workers.starts["a"] < 12
+        await asyncio.sleep(200)  # and is forgiven when it stays
+        starts = parts.workers.starts["a"]
+        parts.workers.kill(model)
+        await asyncio.sleep(3)
+        assert parts.workers.starts["a"] == starts + 1
 
 
-def test_a_gateway_that_dies_twice_finds_its_models_healthy(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        model = await parts.load("a", settings=ModelSettings(pinned=True, queue=3))
-        async with watched(parts):
-            parts.workers.kill(model)
+async def test_what_dies_with_mms_or_the_engine_comes_back_at_once_however_often(
+    tmp_path: Path,
+) -> None:
+    parts = Parts(tmp_path)
+    models = [await parts.load(name) for name in ("봄", "여름")]
+    async with watched(parts):
+        for _ in range(6):
+            parts.workers.restart_mms()
             await asyncio.sleep(3)
-        second = Parts(tmp_path)
-        second.workers.running = parts.workers.running
-        second.workers.in_engine = parts.workers.in_engine
-        await second.recovery.adopt()
-        assert second.registry.get("a").settings == ModelSettings(pinned=True, queue=3)
-        async with watched(second):
-            await asyncio.sleep(10)
-        assert second.workers.unregistered == []
-        assert second.workers.starts["a"] == 0
-
-    run(test)
+            assert all(map(parts.workers.works, models))
+            parts.workers.in_engine.clear()
+            await asyncio.sleep(6)
+            assert len(parts.workers.in_engine) == 2
+        parts.workers.kill(models[0])  # and its own death is not its second
+        await asyncio.sleep(3)
+        assert parts.workers.works(models[0])
 
 
-def test_workers_that_belong_to_no_model_are_ended(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        model = await parts.load("a")
-        parts.workers.running["stranger"] = model
-        async with watched(parts):
-            await asyncio.sleep(2)
-        assert parts.workers.unregistered == ["stranger"]
+async def test_a_restart_while_mms_is_away_is_not_the_models_fault(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    model = await parts.load("a")
+    parts.workers.errors["a"] = [Unavailable("being started") for _ in range(5)]
+    async with watched(parts):
+        parts.workers.kill(model)
+        await asyncio.sleep(1)
+        await parts.recovery.wait_for(model, 60)  # a request is answered after all
+        assert parts.workers.works(model)
 
-    run(test)
+
+async def test_what_was_seen_before_a_worker_was_started_again_does_not_end_it(
+    tmp_path: Path,
+) -> None:
+    parts = Parts(tmp_path)
+    first = await parts.load("a")
+    async with watched(parts):
+        del parts.workers.running[first.id]
+        parts.workers.slow = asyncio.Event()  # a listing that lacks it, and takes its time
+        await asyncio.sleep(2)
+        loaded = await parts.load("b")
+        parts.workers.running[first.id] = first
+        first.starts += 1  # back, in another way
+        parts.workers.slow.set()
+        await asyncio.sleep(0.5)
+        assert not first.restoring
+        assert not loaded.restoring
+        await asyncio.sleep(5)
+    assert (parts.workers.starts["a"], parts.workers.starts["b"]) == (1, 1)
 
 
-def test_nobody_waits_for_the_end_of_a_worker_that_is_still_starting(tmp_path: Path) -> None:
-    async def test() -> None:
-        first = Parts(tmp_path)
-        model = await first.load("봄")
-        second = Parts(tmp_path)
-        second.workers.running = {**first.workers.running, "stranger": model}
-        second.workers.in_engine = first.workers.in_engine
-        second.workers.starting.add("stranger")
+async def test_a_gateway_that_dies_twice_finds_its_models_healthy(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    model = await parts.load("a", settings=ModelSettings(pinned=True, queue=3))
+    async with watched(parts):
+        parts.workers.kill(model)
+        await asyncio.sleep(3)
+    second = Parts(tmp_path)
+    second.workers.running = parts.workers.running
+    second.workers.in_engine = parts.workers.in_engine
+    await second.recovery.adopt()
+    assert second.registry.get("a").settings == ModelSettings(pinned=True, queue=3)
+    async with watched(second):
+        await asyncio.sleep(10)
+    assert second.workers.unregistered == []
+    assert second.workers.starts["a"] == 0
+
+
+async def test_workers_that_belong_to_no_model_are_ended(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    model = await parts.load("a")
+    parts.workers.running["stranger"] = model
+    async with watched(parts):
+        await asyncio.sleep(2)
+    assert parts.workers.unregistered == ["stranger"]
+
+
+async def test_nobody_waits_for_the_end_of_a_worker_that_is_still_starting(tmp_path: Path) -> None:
+    first = Parts(tmp_path)
+    model = await first.load("봄")
+    second = Parts(tmp_path)
+    second.workers.running = {**first.workers.running, "stranger": model}
+    second.workers.in_engine = first.workers.in_engine
+    second.workers.starting.add("stranger")
+    before = asyncio.get_running_loop().time()
+    await second.recovery.adopt()
+    assert asyncio.get_running_loop().time() == before
+    async with watched(second):
+        second.workers.kill(second.registry.get("봄"))
+        await asyncio.sleep(2)
+    assert second.workers.starts["봄"] == 1
+    assert second.workers.unregistered.count("stranger") == 1
+
+
+async def test_an_unload_ends_a_restart_that_hangs(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    model = await parts.load("a")
+    async with watched(parts):
+        parts.workers.hung.add("a")
+        parts.workers.kill(model)
+        await until_restoring(model)
         before = asyncio.get_running_loop().time()
-        await second.recovery.adopt()
+        await parts.registry.unload("a")
         assert asyncio.get_running_loop().time() == before
-        async with watched(second):
-            second.workers.kill(second.registry.get("봄"))
-            await asyncio.sleep(2)
-        assert second.workers.starts["봄"] == 1
-        assert second.workers.unregistered.count("stranger") == 1
-
-    run(test)
+        assert (parts.registry.all(), parts.workers.running) == ([], {})
+        await parts.load("b")  # no slot is held
+        await parts.load("c")
 
 
-def test_an_unload_ends_a_restart_that_hangs(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        model = await parts.load("a")
-        async with watched(parts):
-            parts.workers.hung.add("a")
-            parts.workers.kill(model)
-            await until_restoring(model)
-            before = asyncio.get_running_loop().time()
-            await parts.registry.unload("a")
-            assert asyncio.get_running_loop().time() == before
-            assert (parts.registry.all(), parts.workers.running) == ([], {})
-            await parts.load("b")  # no slot is held
-            await parts.load("c")
-
-    run(test)
-
-
-def test_a_restart_that_hangs_ends_at_the_loads_limit(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path, load_timeout_s=30)
-        model = await parts.load("a")
-        async with watched(parts):
-            parts.workers.hung.add("a")
-            parts.workers.kill(model)
-            await until_restoring(model)
-            await asyncio.sleep(31)
-            assert not model.restoring
-            assert "LOAD_TIMEOUT_S" in model.restarts.reason
-
-    run(test)
+async def test_a_restart_that_hangs_ends_at_the_loads_limit(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, load_timeout_s=30)
+    model = await parts.load("a")
+    async with watched(parts):
+        parts.workers.hung.add("a")
+        parts.workers.kill(model)
+        await until_restoring(model)
+        await asyncio.sleep(31)
+        assert not model.restoring
+        assert "LOAD_TIMEOUT_S" in model.restarts.reason
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_model_whose_room_others_have_taken_is_unloaded(tmp_path: Path, pinned: bool) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        model = await parts.load("a", settings=ModelSettings(pinned=pinned))
-        parts.workers.errors["a"] = [OutOfMemory("no room")]
-        async with watched(parts):
-            parts.workers.kill(model)
-            await asyncio.sleep(10)
-            assert parts.loaded() == (["a"] if pinned else [])
+async def test_a_model_whose_room_others_have_taken_is_unloaded(
+    tmp_path: Path, pinned: bool
+) -> None:
+    parts = Parts(tmp_path)
+    model = await parts.load("a", settings=ModelSettings(pinned=pinned))
+    parts.workers.errors["a"] = [OutOfMemory("no room")]
+    async with watched(parts):
+        parts.workers.kill(model)
+        await asyncio.sleep(10)
+        assert parts.loaded() == (["a"] if pinned else [])
 
-    run(test)
 
-
-def test_a_list_of_models_that_cannot_be_read_is_none(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        for text in ("{", "7", "[1]", '[{"stored": {}}]', '[{"name": "a"}]'):
-            (tmp_path / "models.json").write_text(text)
-            await parts.recovery.adopt()
-        assert parts.registry.all() == []
-
-    run(test)
+async def test_a_list_of_models_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    for text in ("{", "7", "[1]", '[{"stored": {}}]', '[{"name": "a"}]'):
+        (tmp_path / "models.json").write_text(text)
+        await parts.recovery.adopt()
+    assert parts.registry.all() == []

@@ -13,7 +13,8 @@ from serving.errors import BadRequest, Conflict, LoadCancelled, ModelNotFound, T
 from serving.models.model import Model, State
 from serving.models.model_settings import ModelSettings
 from tests.serving.fakes import Parts, stored
-from tests.serving.virtual_time import run
+
+pytestmark = pytest.mark.virtual_time
 
 
 async def until_hung(parts: Parts, name: str) -> None:
@@ -22,228 +23,186 @@ async def until_hung(parts: Parts, name: str) -> None:
     await asyncio.sleep(5)
 
 
-def test_a_failed_load_frees_the_name_and_leaves_nothing(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        parts.workers.errors["a"] = [ArtifactError("no model")]
-        with pytest.raises(ArtifactError, match="no model"):
-            await parts.load("a")
-        assert (parts.registry.all(), parts.workers.running) == ([], {})
-        assert parts.cache.in_use["a"] == 0
-        assert parts.cache.discarded == ["a"]  # the next fetch may bring another
+async def test_a_failed_load_frees_the_name_and_leaves_nothing(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    parts.workers.errors["a"] = [ArtifactError("no model")]
+    with pytest.raises(ArtifactError, match="no model"):
         await parts.load("a")
-        assert parts.loaded() == ["a"]
+    assert (parts.registry.all(), parts.workers.running) == ([], {})
+    assert parts.cache.in_use["a"] == 0
+    assert parts.cache.discarded == ["a"]  # the next fetch may bring another
+    await parts.load("a")
+    assert parts.loaded() == ["a"]
 
-    run(test)
 
-
-def test_a_failed_load_tells_a_model_by_its_name_and_not_by_its_folder_in_the_cache(
+async def test_a_failed_load_tells_a_model_by_its_name_and_not_by_its_folder_in_the_cache(
     tmp_path: Path,
 ) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        parts.workers.errors["봄"] = [ArtifactError(f"{stored('봄').key} holds no model")]
-        with pytest.raises(ArtifactError) as raised:
-            await parts.load("봄")
-        assert raised.value.message == "봄 holds no model"
-
-    run(test)
+    parts = Parts(tmp_path)
+    parts.workers.errors["봄"] = [ArtifactError(f"{stored('봄').key} holds no model")]
+    with pytest.raises(ArtifactError) as raised:
+        await parts.load("봄")
+    assert raised.value.message == "봄 holds no model"
 
 
-def test_a_worker_that_is_lost_at_its_start_is_started_again_under_another_id(
+async def test_a_worker_that_is_lost_at_its_start_is_started_again_under_another_id(
     tmp_path: Path,
 ) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        parts.workers.errors["봄"] = [WorkerLost("it ended at once")]
-        model = await parts.load("봄")
-        assert list(parts.workers.running) == [model.id]
-        assert model.id.endswith("-2")
-        assert list(parts.workers.in_engine) == [model.engine_name]
-        parts.workers.errors["시"] = [WorkerLost("it ended at once") for _ in range(9)]
-        with pytest.raises(WorkerLost):
-            await parts.load("시")
-        assert parts.loaded() == ["봄"]
-        assert not parts.workers.promised
-
-    run(test)
+    parts = Parts(tmp_path)
+    parts.workers.errors["봄"] = [WorkerLost("it ended at once")]
+    model = await parts.load("봄")
+    assert list(parts.workers.running) == [model.id]
+    assert model.id.endswith("-2")
+    assert list(parts.workers.in_engine) == [model.engine_name]
+    parts.workers.errors["시"] = [WorkerLost("it ended at once") for _ in range(9)]
+    with pytest.raises(WorkerLost):
+        await parts.load("시")
+    assert parts.loaded() == ["봄"]
+    assert not parts.workers.promised
 
 
-def test_a_load_that_hangs_ends_at_its_limit(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path, load_timeout_s=300)
-        parts.workers.hung.add("a")
-        loop = asyncio.get_running_loop()
-        with pytest.raises(Timeout, match="within 300 s"):
-            await parts.load("a")
-        assert loop.time() == pytest.approx(300)
-        assert (parts.registry.all(), parts.workers.running) == ([], {})
-
-    run(test)
+async def test_a_load_that_hangs_ends_at_its_limit(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, load_timeout_s=300)
+    parts.workers.hung.add("a")
+    loop = asyncio.get_running_loop()
+    with pytest.raises(Timeout, match="within 300 s"):
+        await parts.load("a")
+    assert loop.time() == pytest.approx(300)
+    assert (parts.registry.all(), parts.workers.running) == ([], {})
 
 
-def test_an_unload_ends_a_load_whose_worker_hangs(
+async def test_an_unload_ends_a_load_whose_worker_hangs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        parts.workers.hung.add("a")
-        load = asyncio.create_task(parts.load("a"))
-        await until_hung(parts, "a")
-        before = asyncio.get_running_loop().time()
-        await parts.registry.unload("a")
-        assert asyncio.get_running_loop().time() == before
-        with pytest.raises(LoadCancelled, match="unloaded while"):
-            await load
-        assert (parts.registry.all(), parts.workers.running) == ([], {})
-        assert (parts.cache.in_use["a"], parts.cache.discarded) == (0, [])
-        parts.workers.hung.clear()
-        await parts.load("a")
-
-    run(test)
+    parts = Parts(tmp_path)
+    parts.workers.hung.add("a")
+    load = asyncio.create_task(parts.load("a"))
+    await until_hung(parts, "a")
+    before = asyncio.get_running_loop().time()
+    await parts.registry.unload("a")
+    assert asyncio.get_running_loop().time() == before
+    with pytest.raises(LoadCancelled, match="unloaded while"):
+        await load
+    assert (parts.registry.all(), parts.workers.running) == ([], {})
+    assert (parts.cache.in_use["a"], parts.cache.discarded) == (0, [])
+    parts.workers.hung.clear()
+    await parts.load("a")
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_an_unload_ends_a_load_whose_fetch_hangs(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        parts.cache.hang("a")
-        load = asyncio.create_task(parts.load("a"))
+async def test_an_unload_ends_a_load_whose_fetch_hangs(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    parts.cache.hang("a")
+    load = asyncio.create_task(parts.load("a"))
+    await asyncio.sleep(1)
+    assert parts.registry.all()[0].state is State.FETCHING
+    await parts.registry.unload("a")
+    with pytest.raises(LoadCancelled):
+        await load
+    assert parts.registry.all() == []
+    parts.cache.let_go("a")  # its thread ends later, and gives back what it fetched
+    await asyncio.sleep(1)
+    assert parts.cache.in_use == {"a": 0}
+
+
+async def test_loads_that_hang_in_the_store_hold_up_no_unload(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    await parts.load("b")
+    for name in "cdef":
+        parts.cache.hang(name)
+    loads = [asyncio.create_task(parts.load(name)) for name in "cdef"]
+    await asyncio.sleep(1)
+    await parts.registry.unload("b")
+    for name in "cdef":
+        await parts.registry.unload(name)
+    for name in "cdef":
+        parts.cache.let_go(name)
+    outcomes = await asyncio.gather(*loads, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {LoadCancelled}
+
+
+async def test_an_unload_waits_for_requests_in_flight_and_takes_no_new_ones(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    model = await parts.load("a")
+    async with parts.registry.use("a"):
+        unload = asyncio.create_task(parts.registry.unload("a"))
         await asyncio.sleep(1)
-        assert parts.registry.all()[0].state is State.FETCHING
+        assert model.state is State.DRAINING
+        with pytest.raises(ModelNotFound):
+            parts.registry.get("a")
+        assert parts.workers.running
+    await unload
+    assert not parts.workers.running
+
+
+async def test_an_unload_whose_requests_hang_ends_at_their_limit(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, request_timeout_s=60)
+    await parts.load("a")
+    async with parts.registry.use("a"):
         await parts.registry.unload("a")
-        with pytest.raises(LoadCancelled):
-            await load
-        assert parts.registry.all() == []
-        parts.cache.let_go("a")  # its thread ends later, and gives back what it fetched
-        await asyncio.sleep(1)
-        assert parts.cache.in_use == {"a": 0}
-
-    run(test)
+    assert asyncio.get_running_loop().time() < 90
+    assert parts.registry.all() == []
 
 
-def test_loads_that_hang_in_the_store_hold_up_no_unload(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        await parts.load("b")
-        for name in "cdef":
-            parts.cache.hang(name)
-        loads = [asyncio.create_task(parts.load(name)) for name in "cdef"]
-        await asyncio.sleep(1)
-        await parts.registry.unload("b")
-        for name in "cdef":
-            await parts.registry.unload(name)
-        for name in "cdef":
-            parts.cache.let_go(name)
-        outcomes = await asyncio.gather(*loads, return_exceptions=True)
-        assert {type(outcome) for outcome in outcomes} == {LoadCancelled}
+async def test_a_name_is_free_even_if_cleaning_up_goes_wrong(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    await parts.load("a")
 
-    run(test)
+    def broken(path: Path, discard: bool = False) -> None:
+        raise OSError("disk")
+
+    parts.cache.release = broken  # type: ignore[method-assign]
+    await parts.registry.unload("a")
+    assert parts.registry.all() == []
 
 
-def test_an_unload_waits_for_requests_in_flight_and_takes_no_new_ones(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        model = await parts.load("a")
-        async with parts.registry.use("a"):
-            unload = asyncio.create_task(parts.registry.unload("a"))
-            await asyncio.sleep(1)
-            assert model.state is State.DRAINING
-            with pytest.raises(ModelNotFound):
-                parts.registry.get("a")
-            assert parts.workers.running
-        await unload
-        assert not parts.workers.running
-
-    run(test)
-
-
-def test_an_unload_whose_requests_hang_ends_at_their_limit(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path, request_timeout_s=60)
+async def test_adopting_overwrites_nothing(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    old = Model("a", "a", "old-1", stored("a"), {"response_timeout": 60})
+    parts.cache.hang("a")
+    adopting = asyncio.create_task(parts.registry.adopt(old))
+    await asyncio.sleep(1)
+    with pytest.raises(Conflict):  # while the artifact is looked for
         await parts.load("a")
-        async with parts.registry.use("a"):
-            await parts.registry.unload("a")
-        assert asyncio.get_running_loop().time() < 90
-        assert parts.registry.all() == []
+    parts.cache.let_go("a")
+    await adopting
+    with pytest.raises(Conflict):
+        await parts.registry.adopt(Model("a", "a", "old-2", stored("a"), {}))
+    assert parts.registry.get("a") is old
 
-    run(test)
+
+async def test_a_full_disk_fails_nothing_that_is_loaded(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    await parts.load("a")
+    (tmp_path / "models.new").mkdir()  # nothing can be written there now
+    await parts.load("b")
+    await parts.registry.unload("a")
+    assert parts.loaded() == ["b"]
+    assert [model.name for model in parts.snapshot.read()] == ["a"]
+    (tmp_path / "models.new").rmdir()
+    watch = asyncio.create_task(parts.recovery.watch())
+    await asyncio.sleep(2)  # tried again
+    assert [model.name for model in parts.snapshot.read()] == ["b"]
+    watch.cancel()
 
 
-def test_a_name_is_free_even_if_cleaning_up_goes_wrong(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
+async def test_a_models_file_of_settings_is_read_and_a_requests_own_beat_it(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    (tmp_path / "a").mkdir()
+    said = {"pinned": True, "timeout_s": 2.5, "max_rows": 4}
+    (tmp_path / "a" / "serving.json").write_text(json.dumps(said))
+    model = await parts.load("a", settings=ModelSettings(timeout_s=9))
+    assert model.settings == ModelSettings(pinned=True, timeout_s=9, max_rows=4)
+    assert model.request_timeout_s == 9
+    (snapshot,) = parts.snapshot.read()
+    assert snapshot.settings == model.settings
+
+
+async def test_a_models_file_of_unknown_settings_fails_its_load(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "serving.json").write_text('{"온도": 1}')
+    with pytest.raises(BadRequest, match=r"serving.json: 온도 is not known; known are backend"):
         await parts.load("a")
-
-        def broken(path: Path, discard: bool = False) -> None:
-            raise OSError("disk")
-
-        parts.cache.release = broken  # type: ignore[method-assign]
-        await parts.registry.unload("a")
-        assert parts.registry.all() == []
-
-    run(test)
-
-
-def test_adopting_overwrites_nothing(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        old = Model("a", "a", "old-1", stored("a"), {"response_timeout": 60})
-        parts.cache.hang("a")
-        adopting = asyncio.create_task(parts.registry.adopt(old))
-        await asyncio.sleep(1)
-        with pytest.raises(Conflict):  # while the artifact is looked for
-            await parts.load("a")
-        parts.cache.let_go("a")
-        await adopting
-        with pytest.raises(Conflict):
-            await parts.registry.adopt(Model("a", "a", "old-2", stored("a"), {}))
-        assert parts.registry.get("a") is old
-
-    run(test)
-
-
-def test_a_full_disk_fails_nothing_that_is_loaded(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        await parts.load("a")
-        (tmp_path / "models.new").mkdir()  # nothing can be written there now
-        await parts.load("b")
-        await parts.registry.unload("a")
-        assert parts.loaded() == ["b"]
-        assert [model.name for model in parts.snapshot.read()] == ["a"]
-        (tmp_path / "models.new").rmdir()
-        watch = asyncio.create_task(parts.recovery.watch())
-        await asyncio.sleep(2)  # tried again
-        assert [model.name for model in parts.snapshot.read()] == ["b"]
-        watch.cancel()
-
-    run(test)
-
-
-def test_a_models_file_of_settings_is_read_and_a_requests_own_beat_it(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        (tmp_path / "a").mkdir()
-        said = {"pinned": True, "timeout_s": 2.5, "max_rows": 4}
-        (tmp_path / "a" / "serving.json").write_text(json.dumps(said))
-        model = await parts.load("a", settings=ModelSettings(timeout_s=9))
-        assert model.settings == ModelSettings(pinned=True, timeout_s=9, max_rows=4)
-        assert model.request_timeout_s == 9
-        (snapshot,) = parts.snapshot.read()
-        assert snapshot.settings == model.settings
-
-    run(test)
-
-
-def test_a_models_file_of_unknown_settings_fails_its_load(tmp_path: Path) -> None:
-    async def test() -> None:
-        parts = Parts(tmp_path)
-        (tmp_path / "a").mkdir()
-        (tmp_path / "a" / "serving.json").write_text('{"온도": 1}')
-        with pytest.raises(BadRequest, match=r"serving.json: 온도 is not known; known are backend"):
-            await parts.load("a")
-        assert not parts.workers.starts["a"]
-        assert parts.registry.all() == []
-
-    run(test)
+    assert not parts.workers.starts["a"]
+    assert parts.registry.all() == []

@@ -45,41 +45,35 @@ class HangingCache:
             self.released += 1
 
 
-def test_fetches_that_hang_hold_up_nothing_else(tmp_path: Path) -> None:
+async def test_fetches_that_hang_hold_up_nothing_else(tmp_path: Path) -> None:
     cache = HangingCache(tmp_path)
     registry = Registry(Settings(), cast(Any, None), cast(Any, cache))
-
-    async def run() -> None:
-        tasks = [asyncio.create_task(registry.manifest_name(STORED)) for _ in range(60)]
-        for _ in range(DOWNLOADS_AT_ONCE):
-            assert await asyncio.to_thread(cache.asked.acquire, True, 30)
-        # What unloads and recovery use is free.
-        assert await asyncio.gather(*(asyncio.to_thread(int, "1") for _ in range(60))) == [1] * 60
-        tasks[0].cancel()  # its thread goes on, and what it brings is given back
-        cache.answers.set()
-        assert await asyncio.gather(*tasks[1:]) == [None] * 59
-        while cache.released < 60:
-            await asyncio.sleep(0)
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    tasks = [asyncio.create_task(registry.manifest_name(STORED)) for _ in range(60)]
+    for _ in range(DOWNLOADS_AT_ONCE):
+        assert await asyncio.to_thread(cache.asked.acquire, True, 30)
+    # What unloads and recovery use is free.
+    assert await asyncio.gather(*(asyncio.to_thread(int, "1") for _ in range(60))) == [1] * 60
+    tasks[0].cancel()  # its thread goes on, and what it brings is given back
+    cache.answers.set()
+    assert await asyncio.gather(*tasks[1:]) == [None] * 59
+    while cache.released < 60:
+        await asyncio.sleep(0)
     assert cache.most == DOWNLOADS_AT_ONCE
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_downloads_that_hang_hold_up_nothing_that_is_here(tmp_path: Path, cached: bool) -> None:
+async def test_downloads_that_hang_hold_up_nothing_that_is_here(
+    tmp_path: Path, cached: bool
+) -> None:
     cache = HangingCache(tmp_path)
     registry = Registry(Settings(), cast(Any, None), cast(Any, cache))
     here = dataclasses.replace(STORED, name="영랑")
     cache.here.add("영랑")
     if not cached:
         here = dataclasses.replace(here, url="/store/영랑", kind="folder")
-
-    async def run() -> None:
-        tasks = [asyncio.create_task(registry.manifest_name(STORED)) for _ in range(60)]
-        for _ in range(DOWNLOADS_AT_ONCE):
-            assert await asyncio.to_thread(cache.asked.acquire, True, 30)
-        assert await registry.manifest_name(here) is None
-        cache.answers.set()
-        await asyncio.gather(*tasks)
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    tasks = [asyncio.create_task(registry.manifest_name(STORED)) for _ in range(60)]
+    for _ in range(DOWNLOADS_AT_ONCE):
+        assert await asyncio.to_thread(cache.asked.acquire, True, 30)
+    assert await registry.manifest_name(here) is None
+    cache.answers.set()
+    await asyncio.gather(*tasks)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from serving.models.startup import watch_health
-from tests.serving.virtual_time import run
+
+pytestmark = pytest.mark.virtual_time
 
 
 @pytest.mark.parametrize(
     "error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread")]
 )
-def test_a_machine_that_is_short_of_files_or_threads_is_ill_until_it_has_some(
+async def test_a_machine_that_is_short_of_files_or_threads_is_ill_until_it_has_some(
     error: Exception,
 ) -> None:
     short = True
@@ -26,21 +27,17 @@ def test_a_machine_that_is_short_of_files_or_threads_is_ill_until_it_has_some(
     async def is_healthy() -> bool:
         return True
 
-    async def test() -> None:
-        nonlocal short
-        gateway: Any = SimpleNamespace(
-            healthy=True,
-            recovery=SimpleNamespace(takes_over=lambda: False),
-            mms=SimpleNamespace(call=call),
-            engine=SimpleNamespace(is_healthy=is_healthy),
-        )
-        watching = asyncio.create_task(watch_health(gateway))
-        await asyncio.sleep(2)
-        assert not gateway.healthy
-        short = False
-        await asyncio.sleep(2)
-        assert gateway.healthy
-        assert not watching.done()
-        watching.cancel()
-
-    run(test)
+    gateway: Any = SimpleNamespace(
+        healthy=True,
+        recovery=SimpleNamespace(takes_over=lambda: False),
+        mms=SimpleNamespace(call=call),
+        engine=SimpleNamespace(is_healthy=is_healthy),
+    )
+    watching = asyncio.create_task(watch_health(gateway))
+    await asyncio.sleep(2)
+    assert not gateway.healthy
+    short = False
+    await asyncio.sleep(2)
+    assert gateway.healthy
+    assert not watching.done()
+    watching.cancel()

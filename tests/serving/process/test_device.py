@@ -1,14 +1,18 @@
-"""A GPU that is asked for and not there is told in one line. Stand-ins for the driver are compiled
-here, because they must be found the way that the real one is."""
+"""A GPU that is asked for and not there is told in one line, by stand-ins for the driver that are
+compiled here."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from serving.errors import StartError
+from serving.process import device
+from serving.process.device import check_device
 from tests.e2e.server import REPOSITORY
 
 DRIVER = """
@@ -24,117 +28,86 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {{
   return 0;
 }}
 """
+# Of requirements/run.txt's onnxruntime: CUDA 12's for Python 3.10, CUDA 13's for later ones.
+NEWER = sys.version_info >= (3, 11)
+MXNET, ONNX = "mxnet", "onnxruntime"
+OLDEST = {MXNET: "450.80.02", ONNX: "580.65.06" if NEWER else "525.60.13"}
+FINE = None
 
 
-def driver(folder: Path, status: int, version: int, count: int, capability: int = 80) -> Path:
-    source = folder / "driver.c"
-    source.write_text(
-        DRIVER.format(status=status, version=version, count=count, capability=capability)
-    )
-    command = ["gcc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source)]
-    subprocess.run(command, check=True, timeout=60)
-    return folder
+def newer(*row: object, reason: str) -> object:
+    return pytest.param(*row, marks=pytest.mark.skipif(not NEWER, reason=reason))
 
 
-def start(device: str, libraries: Path, backend: str = "mxnet") -> subprocess.CompletedProcess[str]:
-    """`serve` as far as its checks: the Java it names does not run."""
-    return subprocess.run(
+@pytest.mark.parametrize(
+    ("backend", "status", "version", "count", "capability", "said"),
+    [
+        (MXNET, 100, 12_040, 0, 80, "finds no GPU (cuInit gives 100)"),
+        (ONNX, 0, 13_000, 0, 80, "finds no GPU"),
+        (MXNET, 0, 10_020, 1, 80, f"is for CUDA 10.2: mxnet needs NVIDIA driver {OLDEST[MXNET]}"),
+        (ONNX, 0, 11_040, 1, 80, f"CUDA 11.4: onnxruntime needs NVIDIA driver {OLDEST[ONNX]}"),
+        # No code for the GPU: H100, K80, V100, B200.
+        (MXNET, 0, 13_000, 1, 90, "compute capability 9.0: set ENGINE_BACKEND=onnxruntime"),
+        (MXNET, 0, 13_000, 1, 37, "compute capability 3.7: no other backend has it"),
+        newer(
+            *(ONNX, 0, 13_000, 1, 70, "compute capability 7.0: set ENGINE_BACKEND=mxnet"),
+            reason="CUDA 12's build has code for it",
+        ),
+        newer(
+            *(ONNX, 0, 13_000, 1, 100, "compute capability 10.0: no other backend has it"),
+            reason="CUDA 12's build has PTX for it",
+        ),
+        # V100; L4, by code for 8.6; T4; H100; a driver that does not say it.
+        (MXNET, 0, 11_000, 1, 70, FINE),
+        (MXNET, 0, 12_040, 1, 89, FINE),
+        (ONNX, 0, 13_000, 1, 75, FINE),
+        (ONNX, 0, 13_000, 1, 90, FINE),
+        (ONNX, 0, 13_000, 1, 0, FINE),
+    ],
+)
+def test_a_driver_or_gpu_that_will_not_do_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    status: int,
+    version: int,
+    count: int,
+    capability: int,
+    said: str | None,
+) -> None:
+    source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
+    values = {"status": status, "version": version, "count": count, "capability": capability}
+    source.write_text(DRIVER.format(**values))
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    monkeypatch.setattr(device, "LIBRARY", str(library))
+    if said is FINE:
+        check_device("gpu", backend)
+    else:
+        with pytest.raises(StartError, match=re.escape(said)):
+            check_device("gpu", backend)
+
+
+def start(device: str, backend: str) -> str:
+    """What `serve` says as far as its checks: the Java it names does not run."""
+    variables = {"ENGINE_DEVICE": device, "ENGINE_BACKEND": backend, "JAVA_HOME": "/nowhere"}
+    done = subprocess.run(
         [sys.executable, "-m", "serving.entrypoint", "serve"],
         cwd=REPOSITORY,
-        env={
-            "PATH": "/usr/bin:/bin",
-            "ENGINE_DEVICE": device,
-            "ENGINE_BACKEND": backend,
-            "LD_LIBRARY_PATH": str(libraries),
-            "JAVA_HOME": "/nowhere",
-        },
+        env={"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/nowhere", **variables},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-
-
-def said(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     return line
 
 
-# Of requirements/run.txt's onnxruntime: CUDA 12's for Python 3.10, CUDA 13's for later ones.
-NEWER = sys.version_info >= (3, 11)
-ONNXRUNTIME_DRIVER = "580.65.06" if NEWER else "525.60.13"
-DRIVERS = [("mxnet", "450.80.02"), ("onnxruntime", ONNXRUNTIME_DRIVER)]
-
-
-@pytest.mark.parametrize(("backend", "oldest"), DRIVERS)
-def test_without_a_driver_it_says_what_is_missing(
-    tmp_path: Path, backend: str, oldest: str
-) -> None:
-    line = said(start("gpu", tmp_path, backend))
-    assert "libcuda.so.1" in line
-    assert "--gpus all" in line
-    assert f"{backend} needs NVIDIA driver {oldest}" in line
-
-
-@pytest.mark.parametrize(
-    ("backend", "status", "version", "count", "words"),
-    [
-        ("mxnet", 100, 12_040, 0, "finds no GPU (cuInit gives 100)"),
-        ("onnxruntime", 0, 13_000, 0, "finds no GPU"),
-        ("mxnet", 0, 10_020, 1, "is for CUDA 10.2: mxnet needs NVIDIA driver 450.80.02"),
-        (
-            "onnxruntime",
-            0,
-            11_040,
-            1,
-            f"is for CUDA 11.4: onnxruntime needs NVIDIA driver {ONNXRUNTIME_DRIVER}",
-        ),
-    ],
-)
-def test_a_driver_that_will_not_do_is_told(
-    tmp_path: Path, backend: str, status: int, version: int, count: int, words: str
-) -> None:
-    assert words in said(start("gpu", driver(tmp_path, status, version, count), backend))
-
-
-@pytest.mark.parametrize(
-    ("backend", "capability", "words"),
-    [
-        ("mxnet", 90, "compute capability 9.0: set ENGINE_BACKEND=onnxruntime"),  # H100
-        ("mxnet", 37, "compute capability 3.7: no other backend has it"),  # K80
-        pytest.param(
-            *("onnxruntime", 70, "compute capability 7.0: set ENGINE_BACKEND=mxnet"),  # V100
-            marks=pytest.mark.skipif(not NEWER, reason="CUDA 12's build has code for it"),
-        ),
-        pytest.param(
-            *("onnxruntime", 100, "compute capability 10.0: no other backend has it"),  # B200
-            marks=pytest.mark.skipif(not NEWER, reason="CUDA 12's build has PTX for it"),
-        ),
-    ],
-)
-def test_a_gpu_that_the_backend_has_no_code_for_is_told(
-    tmp_path: Path, backend: str, capability: int, words: str
-) -> None:
-    assert words in said(start("gpu", driver(tmp_path, 0, 13_000, 1, capability), backend))
-
-
-@pytest.mark.parametrize(
-    ("backend", "version", "capability"),
-    [
-        ("mxnet", 11_000, 70),  # V100
-        ("mxnet", 12_040, 89),  # L4, by code for 8.6
-        ("onnxruntime", 13_000, 75),  # T4
-        ("onnxruntime", 13_000, 90),  # H100
-        ("onnxruntime", 13_000, 0),  # a driver that does not say it
-    ],
-)
-def test_a_driver_and_a_gpu_that_will_do_are_no_error(
-    tmp_path: Path, backend: str, version: int, capability: int
-) -> None:
-    # The next check is that of Java.
-    assert "Java" in said(start("gpu", driver(tmp_path, 0, version, 1, capability), backend))
-
-
-def test_a_cpu_needs_no_driver(tmp_path: Path) -> None:
-    assert "Java" in said(start("cpu", tmp_path))
+def test_without_a_driver_the_start_says_what_is_missing_unless_it_needs_none() -> None:
+    for backend in OLDEST:
+        line = start("gpu", backend)
+        assert "libcuda.so.1" in line
+        assert "--gpus all" in line
+        assert f"{backend} needs NVIDIA driver {OLDEST[backend]}" in line
+    assert "Java" in start("cpu", MXNET)

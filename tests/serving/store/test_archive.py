@@ -155,11 +155,11 @@ def test_a_tree_as_deep_as_may_be_is_unpacked(tmp_path: Path) -> None:
 def test_chained_headers_are_read_one_after_another(
     tmp_path: Path, kind: bytes, data: bytes
 ) -> None:
-    chain = [header(kind, data)] * 5000
+    chain = [header(kind, data)] * 2000
     unpack(raw(tmp_path / "a.tar.gz", *chain, header(tarfile.REGTYPE, b"1")), tmp_path / "m")
     assert [p.name for p in (tmp_path / "m").iterdir()] == ["x" if kind == b"g" else "가"]
     with pytest.raises(ArchiveError, match="extended headers have more than"):
-        unpack(raw(tmp_path / "b.tar.gz", *chain * 8), tmp_path / "n")
+        unpack(raw(tmp_path / "b.tar.gz", *chain * 20), tmp_path / "n")
 
 
 def test_an_extended_header_is_read_in_one_pass(tmp_path: Path) -> None:

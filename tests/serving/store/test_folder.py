@@ -3,8 +3,9 @@ from __future__ import annotations
 import os
 import tarfile
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,20 +138,32 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize(("files", "reason"), FOREIGN, ids=[reason for _, reason in FOREIGN])
+@pytest.fixture(scope="module")
+def foreign(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+    """A folder and a bucket with all of them, each under a number of its own."""
+    folder = tmp_path_factory.mktemp("foreign")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        for number, (files, _) in enumerate(FOREIGN):
+            for file in files.split():
+                path = folder / f"{number}-{file}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+                server.put(f"kogpt2/{number}-{file}", b"x")
+        yield [FolderStore(folder), open_store("s3://models/kogpt2/")]
+
+
+@pytest.mark.parametrize("number", range(len(FOREIGN)), ids=[reason for _, reason in FOREIGN])
 def test_what_is_there_and_is_no_model_is_told_with_the_reason(
-    s3: S3Server, tmp_path: Path, files: str, reason: str
+    foreign: list[Any], number: int
 ) -> None:
-    for file in files.split():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch()
-        s3.put(f"kogpt2/{file}", b"x")
-    for store in (FolderStore(tmp_path), open_store("s3://models/kogpt2/")):
+    for store in foreign:
         with pytest.raises(NotAModel) as raised:
-            store.find("시")
+            store.find(f"{number}-시")
         assert raised.value.status == 400
-        assert reason in raised.value.message
-        assert raised.value.message.startswith("시 in the store is no model: ")
+        assert FOREIGN[number][1] in raised.value.message
+        assert raised.value.message.startswith(f"{number}-시 in the store is no model: ")
 
 
 def test_a_folder_of_links_says_how_to_copy_it(tmp_path: Path) -> None:

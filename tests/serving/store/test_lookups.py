@@ -58,45 +58,39 @@ async def is_there(asked: Lookups, name: str) -> bool:
         return False
 
 
-def test_an_unknown_name_is_looked_up_once_a_second(tmp_path: Path) -> None:
+async def test_an_unknown_name_is_looked_up_once_a_second(tmp_path: Path) -> None:
     store, clock = CountingStore(), Clock()
     asked = make(store, tmp_path, clock)
-
-    async def run() -> None:
-        for _ in range(100):
-            assert not await is_there(asked, "없음")
-        assert store.asked == {"없음": 1}
-        clock.now += 0.99
+    for _ in range(100):
         assert not await is_there(asked, "없음")
-        assert store.asked == {"없음": 1}
-        store.names.add("없음")
-        clock.now += 0.01
-        assert await is_there(asked, "없음")
-        assert await is_there(asked, "없음")
-
-    asyncio.run(run())
+    assert store.asked == {"없음": 1}
+    clock.now += 0.99
+    assert not await is_there(asked, "없음")
+    assert store.asked == {"없음": 1}
+    store.names.add("없음")
+    clock.now += 0.01
+    assert await is_there(asked, "없음")
+    assert await is_there(asked, "없음")
     asked.close()
 
 
-def test_who_asks_at_the_same_time_shares_a_look_up(tmp_path: Path) -> None:
+async def test_who_asks_at_the_same_time_shares_a_look_up(tmp_path: Path) -> None:
     store = CountingStore("소월")
     asked = make(store, tmp_path)
     store.answers.clear()
-
-    async def run() -> None:
-        tasks = [asyncio.create_task(is_there(asked, n)) for n in ("소월", "없음") * 50]
-        await asyncio.to_thread(store.asking.acquire)
-        tasks[0].cancel()  # one who goes away takes nothing from the others
-        store.answers.set()
-        found = await asyncio.gather(*tasks[1:])
-        assert found == [False, *[True, False] * 49]
-        assert store.asked == {"소월": 1, "없음": 1}
-
-    asyncio.run(run())
+    tasks = [asyncio.create_task(is_there(asked, n)) for n in ("소월", "없음") * 50]
+    await asyncio.to_thread(store.asking.acquire)
+    tasks[0].cancel()  # one who goes away takes nothing from the others
+    store.answers.set()
+    found = await asyncio.gather(*tasks[1:])
+    assert found == [False, *[True, False] * 49]
+    assert store.asked == {"소월": 1, "없음": 1}
     asked.close()
 
 
-def test_those_who_list_at_the_same_time_or_soon_after_share_a_listing(tmp_path: Path) -> None:
+async def test_those_who_list_at_the_same_time_or_soon_after_share_a_listing(
+    tmp_path: Path,
+) -> None:
     store, clock = CountingStore("소월"), Clock()
     asked = make(store, tmp_path, clock)
     store.answers.clear()
@@ -104,91 +98,74 @@ def test_those_who_list_at_the_same_time_or_soon_after_share_a_listing(tmp_path:
     async def listed() -> list[str]:
         return [model.name for model in await asked.models()]
 
-    async def run() -> None:
-        tasks = [asyncio.create_task(listed()) for _ in range(100)]
-        await asyncio.to_thread(store.asking.acquire)
-        tasks[0].cancel()
-        store.answers.set()
-        assert await asyncio.gather(*tasks[1:]) == [["소월"]] * 99
-        store.names.add("영랑")
-        clock.now += 0.99
-        assert await listed() == ["소월"]
-        assert store.asked == {"소월": 1}
-        clock.now += 0.01
-        assert await listed() == ["소월", "영랑"]
-        clock.now += 1
-        store.broken = True
-        with pytest.raises(StoreUnavailable):
-            await listed()
-        store.broken = False
-        assert await listed() == ["소월", "영랑"]
-
-    asyncio.run(run())
+    tasks = [asyncio.create_task(listed()) for _ in range(100)]
+    await asyncio.to_thread(store.asking.acquire)
+    tasks[0].cancel()
+    store.answers.set()
+    assert await asyncio.gather(*tasks[1:]) == [["소월"]] * 99
+    store.names.add("영랑")
+    clock.now += 0.99
+    assert await listed() == ["소월"]
+    assert store.asked == {"소월": 1}
+    clock.now += 0.01
+    assert await listed() == ["소월", "영랑"]
+    clock.now += 1
+    store.broken = True
+    with pytest.raises(StoreUnavailable):
+        await listed()
+    store.broken = False
+    assert await listed() == ["소월", "영랑"]
     asked.close()
 
 
-def test_that_a_store_is_broken_is_not_remembered(tmp_path: Path) -> None:
+async def test_that_a_store_is_broken_is_not_remembered(tmp_path: Path) -> None:
     store = CountingStore("소월")
     asked = make(store, tmp_path)
     store.broken = True
-
-    async def run() -> None:
-        with pytest.raises(StoreUnavailable):
-            await asked.find("소월")
-        store.broken = False
-        assert await is_there(asked, "소월")
-
-    asyncio.run(run())
+    with pytest.raises(StoreUnavailable):
+        await asked.find("소월")
+    store.broken = False
+    assert await is_there(asked, "소월")
     asked.close()
 
 
-def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_remembered_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lookups, "MAX_MISSING", 10)
     store = CountingStore()
     asked = make(store, tmp_path)
-
-    async def run() -> None:
-        for number in range(50):
-            assert not await is_there(asked, str(number))
-        assert len(asked._missing) == 10
-        assert not await is_there(asked, "49")
-        assert store.asked["49"] == 1
-        assert not await is_there(asked, "0")
-        assert store.asked["0"] == 2
-
-    asyncio.run(run())
+    for number in range(50):
+        assert not await is_there(asked, str(number))
+    assert len(asked._missing) == 10
+    assert not await is_there(asked, "49")
+    assert store.asked["49"] == 1
+    assert not await is_there(asked, "0")
+    assert store.asked["0"] == 2
     asked.close()
 
 
-def test_a_store_that_hangs_holds_up_nothing_else(tmp_path: Path) -> None:
+async def test_a_store_that_hangs_holds_up_nothing_else(tmp_path: Path) -> None:
     store = CountingStore()
     asked = make(store, tmp_path)
     store.answers.clear()
-
-    async def run() -> None:
-        tasks = [asyncio.create_task(is_there(asked, str(n))) for n in range(lookups.MAX_WAITING)]
-        for _ in range(lookups.THREADS):
-            await asyncio.to_thread(store.asking.acquire)
-        # asyncio's own threads are all free, for unloads and recovery.
-        assert await asyncio.gather(*(asyncio.to_thread(int, "1") for _ in range(40))) == [1] * 40
-        with pytest.raises(Unavailable, match="256 lookups in the store are waiting") as raised:
-            await asked.find("one more")
-        assert raised.value.retry_after_s == 1
-        assert sum(store.asked.values()) == lookups.THREADS
-        store.answers.set()
-        assert not any(await asyncio.gather(*tasks))
-
-    asyncio.run(run())
+    tasks = [asyncio.create_task(is_there(asked, str(n))) for n in range(lookups.MAX_WAITING)]
+    for _ in range(lookups.THREADS):
+        await asyncio.to_thread(store.asking.acquire)
+    # asyncio's own threads are all free, for unloads and recovery.
+    assert await asyncio.gather(*(asyncio.to_thread(int, "1") for _ in range(40))) == [1] * 40
+    with pytest.raises(Unavailable, match="256 lookups in the store are waiting") as raised:
+        await asked.find("one more")
+    assert raised.value.retry_after_s == 1
+    assert sum(store.asked.values()) == lookups.THREADS
+    store.answers.set()
+    assert not any(await asyncio.gather(*tasks))
     asked.close()
 
 
-def test_a_name_that_the_file_system_cannot_have_is_not_there(tmp_path: Path) -> None:
+async def test_a_name_that_the_file_system_cannot_have_is_not_there(tmp_path: Path) -> None:
     asked = Lookups(FolderStore(tmp_path), settings(tmp_path))
-
-    async def run() -> None:
-        for look_up in (asked.find, asked.locate):
-            with pytest.raises(ModelNotInStore, match="xxx"):
-                await look_up("x" * 300)
-
-    asyncio.run(run())
+    for look_up in (asked.find, asked.locate):
+        with pytest.raises(ModelNotInStore, match="xxx"):
+            await look_up("x" * 300)
     asked.close()

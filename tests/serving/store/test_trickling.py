@@ -31,40 +31,33 @@ def own(store: TricklingStore, tmp_path: Path) -> StoreSettings:
     )
 
 
-def test_heads_that_trickle_end_in_time_and_hold_up_no_other_look_up(
+async def test_heads_that_trickle_end_in_time_and_hold_up_no_other_look_up(
     store: TricklingStore, own: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookups, "LOOKUP_LIMIT_S", 30.0)
     asked = Lookups(open_store(own.location), own)
-
-    async def run() -> None:
-        names = [f"{store.url}/head/{number}.tar.gz" for number in range(lookups.THREADS)]
-        slow = [asyncio.ensure_future(asked.locate(name)) for name in names]
-        await asyncio.to_thread(store.wait_until, lookups.THREADS)
-        assert (await asked.find("시")).name == "시"
-        assert (await asked.locate(f"{own.location}/시")).name == "시"
-        assert len(await asked.models()) == 1
-        assert not any(question.done() for question in slow)
-        for question in slow:
-            question.cancel()
-
-    asyncio.run(run())
+    names = [f"{store.url}/head/{number}.tar.gz" for number in range(lookups.THREADS)]
+    slow = [asyncio.ensure_future(asked.locate(name)) for name in names]
+    await asyncio.to_thread(store.wait_until, lookups.THREADS)
+    assert (await asked.find("시")).name == "시"
+    assert (await asked.locate(f"{own.location}/시")).name == "시"
+    assert len(await asked.models()) == 1
+    assert not any(question.done() for question in slow)
+    for question in slow:
+        question.cancel()
     asked.close()
 
     monkeypatch.setattr(lookups, "LOOKUP_LIMIT_S", 0.3)
     again = Lookups(open_store(own.location), own)
 
-    async def run_again() -> None:
-        with pytest.raises(StoreUnavailable, match=r"did not answer within 0\.3 s") as raised:
-            await again.locate(f"{store.url}/head/봄.tar.gz")
-        assert raised.value.retry_after_s == 5
-
-    asyncio.run(run_again())
+    with pytest.raises(StoreUnavailable, match=r"did not answer within 0\.3 s") as raised:
+        await again.locate(f"{store.url}/head/봄.tar.gz")
+    assert raised.value.retry_after_s == 5
     again.close()
 
 
 @pytest.mark.parametrize("scheme", ["https", "s3"])
-def test_a_thread_whose_question_is_given_up_is_free(
+async def test_a_thread_whose_question_is_given_up_is_free(
     store: TricklingStore, own: StoreSettings, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": store.url}.items():
@@ -73,15 +66,11 @@ def test_a_thread_whose_question_is_given_up_is_free(
     location = "s3://head/" if scheme == "s3" else own.location
     name = "봄" if scheme == "s3" else f"{store.url}/head/봄.tar.gz"
     asked = Lookups(open_store(location), own)
-
-    async def run() -> None:
-        with pytest.raises(StoreUnavailable):
-            await asked.locate(name)
-        await asyncio.to_thread(store.wait_until, 0)
-        while asked._waiting:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    with pytest.raises(StoreUnavailable):
+        await asked.locate(name)
+    await asyncio.to_thread(store.wait_until, 0)
+    while asked._waiting:
+        await asyncio.sleep(0.01)
     asked.close()
 
 

@@ -114,7 +114,7 @@ def test_on_real_text_it_writes_what_fp32_writes(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("name", ["sowol", "dongju"])
 def test_every_rounding_of_a_gpu_leaves_real_text_as_it_is(tmp_path: Path, name: str) -> None:
-    """Logits off by 0.08% of their spread, docs/deploy/gpu.md says; twice that fails here."""
+    """docs/deploy/gpu.md says less than 0.1% of the logits' spread; twice 0.08% fails here."""
     artifact = open_artifact(demo_model(tmp_path, name))
     tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
     fp32 = fp32_model(artifact)

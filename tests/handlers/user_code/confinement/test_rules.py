@@ -1,5 +1,5 @@
-"""What a model's program may do and what not, as root and as a user; docs/operate/security.md names
-these tests.
+"""What a model's program may do and what not, as root and as a user; tests/test_security_page.py
+names these tests.
 
 A kernel without Landlock or signal scopes skips what it cannot keep, and says so.
 """

@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
@@ -69,22 +69,17 @@ class Engine:
             self.left.set()
 
 
-def run(
-    test: Callable[[Client, World], Awaitable[None]],
-    engine: Callable[[], Engine] = Engine,
-    in_engine: bool = True,
-    **settings: Any,
-) -> None:
-    async def with_client() -> None:
-        port = free_port()
-        world = World(model(capacity=8), host="127.0.0.1", grpc_port=port, **settings)
-        world.model.in_engine = in_engine
-        world.gateway.engine = engine()  # type: ignore[assignment]
-        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-        async with grpc_port(world.gateway, world.app, 1), channel:
-            await test(Client(channel), world)
-
-    asyncio.run(with_client())
+@contextlib.asynccontextmanager
+async def served(
+    engine: Engine | None = None, *, in_engine: bool = True, **settings: Any
+) -> AsyncIterator[tuple[Client, World]]:
+    port = free_port()
+    world = World(model(capacity=8), host="127.0.0.1", grpc_port=port, **settings)
+    world.model.in_engine = in_engine
+    world.gateway.engine = engine or Engine()  # type: ignore[assignment]
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+    async with grpc_port(world.gateway, world.app, 1), channel:
+        yield Client(channel), world
 
 
 async def responses(client: Client, *requests: Any) -> list[Any]:
@@ -94,8 +89,8 @@ async def responses(client: Client, *requests: Any) -> list[Any]:
 # Streams
 
 
-def test_each_token_is_a_response_and_the_last_one_says_so() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_each_token_is_a_response_and_the_last_one_says_so() -> None:
+    async with served() as (client, world):
         made = await responses(client, asked(id="요청 1", max_new_tokens=9, stream=True))
         assert [values(r) for r in made] == [
             {"generated_text": "나가실 ", "tokens": 1, "finish_reason": ""},
@@ -109,11 +104,9 @@ def test_each_token_is_a_response_and_the_last_one_says_so() -> None:
         engine: Any = world.gateway.engine
         assert engine.asked == [{"inputs": PROMPT, "parameters": {"max_new_tokens": 9}}]
 
-    run(test)
 
-
-def test_several_sequences_have_their_index_and_one_end() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_several_sequences_have_their_index_and_one_end() -> None:
+    async with served() as (client, _):
         made = await responses(
             client, asked(num_return_sequences=2, do_sample=True, return_full_text=True)
         )
@@ -124,11 +117,9 @@ def test_several_sequences_have_their_index_and_one_end() -> None:
         assert set(texts.values()) == {f"{PROMPT}나가실 나때나에는"}
         assert [final(r) for r in made] == [False] * 5 + [True]
 
-    run(test)
 
-
-def test_only_the_outputs_that_are_asked_for_come() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_only_the_outputs_that_are_asked_for_come() -> None:
+    async with served() as (client, _):
         request = asked()
         request.outputs.add(name="generated_text")
         made = await responses(client, request)
@@ -137,13 +128,10 @@ def test_only_the_outputs_that_are_asked_for_come() -> None:
         (refused,) = await responses(client, request)
         assert "로짓 is not known; known are generated_text" in refused.error_message
 
-    run(test)
 
-
-def test_requests_of_one_call_are_worked_on_at_once_and_not_mixed_up() -> None:
+async def test_requests_of_one_call_are_worked_on_at_once_and_not_mixed_up() -> None:
     count = 3 * AT_ONCE
-
-    async def test(client: Client, world: World) -> None:
+    async with served() as (client, world):
         engine: Any = world.gateway.engine
         world.model.line.capacity = count
         engine.go.clear()
@@ -163,11 +151,12 @@ def test_requests_of_one_call_are_worked_on_at_once_and_not_mixed_up() -> None:
             str(i): "".join(chr(0xAC00 + i) + piece for piece in PIECES) for i in range(count)
         }
 
-    run(test)
 
-
-def test_a_stream_that_breaks_off_says_why_and_the_call_goes_on() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_a_stream_that_breaks_off_says_why_and_the_call_goes_on() -> None:
+    async with served(Engine(Overloaded("가득 찼다")), sagemaker_multi_model=True) as (
+        client,
+        world,
+    ):
         made = await responses(client, asked(id="1"))
         assert [r.error_message for r in made] == ["", "", "가득 찼다"]
         assert (made[-1].infer_response.id, final(made[-1])) == ("1", True)
@@ -181,11 +170,9 @@ def test_a_stream_that_breaks_off_says_why_and_the_call_goes_on() -> None:
         assert said["4"] == "Model not found: 없음"
         assert "".join(values(r)["generated_text"] for r in made if not r.error_message)
 
-    run(test, lambda: Engine(Overloaded("가득 찼다")), sagemaker_multi_model=True)
 
-
-def test_a_cancelled_call_leaves_the_engine() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_a_cancelled_call_leaves_the_engine() -> None:
+    async with served() as (client, world):
         engine: Any = world.gateway.engine
         engine.go.clear()
         call = client("ModelStreamInfer", iter([asked(), asked("산에는")]))
@@ -202,11 +189,9 @@ def test_a_cancelled_call_leaves_the_engine() -> None:
                 await asyncio.sleep(0)
         assert world.model.line.running == 0
 
-    run(test)
 
-
-def test_a_model_that_streams_nothing_answers_in_order() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_a_model_that_streams_nothing_answers_in_order() -> None:
+    async with served(in_engine=False) as (client, world):
         waiting = asyncio.Event()
 
         async def answer(number: int) -> Answer:
@@ -225,8 +210,6 @@ def test_a_model_that_streams_nothing_answers_in_order() -> None:
             [2],
         ]
         assert all(final(r) for r in made)
-
-    run(test, in_engine=False)
 
 
 # Single calls
@@ -255,8 +238,9 @@ INFER = {"model_name": "봄"}
         (507, grpc.StatusCode.RESOURCE_EXHAUSTED),
     ],
 )
-def test_an_error_has_its_code_and_its_words(status: int, code: Any) -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_an_error_has_its_code_and_its_words(status: int, code: Any) -> None:
+    async with served(in_engine=False) as (client, world):
+
         async def answer(number: int) -> Answer:
             return answered(status, json.dumps({"message": "가" * 2000}).encode())
 
@@ -266,11 +250,9 @@ def test_an_error_has_its_code_and_its_words(status: int, code: Any) -> None:
         assert said.startswith("가가가")
         assert said.endswith("가가가")
 
-    run(test, in_engine=False)
 
-
-def test_who_comes_too_early_is_told_when_to_come_back() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_who_comes_too_early_is_told_when_to_come_back() -> None:
+    async with served() as (client, world):
         world.gateway.draining = True
         code, said, trailing = await refused(client("ModelInfer", INFER))
         assert (code, said) == (grpc.StatusCode.UNAVAILABLE, "the server is stopping")
@@ -278,20 +260,16 @@ def test_who_comes_too_early_is_told_when_to_come_back() -> None:
         assert not (await client("ServerReady")).ready
         assert (await client("ServerLive")).live
 
-    run(test)
 
-
-def test_a_script_that_answers_something_else_is_at_fault() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_a_script_that_answers_something_else_is_at_fault() -> None:
+    async with served(in_engine=False) as (client, _):
         code, said, _ = await refused(client("ModelInfer", INFER))
         assert code == grpc.StatusCode.INTERNAL
         assert "none of the Open Inference Protocol" in said
 
-    run(test, in_engine=False)
 
-
-def test_a_token_is_asked_for_and_ids_are_kept() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_a_token_is_asked_for_and_ids_are_kept() -> None:
+    async with served(inference_token="infer-me", management_token="manage-me") as (client, _):  # noqa: S106
         code, said, _ = await refused(client("ModelReady", {"name": "봄"}))
         assert code == grpc.StatusCode.UNAUTHENTICATED
         assert "Authorization: Bearer" in said
@@ -304,11 +282,9 @@ def test_a_token_is_asked_for_and_ids_are_kept() -> None:
         code, _, _ = await refused(client("RepositoryModelLoad", INFER, metadata=right))
         assert code == grpc.StatusCode.UNAUTHENTICATED
 
-    run(test, inference_token="infer-me", management_token="manage-me")  # noqa: S106
 
-
-def test_a_client_that_gives_up_calls_its_request_off() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_a_client_that_gives_up_calls_its_request_off() -> None:
+    async with served(in_engine=False) as (client, world):
         asked_for = asyncio.Event()
         engine: Any = world.engine
         world.gateway.engine = engine
@@ -325,14 +301,12 @@ def test_a_client_that_gives_up_calls_its_request_off() -> None:
             call.cancel()
             await engine.over.wait()
 
-    run(test, in_engine=False)
-
 
 # The port
 
 
-def test_health_is_told_and_told_again_when_it_changes() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_health_is_told_and_told_again_when_it_changes() -> None:
+    async with served() as (client, world):
         for service in ("", SERVICE):
             status = (await client("Check", {"service": service}, HEALTH)).status
             assert status == SERVING
@@ -349,16 +323,12 @@ def test_health_is_told_and_told_again_when_it_changes() -> None:
         world.gateway.healthy = True
         assert (await watch.read()).status == SERVING
 
-    run(test)
 
-
-def test_a_port_that_is_taken_is_an_error_of_the_start() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_a_port_that_is_taken_is_an_error_of_the_start() -> None:
+    async with served() as (_, world):
         with pytest.raises(StartError, match="GRPC_PORT"):
             async with grpc_port(world.gateway, world.app, 1):
                 pass
-
-    run(test)
 
 
 def test_without_its_library_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,12 +342,11 @@ def test_without_its_library_it_is_said_how_to_get_it(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "sent", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM"]
 )
-def test_a_client_that_does_not_speak_the_protocol_is_hung_up_on(
+async def test_a_client_that_does_not_speak_the_protocol_is_hung_up_on(
     monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(HTTPProtocol, "head_s", 0.2)
-
-    async def test(client: Client, world: World) -> None:
+    async with served() as (client, world):
         port = world.gateway.settings.grpc_port
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
@@ -387,13 +356,11 @@ def test_a_client_that_does_not_speak_the_protocol_is_hung_up_on(
         writer.close()
         assert (await client("ServerLive")).live
 
-    run(test)
-
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
-def test_connections_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HTTPProtocol, "max_connections", 3)
 
     def told(connection: socket.socket) -> bytes:
@@ -404,7 +371,7 @@ def test_connections_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         except ConnectionError:
             return b""
 
-    async def test(client: Client, world: World) -> None:
+    async with served() as (client, world):
         address = "127.0.0.1", world.gateway.settings.grpc_port
         with contextlib.ExitStack() as open_ones:
 
@@ -423,8 +390,6 @@ def test_connections_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
                 while not (await connect())[1]:
                     await asyncio.sleep(0.05)
 
-    run(test)
-
 
 async def until_ended(calls: list[Any], count: int) -> None:
     async def code(call: Any) -> grpc.StatusCode:
@@ -441,15 +406,14 @@ async def until_ended(calls: list[Any], count: int) -> None:
 
 
 @pytest.mark.parametrize("method", [f"{HEALTH}/Watch", f"{HEALTH}/Check", f"{SERVICE}/ModelInfer"])
-def test_calls_that_wait_for_their_clients_do_not_shut_the_port(
+async def test_calls_that_wait_for_their_clients_do_not_shut_the_port(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Neither a Watch, which never ends, nor calls whose request never comes."""
     monkeypatch.setattr(HTTPProtocol, "max_connections", 2)
     monkeypatch.setattr(health, "MAX_WATCHES", 2)
     monkeypatch.setattr(port, "MAX_WATCHES", 2)
-
-    async def test(client: Client, world: World) -> None:
+    async with served() as (client, world):
         endpoint = f"127.0.0.1:{world.gateway.settings.grpc_port}"
         async with grpc.aio.insecure_channel(endpoint) as channel:
             call = channel.stream_stream(f"/{method}")  # messages as bytes, of which b"" is one
@@ -461,13 +425,12 @@ def test_calls_that_wait_for_their_clients_do_not_shut_the_port(
             for _ in range(5):
                 assert (await client("ServerLive")).live
 
-    run(test)
 
-
-def test_streams_without_requests_do_not_shut_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_without_requests_do_not_shut_the_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(HTTPProtocol, "max_connections", 2)
-
-    async def test(client: Client, world: World) -> None:
+    async with served() as (client, world):
         busy_engine: Any = world.gateway.engine
         busy_engine.go.clear()
         busy = client("ModelStreamInfer")
@@ -485,13 +448,9 @@ def test_streams_without_requests_do_not_shut_the_port(monkeypatch: pytest.Monke
         while not final(await busy.read()):
             pass
 
-    run(test)
 
-
-def test_a_message_that_is_too_large_is_not_taken() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_a_message_that_is_too_large_is_not_taken() -> None:
+    async with served(max_request_bytes=1000) as (client, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client("ModelInfer", {**INFER, "raw_input_contents": [bytes(1 << 20)]})
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    run(test, max_request_bytes=1000)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
@@ -18,62 +19,31 @@ from serving.api.openai.answers import Answer
 from serving.api.openai.errors import Refused
 from serving.api.openai.parsing import completion
 from serving.errors import TooManyRequests
-from tests.serving import virtual_time
-from tests.serving.api.gateways import World, model
+from tests.serving.api.gateways import SAID as TEXT
+from tests.serving.api.gateways import RecordingEngine, World, model
 
-TEXT = "가실 때에는"
+pytestmark = pytest.mark.virtual_time
+
 ASKED: dict[str, Any] = {"model": "봄", "prompt": "나 보기가", "temperature": 0}
 
 
-def result(text: str = TEXT) -> dict[str, Any]:
-    completion = {"text": text, "tokens": len(text), "finish_reason": "length"}
-    return {"completions": [completion], "prompt_tokens": 3, "cached_tokens": 2}
-
-
-class Engine:
-    """Tells what each call asks of it; `fails` are raised by the first calls."""
-
-    def __init__(self, *fails: Exception, streamed: list[Any] | None = None) -> None:
-        self.fails, self.streamed = list(fails), streamed or []
-        self.asked: list[tuple[Any, ...]] = []
-
-    async def generate(self, *asked: Any) -> dict[str, Any]:
-        self.asked.append(asked)
-        if self.fails:
-            raise self.fails.pop(0)
-        return result()
-
-    async def stream(self, *asked: Any) -> AsyncIterator[dict[str, Any]]:
-        self.asked.append(asked)
-        if self.fails:
-            raise self.fails.pop(0)
-        for item in self.streamed:
-            if isinstance(item, Exception):
-                raise item
-            yield dict(item)
-
-
-def run(
-    engine: Engine, test: Callable[[openai.AsyncOpenAI, World], Awaitable[None]], **options: Any
-) -> None:
-    """In virtual time."""
-
-    async def with_client() -> None:
-        world = World(model(limit_s=60))
-        world.model.in_engine = True
-        world.gateway.engine = engine  # type: ignore[assignment]
-        transport = httpx2.ASGITransport(world.app)
-        async with openai.AsyncOpenAI(
-            base_url=f"http://gateway:{world.gateway.settings.port}/v1",
-            api_key="없어도 된다".encode().hex(),
-            http_client=httpx2.AsyncClient(transport=transport),
-            **options,
-        ) as client:
-            await test(client, world)
-        assert (world.gateway.requests, world.model.in_flight) == (0, 0)
-        assert world.model.line.running == 0
-
-    virtual_time.run(with_client)
+@contextlib.asynccontextmanager
+async def served(
+    engine: RecordingEngine, **options: Any
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, World]]:
+    world = World(model(limit_s=60))
+    world.model.in_engine = True
+    world.gateway.engine = engine  # type: ignore[assignment]
+    transport = httpx2.ASGITransport(world.app)
+    async with openai.AsyncOpenAI(
+        base_url=f"http://gateway:{world.gateway.settings.port}/v1",
+        api_key="없어도 된다".encode().hex(),
+        http_client=httpx2.AsyncClient(transport=transport),
+        **options,
+    ) as client:
+        yield client, world
+    assert (world.gateway.requests, world.model.in_flight) == (0, 0)
+    assert world.model.line.running == 0
 
 
 def body(error: openai.APIStatusError) -> dict[str, Any]:
@@ -88,47 +58,43 @@ def body(error: openai.APIStatusError) -> dict[str, Any]:
         Overloaded("256 requests wait already", retry_after_s=3),
     ],
 )
-def test_a_client_comes_again_when_it_was_told_to(error: Any) -> None:
-    engine = Engine(error)
-
-    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+async def test_a_client_comes_again_when_it_was_told_to(error: Any) -> None:
+    engine = RecordingEngine(error)
+    async with served(engine) as (client, _):
         began = asyncio.get_running_loop().time()
         made = await client.completions.create(**ASKED)
         assert made.choices[0].text == TEXT
         assert asyncio.get_running_loop().time() - began >= 3
-
-    run(engine, test)
     assert len(engine.asked) == 2
 
 
-def test_who_does_not_come_again_is_told_what_was_wrong() -> None:
-    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+async def test_who_does_not_come_again_is_told_what_was_wrong() -> None:
+    async with served(
+        RecordingEngine(TooManyRequests("too many", retry_after_s=3)), max_retries=0
+    ) as (
+        client,
+        _,
+    ):
         with pytest.raises(openai.RateLimitError) as caught:
             await client.completions.create(**ASKED)
         assert body(caught.value)["code"] == "rate_limit_exceeded"
         assert caught.value.response.headers["retry-after"] == "3"
 
-    run(Engine(TooManyRequests("too many", retry_after_s=3)), test, max_retries=0)
 
-
-def test_an_engine_that_is_started_again_is_asked_again() -> None:
-    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+async def test_an_engine_that_is_started_again_is_asked_again() -> None:
+    engine = RecordingEngine(EngineUnavailable("the engine is not there"))
+    async with served(engine, max_retries=0) as (client, _):
         made = await client.completions.create(**ASKED)
         assert made.choices[0].text == TEXT
-
-    engine = Engine(EngineUnavailable("the engine is not there"))
-    run(engine, test, max_retries=0)
     assert len(engine.asked) == 2
 
 
-def test_the_engine_is_asked_for_what_the_client_wants() -> None:
-    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+async def test_the_engine_is_asked_for_what_the_client_wants() -> None:
+    engine = RecordingEngine()
+    async with served(engine) as (client, _):
         await client.completions.create(**ASKED, max_tokens=5)
         messages: list[Any] = [{"role": "user", "content": "안녕?"}]
         await client.chat.completions.create(model="봄.tar.gz", messages=messages, temperature=0.5)
-
-    engine = Engine()
-    run(engine, test)
     greedy = {"do_sample": False, "num_return_sequences": 1, "max_new_tokens": 5}
     drawn = {"do_sample": True, "temperature": 0.5, "top_p": 1.0}
     drawn |= {"num_return_sequences": 1, "max_new_tokens": 1_000_000}
@@ -140,10 +106,10 @@ def test_the_engine_is_asked_for_what_the_client_wants() -> None:
     ]
 
 
-def test_an_error_of_ours_is_a_500_that_says_nothing_more(
+async def test_an_error_of_ours_is_a_500_that_says_nothing_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+    async with served(RecordingEngine(ZeroDivisionError("비밀")), max_retries=0) as (client, _):
         with pytest.raises(openai.InternalServerError) as caught:
             await client.completions.create(**ASKED)
         assert body(caught.value) == {
@@ -156,44 +122,40 @@ def test_an_error_of_ours_is_a_500_that_says_nothing_more(
         assert "비밀" in caplog.text
         assert vars(logged)["fields"] == {"request_id": caught.value.request_id}
 
-    run(Engine(ZeroDivisionError("비밀")), test, max_retries=0)
 
-
-def test_a_model_with_a_script_is_not_asked_behind_its_back() -> None:
-    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+async def test_a_model_with_a_script_is_not_asked_behind_its_back() -> None:
+    async with served(RecordingEngine()) as (client, world):
         world.model.in_engine = False
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(**ASKED)
         assert body(caught.value)["param"] == "model"
         assert "/predictions/봄" in caught.value.message
 
-    run(Engine(), test)
 
-
-def test_a_stream_that_breaks_off_is_an_error_of_the_clients() -> None:
+async def test_a_stream_that_breaks_off_is_an_error_of_the_clients() -> None:
     first = {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 2}
-
-    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+    async with served(RecordingEngine(streamed=[first, EngineError("a step failed")])) as (
+        client,
+        _,
+    ):
         chunks = await client.completions.create(**ASKED, stream=True)
         assert (await anext(aiter(chunks))).choices[0].text == TEXT
         with pytest.raises(openai.APIError, match="a step failed"):
             await anext(aiter(chunks))
 
-    run(Engine(streamed=[first, EngineError("a step failed")]), test)
 
-
-def test_what_goes_wrong_before_the_first_token_has_a_status() -> None:
-    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+async def test_what_goes_wrong_before_the_first_token_has_a_status() -> None:
+    async with served(RecordingEngine(EngineError("a step failed")), max_retries=0) as (client, _):
         with pytest.raises(openai.InternalServerError):
             await client.completions.create(**ASKED, stream=True)
 
-    run(Engine(EngineError("a step failed")), test, max_retries=0)
 
-
-def test_a_response_that_breaks_off_has_failed() -> None:
+async def test_a_response_that_breaks_off_has_failed() -> None:
     first = {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 2}
-
-    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+    async with served(RecordingEngine(streamed=[first, EngineError("a step failed")])) as (
+        client,
+        _,
+    ):
         made = await client.responses.create(model="봄", input="안녕?", stream=True)
         *_, last = [event async for event in made]
         assert last.type == "response.failed"
@@ -201,17 +163,14 @@ def test_a_response_that_breaks_off_has_failed() -> None:
         assert last.response.error is not None
         assert last.response.error.message == "a step failed"
 
-    run(Engine(streamed=[first, EngineError("a step failed")]), test)
 
-
-def test_half_a_character_waits_in_a_stream() -> None:
+async def test_half_a_character_waits_in_a_stream() -> None:
     items = [
         {"index": 0, "token": 5, "text": "", "prompt_tokens": 3, "cached_tokens": 2},
         {"index": 0, "token": 6, "text": "가"},
         {"index": 0, "token": 7, "text": "", "finish_reason": "stop"},
     ]
-
-    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+    async with served(RecordingEngine(streamed=items)) as (client, _):
         options: dict[str, Any] = {"include_usage": True}
         chunks = await client.completions.create(**ASKED, stream=True, stream_options=options)
         *made, last = [chunk async for chunk in chunks]
@@ -227,8 +186,6 @@ def test_half_a_character_waits_in_a_stream() -> None:
         used = [(c.usage.prompt_tokens, c.usage.total_tokens) async for c in chunks if c.usage]
         assert used == [(3, 5), (3, 6), (3, 6)]
 
-    run(Engine(streamed=items), test)
-
 
 @pytest.mark.parametrize(
     ("method", "path", "sent", "status"),
@@ -243,23 +200,65 @@ def test_half_a_character_waits_in_a_stream() -> None:
         ("GET", "/v1/models/없음", b"", 404),
     ],
 )
-def test_whatever_is_wrong_is_said_in_openais_shape(
+async def test_whatever_is_wrong_is_said_in_openais_shape(
     method: str, path: str, sent: bytes, status: int
 ) -> None:
-    async def test() -> None:
-        found, headers, answered = await World(sagemaker_multi_model=True).call(method, path, sent)
-        assert (found, headers["content-type"]) == (status, "application/json")
-        said = json.loads(answered)["error"]
-        assert set(said) == {"message", "type", "param", "code"}
-        assert said["type"] == "invalid_request_error"
-        assert headers["x-request-id"]
-        assert status != 405 or path in said["message"]
-
-    asyncio.run(test())
+    found, headers, answered = await World(sagemaker_multi_model=True).call(method, path, sent)
+    assert (found, headers["content-type"]) == (status, "application/json")
+    said = json.loads(answered)["error"]
+    assert set(said) == {"message", "type", "param", "code"}
+    assert said["type"] == "invalid_request_error"
+    assert headers["x-request-id"]
+    assert status != 405 or path in said["message"]
 
 
 def test_a_refusal_names_its_field() -> None:
     assert Refused("온도", "is not known here").message == "온도 is not known here"
+
+
+class EndlessEngine(RecordingEngine):
+    """Answers nothing, or one token, and then works until it is called off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running, self.left = 0, 0
+        self.begun = asyncio.Event()
+
+    async def _work(self) -> None:
+        self.running += 1
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.running -= 1
+            self.left += 1
+
+    async def generate(self, *asked: Any) -> dict[str, Any]:
+        await self._work()
+        return {}
+
+    async def stream(self, *asked: Any) -> AsyncIterator[dict[str, Any]]:
+        yield {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 2}
+        await self._work()
+
+
+@pytest.mark.parametrize(
+    ("more", "rows"), [({}, 1), ({"prompt": ["가", "나"]}, 2), ({"stream": True}, 1)]
+)
+async def test_a_client_that_goes_away_is_not_worked_on(more: dict[str, Any], rows: int) -> None:
+    world, engine, gone = World(model(capacity=2)), EndlessEngine(), asyncio.Event()
+    world.model.in_engine = True
+    world.gateway.engine = engine  # type: ignore[assignment]
+    sent = json.dumps({**ASKED, **more}).encode()
+    call = asyncio.create_task(world.call("POST", "/v1/completions", sent, gone=gone))
+    await engine.begun.wait()
+    while engine.running < rows:
+        await asyncio.sleep(0)
+    gone.set()
+    await asyncio.gather(call, return_exceptions=True)
+    assert asyncio.get_running_loop().time() == 0  # not at its deadline
+    assert (engine.running, engine.left) == (0, rows)
+    assert (world.gateway.requests, world.model.in_flight, world.model.line.running) == (0, 0, 0)
 
 
 def scored(index: int, text: str, **more: Any) -> dict[str, Any]:
@@ -268,9 +267,9 @@ def scored(index: int, text: str, **more: Any) -> dict[str, Any]:
     return {"index": index, "token": 7, "text": text, "logprobs": step, **more}
 
 
-def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
+async def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
     counts = {"prompt_tokens": 3, "cached_tokens": 1}
-    engine = Engine(
+    engine = RecordingEngine(
         streamed=[
             scored(0, "가실 ", **counts),
             scored(1, "나", **counts),
@@ -279,8 +278,7 @@ def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
         ]
     )
     kept: list[Any] = []
-
-    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+    async with served(engine) as (client, _):
         made = await client.completions.create(**ASKED | {"n": 2, "temperature": 1, "logprobs": 2})
         assert [choice.text for choice in made.choices] == ["가실 때", "나빛"]
         assert [choice.finish_reason for choice in made.choices] == ["stop", "length"]
@@ -293,8 +291,6 @@ def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
         assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3, 4)
         answer = Answer(completion({**ASKED, "logprobs": 2}), "봄")
         kept.append(answer.compact(scored(0, "가")["logprobs"])["top"])
-
-    run(engine, test)
     assert isinstance(kept[0], orjson.Fragment)
     assert len(engine.asked) == 1
 
@@ -312,18 +308,15 @@ def test_an_answer_has_a_bound(asked: dict[str, Any]) -> None:
         completion({**ASKED, "temperature": 1, **asked})
 
 
-def test_an_answer_has_a_bound_however_long_the_context_is(
+async def test_an_answer_has_a_bound_however_long_the_context_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(answering, "MAX_SCORES", 8)
     counts = {"prompt_tokens": 3, "cached_tokens": 1}
-    engine = Engine(streamed=[scored(0, "가", **counts), *[scored(0, "나")] * 2])
-
-    async def test(client: openai.AsyncOpenAI, world: World) -> None:
+    engine = RecordingEngine(streamed=[scored(0, "가", **counts), *[scored(0, "나")] * 2])
+    async with served(engine) as (client, _):
         with pytest.raises(openai.BadRequestError, match="more than 8 log-probabilities"):
             await client.completions.create(**ASKED | {"logprobs": 2})
-
-    run(engine, test)
 
 
 def test_what_is_asked_for_in_earnest_is_within_the_bound() -> None:

@@ -1,5 +1,5 @@
-"""Stateful sessions as boto3 and SageMaker have them: two containers of one model, each session's
-requests at one of them."""
+"""The server as containers of one model: of inference components, and of stateful sessions, whose
+requests are all at one of two containers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 
 import boto3
 import pytest
-import requests
 from botocore.exceptions import ClientError
 
 from tests.e2e.server import Server
-from tests.e2e.stores import SHORT, serving, small, statistics
-from tests.platform.endpoint import NEW_SESSION, Endpoint, SingleModel
+from tests.e2e.stores import SHORT, serving, small, statistics, text
+from tests.platform.endpoint import NEW_SESSION, Components, Endpoint, SingleModel
 from tests.platform.runtime import client_of
 
 pytestmark = pytest.mark.slow
@@ -29,15 +28,61 @@ EXPIRES = re.compile(r"; Expires=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     with contextlib.ExitStack() as started:
         servers = []
-        for _ in range(2):
+        for seed in range(2):
             folder = tmp_path_factory.mktemp("container")
-            small(folder / "ml" / "model")
+            small(folder / "ml" / "model", seed)
             environment = {
                 "SAGEMAKER_BASE_DIR": str(folder / "ml"),
                 "SAGEMAKER_ENABLE_STATEFUL_SESSIONS": "true",
             }
             servers.append(started.enter_context(serving(folder, **environment)))
         yield servers
+
+
+# Inference components
+
+
+@pytest.fixture
+def poets(pair: list[Server]) -> Iterator[Any]:
+    """boto3's client of an endpoint with a component for each container."""
+    named = zip(("sowol", "dongju"), pair, strict=True)
+    components = {name: SingleModel(server.url("")) for name, server in named}
+    with client_of(Components("poets", components)) as client:
+        yield client
+
+
+def request(component: str, body: dict[str, Any]) -> dict[str, Any]:
+    named = {"InferenceComponentName": component} if component else {}
+    data = json.dumps(body).encode()
+    return {"EndpointName": "poets", "ContentType": "application/json", "Body": data, **named}
+
+
+def own(server: Server) -> str:
+    """What its one model says."""
+    return text(server.post("/invocations", json=SHORT))
+
+
+def test_a_name_reaches_the_container_of_its_component(poets: Any, pair: list[Server]) -> None:
+    said = [
+        json.load(poets.invoke_endpoint(**request(name, SHORT))["Body"])["generated_text"]
+        for name in ("sowol", "dongju")
+    ]
+    assert said == [own(server) for server in pair]
+    assert said[0] != said[1]
+
+
+def test_a_component_streams_token_by_token(poets: Any, pair: list[Server]) -> None:
+    answer = poets.invoke_endpoint_with_response_stream(
+        **request("sowol", {**SHORT, "stream": True}), Accept="application/x-ndjson"
+    )
+    with contextlib.closing(answer["Body"]) as events:
+        parts = [event["PayloadPart"]["Bytes"] for event in events]
+    *tokens, end = [json.loads(line) for line in b"".join(parts).splitlines()]
+    assert end["generated_text"] == own(pair[0])
+    assert "".join(token["text"] for token in tokens) == end["generated_text"]
+
+
+# Sessions
 
 
 def invoke(client: Any, body: dict[str, Any], session: str) -> dict[str, Any]:
@@ -83,9 +128,7 @@ def test_a_session_stays_with_the_container_that_opened_it(pair: list[Server]) -
             assert cached_tokens(server) > before[0]
             assert cached_tokens(other) == before[1]
             headers = {"X-Amzn-SageMaker-Session-Id": id}
-            elsewhere = requests.post(
-                other.url("/invocations"), json=SHORT, headers=headers, timeout=60
-            )
+            elsewhere = other.post("/invocations", json=SHORT, headers=headers)
             assert elsewhere.status_code == 400
             assert "session not found" in elsewhere.json()["message"]
         for id in ids:

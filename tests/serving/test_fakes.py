@@ -1,0 +1,97 @@
+"""The fakes of our own classes do as those do: each method is one of theirs, and loads are promised
+memory in the same order."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import OutOfMemory
+from engine.http.async_client import AsyncEngineClient
+from serving.mms.client import MMSClient
+from serving.mms.workers import Workers
+from serving.models.model import Model
+from serving.models.on_demand import OnDemand
+from serving.models.recovery import Recovery
+from serving.models.registry import Registry
+from serving.settings import Settings
+from serving.store import Cache, Fetched, Lookups
+from tests.serving import fakes
+from tests.serving.api import gateways
+from tests.serving.mms import test_workers
+
+# With what a test may do to it.
+PAIRS: list[tuple[type, tuple[type, ...], set[str]]] = [
+    (fakes.FakeWorkers, (Workers,), {"bytes_of", "works", "kill", "restart_mms"}),
+    (fakes.FakeCache, (Cache,), {"hang", "let_go"}),
+    (fakes.FakeLookups, (Lookups,), set()),
+    (gateways.FakeRegistry, (Registry, OnDemand), set()),
+    (gateways.FakeRecovery, (Recovery,), set()),
+    (gateways.FakeMMS, (MMSClient,), {"answer"}),
+    (gateways.FakeEngine, (AsyncEngineClient,), set()),
+    (test_workers.FakeMMS, (MMSClient,), set()),
+    (test_workers.FakeEngine, (AsyncEngineClient,), set()),
+]
+
+
+@pytest.mark.parametrize(
+    ("fake", "real", "own"), PAIRS, ids=[f"{f.__module__}.{f.__name__}" for f, *_ in PAIRS]
+)
+def test_a_fake_has_no_method_that_the_real_one_lacks(
+    fake: type, real: tuple[type, ...], own: set[str]
+) -> None:
+    for name, method in inspect.getmembers(fake, inspect.isfunction):
+        if name.startswith("_") or name in own:
+            continue
+        theirs = next((getattr(cls, name) for cls in real if hasattr(cls, name)), None)
+        assert theirs is not None, name
+        assert inspect.iscoroutinefunction(method) == inspect.iscoroutinefunction(theirs), name
+        known = list(inspect.signature(theirs).parameters)
+        for parameter in inspect.signature(method).parameters.values():
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                assert parameter.name in known or parameter.default is parameter.empty, name
+
+
+class BudgetEngine(test_workers.FakeEngine):
+    """Has 250 bytes, of which each model takes 100; `held` are loaded."""
+
+    held = 0
+
+    async def check(self, *given: Any) -> int:
+        *_, promised, _ = given
+        free = 250 - self.held - sum(promised.values())
+        if free < 100:
+            raise OutOfMemory("no room", missing_bytes=100 - free, needed_bytes=100)
+        return 100
+
+
+def real_workers(folder: Path) -> Any:
+    mms: Any = test_workers.FakeMMS()
+    engine: Any = BudgetEngine()
+    return Workers(Settings(), folder, mms, engine)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("make", [real_workers, lambda _: fakes.FakeWorkers(budget=250)])
+async def test_memory_is_promised_to_loads_in_their_order_until_they_end(
+    tmp_path: Path, make: Any
+) -> None:
+    workers, models = make(tmp_path), []
+    for name in ("봄", "여름", "가을"):
+        (tmp_path / name).mkdir()
+        model = Model(name, name, f"{name}-0-1", fakes.stored(name), {"response_timeout": 60})
+        model.fetched = Fetched(tmp_path / name, hit=True)
+        models.append(model)
+    first, second, third = models
+    for model in (first, second, first):
+        assert await workers.check(model)
+        assert workers.promised_bytes(model) == 100
+    with pytest.raises(OutOfMemory) as raised:
+        await workers.check(third)
+    assert raised.value.missing_bytes == 50
+    await workers.end(first)
+    assert workers.promised_bytes(first) == 0
+    assert await workers.check(third)
