@@ -42,8 +42,8 @@ TESTS = {
     ),
     "Its processes end with it: at an unload, a": (
         "test_a_daemon_that_it_has_started_goes_with_it "
-        "test_a_daemon_goes_with_a_script_that_ends_while_nobody_asks "
-        "test_a_daemon_goes_with_its_model "
+        "test_processes_of_a_program_that_ended_by_itself_end "
+        "test_a_daemon_goes_with_the_worker_of_its_model_which_comes_back "
         "test_loads_that_never_end_are_given_up_with_all_that_they_have_started "
         "test_a_script_that_will_not_end_does_not_hold_up_a_stop"
     ),
@@ -52,13 +52,14 @@ TESTS = {
     ),
     "It cannot flood the log or send malformed": (
         "test_megabytes_of_output_stop_nothing_and_flood_no_log "
-        "test_nonsense_is_refused_with_a_reason"
+        "test_unusual_errors_reach_the_client"
     ),
     "`SCRIPT_NETWORK=false` takes the network": (
-        "test_isolation_can_be_turned_off_and_widened "
-        "test_pip_keeps_the_network_where_scripts_have_none"
+        "test_isolation_can_be_widened_and_scripts_be_without_the_network_which_pip_keeps"
     ),
-    "`SCRIPT_PATHS=/srv/lexicon:/srv/fonts` adds": "test_isolation_can_be_turned_off_and_widened",
+    "`SCRIPT_PATHS=/srv/lexicon:/srv/fonts` adds": (
+        "test_isolation_can_be_widened_and_scripts_be_without_the_network_which_pip_keeps"
+    ),
     "`ALLOW_MODEL_REQUIREMENTS` is off: a": (
         "test_requirements_are_refused_unless_they_are_allowed"
     ),
@@ -111,10 +112,9 @@ TESTS = {
     ),
     "No bytes of a client reach": "test_a_clients_bytes_reach_none_of_what_has_advisories",
     "With the tokens set, no route but health": (
-        "test_loading_and_unloading_need_the_management_token "
-        "test_calls_need_the_inference_token test_every_route_but_health_asks_for_its_token "
-        "test_only_who_has_the_token_is_served "
-        "test_a_token_is_compared_whole_whatever_was_sent test_health_needs_no_token"
+        "test_each_token_opens_what_is_its_own test_every_route_but_health_asks_for_its_token "
+        "test_a_token_is_asked_for_and_ids_are_kept "
+        "test_a_token_is_compared_whole_whatever_was_sent"
     ),
     "`INFERENCE_TOKEN` alone also closes": "test_the_token_for_calls_alone_closes_all",
     "A page of another site cannot use its": (
@@ -184,7 +184,8 @@ TESTS = {
     "Of these, names with `TOKEN`, `SECRET`,": "test_secrets_of_any_name_are_not",
     "`WORKER_VARIABLES=TOP_K,POEM_*` passes": "test_more_are_passed_by_name_or_pattern",
     "Scripts get neither `PIP_*` nor the": (
-        "test_a_script_gets_no_variables_of_the_server test_pip_finds_only_what_it_needs"
+        "test_a_script_gets_no_variables_of_the_server "
+        "test_isolation_can_be_turned_off_and_pip_finds_only_what_it_needs"
     ),
 }
 # The packages of the jar, and the days of their classes, which tell the versions.
